@@ -15,7 +15,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from benchmarks.interfaces import MinimumWork, Outputs, PreparedCall, Problem, ProblemSizes
-from regard.caches import Float8, Quantised
+from regard.caches import Float8, Quantized
 from regard.caches.base import Parts
 from regard.cost import attention_flops
 from regard.cost.latent import absorb_flops, latent_values
@@ -120,8 +120,8 @@ class AttentionSizes(ProblemSizes):
         alibi: whether ALiBi's bias is added to the scores.
         padded: whether row b has b S / (2 B) padding tokens on the left.
         train: whether the gradient is computed.
-        bits: the bits of the quantised cache from which keys and values are read; None for keys and
-            values that are not quantised.
+        bits: the bits of the quantized cache from which keys and values are read; None for keys and
+            values that are not quantized.
         pattern: what else decides which earlier keys a query sees: "documents" (8 packed texts of
             one length), "prefix" (all queries see the first eighth of the keys), "sinks" (besides
             its window, a query sees the first 4 keys), or None.
@@ -195,7 +195,7 @@ class AttentionProblem(Problem):
     The outputs are "out" `[B, H, T, D]`, and in training "dq", "dk" and "dv".
 
     Attributes:
-        quantized: keys and values as the cache stores them, if it is quantised.
+        quantized: keys and values as the cache stores them, if it is quantized.
         pads: the number of padding tokens of each row; padded queries have no right output.
         sink: the logit of each head `[H]`, or None.
         block_bytes, checked_pairs: the limits of the reference, see `BLOCK_BYTES` and
@@ -339,11 +339,11 @@ class AttentionProblem(Problem):
 
 
 def _quantized(k: Tensor, v: Tensor, bits: int | Literal["fp8"]) -> tuple[Parts, Parts]:
-    """Return keys and values as a quantised or fp8 cache stores them, and dequantised."""
+    """Return keys and values as a quantized or fp8 cache stores them, and dequantized."""
     S, channels = k.shape[2], k.shape[3]
-    cache: Quantised | Float8 = Float8()
+    cache: Quantized | Float8 = Float8()
     if bits != "fp8":
-        cache = Quantised(bits, group=min(128, channels) if bits == 8 else 32, residual=0)
+        cache = Quantized(bits, group=min(128, channels) if bits == 8 else 32, residual=0)
     stored, _ = cache.update((k, v), Span(0, S))
     dequantized, _ = cache.update((k[:, :, :0], v[:, :, :0]), Span(S, 0))
     return stored, tuple(to_huge_pages(x.clone()) for x in dequantized)

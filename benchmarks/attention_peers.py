@@ -341,7 +341,7 @@ def why_not_onnx_runtime(problem: AttentionProblem) -> str | None:
 
 
 def _graph(problem: AttentionProblem) -> bytes:
-    """Return a serialised ONNX model whose only node is GroupQueryAttention."""
+    """Return a serialized ONNX model whose only node is GroupQueryAttention."""
     onnx = importlib.import_module("onnx")
     helper, s = onnx.helper, problem.sizes
     names = ["query", "key", "value", "past_key", "past_value"]

@@ -310,7 +310,7 @@ def timed(
     times = interleaved(
         {name: partial(_run_all, launches[sizes]) for name, sizes in names.items()},
         rounds=rounds,
-        synchronise=partial(wait_for, device),
+        synchronize=partial(wait_for, device),
     )
     return {sizes: median(times[name]) for name, sizes in names.items()}
 

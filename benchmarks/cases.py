@@ -80,7 +80,7 @@ _CPU = (
     ),
     Case(
         "decode-int8",
-        "One query against an 8-bit quantised cache; other peers read the dequantised numbers.",
+        "One query against an 8-bit quantized cache; other peers read the dequantized numbers.",
         _lengths(2048, 32768, 131_072, T=1, bits=8),
         (BF16,),
         (ATTENTION[0], regard_peers.QUANTIZED, *ATTENTION[1:]),
@@ -158,7 +158,7 @@ _CPU = (
     ),
     Case(
         "sentences",
-        "Vectors of texts of unequal length, tokenising included, with MiniLM's sizes.",
+        "Vectors of texts of unequal length, tokenizing included, with MiniLM's sizes.",
         {
             "small": SentenceSizes(8, layers=1, dim=32, inner=64, H=4, vocabulary=64),
             "default": SentenceSizes(1000),

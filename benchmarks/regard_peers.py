@@ -93,7 +93,7 @@ def stored_attention(problem: AttentionProblem, memory: Parts) -> PreparedCall:
 
 
 def quantized_attention(problem: AttentionProblem) -> PreparedCall:
-    """Prepare `regard.attend` over keys and values from a `Quantised` or `Float8` cache."""
+    """Prepare `regard.attend` over keys and values from a `Quantized` or `Float8` cache."""
     assert problem.quantized is not None, "`not_quantized` refuses other problems"
     return stored_attention(problem, problem.quantized)
 
@@ -144,8 +144,8 @@ def measured_memory(problem: AttentionProblem) -> PreparedCall:
 
 
 def not_quantized(problem: AttentionProblem) -> str | None:
-    """Return why there is no quantised cache in the problem, or None."""
-    return "the cache of this problem is not quantised" if problem.quantized is None else None
+    """Return why there is no quantized cache in the problem, or None."""
+    return "the cache of this problem is not quantized" if problem.quantized is None else None
 
 
 def _positions(problem: AttentionProblem) -> Tensor:
@@ -277,7 +277,7 @@ NEW_MASKS = Peer("regard", "regard.attend with a new mask in each call.", with_n
 MEASURED_MEMORY = Peer("regard", "regard.attend, with the memory it takes.", measured_memory)
 QUANTIZED = Peer(
     "regard, codes",
-    "regard.attend over a Quantised or Float8 cache.",
+    "regard.attend over a Quantized or Float8 cache.",
     quantized_attention,
     why_not=not_quantized,
 )

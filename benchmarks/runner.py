@@ -171,7 +171,7 @@ def _time_in_turns(
             sample=budget.sample,
             limit=budget.seconds,
             into=times,
-            synchronise=partial(wait_for, device),
+            synchronize=partial(wait_for, device),
             settle=settle,
         )
     except KeyboardInterrupt:

@@ -80,9 +80,9 @@ class SentenceSizes(ProblemSizes):
 
 
 class SentenceProblem(Problem):
-    """Texts whose normalised mean vectors are computed, "vectors" `[N, M]`.
+    """Texts whose normalized mean vectors are computed, "vectors" `[N, M]`.
 
-    The texts are tokenised by every peer with the same tokenizer, as part of the measured time.
+    The texts are tokenized by every peer with the same tokenizer, as part of the measured time.
 
     Attributes:
         model: the encoder with its tokenizer.
@@ -182,7 +182,7 @@ def _ours(problem: SentenceProblem) -> PreparedCall:
 
 
 def _padded(states: States, problem: SentenceProblem) -> PreparedCall:
-    """Return the call that tokenises, computes states of padded batches, and pools them."""
+    """Return the call that tokenizes, computes states of padded batches, and pools them."""
 
     def step() -> Tensor:
         rows = [ids for ids, _ in problem.model.tokenizer.encode_pairs(problem.texts)]

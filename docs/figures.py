@@ -123,7 +123,7 @@ def trained_relations() -> Chart:
     w_q, w_k = (
         (0.1 * torch.randn(size, 4, generator=generator)).requires_grad_() for _ in range(2)
     )
-    optimiser = torch.optim.Adam([w_q, w_k], lr=0.1)
+    optimizer = torch.optim.Adam([w_q, w_k], lr=0.1)
 
     def weights() -> Tensor:
         return attention_weights(w_q[None, None], w_k[None, None])[0, 0, : len(ANIMALS)].detach()
@@ -134,9 +134,9 @@ def trained_relations() -> Chart:
         q, k = (w.expand(32, 1, size, 4) for w in (w_q, w_k))
         answers = attend(q, k, colours, backend="reference")[:, 0, : len(ANIMALS)]
         error = (answers - colours[:, 0, len(ANIMALS) :]).square().mean()
-        optimiser.zero_grad()
+        optimizer.zero_grad()
         error.backward()
-        optimiser.step()
+        optimizer.step()
     names = tuple(map(translate, ANIMALS))
     rows = [translate("{name} before", name=name) for name in names]
     rows += [translate("{name} after", name=name) for name in names]

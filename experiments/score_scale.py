@@ -378,7 +378,7 @@ TRAINING = Claim(
     prediction="Without the scale the same model on the same data has higher gradient peaks and a "
     "higher loss after as many steps; at a small d the effect is small.",
     scope="Two layers of width 64 with one head of 16 or 256, three seeds, a hundred steps on "
-    "text. No run diverged, since AdamW normalises the size of a gradient.",
+    "text. No run diverged, since AdamW normalizes the size of a gradient.",
     measure=_measure_training,
     checks=_checks_training,
     picture=_picture_training,

@@ -143,7 +143,7 @@ def checked(function: Callable[..., Any], module: types.ModuleType) -> Callable[
 def _hold(
     function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
 ) -> None:
-    # a finaliser may run in the middle of a check, whose locks it must not ask for again
+    # a finalizer may run in the middle of a check, whose locks it must not ask for again
     if getattr(_checking, "now", False):
         return
     _checking.now = True

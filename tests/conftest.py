@@ -1,4 +1,4 @@
-"""What every test has: a pinned environment, checked annotations, a seed, poisoned uninitialised
+"""What every test has: a pinned environment, checked annotations, a seed, poisoned uninitialized
 memory, one thread, no state left behind.
 """
 
@@ -132,7 +132,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def _poisoned(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """Uninitialised memory holds NaN (the largest number for integers): what reads it shows."""
+    """Uninitialized memory holds NaN (the largest number for integers): what reads it shows."""
 
     def make_and_fill(*args: Any, **kwargs: Any) -> torch.Tensor:
         x = make(*args, **kwargs)

@@ -117,7 +117,7 @@ def simple(r: Route, x: Tensor) -> dict[str, Tensor]:
     scores = r.scores(q, q, False, 1.0)[0, 0]
     weights = r.weights(q, q, False, 1.0)[0, 0]
     contexts = r.attend(q, q, q, False, 1.0)[0, 0]
-    # softmax(ln s) = s / sum(s): a normalisation by the sum is a softmax over logarithms
+    # softmax(ln s) = s / sum(s): a normalization by the sum is a softmax over logarithms
     shares = r.weights(one(scores.log()), one(torch.eye(6, dtype=x.dtype)), False, 1.0)[0, 0]
     return {
         "simple.scores_of_x2": scores[1],
@@ -155,7 +155,7 @@ def causal(r: Route, x: Tensor) -> dict[str, Tensor]:
         "causal.weights_before_mask": before,
         "causal.mask": mask,
         "causal.weights_times_mask": kept,
-        "causal.weights_renormalised": kept / kept.sum(-1, keepdim=True),
+        "causal.weights_renormalized": kept / kept.sum(-1, keepdim=True),
         "causal.masked_scores": r.scores(q, k, True, 1.0)[0, 0],
         "causal.weights": r.weights(q, k, True)[0, 0],
     }

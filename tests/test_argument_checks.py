@@ -476,7 +476,7 @@ def test_bytes_are_told_before_they_are_allocated() -> None:
     for kernel in {plan.kernel, "sdpa"}:
         work = plan[kernel].work
         assert work is not None
-        assert work.bytes < 53_936 * 1024, "causal never materialises: linear in length"
+        assert work.bytes < 53_936 * 1024, "causal never materializes: linear in length"
 
 
 # Row 2: NaN, and the check that names it.

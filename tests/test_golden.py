@@ -156,7 +156,7 @@ def test_relations_within_the_walk() -> None:
     c = computed("regard", torch.float64)
     exact = 4 * torch.finfo(torch.float64).eps
     assert difference(c["trainable.context_of_x2"], c["SelfAttention_v1"][1]) <= exact
-    assert difference(c["causal.weights"], c["causal.weights_renormalised"]) <= exact
+    assert difference(c["causal.weights"], c["causal.weights_renormalized"]) <= exact
     assert difference(c["causal.weights"][-1], c["causal.weights_before_mask"][-1]) <= exact
     assert torch.equal(c["dropout.of_causal_weights"], c["causal.weights"] * c["dropout.of_ones"])
     assert difference(c["MultiHeadAttentionWrapper"][..., :2], c["CausalAttention"]) <= exact

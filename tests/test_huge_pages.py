@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from regard import huge_pages
-from regard.caches import Quantised, quantized
+from regard.caches import Quantized, quantized
 from regard.span import Span
 
 
@@ -93,7 +93,7 @@ def test_codes_of_a_long_prompt_stand_there(monkeypatch: pytest.MonkeyPatch) -> 
         return huge_pages.empty_like(x, shape)
 
     monkeypatch.setattr(quantized, "empty_like", noted)
-    cache = Quantised(8, group=16, residual=16)
+    cache = Quantized(8, group=16, residual=16)
     k, v = torch.randn(2, 1, 2, 80, 16)
     cache.update((k, v), Span(0, 80))
     codes = [cache.contents()[f"codes.{i}"] for i in range(2)]

@@ -10,7 +10,7 @@ from regard.ops.linear.delta_rules import (
     delta_product,
     delta_rule,
     gated_delta_rule,
-    generalised_delta_rule,
+    generalized_delta_rule,
 )
 from regard.ops.linear.feature_maps import (
     PowerFeatures,
@@ -41,7 +41,7 @@ __all__ = [
     "gated_delta_rule",
     "gated_linear",
     "gated_slots",
-    "generalised_delta_rule",
+    "generalized_delta_rule",
     "linear_attention",
     "log_sum_exp_gates",
     "mesa",

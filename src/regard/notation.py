@@ -15,7 +15,7 @@ class Entry(NamedTuple):
     """The meaning of a letter or word in one sentence, and other words that the field uses.
 
     >>> GLOSSARY["lse"].synonyms
-    ('logsumexp', 'log normaliser', 'L')
+    ('logsumexp', 'log normalizer', 'L')
     """
 
     meaning: str
@@ -101,7 +101,7 @@ WORDS: dict[str, Entry] = {
     ),
     "lse": Entry(
         "Log of the sum of exp(score) over visible keys, natural log, without the sink, [B, H, T].",
-        ("logsumexp", "log normaliser", "L"),
+        ("logsumexp", "log normalizer", "L"),
     ),
     "mask": Entry(
         "A rule that says which keys a query may see; True means that the query may see the key.",

@@ -144,7 +144,7 @@ def test_a_sink_whose_share_is_given_back_does_nothing() -> None:
     m = replace(maps(), sinks=torch.randn(H, generator=torch.Generator().manual_seed(4)))
     right, wrong = (
         reference_attention(given(m), each)
-        for each in (AttentionVariant(), AttentionVariant(sink="renormalised"))
+        for each in (AttentionVariant(), AttentionVariant(sink="renormalized"))
     )
     without = reference_attention(given(maps()), AttentionVariant())
     assert float((wrong - without).abs().max()) < 1e-12

@@ -17,7 +17,7 @@ from regard.caches import (
     Latent,
     Paged,
     Parts,
-    Quantised,
+    Quantized,
     Ring,
     Streaming,
 )
@@ -87,7 +87,7 @@ def _sinks(n: int) -> Callable[[int, int], bool]:
 TOKEN = 32  # 4 numbers of 8 bytes
 
 
-def _quantised(B: int, n: int) -> int:
+def _quantized(B: int, n: int) -> int:
     """Groups of 4, and at least 3 tokens as they came: 2 bytes a key, 2 a value, scales and zeros
     of 8 bytes.
     """
@@ -153,12 +153,12 @@ KINDS = {
             held=lambda B, n: B * -(-n // 3) * 3 * TOKEN,
         ),
         Kind(
-            "quantised",
-            lambda: Quantised(8, group=4, residual=3),
+            "quantized",
+            lambda: Quantized(8, group=4, residual=3),
             CAUSAL,
             _causal,
             bound=0.1,
-            held=_quantised,  # a number is off by at most (max - min) / 510: 0.01 for tokens randn
+            held=_quantized,  # a number is off by at most (max - min) / 510: 0.01 for tokens randn
         ),
         Kind(
             "fp8",

@@ -32,7 +32,7 @@ NAMES = {
     "growing": (LayerSize(), {}, None),
     "fixed": (LayerSize(9), {"capacity": 9}, None),
     "paged": (LayerSize(17, rows=2), {"page_size": 16, "pages": 4}, None),
-    "quantised": (
+    "quantized": (
         LayerSize(widths=(80, 80)),
         {"bits": 8, "group": 20, "residual": 128, "axes": ["channel", "token"]},
         None,
@@ -130,7 +130,7 @@ def test_memory_that_does_not_fit() -> None:
         check_same_layout((one,), (one.to("meta"),))
 
 
-def test_a_part_that_is_not_quantised_is_its_own_code() -> None:
+def test_a_part_that_is_not_quantized_is_its_own_code() -> None:
     x = torch.randn(1, 2, 5, 4)
     none = x.new_zeros(1, 0)
     made = QuantizedGroups(x, none, none, torch.zeros(1, 0, dtype=torch.int64), none)

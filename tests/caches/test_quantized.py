@@ -1,4 +1,4 @@
-"""The quantised cache: its codes against the definition, its bound, chunks, outliers, padding, what
+"""The quantized cache: its codes against the definition, its bound, chunks, outliers, padding, what
 no group can hold.
 """
 
@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import regard
-from regard.caches import Growing, Quantised
+from regard.caches import Growing, Quantized
 from regard.caches.quantization import (
     LazyDequantizedTensor,
     QuantizedAndRecent,
@@ -40,7 +40,7 @@ def tokens(
 
 
 def fed(
-    cache: Quantised, parts: tuple[Tensor, ...], chunks: list[int], positions: Tensor | None = None
+    cache: Quantized, parts: tuple[Tensor, ...], chunks: list[int], positions: Tensor | None = None
 ) -> tuple[tuple[Tensor, ...], Positions]:
     start, answer = 0, None
     for n in chunks:
@@ -51,17 +51,17 @@ def fed(
     return answer
 
 
-def groups(x: Tensor, axis: str, quantised: int) -> list[list[tuple[int, ...]]]:
+def groups(x: Tensor, axis: str, quantized: int) -> list[list[tuple[int, ...]]]:
     """The indices [b, n, slot, channel] of each group, by counting."""
     B, n, _, d = x.shape
     found = []
     for b in range(B):
         for h in range(n):
             if axis == "channel":
-                for first in range(0, quantised, GROUP):
+                for first in range(0, quantized, GROUP):
                     found += [[(b, h, first + i, c) for i in range(GROUP)] for c in range(d)]
             else:
-                for slot in range(quantised):
+                for slot in range(quantized):
                     found += [
                         [(b, h, slot, c + i) for i in range(GROUP)] for c in range(0, d, GROUP)
                     ]
@@ -81,7 +81,7 @@ def test_the_error_is_within_half_a_step(bits: int, dtype: torch.dtype, scale: f
     the dtype.
     """
     parts = tuple(x.to(dtype) for x in tokens(21, scale=scale))
-    answer, _ = fed(Quantised(bits, group=GROUP, residual=RESIDUAL), parts, [21])
+    answer, _ = fed(Quantized(bits, group=GROUP, residual=RESIDUAL), parts, [21])
     old, eps = held_in_codes(21), torch.finfo(dtype).eps
     tiny = torch.finfo(dtype).smallest_normal * eps
     worst = 0.0
@@ -94,15 +94,15 @@ def test_the_error_is_within_half_a_step(bits: int, dtype: torch.dtype, scale: f
             for a, b in zip(given, got, strict=True):
                 assert abs(a - b) <= step / 2 * (1 + 2 * eps) + rounding
                 worst = max(worst, abs(a - b) / max(step, 1e-30))
-    assert worst > 0.25, "nothing was quantised"
+    assert worst > 0.25, "nothing was quantized"
 
 
 def test_codes_are_the_definition() -> None:
     """zero + round((x - zero) / scale) * scale, element by element, in fp64."""
     parts = tokens(13)
-    cache = Quantised(4, group=GROUP, residual=RESIDUAL)
+    cache = Quantized(4, group=GROUP, residual=RESIDUAL)
     answer, _ = fed(cache, parts, [13])
-    assert cache.quantised == 4
+    assert cache.quantized == 4
     for x, y, axis in zip(parts, answer, ("channel", "token"), strict=True):
         for group in groups(x, axis, 4):
             given = [float(x[i]) for i in group]
@@ -124,7 +124,7 @@ def test_any_chunks_are_one_shot_bitwise(chunks: list[int], bits: int, pads: int
     for x in parts:
         x[:, :, : min(pads, T)] += float("nan") if pads else 0.0
         x[0, :, ::5, 1] = float("inf")
-    make = lambda: Quantised(bits, group=GROUP, residual=RESIDUAL)  # noqa: E731
+    make = lambda: Quantized(bits, group=GROUP, residual=RESIDUAL)  # noqa: E731
     one, some = make(), make()
     right, where = fed(one, parts, [T], positions)
     got, there = fed(some, parts, chunks, positions)
@@ -145,7 +145,7 @@ def test_any_chunks_are_one_shot_bitwise(chunks: list[int], bits: int, pads: int
     ):
         a, b = one.contents()[name], some.contents()[name]
         assert torch.equal(torch.as_tensor(a).nan_to_num(), torch.as_tensor(b).nan_to_num()), name
-    assert some.quantised == held_in_codes(T)
+    assert some.quantized == held_in_codes(T)
 
 
 def test_bits_per_number() -> None:
@@ -158,18 +158,18 @@ def test_bits_per_number() -> None:
         (4, 32, 5.0),
     ):
         k = v = torch.randn(1, 2, 256, 128, dtype=torch.float16)
-        cache = Quantised(bits, group=group, residual=0)
+        cache = Quantized(bits, group=group, residual=0)
         cache.update((k, v), Span(0, 256))
-        assert cache.quantised == 256
+        assert cache.quantized == 256
         assert 8 * cache.bytes / (k.numel() + v.numel()) == expected == bits + 32 / group
 
 
 def test_the_residual_is_the_prompts_last_part() -> None:
     """Bug class 42: a prompt in one update keeps its last tokens in full precision as well."""
     k, v = tokens(200, B=1, d=32)
-    cache = Quantised(4)
+    cache = Quantized(4)
     (keys, values), _ = cache.update((k, v), Span(0, 200))
-    assert cache.quantised == 64  # whole groups of 32 in front of the last 128
+    assert cache.quantized == 64  # whole groups of 32 in front of the last 128
     assert torch.equal(keys[:, :, 64:], k[:, :, 64:])
     assert torch.equal(values[:, :, 64:], v[:, :, 64:])
     for x in cache.contents().values():
@@ -179,8 +179,8 @@ def test_the_residual_is_the_prompts_last_part() -> None:
             )
 
 
-def test_nothing_is_quantised_twice() -> None:
-    cache, parts = Quantised(4, group=GROUP, residual=RESIDUAL), tokens(40)
+def test_nothing_is_quantized_twice() -> None:
+    cache, parts = Quantized(4, group=GROUP, residual=RESIDUAL), tokens(40)
     first: dict[str, Tensor] = {}
     for t in range(40):
         cache.update(tuple(x[:, :, t : t + 1] for x in parts), Span(t, 1))
@@ -195,7 +195,7 @@ def test_nothing_is_quantised_twice() -> None:
 
 
 def attention_error(axes: tuple[str, str], k: Tensor, v: Tensor, q: Tensor) -> float:
-    cache = Quantised(4, group=GROUP, residual=0, axes=axes)
+    cache = Quantized(4, group=GROUP, residual=0, axes=axes)
     (keys, values), _ = cache.update((k, v), Span(0, k.shape[2]))
     return float((regard.attend(q, keys, values) - regard.attend(q, k, v)).abs().max())
 
@@ -216,7 +216,7 @@ def test_outlier_channels_of_keys() -> None:
     assert wrong > 3 * right
     lost = {}
     for axis in ("channel", "token"):
-        cache = Quantised(4, group=GROUP, residual=0, axes=(axis,))
+        cache = Quantized(4, group=GROUP, residual=0, axes=(axis,))
         (keys,), _ = cache.update((k,), Span(0, 32))
         lost[axis] = float((keys - k)[..., :3].abs().max())
     widest = max(float(k[i].max() - k[i].min()) for i in [(..., c) for c in range(3)])
@@ -228,7 +228,7 @@ def test_constant_groups_are_exact() -> None:
     for dtype in FLOATS:
         for value in (0.0, -3.140625, 1e-3, 60000.0 if dtype is torch.float16 else 1e30):
             x = torch.full((1, 2, 8, 4), value).to(dtype)
-            cache = Quantised(4, group=GROUP, residual=0)
+            cache = Quantized(4, group=GROUP, residual=0)
             (a, b), _ = cache.update((x, x), Span(0, 8))
             assert torch.equal(a, x)
             assert torch.equal(b, x)
@@ -255,7 +255,7 @@ def test_strange_numbers_are_kept_and_disturb_nobody(dtype: torch.dtype, axis: s
         strange[at] = value
         lines = [i for g in groups(x, axis, 8) if at in g for i in g if i != at]
         plain[at] = x[lines[0]]  # a number that changes neither minimum nor maximum
-    made = [Quantised(8, group=GROUP, residual=0, axes=(axis,)) for _ in range(2)]
+    made = [Quantized(8, group=GROUP, residual=0, axes=(axis,)) for _ in range(2)]
     got, without = (
         c.update((y,), Span(0, 8))[0][0] for c, y in zip(made, (strange, plain), strict=True)
     )
@@ -269,7 +269,7 @@ def test_strange_numbers_are_kept_and_disturb_nobody(dtype: torch.dtype, axis: s
     made[0].crop(5)
     (cropped,), _ = made[0].update((x[:, :, :1],), Span(5, 1))
     assert cropped[:, :, 5:8].isfinite().all()
-    whole = Quantised(8, group=GROUP, residual=0, axes=(axis,))
+    whole = Quantized(8, group=GROUP, residual=0, axes=(axis,))
     whole.update((strange,), Span(0, 8))
     whole.select(torch.tensor([1, 1, 0]))
     chosen = whole.update((x[[1, 1, 0], :, :4],), Span(8, 4))[0][0]
@@ -288,7 +288,7 @@ def test_a_nan_of_one_document_stays_in_it() -> None:
     mask = regard.masks.Dense(seen.expand(4, -1))
     out = []
     for pair in ((k, v), (bad_k, bad_v)):
-        cache = Quantised(8, group=GROUP, residual=0)
+        cache = Quantized(8, group=GROUP, residual=0)
         (keys, values), _ = cache.update(pair, Span(0, 16))
         out.append(regard.attend(q, keys, values, mask=mask, backend="reference"))
     assert not out[1].isnan().any()
@@ -306,7 +306,7 @@ def test_padding_takes_no_part_in_a_group() -> None:
     pad = (p < 0)[:, None, :, None]
     answers = []
     for garbage in (0.0, 1e6, float("nan")):
-        cache = Quantised(4, group=GROUP, residual=0)
+        cache = Quantized(4, group=GROUP, residual=0)
         (keys, values), seen = cache.update(tuple(x.masked_fill(pad, garbage) for x in (k, v)), p)
         assert torch.equal(as_tensor(seen), p)
         answers.append([x.masked_fill(pad, 0.0) for x in (keys, values)])
@@ -319,7 +319,7 @@ def test_padding_takes_no_part_in_a_group() -> None:
 
 def test_a_crop_within_the_residual_is_exact() -> None:
     parts = tokens(20)
-    cache, whole = (Quantised(4, group=GROUP, residual=RESIDUAL) for _ in range(2))
+    cache, whole = (Quantized(4, group=GROUP, residual=RESIDUAL) for _ in range(2))
     fed(cache, parts, [13])
     fed(whole, parts, [12])
     cache.crop(12)
@@ -332,10 +332,10 @@ def test_a_crop_within_the_residual_is_exact() -> None:
 
 def test_a_crop_into_the_codes_leaves_holes() -> None:
     parts = tokens(30)
-    cache = Quantised(4, group=GROUP, residual=RESIDUAL, axes=("channel", "exact"))
+    cache = Quantized(4, group=GROUP, residual=RESIDUAL, axes=("channel", "exact"))
     before, _ = fed(cache, parts, [30])
     cache.crop(9)  # in the middle of the third group
-    assert (len(cache), cache.quantised) == (12, 12)
+    assert (len(cache), cache.quantized) == (12, 12)
     (keys, values), positions = cache.update(tuple(x[:, :, 9:12] for x in parts), Span(9, 3))
     assert as_tensor(positions).tolist() == [[*range(9), -1, -1, -1, 9, 10, 11]]
     assert torch.equal(keys[:, :, :9], before[0][:, :, :9])
@@ -353,7 +353,7 @@ def test_parts_that_stay_exact() -> None:
     """Any dtype, such as the lengths that `nn.policy` remembers."""
     k, _ = tokens(16)
     lengths = torch.arange(16)[None, None, :, None].expand(2, 1, 16, 1)
-    cache = Quantised(8, group=GROUP, residual=0, axes=("channel", "exact"))
+    cache = Quantized(8, group=GROUP, residual=0, axes=("channel", "exact"))
     (_, held), _ = cache.update((k, lengths), Span(0, 16))
     assert torch.equal(held, lengths)
     assert held.dtype == torch.int64
@@ -361,7 +361,7 @@ def test_parts_that_stay_exact() -> None:
 
 def test_gradients_are_refused_not_lost() -> None:
     k, v = tokens(3)
-    cache = Quantised(8, group=GROUP)
+    cache = Quantized(8, group=GROUP)
     with pytest.raises(regard.ArgumentError, match="memory 1 requires a gradient, which codes do"):
         cache.update((k, v.requires_grad_()), Span(0, 3))
     with torch.no_grad():
@@ -370,7 +370,7 @@ def test_gradients_are_refused_not_lost() -> None:
 
 def test_it_is_smaller_than_growing() -> None:
     parts = tuple(x.half() for x in tokens(512, d=32))
-    small, large = Quantised(4), Growing()
+    small, large = Quantized(4), Growing()
     for cache in (small, large):
         cache.update(parts, Span(0, 512))
     assert small.bytes < 0.5 * large.bytes  # 128 of 512 tokens are as they came
@@ -412,7 +412,7 @@ def test_rounding_the_scale_down_would_break_the_bound() -> None:
     assert dequantize(made, "channel", (2, 3, 64, 8), bits=8).dtype == torch.bfloat16
 
 
-def held_by(cache: Quantised) -> list[int]:
+def held_by(cache: Quantized) -> list[int]:
     """Where the memory of codes, scales, zeros and recent slots of both parts lies."""
     held = cache.contents()
     names = [f"{name}.{i}" for name in ("codes", "scale", "zero", "recent") for i in (0, 1)]
@@ -424,7 +424,7 @@ def test_a_step_copies_no_more_than_is_new() -> None:
     group leaves them.
     """
     parts = tokens(900, d=4)
-    cache = Quantised(8, group=GROUP, residual=RESIDUAL)
+    cache = Quantized(8, group=GROUP, residual=RESIDUAL)
     fed(cache, parts, [400])
     moved_codes, moved_recent, before = 0, 0, held_by(cache)
     for t in range(400, 900):
@@ -435,7 +435,7 @@ def test_a_step_copies_no_more_than_is_new() -> None:
         before = now
     assert moved_codes <= 5  # of 500 steps: room for a quarter more each time
     assert moved_recent <= 1 + 2 * 500 // GROUP  # left behind by a group, and then given room
-    whole = Quantised(8, group=GROUP, residual=RESIDUAL)
+    whole = Quantized(8, group=GROUP, residual=RESIDUAL)
     right, _ = fed(whole, parts, [900])
     found, _ = cache.update(tuple(x[:, :, :0] for x in parts), Span(900, 0))
     assert all(torch.equal(a, b) for a, b in zip(found, right, strict=True))
@@ -446,7 +446,7 @@ def test_an_update_taken_back_is_written_over() -> None:
     follows.
     """
     parts = tokens(60)
-    cache, right = (Quantised(8, group=GROUP, residual=RESIDUAL) for _ in range(2))
+    cache, right = (Quantized(8, group=GROUP, residual=RESIDUAL) for _ in range(2))
     for t in range(59):
         mark = cache.mark()
         cache.update(tuple(7 - x[:, :, t : t + 1] for x in parts), Span(t, 1))
@@ -486,7 +486,7 @@ def test_appended_memory_that_may_not_be_written() -> None:
 def packed_memory() -> tuple[LazyDequantizedTensor, Tensor]:
     """A part in codes, and the same as numbers."""
     parts = tuple(x.float() for x in tokens(21))
-    cache = Quantised(8, group=GROUP, residual=RESIDUAL)
+    cache = Quantized(8, group=GROUP, residual=RESIDUAL)
     (keys, _), _ = fed(cache, parts, [21])
     assert isinstance(keys, LazyDequantizedTensor)
     return keys, cache.fork().update(tuple(x[:, :, :0] for x in parts), Span(21, 0))[0][0].clone()
@@ -555,30 +555,30 @@ def test_gradients_pass_memory_in_codes() -> None:
 def test_errors() -> None:
     k, v = tokens(3)
     cases = [
-        (lambda: Quantised(3), "bits is 3; it must be 8, 4 or 2"),
-        (lambda: Quantised(4, group=3), "group is 3; it must be a multiple of 2, since 2 codes of"),
-        (lambda: Quantised(8, group=0), "group is 0; it must be a multiple of 1, since 1 codes of"),
-        (lambda: Quantised(8, residual=-1), "residual is -1; it must be 0 or more"),
-        (lambda: Quantised(axes=()), 'axes are (); name "channel", "token" or "exact" for each'),
-        (lambda: Quantised(axes=("row",)), 'axes are (\'row\',); name "channel", "token" or'),
-        (lambda: Quantised().update((k,), Span(0, 3)), "memory has 1 part for axes"),
-        (lambda: Quantised(4, group=6).update((k, v), Span(0, 3)), "memory 1 has 8 channels"),
-        (lambda: Quantised(4).update((k, v[..., :3]), Span(0, 3)), "memory 1 has 3 channels"),
-        (lambda: Quantised().fill({"positions": Span(0, 3), "recent.0": k}), "codes of 0 parts"),
+        (lambda: Quantized(3), "bits is 3; it must be 8, 4 or 2"),
+        (lambda: Quantized(4, group=3), "group is 3; it must be a multiple of 2, since 2 codes of"),
+        (lambda: Quantized(8, group=0), "group is 0; it must be a multiple of 1, since 1 codes of"),
+        (lambda: Quantized(8, residual=-1), "residual is -1; it must be 0 or more"),
+        (lambda: Quantized(axes=()), 'axes are (); name "channel", "token" or "exact" for each'),
+        (lambda: Quantized(axes=("row",)), 'axes are (\'row\',); name "channel", "token" or'),
+        (lambda: Quantized().update((k,), Span(0, 3)), "memory has 1 part for axes"),
+        (lambda: Quantized(4, group=6).update((k, v), Span(0, 3)), "memory 1 has 8 channels"),
+        (lambda: Quantized(4).update((k, v[..., :3]), Span(0, 3)), "memory 1 has 3 channels"),
+        (lambda: Quantized().fill({"positions": Span(0, 3), "recent.0": k}), "codes of 0 parts"),
     ]
     for call, message in cases:
         with pytest.raises(regard.ArgumentError) as error:
             call()
         assert message in str(error.value)
     with pytest.raises(regard.ArgumentTypeError, match=r"memory 1 is torch\.int64; only floating"):
-        Quantised().update((k, torch.ones(2, 3, 3, 8, dtype=torch.int64)), Span(0, 3))
-    cache = Quantised(4, group=GROUP, residual=0)
+        Quantized().update((k, torch.ones(2, 3, 3, 8, dtype=torch.int64)), Span(0, 3))
+    cache = Quantized(4, group=GROUP, residual=0)
     cache.update(tokens(8), Span(0, 8))
     for name in ("scale.1", "codes.0", "zero.0", "odd.1"):
         wrong_contents = dict(cache.contents())
         wrong_contents[name] = torch.ones(2, 3, 5, 1, 1)
         with pytest.raises(regard.ArgumentError, match="codes and scales of part"):
-            Quantised(4, group=GROUP, residual=0).fill(wrong_contents)
+            Quantized(4, group=GROUP, residual=0).fill(wrong_contents)
 
 
 def test_codes_of_other_sizes_or_dtypes_are_refused() -> None:
@@ -607,14 +607,14 @@ def test_codes_of_other_sizes_or_dtypes_are_refused() -> None:
 
 
 def test_exceptions_behind_their_slots_are_refused() -> None:
-    cache = Quantised(bits=8, group=4, residual=4)
+    cache = Quantized(bits=8, group=4, residual=4)
     x = torch.randn(1, 2, 12, 4)
     x[0, 0, 0, 0] = math.inf
     cache.update((x, x), Span(0, 12))
     held = dict(cache.contents())
     held["odd_at.0"] = torch.full_like(held["odd_at.0"], 10**6)
     with pytest.raises(regard.ArgumentError, match=r"outliers at 1000000 to 1000000; 8 slots of 2"):
-        Quantised(bits=8, group=4, residual=4).fill(held)
+        Quantized(bits=8, group=4, residual=4).fill(held)
 
 
 @pytest.mark.full

@@ -25,7 +25,7 @@ from regard.caches import (
     Latent,
     Memory,
     Paged,
-    Quantised,
+    Quantized,
     Ring,
     State,
     Streaming,
@@ -117,7 +117,7 @@ def load_of(cache: Cache, folder: Path) -> Cache:
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
 def test_every_dtype_and_parts_that_share_memory(dtype: torch.dtype, tmp_path: Path) -> None:
     x = torch.randn(1, 2, 6, 4).to(dtype)
-    for cache in (Growing(), Fixed(9), Quantised(4, group=2, residual=1)):
+    for cache in (Growing(), Fixed(9), Quantized(4, group=2, residual=1)):
         cache.update((x, x), Span(0, 6))
         assert bits(load_of(cache, tmp_path)) == bits(cache)
     strided = x.transpose(1, 2)
@@ -127,12 +127,12 @@ def test_every_dtype_and_parts_that_share_memory(dtype: torch.dtype, tmp_path: P
 
 
 def test_the_file_is_plain_safetensors_with_a_json_header(tmp_path: Path) -> None:
-    cache = Quantised(4, group=2, residual=1)
+    cache = Quantized(4, group=2, residual=1)
     cache.update((torch.randn(1, 2, 6, 4),) * 2, Span(3, 6))
     save(cache, str(tmp_path / "a"))
     with safe_open(tmp_path / "a", framework="pt") as file:
         header = json.loads(file.metadata()["regard.cache"])
-    assert header["class"] == "Quantised"
+    assert header["class"] == "Quantized"
     assert header["spans"] == {"positions": [3, 6]}
     assert header["settings"]["axes"] == ["channel", "token"]
     assert (
@@ -219,8 +219,8 @@ def test_a_class_that_load_would_not_know(tmp_path: Path) -> None:
     assert not (tmp_path / "a").exists()
 
 
-def quantised() -> Cache:
-    cache = Quantised(4, group=2, residual=1)
+def quantized() -> Cache:
+    cache = Quantized(4, group=2, residual=1)
     cache.update((torch.randn(1, 2, 6, 4),) * 2, Span(0, 6))
     return cache
 
@@ -305,13 +305,13 @@ FORGED: dict[str, tuple[Callable[[Any, Any], Any], str, Callable[[], Cache] | No
     ),
     "a setting it refuses": (
         lambda h, t: h["settings"].update(bits=7),
-        "do not form a Quantised: bits is 7; it must be 8, 4 or 2; save it again",
-        quantised,
+        "do not form a Quantized: bits is 7; it must be 8, 4 or 2; save it again",
+        quantized,
     ),
     "other groups": (
         lambda h, t: h["settings"].update(group=4),
-        "do not form a Quantised: codes and scales of part 0 are",
-        quantised,
+        "do not form a Quantized: codes and scales of part 0 are",
+        quantized,
     ),
     "expanded keys": (
         lambda h, t: t.update({"memory.0": torch.ones(1, 2, 2, 4)}),
@@ -395,7 +395,7 @@ def test_positions_of_another_integer_dtype(
 
 def test_the_forger_forges_nothing_by_itself(tmp_path: Path) -> None:
     """The controls fail for their change alone."""
-    for make in (None, quantised, latent, streaming):
+    for make in (None, quantized, latent, streaming):
         path = forged(tmp_path / "a", lambda h, t: None, None if make is None else make())
         assert len(load(path)) > 0
 

@@ -184,7 +184,7 @@ def test_a_mechanism_with_random_weights(said: Said) -> None:
     assert "no score: this mechanism weights each value by a recurrence" in said(
         "explain", TEXT, *asked
     )
-    assert "no softmax: the weights of the row are not normalised" in said(
+    assert "no softmax: the weights of the row are not normalized" in said(
         "explain", TEXT, *asked, "--full"
     )
 

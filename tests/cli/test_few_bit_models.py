@@ -55,7 +55,7 @@ def small_model() -> Model:
     config = llama.config(vocab_size=tokenizer.vocab_size, **SIZES)  # type: ignore[arg-type]
     torch.manual_seed(0)
     network = llama.build(config)
-    small.randomise(network)
+    small.randomize(network)
     for p in network.parameters():
         p.data *= 0.5 if p.ndim == 2 else 1
     return Model(network.eval().requires_grad_(False), tokenizer, config)

@@ -86,7 +86,7 @@ def test_weights_that_are_missing(folder: Path, capsys: pytest.CaptureFixture[st
     code, out, err = command(capsys, *generate(folder, "--allow-missing", "*norm*"))
     assert code == 0
     assert out.startswith("the key")
-    assert "not trained, initialised at random: 1 weight (model.norm.weight)" in err
+    assert "not trained, initialized at random: 1 weight (model.norm.weight)" in err
 
 
 def test_weights_that_are_not_finite(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -116,7 +116,7 @@ def test_the_dtype(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
 def test_an_encoder_decoder_answers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = t5.config(300, 8, 4, 16, 2, 2)
     network = t5.build(config)
-    small.randomise(network)
+    small.randomize(network)
     save(network, config, tmp_path)
     small.model().tokenizer.save(tmp_path)
     code, out, err = command(

@@ -85,7 +85,7 @@ def test_keys_of_a_source_are_made_once_for_each_token() -> None:
 def test_states_are_read_and_written() -> None:
     read, write = product(D, E), product(D, E)
     assert linear_state(2, D, E) == 2 * D * E
-    assert linear_state(2, D, E, normalised=True) == 2 * (D * E + D)
+    assert linear_state(2, D, E, normalized=True) == 2 * (D * E + D)
     assert linear_flops(4, 2, D, E) == 4 * read + 2 * write
     assert linear_flops(4, 2, D, E, decayed=True) == 4 * read + 2 * (write + D * E)
     # the value that the key finds, its difference from v times beta, and the write

@@ -71,7 +71,7 @@ def test_bytes_of_real_caches_in_8_bits(name: str, tokens: int) -> None:
     """
     raw = {**TINY[name], "n_positions": 256} if name == "gpt2" else TINY[name]
     report = CostReport(read_sizes(raw, name), Setting(tokens, 1, "fp32", "int8"))
-    assert report.kv_bytes == read(raw, tokens, CacheConfig("quantised")).bytes
+    assert report.kv_bytes == read(raw, tokens, CacheConfig("quantized")).bytes
 
 
 @pytest.mark.full(keep=2)
@@ -84,7 +84,7 @@ def test_bytes_of_real_caches_in_fp8(name: str) -> None:
 
 def test_a_cache_without_scales_would_be_smaller() -> None:
     """Negative control."""
-    real = read(TINY["llama"], 200, CacheConfig("quantised")).bytes
+    real = read(TINY["llama"], 200, CacheConfig("quantized")).bytes
     model = read_sizes(TINY["llama"], "llama")
     codes = KVFormat("fp8", exact="fp32").total_bytes(CacheContents(((1, 8),), 1)) - 4
     assert codes == 8, "a byte for each number"

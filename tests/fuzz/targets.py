@@ -21,7 +21,7 @@ from regard.caches import (
     Growing,
     Latent,
     Paged,
-    Quantised,
+    Quantized,
     Ring,
     State,
     Streaming,
@@ -233,7 +233,7 @@ def _cached() -> dict[str, Cache]:
         "Ring": Ring(4, rewind=2),
         "Streaming": Streaming(1, 3),
         "Paged": Paged(2, 16),
-        "Quantised": Quantised(4, group=2, residual=1),
+        "Quantized": Quantized(4, group=2, residual=1),
         "Float8": Float8(),
     }
     for cache in found.values():

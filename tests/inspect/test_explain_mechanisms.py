@@ -190,7 +190,7 @@ def test_linear_attention_divides_by_its_sum() -> None:
     raw = [float(phi[0][11] @ phi[1][j]) if j <= 11 else 0.0 for j in range(len(phi[1]))]
     assert_near(f, np.array(raw) / sum(raw))
     named = {step.name: step.values for step in f.scores}
-    assert np.abs(named["unnormalised"] - raw).max() < ROUNDING * max(raw)
+    assert np.abs(named["unnormalized"] - raw).max() < ROUNDING * max(raw)
     assert f.weights.sum() == pytest.approx(1, abs=1e-5)
     assert f.total == pytest.approx(1, abs=1e-5)
 

@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 
 import regard
 from regard import biases, masks
-from regard.caches import Quantised, Ring
+from regard.caches import Quantized, Ring
 from regard.errors import ArgumentError, FileError
 from regard.inspect import Recorder, Recording, load, record, save
 from regard.inspect.record import recording_file
@@ -127,8 +127,8 @@ def test_every_dtype(dtype: torch.dtype, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["sliding_window", "mla", "gqa"])
-def test_steps_rings_latents_and_quantised_caches(name: str, tmp_path: Path) -> None:
-    kinds = {"sliding_window": Ring(6), "gqa": Quantised(4, group=4, residual=4)}
+def test_steps_rings_latents_and_quantized_caches(name: str, tmp_path: Path) -> None:
+    kinds = {"sliding_window": Ring(6), "gqa": Quantized(4, group=4, residual=4)}
     module, x = example(VARIANTS[name], dtype=torch.float32), tokens(12, dtype=torch.float32)
     cache = kinds.get(name, module.new_cache())
     with torch.no_grad(), Recorder(heads=[1, 2], keep=("out",)) as recorder:

@@ -73,7 +73,7 @@ def built(ids: Tensor) -> Recording:
 IDS = torch.cat([torch.randperm(V, generator=torch.Generator().manual_seed(0))[: T // 2]] * 2)
 
 
-def test_heads_built_by_hand_are_recognised() -> None:
+def test_heads_built_by_hand_are_recognized() -> None:
     found = built(IDS)
     place = found[0]
     got = measure(place, IDS, sinks=1, local_distance=4)

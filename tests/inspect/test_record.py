@@ -103,7 +103,7 @@ def test_a_prompt_in_pieces(stand_in: Model, chunk: int | None) -> None:
 
 @pytest.mark.full(keep=1)
 @pytest.mark.parametrize(
-    "cache", [None, "growing", "fixed", "paged", "quantised", "ring", "streaming"]
+    "cache", [None, "growing", "fixed", "paged", "quantized", "ring", "streaming"]
 )
 def test_going_on_by_some_tokens(stand_in: Model, cache: str | None) -> None:
     forgets = cache in ("ring", "streaming")

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 import regard
 from regard import biases, masks
-from regard.caches import Cache, Fixed, Growing, Paged, Quantised, Ring
+from regard.caches import Cache, Fixed, Growing, Paged, Quantized, Ring
 from regard.errors import ArgumentError
 from regard.inspect import Recorder, Recording
 from regard.inspect.record import recorder as recorder_module
@@ -305,13 +305,13 @@ def test_keys_are_kept_once_and_seldom_moved(monkeypatch: pytest.MonkeyPatch) ->
     assert sum(moved) <= 2 * 2 * 48  # of keys and of values
 
 
-def test_a_quantised_cache_says_what_its_codes_say() -> None:
+def test_a_quantized_cache_says_what_its_codes_say() -> None:
     module, x = example(VARIANTS["gqa"], dtype=torch.float32), tokens(T, dtype=torch.float32)
     _, exact = watched(lambda: in_chunks(module, x, Growing()))
-    _, found = watched(lambda: in_chunks(module, x, Quantised(8, group=4, residual=4)))
+    _, found = watched(lambda: in_chunks(module, x, Quantized(8, group=4, residual=4)))
     place = found[0]
     assert (
-        place.key_kind == "keys and keys from a quantised cache"
+        place.key_kind == "keys and keys from a quantized cache"
     )  # the first call got what it gave, as it was
     assert found.sound, [str(x) for x in found.row_sums.values()]
     assert (
@@ -441,7 +441,7 @@ def test_negative_control_a_key_of_another_step_is_noticed() -> None:
     could fail.
     """
     module, x = example(VARIANTS["gqa"], dtype=torch.float32), tokens(T, dtype=torch.float32)
-    _, found = watched(lambda: in_chunks(module, x, Quantised(2, group=4, residual=4)))
+    _, found = watched(lambda: in_chunks(module, x, Quantized(2, group=4, residual=4)))
     place = found[0]
     stale = tuple(replace(step, pool_index=step.columns) for step in place.steps)
     wrong = replace(found, places={"": replace(place, steps=stale)})

@@ -14,7 +14,7 @@ from torch import Tensor
 
 import regard
 from regard import biases, masks
-from regard.caches import Cache, Float8, Growing, Quantised, Ring
+from regard.caches import Cache, Float8, Growing, Quantized, Ring
 from regard.inspect import Recorder, Recording
 from regard.models.generation.cache_config import CacheConfig
 from regard.ops.softmax.call import Call
@@ -154,7 +154,7 @@ def test_a_faulty_kernel_of_a_device_is_found(name: str) -> None:
 CACHES: dict[str, Callable[[], Cache]] = {
     "growing": Growing,
     "ring": lambda: Ring(6),
-    "quantised": lambda: Quantised(8, group=4, residual=3),
+    "quantized": lambda: Quantized(8, group=4, residual=3),
     "fp8": Float8,
 }
 

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 import regard
 from regard import biases, masks, process_state
 from regard.audit import audit
-from regard.caches import Cache, Paged, Quantised
+from regard.caches import Cache, Paged, Quantized
 from regard.caches.paged import PagePool
 from regard.caches.quantization import LazyDequantizedTensor
 from regard.files import atomic_write
@@ -294,7 +294,7 @@ def test_a_model_is_read_and_continued(model: Any) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("cache", [None, "fixed", "paged", "quantised"])
+@pytest.mark.parametrize("cache", [None, "fixed", "paged", "quantized"])
 def test_a_text_that_was_read_once_is_continued_by_all(cache: str | None, model: Any) -> None:
     read = model.cache_prefix("to be or not to be", cache=cache, max_context=64 if cache else None)
     assert_same_in_a_crowd(
@@ -407,7 +407,7 @@ def test_two_threads_refer_to_a_page_at_once(lock: bool) -> None:
 
 
 def packed(kind: type[LazyDequantizedTensor] = LazyDequantizedTensor) -> LazyDequantizedTensor:
-    cache = Quantised(8, group=4, residual=2)
+    cache = Quantized(8, group=4, residual=2)
     (k, _), _ = filled(cache, ((1, 8), (1, 8)), 0, 16, 0)
     assert isinstance(k, LazyDequantizedTensor)
     assert k.coded is not None

@@ -37,7 +37,7 @@ def config(**change: Any) -> llama.config:
     return llama.config(**plain | change)
 
 
-def randomise(module: nn.Module, seed: int = 0) -> None:
+def randomize(module: nn.Module, seed: int = 0) -> None:
     """Weights large enough that attention is not uniform, and norm weights other than 1."""
     make = torch.Generator().manual_seed(seed)
     for parameter in module.parameters():
@@ -48,7 +48,7 @@ def randomise(module: nn.Module, seed: int = 0) -> None:
 def model(seed: int = 0, **change: Any) -> Model:
     made = config(**change)
     decoder = llama.build(made)
-    randomise(decoder, seed)
+    randomize(decoder, seed)
     tokenizer = Tokenizer.train(TEXT, vocab_size=made.vocab_size)
     return Model(decoder.eval().requires_grad_(False), tokenizer, made)
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from regard import masks
 from regard.biases import ALiBi
-from regard.caches import Cache, Fixed, Growing, Paged, Quantised
+from regard.caches import Cache, Fixed, Growing, Paged, Quantized
 from regard.models import compiled_step
 from regard.models.decoder import Decoder
 from regard.nn import (
@@ -78,7 +78,7 @@ def llama(H: int = 4, G: int = 2, D: int = 32, *, seed: int = 0, **parts: object
     layers = [block(first), *(block(masks.Causal()) for _ in range(rest))]
     head = CappedLogits(M, V, cap=5.0) if parts.get("cap") else Linear(M, V, bias=bias)
     decoder = Decoder(InputEmbedding(nn.Embedding(V, M)), layers, norm(M), head)
-    small.randomise(decoder, seed)
+    small.randomize(decoder, seed)
     return decoder.eval().requires_grad_(False)
 
 
@@ -110,10 +110,10 @@ KINDS: dict[str, dict[str, object]] = {
 CACHES: dict[str, Callable[[int], Cache]] = {
     "growing": lambda _: Growing(),
     "fixed": Fixed,
-    "8 bits": lambda _: Quantised(8, group=8, residual=9),
-    "4 bits": lambda _: Quantised(4, group=4, residual=5),
+    "8 bits": lambda _: Quantized(8, group=8, residual=9),
+    "4 bits": lambda _: Quantized(4, group=4, residual=5),
     "paged": lambda slots: Paged(4, slots),
-    "2 bits": lambda _: Quantised(2, group=4, residual=1),
+    "2 bits": lambda _: Quantized(2, group=4, residual=1),
 }
 
 

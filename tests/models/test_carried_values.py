@@ -27,7 +27,7 @@ from regard.nn.variants import gqa, rwkv7, value_residual
 from regard.sequence_scope import use_scope
 from regard.span import Span
 from tests.integrations.pytorch.matrix.transforms import onnx_session, traced_onnx_file
-from tests.nn.catalogue import randomise
+from tests.nn.catalogue import randomize
 from tests.oracles.carried import rwkv7_layer
 from tests.rules import assert_close_rule
 
@@ -53,7 +53,7 @@ def decoder(name: str, layers: int = 3, seed: int = 0, **config: Any) -> Decoder
             **config,
         )
     )
-    return randomise(built.double(), seed).eval()  # type: ignore[return-value]
+    return randomize(built.double(), seed).eval()  # type: ignore[return-value]
 
 
 def ids(B: int = 2, n: int = T) -> Tensor:
@@ -273,7 +273,7 @@ def test_a_call_that_raises_changes_no_cache(name: str) -> None:
 @torch.no_grad()
 def test_packed_documents_of_rwkv7_do_not_see_one_another() -> None:
     """Neither the state nor the token before reaches the next document."""
-    layer: Any = randomise(rwkv7(16, 4, **OPTIONS["rwkv7"]).double(), 0).eval()
+    layer: Any = randomize(rwkv7(16, 4, **OPTIONS["rwkv7"]).double(), 0).eval()
     x = torch.randn(1, T, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     right = torch.cat([layer(x[:, :4]), layer(x[:, 4:])], 1)
     assert far(layer(x), right) > 1e-3, "negative control"

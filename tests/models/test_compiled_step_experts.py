@@ -57,17 +57,17 @@ def mixture(
 
 
 KINDS: dict[str, Callable[[], nn.Module]] = {
-    "mixtral": lambda: mixture(SoftmaxRouter(M, 5, 2, normalise=True)),
+    "mixtral": lambda: mixture(SoftmaxRouter(M, 5, 2, normalize=True)),
     "qwen2-moe": lambda: mixture(SoftmaxRouter(M, 7, 3), GatedSharedExpert(M, SwiGLU(M, 2 * F))),
     "gpt-oss": lambda: mixture(
-        SoftmaxRouter(M, 4, 2, normalise=True, bias=True), expert=ClippedSwiGLU
+        SoftmaxRouter(M, 4, 2, normalize=True, bias=True), expert=ClippedSwiGLU
     ),
     "glm4-moe": lambda: mixture(
-        SigmoidRouter(M, 8, 3, normalise=True, scale=2.5, groups=ExpertGroups(4, 2, best=2)),
+        SigmoidRouter(M, 8, 3, normalize=True, scale=2.5, groups=ExpertGroups(4, 2, best=2)),
         SwiGLU(M, 72),
     ),
     "groups": lambda: mixture(
-        SoftmaxRouter(M, 6, 2, normalise=True, groups=ExpertGroups(3, 1)), expert=ClippedSwiGLU
+        SoftmaxRouter(M, 6, 2, normalize=True, groups=ExpertGroups(3, 1)), expert=ClippedSwiGLU
     ),
     "scores": lambda: mixture(SigmoidRouter(M, 6, 2, bias=True), SwiGLU(M, F)),
 }
@@ -95,7 +95,7 @@ def exact_shares(k: int) -> Decoder:
     def network() -> MoE:
         experts = [GatedFeedForward(M, F, nn.ReLU()) for _ in range(4 * k)]
         shared = GatedSharedExpert(M, GatedFeedForward(M, F, nn.ReLU()))
-        return MoE(SoftmaxRouter(M, 4 * k, k, normalise=True), experts, shared)
+        return MoE(SoftmaxRouter(M, 4 * k, k, normalize=True), experts, shared)
 
     decoder = llama(H=8, G=4, bias=True, network=network)
     for layer in decoder.layers:
@@ -190,8 +190,8 @@ def test_changes_are_used(steps: list[int]) -> None:
     def set_groups() -> None:
         layer.router.groups = None
 
-    def set_normalise() -> None:
-        layer.router.normalise = False
+    def set_normalize() -> None:
+        layer.router.normalize = False
 
     def set_k() -> None:
         layer.router.k = 5
@@ -200,7 +200,7 @@ def test_changes_are_used(steps: list[int]) -> None:
         lambda: None,
         set_scale,
         set_groups,
-        set_normalise,
+        set_normalize,
         set_k,
         lambda: layer.router.correction.copy_(torch.arange(8.0)),
         lambda: layer.experts[7].up.weight.mul_(2),

@@ -102,7 +102,7 @@ def _of_family(name: str) -> Decoder:
 
 
 def finished(decoder: Decoder, seed: int = 0) -> Decoder:
-    small.randomise(decoder, seed)
+    small.randomize(decoder, seed)
     return decoder.eval().requires_grad_(False)
 
 

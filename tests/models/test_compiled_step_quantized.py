@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from regard import masks
-from regard.caches import Cache, Quantised
+from regard.caches import Cache, Quantized
 from regard.models.compiled_step import why_not
 from regard.models.decoder import Decoder
 from regard.models.generation.decode_session import pad_left
@@ -63,7 +63,7 @@ def test_all_bits_are_those_of_the_modules(
     plain, plain_caches = decode(decoder, IDS, prompt, kind=bits, backend="cpu")
     assert torch.equal(found, plain)
     assert_same_contents(caches, plain_caches)
-    assert all(cache.quantised > 20 for cache in caches)  # type: ignore[attr-defined]
+    assert all(cache.quantized > 20 for cache in caches)  # type: ignore[attr-defined]
 
 
 @pytest.mark.full(keep=["8 bits"])
@@ -134,9 +134,9 @@ def test_asking_changes_nothing() -> None:
             assert_same_contents(caches, others)
 
 
-def _cache_of(cache: Quantised) -> Callable[[Decoder], list[Cache]]:
+def _cache_of(cache: Quantized) -> Callable[[Decoder], list[Cache]]:
     def prompt(decoder: Decoder) -> list[Cache]:
-        caches: list[Cache] = [Quantised(**cache.settings) for _ in decoder.layers]  # type: ignore[arg-type]
+        caches: list[Cache] = [Quantized(**cache.settings) for _ in decoder.layers]  # type: ignore[arg-type]
         with torch.inference_mode():
             decoder(IDS[:, :12], caches=caches)
         return caches
@@ -156,11 +156,11 @@ def _outlier(decoder: Decoder) -> list[Cache]:
 REFUSED: dict[str, tuple[Callable[[Decoder], list[Cache]], str]] = {
     "outlier": (_outlier, "opens no slot"),
     "axes": (
-        _cache_of(Quantised(8, group=4, residual=1, axes=("token", "token"))),
+        _cache_of(Quantized(8, group=4, residual=1, axes=("token", "token"))),
         "other parts than keys and values",
     ),
-    "exact": (_cache_of(Quantised(8, group=4, axes=("exact", "token"))), "opens no slot"),
-    "no recent slot": (_cache_of(Quantised(8, group=1, residual=0)), "opens no slot"),
+    "exact": (_cache_of(Quantized(8, group=4, axes=("exact", "token"))), "opens no slot"),
+    "no recent slot": (_cache_of(Quantized(8, group=1, residual=0)), "opens no slot"),
 }
 
 

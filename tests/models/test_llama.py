@@ -164,7 +164,7 @@ def test_their_folder_is_read(tmp_path: Path) -> None:
         **{k: getattr(c, k) for k in keys}, head_dim=10, rope_theta=700.0, rms_norm_eps=1e-5
     )
     theirs = transformers.LlamaForCausalLM(made).eval().requires_grad_(False)
-    small.randomise(theirs, seed=9)
+    small.randomize(theirs, seed=9)
     theirs.save_pretrained(tmp_path)
     small.model().tokenizer.save(tmp_path)
     ours = regard.load(tmp_path)
@@ -228,7 +228,7 @@ def test_a_wrong_model_is_caught(grouped: tuple[Model, Any], change: Any) -> Non
 
 
 def test_norm_weights_of_one_would_hide_a_missing_norm() -> None:
-    """Why weights are randomised: the control of the control."""
+    """Why weights are randomized: the control of the control."""
     made = small.model(seed=4)
     norms = [p for p in made.decoder.parameters() if p.ndim == 1]
     assert all(float((p - 1).abs().max()) > 0.1 for p in norms)

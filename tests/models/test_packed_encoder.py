@@ -158,7 +158,7 @@ def test_order_progress_and_sizes() -> None:
     assert seen == [(2, 5), (4, 5), (5, 5)]
     each = torch.cat([model.embed(text) for text in TEXTS])
     assert torch.allclose(vectors, each, atol=1e-6)
-    long = model.embed(TEXTS, normalise=False)
+    long = model.embed(TEXTS, normalize=False)
     assert torch.allclose(nn.functional.normalize(long, dim=-1), each, atol=1e-6)
     assert not torch.allclose(long.norm(dim=-1), torch.ones(5))
     assert find_groups([3, 3, 1]) == [TextGroup(0, 2, 3), TextGroup(6, 1, 1)]

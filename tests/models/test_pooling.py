@@ -30,7 +30,7 @@ from tests.rules import assert_close_rule
 MODES: tuple[PoolingMode, ...] = get_args(PoolingMode)
 
 
-def oracle(states: Tensor, real: Tensor, mode: str, *, normalise: bool) -> Tensor:
+def oracle(states: Tensor, real: Tensor, mode: str, *, normalize: bool) -> Tensor:
     """In fp64, a number at a time."""
     B, S, M = states.shape
     found = torch.zeros(B, M, dtype=torch.float64)
@@ -47,38 +47,38 @@ def oracle(states: Tensor, real: Tensor, mode: str, *, normalise: bool) -> Tenso
                 "mean_sqrt_len": math.fsum(numbers) / math.sqrt(len(numbers)),
             }[mode]
         size = math.sqrt(math.fsum(x * x for x in found[b].tolist()))
-        if normalise and size > 0:
+        if normalize and size > 0:
             found[b] /= size
     return found
 
 
 @pytest.mark.full(keep="each")
-@pytest.mark.parametrize("normalise", [False, True])
+@pytest.mark.parametrize("normalize", [False, True])
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("scale", [1e-3, 1.0, 300.0])
-def test_pooling(mode: PoolingMode, normalise: bool, dtype: torch.dtype, scale: float) -> None:
+def test_pooling(mode: PoolingMode, normalize: bool, dtype: torch.dtype, scale: float) -> None:
     """Padding in front, behind, between and everywhere; it holds NaN."""
     real = torch.tensor(
         [[1, 1, 1, 1, 1], [0, 0, 1, 1, 1], [1, 1, 0, 0, 0], [1, 0, 1, 0, 1], [0] * 5]
     ).bool()
     positions = torch.where(real, real.long().cumsum(1) - 1, -1)
     states = (scale * torch.randn(5, 5, 7)).to(dtype)
-    exact = oracle(states, real, mode, normalise=normalise)
+    exact = oracle(states, real, mode, normalize=normalize)
     held = states.masked_fill(~real[..., None], math.nan)
-    found = pool(held, positions, Pooling(mode, normalise))
+    found = pool(held, positions, Pooling(mode, normalize))
     assert found.dtype == dtype
     wide = torch.promote_types(dtype, torch.float32)
-    plain = oracle(states, real, mode, normalise=normalise).to(wide).to(dtype)
+    plain = oracle(states, real, mode, normalize=normalize).to(wide).to(dtype)
     # sums of at most five numbers in another order
     backwards = torch.stack(
-        [_plain(states[b, real[b]].to(wide).flip(0), mode, normalise) for b in range(5)]
+        [_plain(states[b, real[b]].to(wide).flip(0), mode, normalize) for b in range(5)]
     ).to(dtype)
     assert_close_rule(found, [plain, backwards], exact)
     assert not found[4].any()
 
 
-def _plain(rows: Tensor, mode: str, normalise: bool) -> Tensor:
+def _plain(rows: Tensor, mode: str, normalize: bool) -> Tensor:
     if not len(rows):
         return rows.new_zeros(rows.shape[1])
     x = {
@@ -87,7 +87,7 @@ def _plain(rows: Tensor, mode: str, normalise: bool) -> Tensor:
         "mean": rows.mean(0),
         "mean_sqrt_len": rows.sum(0) / len(rows) ** 0.5,
     }[mode]
-    return x / x.norm() if normalise else x
+    return x / x.norm() if normalize else x
 
 
 def test_without_positions_every_slot_is_a_token() -> None:
@@ -158,7 +158,7 @@ def test_what_a_folder_says(mode: PoolingMode, tmp_path: Path) -> None:
     new = {"embedding_dimension": 8, "pooling_mode": name_since_6(mode), "include_prompt": False}
     for said, include in ((old, True), (new, False)):
         two = ["Transformer", "Pooling"]
-        wanted = Pooling(mode, normalise=False, include_prompt=include)
+        wanted = Pooling(mode, normalize=False, include_prompt=include)
         assert read_pooling(write(tmp_path, two, said)) == wanted
         found = read_pooling(write(tmp_path, [*two, "Normalize"], said))
         assert found == Pooling(mode, include_prompt=include)
@@ -169,7 +169,7 @@ SETTINGS = SentenceSettings(
 )
 
 
-@pytest.mark.parametrize("settings", [SETTINGS, SentenceSettings(Pooling("cls", normalise=False))])
+@pytest.mark.parametrize("settings", [SETTINGS, SentenceSettings(Pooling("cls", normalize=False))])
 def test_what_is_written_is_read(tmp_path: Path, settings: SentenceSettings) -> None:
     for name, content in sentence_files(settings, 8).items():
         (tmp_path / name).parent.mkdir(exist_ok=True)

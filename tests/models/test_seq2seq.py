@@ -192,14 +192,14 @@ def test_it_can_be_trained() -> None:
     )
     table = network.layers[0].attention.bias_tensors[0]
     before = table.detach().clone()
-    optimiser = torch.optim.Adam(network.parameters(), 0.02)
+    optimizer = torch.optim.Adam(network.parameters(), 0.02)
     losses = []
     for _ in range(40):
         logits: Tensor = network(source, target[:, :-1])
         loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), target[:, 1:].flatten())
-        optimiser.zero_grad()
+        optimizer.zero_grad()
         loss.backward()
-        optimiser.step()
+        optimizer.step()
         losses.append(loss.item())
     assert losses[0] > 1
     assert losses[-1] < 0.05

@@ -106,7 +106,7 @@ def test_vectors(model: TextEncoder) -> None:
 
 @pytest.mark.parametrize("mode", ["cls", "max", "mean", "mean_sqrt_len"])
 def test_the_models_own_pooling_and_another(network: HeadedEncoder, mode: Any) -> None:
-    made = TextEncoder(network, tokenizer(), CONFIG, pooling=Pooling(mode, normalise=False))
+    made = TextEncoder(network, tokenizer(), CONFIG, pooling=Pooling(mode, normalize=False))
     tokens = made.encode("a b c")
     states = made.hidden(*tokens)[0].double()
     exact = {
@@ -120,7 +120,7 @@ def test_the_models_own_pooling_and_another(network: HeadedEncoder, mode: Any) -
         chosen: Any = other
         assert_near(made.pool(states[None], tokens.positions, mode=chosen)[0], wanted)
         assert_near(
-            made.pool(states[None], tokens.positions, mode=chosen, normalise=True)[0],
+            made.pool(states[None], tokens.positions, mode=chosen, normalize=True)[0],
             wanted / wanted.norm(),
         )
     wrong: Any = "median"
@@ -213,7 +213,7 @@ def test_a_folder_of_sentences(network: HeadedEncoder, tmp_path: Path) -> None:
     (tmp_path / "1_Pooling" / "config.json").write_text(json.dumps(said), "utf-8")
     (tmp_path / "sentence_bert_config.json").write_text('{"max_seq_length": 6}', "utf-8")
     made = regard.load(tmp_path, kind=TextEncoder)
-    assert made.pooling == Pooling("cls", normalise=False)
+    assert made.pooling == Pooling("cls", normalize=False)
     assert made.max_seq_length == 6
     assert_near(made.embed("a b")[0], network(torch.tensor([[2, 4, 5, 3]]))[0, 0])
     with pytest.raises(regard.ArgumentError, match="has 8 tokens, and this model reads at most 6"):
@@ -247,7 +247,7 @@ def test_the_settings_of_a_folder_shape_its_vectors(
     wanted = torch.stack([by_hand([4, 5, 6, 7], 3), by_hand([4, 5, 8], 3)])
     found = loaded.embed(["C d", "E"])
     assert_near(found, wanted)
-    assert_near(loaded.embed(["C d", "E"], normalise=True), wanted / wanted.norm(dim=1)[:, None])
+    assert_near(loaded.embed(["C d", "E"], normalize=True), wanted / wanted.norm(dim=1)[:, None])
     other = by_hand([11, 6, 7], 2)
     assert_near(loaded.embed("c d", prompt_name="other")[0], other)
     for wrong in (by_hand([4, 5, 6, 7], 0), by_hand([6, 7], 0), by_hand([4, 5, 1, 7], 3)):

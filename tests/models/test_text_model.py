@@ -32,7 +32,7 @@ def make(kind: str) -> Model | TextEncoder | Seq2Seq:
         return regard.load("tiny")
     if kind == "encoder":
         config = bert.config(1024, 8, 1, 2, 16, 32)
-        pooling = regard.models.Pooling("max", normalise=False)
+        pooling = regard.models.Pooling("max", normalize=False)
         return TextEncoder(
             bert.build(config).eval(), tokenizer(), config, pooling=pooling, max_seq_length=32
         )

@@ -17,7 +17,7 @@ CAUSAL = {name: v for name, v in MIXERS.items() if v.causal}
 DIM = 32
 
 
-def randomise(module: nn.Module, seed: int) -> nn.Module:
+def randomize(module: nn.Module, seed: int) -> nn.Module:
     """Weights that make patterns far from uniform, and norm weights, biases and sinks that are not
     1 or 0.
     """
@@ -33,7 +33,7 @@ def randomise(module: nn.Module, seed: int) -> nn.Module:
 
 def example(entry: Variant, seed: int = 0, dtype: torch.dtype = torch.float64) -> nn.Module:
     """The small example of an entry, in evaluation mode."""
-    return randomise(entry.example().to(torch.float64), seed).to(dtype).eval()
+    return randomize(entry.example().to(torch.float64), seed).to(dtype).eval()
 
 
 def tokens(T: int, B: int = 2, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounter
 
-from regard.caches import Cache, Fixed, Growing, Paged, Quantised, Ring, State, Streaming
+from regard.caches import Cache, Fixed, Growing, Paged, Quantized, Ring, State, Streaming
 from regard.errors import ArgumentError
 from regard.nn.variants import VARIANTS
 from regard.span import Span
@@ -88,7 +88,7 @@ EVERYTHING = {
     "fixed": lambda parts: Fixed(T),
     "paged": lambda parts: Paged(page_size=3, pages=2 * -(-T // 3)),
     # all of it is recent, so that nothing is rounded
-    "quantised": lambda parts: Quantised(8, residual=T, axes=("token",) * parts),
+    "quantized": lambda parts: Quantized(8, residual=T, axes=("token",) * parts),
     "ring": lambda parts: Ring(T),
     "streaming": lambda parts: Streaming(2, T),
 }

@@ -21,7 +21,7 @@ from regard.nn.recurrence.delta import DeltaRule, LogDecay
 from regard.nn.recurrence.recurrent import Recurrent
 from regard.nn.variants.projections import separate_qkv
 from regard.span import Span
-from tests.nn.catalogue import randomise
+from tests.nn.catalogue import randomize
 from tests.oracles.convolution import convolution
 
 M, H, N, D, E, n = 8, 2, 4, 3, 2, 4
@@ -34,17 +34,17 @@ def delta(kernel: int = n) -> Any:
     channels = CausalConvolution(2 * H * D + N * E, kernel)
     rule = DeltaRule(M, N, decay=LogDecay(M, N))
     mixer = Recurrent(ConvolvedQKV(q, k, v, channels), rule, nn.Linear(N * E, M), norm=RMSNorm(E))
-    return randomise(mixer.double(), 3).requires_grad_(False)
+    return randomize(mixer.double(), 3).requires_grad_(False)
 
 
 def plain(rule: Any) -> Any:
     mixer = Recurrent(separate_qkv(M, 2, 2, 3), rule, nn.Linear(6, M))
-    return randomise(mixer.double(), 4).requires_grad_(False)
+    return randomize(mixer.double(), 4).requires_grad_(False)
 
 
 RULES: dict[str, Any] = {
     "convolved": delta,
-    "normalised": lambda: plain(LinearAttentionRule()),
+    "normalized": lambda: plain(LinearAttentionRule()),
     "gated": lambda: plain(GatedLinearRule(M, 2, 3, rank=2)),
 }
 

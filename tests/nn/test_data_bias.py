@@ -36,7 +36,7 @@ from regard.nn.variants import VARIANTS
 from regard.positions import Rotary
 from regard.span import Span
 from tests.fixture_f import decays, example, strengths, vectors
-from tests.nn.catalogue import randomise, tokens
+from tests.nn.catalogue import randomize, tokens
 from tests.oracles import data_bias as oracle
 from tests.oracles.oracle import softmax_attention
 from tests.oracles.plain import plain_attention
@@ -116,7 +116,7 @@ def inputs(m: Any, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 @pytest.mark.full(keep=4)
 @pytest.mark.parametrize("name", NAMES)
 def test_a_mechanism_equals_its_loops(name: str) -> None:
-    m: Any = randomise(VARIANTS[name].example().double(), 5).requires_grad_(False).eval()
+    m: Any = randomize(VARIANTS[name].example().double(), 5).requires_grad_(False).eval()
     x = tokens(9, B=1, seed=3)
     with regard.Trace("z") as trace:
         m(x)
@@ -150,7 +150,7 @@ def test_a_mechanism_equals_its_loops(name: str) -> None:
 @pytest.mark.parametrize("name", NAMES + DENSE)
 def test_the_gradients_of_tiles_are_those_of_the_definition(name: str) -> None:
     """Through several tiles in fp32, beside the reference in fp32 and in fp64."""
-    m64 = randomise(VARIANTS[name].example().double(), 5)
+    m64 = randomize(VARIANTS[name].example().double(), 5)
     x64, weights = tokens(70, B=2, seed=4), tokens(70, B=2, seed=6)
 
     def gradients(dtype: torch.dtype, run: Callable[[Any, Tensor], Tensor]) -> list[Tensor | None]:
@@ -259,7 +259,7 @@ def test_the_buckets_of_deberta() -> None:
 def test_equal_vectors_of_distances_change_nothing() -> None:
     """Shaw with equal vectors, and relative logits whose profiles are 0, are plain attention."""
     for name in ("shaw", "relative_logits"):
-        m: Any = randomise(VARIANTS[name].example().double(), 1)
+        m: Any = randomize(VARIANTS[name].example().double(), 1)
         x = tokens(7, seed=2)
         p = m.project
         with torch.no_grad():
@@ -314,7 +314,7 @@ def test_strong_gates_over_a_long_text_stay_exact() -> None:
 
 
 def test_a_gate_around_it_keeps_the_bias() -> None:
-    m: Any = randomise(VARIANTS["forgetting"].example().double(), 1)
+    m: Any = randomize(VARIANTS["forgetting"].example().double(), 1)
     x = tokens(6, seed=2)
     gate = HeadProjection(32, H, D).double()
     with regard.Trace("z") as trace:
@@ -385,7 +385,7 @@ def test_the_fixed_example_of_selective_attention() -> None:
 
 @pytest.mark.parametrize("name", ["path", "selective"])
 def test_scores_that_other_tokens_change_equal_their_loops(name: str) -> None:
-    m: Any = randomise(VARIANTS[name].example().double(), 5).requires_grad_(False).eval()
+    m: Any = randomize(VARIANTS[name].example().double(), 5).requires_grad_(False).eval()
     x, at, p = tokens(9, B=1, seed=3), Span(0, 9), m.project
     q, k, v = inputs(m, x)
     if name == "path":

@@ -19,7 +19,7 @@ from regard.nn import variants
 from regard.nn.blocks.norms import HeadNorm, JoinedHeadsRMSNorm, RMSNorm
 from regard.nn.recurrence import decays as rules
 from regard.nn.recurrence.projections import TokenShiftQKV
-from tests.nn.catalogue import DIM, example, randomise, tokens
+from tests.nn.catalogue import DIM, example, randomize, tokens
 from tests.oracles import decayed
 
 T, ALL = 11, range(11)
@@ -216,7 +216,7 @@ def test_packed_documents_do_not_see_one_another(name: str) -> None:
 
 
 def test_a_lower_bound_of_the_forget_gates() -> None:
-    m = randomise(variants.hgrn2(DIM, 4, lower_bound=0.5).double(), 0).eval()
+    m = randomize(variants.hgrn2(DIM, 4, lower_bound=0.5).double(), 0).eval()
     x = tokens(T, B=1)
     assert far(m(x)[0], written_out("hgrn2", m, x[0])) < 1e-10
 

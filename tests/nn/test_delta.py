@@ -71,7 +71,7 @@ def written_out(module: Any, x: Tensor, *, unit: bool = True, most: float = 1.0)
 def test_the_modules_are_their_formulas() -> None:
     x = torch.randn(2, 9, 12)
     for make in BOTH:
-        for options in ({}, {"normalise_keys": False, "max_beta": 2.0}):
+        for options in ({}, {"normalize_keys": False, "max_beta": 2.0}):
             module = random(make(12, 4, **SIZES, **options)).requires_grad_(False)
             module.project.k.linear.weight.data /= 8  # without a norm, keys must be short
             given = {"unit": "max_beta" not in options, "most": options.get("max_beta", 1.0)}

@@ -15,7 +15,7 @@ KEYS, VALUES, PAIRS = 32, 16, 8
 
 
 class Sum(nn.Module):
-    """Linear attention without a normaliser: S <- S + k v^T."""
+    """Linear attention without a normalizer: S <- S + k v^T."""
 
     def forward(
         self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, state: None, positions: object, form: str
@@ -42,7 +42,7 @@ def recall(rule: nn.Module | None, rate: float) -> float:
     key, value = torch.randn(KEYS, 16), torch.randn(VALUES, 16)
     mixer, head = delta_net(32, 2), nn.Linear(32, VALUES)
     mixer.rule = mixer.rule if rule is None else rule
-    optimiser = torch.optim.Adam([*mixer.parameters(), *head.parameters()], lr=rate)
+    optimizer = torch.optim.Adam([*mixer.parameters(), *head.parameters()], lr=rate)
 
     def answer(keys: Tensor, values: Tensor) -> Tensor:
         told = torch.cat([key[keys], value[values]], -1)
@@ -52,9 +52,9 @@ def recall(rule: nn.Module | None, rate: float) -> float:
 
     for _ in range(200):
         keys, values, right = batch(32, draw)
-        optimiser.zero_grad()
+        optimizer.zero_grad()
         F.cross_entropy(answer(keys, values).flatten(0, 1), right.flatten()).backward()
-        optimiser.step()
+        optimizer.step()
     keys, values, right = batch(128, draw)
     with torch.no_grad():
         return float((answer(keys, values).argmax(-1) == right).float().mean())

@@ -28,8 +28,8 @@ from regard.nn.recurrence.delta import (
 from regard.nn.recurrence.recurrent import GatedConvolution
 from regard.nn.variants import comba, gated_delta_2, mesa
 from regard.nn.variants.projections import ValueHeadStart
-from tests.nn.catalogue import randomise
-from tests.oracles.generalised_delta import generalised_delta, mesa_loop, titans_loop
+from tests.nn.catalogue import randomize
+from tests.oracles.generalized_delta import generalized_delta, mesa_loop, titans_loop
 
 M, H, D, E, T = 8, 2, 4, 3, 12
 
@@ -58,14 +58,14 @@ def channel_decay(part: Any, x: Tensor) -> Tensor:
 def erase(rule: Any, x: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     g = channel_decay(rule.decay, x)
     b = sigmoid((x @ rule.erase.linear.weight.T).unflatten(-1, (H, D)).transpose(1, 2))
-    return generalised_delta(q, k, v, g.exp() * b * k, g).out
+    return generalized_delta(q, k, v, g.exp() * b * k, g).out
 
 
 def comba_formula(rule: Any, x: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     g, beta = scalar_decay(rule.decay, x), sigmoid(gates(rule.beta_proj, x))[..., None]
     p = sigmoid(rule.erase_share)[:, None, None] * k
     q = q - rule.correction[:, None, None] * p
-    return generalised_delta(q, k, beta * v, g.exp()[..., None] * beta * p, g).out
+    return generalized_delta(q, k, beta * v, g.exp()[..., None] * beta * p, g).out
 
 
 def preconditioned(rule: Any, x: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -77,7 +77,7 @@ def preconditioned(rule: Any, x: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Ten
         r = torch.log(A + 1e-6) - rule.center[:, None]
         factors.append(rule.bound ** (-r / (1 + r.abs())))
     written = torch.stack(factors, 2) * k
-    return generalised_delta(q, written, beta * v, g.exp() * beta * k, g).out
+    return generalized_delta(q, written, beta * v, g.exp() * beta * k, g).out
 
 
 def mesa_formula(rule: Any, x: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -126,7 +126,7 @@ RULES: dict[str, tuple[Callable[[], Any], Callable[..., Tensor]]] = {
 
 
 def rule_of(name: str) -> Any:
-    return randomise(RULES[name][0]().double(), 2).requires_grad_(False)
+    return randomize(RULES[name][0]().double(), 2).requires_grad_(False)
 
 
 def inputs() -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -172,7 +172,7 @@ def test_a_preconditioner_of_1_is_kimi_delta_attention() -> None:
 
 
 def test_the_written_value_of_gated_delta_net_2_is_gated() -> None:
-    mixer = randomise(gated_delta_2(M, H).double(), 1).requires_grad_(False)
+    mixer = randomize(gated_delta_2(M, H).double(), 1).requires_grad_(False)
     x = torch.randn(2, T, M, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     gate, project = mixer.project.value_gate, mixer.project
     with regard.Trace("v") as seen:

@@ -50,7 +50,7 @@ from regard.positions import Rotary
 from regard.span import Span
 from tests.fixture_f import example as fixture
 from tests.fixture_f import vectors
-from tests.nn.catalogue import DIM, example, randomise, tokens
+from tests.nn.catalogue import DIM, example, randomize, tokens
 from tests.oracles import heads as oracle
 
 
@@ -178,7 +178,7 @@ def test_a_temperature_by_loops(form: Any) -> None:
 def test_padding_on_the_left_does_not_shift_the_temperature(form: Any) -> None:
     """An error of released code: a temperature of cache slots, which padding shifts."""
     layer = position_temperature(DIM, 4, groups=2, form=form, length=2.0, scale=2.0)
-    layer = randomise(layer.double(), 0).eval()  # type: ignore[assignment]
+    layer = randomize(layer.double(), 0).eval()  # type: ignore[assignment]
     x = tokens(9, B=1)
     positions = torch.tensor([[-1, -1, -1, 0, 1, 2, 3, 4, 5]])
     assert torch.allclose(layer(x, positions)[:, 3:], layer(x[:, 3:]), atol=1e-12)
@@ -280,7 +280,7 @@ def test_limits_of_lengths() -> None:
     zero = torch.zeros(1, 1, 1, 4, requires_grad=True)
     L2Clip(2.0)(zero).sum().backward()
     assert torch.equal(cast("Tensor", zero.grad), torch.ones_like(zero))
-    layer = randomise(l2_clip(DIM, 4, groups=2, limit=1.5).double(), 0)
+    layer = randomize(l2_clip(DIM, 4, groups=2, limit=1.5).double(), 0)
     project = cast("Any", layer).project
     q, (k, _) = project.query(tokens(9), Span(0, 9)), project.remember(tokens(9), Span(0, 9))
     assert max(float(y.detach().norm(dim=-1).max()) for y in (q, k)) <= 1.5 + 1e-12

@@ -21,15 +21,15 @@ from tests.rules import GRADIENT, assert_close_rule
 M, N, HIDDEN = 6, 8, 5
 ROUTERS: dict[str, tuple[type[Router], dict[str, Any]]] = {
     "softmax over all": (SoftmaxRouter, {"k": 3}),
-    "softmax over the chosen, bias": (SoftmaxRouter, {"k": 3, "normalise": True, "bias": True}),
+    "softmax over the chosen, bias": (SoftmaxRouter, {"k": 3, "normalize": True, "bias": True}),
     "one expert": (SoftmaxRouter, {"k": 1, "scale": 1.5}),
     "all experts": (SoftmaxRouter, {"k": N}),
     "groups by their best": (SoftmaxRouter, {"k": 3, "groups": ExpertGroups(4, 2), "scale": 16.0}),
-    "groups filled": (SoftmaxRouter, {"k": 4, "groups": ExpertGroups(4, 2), "normalise": True}),
+    "groups filled": (SoftmaxRouter, {"k": 4, "groups": ExpertGroups(4, 2), "normalize": True}),
     "sigmoid": (SigmoidRouter, {"k": 3}),
     "sigmoid, groups by their best two": (
         SigmoidRouter,
-        {"k": 3, "groups": ExpertGroups(2, 1, best=2), "normalise": True, "scale": 2.5},
+        {"k": 3, "groups": ExpertGroups(2, 1, best=2), "normalize": True, "scale": 2.5},
     ),
 }
 
@@ -63,7 +63,7 @@ def routing(router: Any, x: list[float]) -> dict[int, float]:
     logits = oracle.linear(rows_of(router.linear.weight), x, bias)
     g = router.groups
     options = {
-        "normalise": router.normalise,
+        "normalize": router.normalize,
         "scale": router.scale,
         "groups": None if g is None else (g.count, g.topk, g.best),
     }
@@ -99,8 +99,8 @@ def plainly(moe: Any, x: Tensor, *, backwards: bool = False) -> Tensor:
         chosen[i, list(routing(r, row))] = 1
     sigmoid = isinstance(r, SigmoidRouter)
     shares = 1 / (1 + torch.exp(-logits)) if sigmoid else torch.exp(logits - logits.amax(-1, True))
-    among = chosen if r.normalise else torch.ones_like(chosen)
-    total = (shares * among).sum(-1, keepdim=True) if r.normalise or not sigmoid else 1.0
+    among = chosen if r.normalize else torch.ones_like(chosen)
+    total = (shares * among).sum(-1, keepdim=True) if r.normalize or not sigmoid else 1.0
     weights = (r.scale * shares / total * chosen).to(x.dtype)
     y = torch.zeros_like(flat)
     for e in reversed(range(N)) if backwards else range(N):
@@ -199,7 +199,7 @@ def test_of_equal_groups_the_first_are_kept(kind: type[Router]) -> None:
 
 
 def test_a_correction_chooses_and_does_not_weigh() -> None:
-    router = random(SigmoidRouter(M, N, 2, normalise=True)).double()
+    router = random(SigmoidRouter(M, N, 2, normalize=True)).double()
     x = randn(6, M).double()
     router.correction.data.zero_()
     router.correction.data[5] = 10.0
@@ -304,7 +304,7 @@ def test_a_slot_of_garbage_stays_alone() -> None:
 
 
 def test_what_nobody_chose_never_reaches_the_output() -> None:
-    router = SoftmaxRouter(2, 3, 2, normalise=True)
+    router = SoftmaxRouter(2, 3, 2, normalize=True)
     router.linear.weight.data.copy_(torch.tensor([[1.0, 1.0], [2.0, 2.0], [-1.0, -1.0]]))
     experts = [SwiGLU(2, 3) for _ in range(3)]
     for parameter in experts[2].parameters():
@@ -406,13 +406,13 @@ WRONG: dict[str, tuple[str, Any]] = {
         "sigmoid, groups by their best two",
         lambda r: setattr(r, "groups", ExpertGroups(2, 1, best=1)),
     ),
-    "no renormalisation": (
+    "no renormalization": (
         "softmax over the chosen, bias",
-        lambda r: setattr(r, "normalise", False),
+        lambda r: setattr(r, "normalize", False),
     ),
     "softmax over the chosen instead of all": (
         "softmax over all",
-        lambda r: setattr(r, "normalise", True),
+        lambda r: setattr(r, "normalize", True),
     ),
     "no scale": ("one expert", lambda r: setattr(r, "scale", 1.0)),
     "weights of the corrected scores": (
@@ -443,7 +443,7 @@ def test_it_prints_copies_and_keeps_parameters_only() -> None:
     moe = build("sigmoid, groups by their best two", shared=True)
     assert (
         repr(moe.router).splitlines()[1]
-        == "  3 of 8, ExpertGroups(count=2, topk=1, best=2), normalise, scale=2.5"
+        == "  3 of 8, ExpertGroups(count=2, topk=1, best=2), normalize, scale=2.5"
     )
     assert repr(SoftmaxRouter(2, 4, 1)).splitlines()[1] == "  1 of 4"
     assert set(moe.state_dict()) == {name for name, _ in moe.named_parameters()}

@@ -12,14 +12,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from regard.caches import Cache, Growing, Paged, Quantised, Ring
+from regard.caches import Cache, Growing, Paged, Quantized, Ring
 from regard.errors import ArgumentError, ArgumentTypeError
 from regard.nn import HeadProjection, MultiAxisAttention, MultiAxisProjection
 from regard.nn.variants import gqa, mrope, rope_2d
 from regard.nn.variants.projections import separate_qkv
 from regard.positions import MultiAxisRotary, Rotary, multi_axis_positions, next_text_positions
 from regard.span import Span
-from tests.nn.catalogue import DIM, randomise, tokens
+from tests.nn.catalogue import DIM, randomize, tokens
 from tests.oracles import heads as oracle
 
 TEXT_AND_IMAGES = [2, (1, 2, 3), 1, (2, 2, 2), 2]
@@ -27,7 +27,7 @@ TEXT_AND_IMAGES = [2, (1, 2, 3), 1, (2, 2, 2), 2]
 
 
 def layer(**options: Any) -> MultiAxisAttention:
-    made = randomise(mrope(DIM, 4, groups=2, **options).double(), 0)
+    made = randomize(mrope(DIM, 4, groups=2, **options).double(), 0)
     return cast("MultiAxisAttention", made.eval())
 
 
@@ -85,7 +85,7 @@ def test_equal_axes_are_one() -> None:
     other = p.expand(4, -1, -1).clone()
     other[2] += 1
     assert not torch.allclose(rotary(x, other), plain(x, p), atol=1e-3)
-    text = randomise(gqa(DIM, 4, groups=2).double(), 0)
+    text = randomize(gqa(DIM, 4, groups=2).double(), 0)
     assert torch.equal(run(layer(), tokens(9)), run(text, tokens(9)))
 
 
@@ -110,7 +110,7 @@ CACHES: dict[str, Any] = {
     "growing": lambda made: Growing(),
     "paged": lambda made: Paged(page_size=3, pages=20),
     "ring": lambda made: Ring(30),
-    "quantised": lambda made: Quantised(8, residual=30, axes=("token",) * 3),
+    "quantized": lambda made: Quantized(8, residual=30, axes=("token",) * 3),
 }
 
 
@@ -153,7 +153,7 @@ def test_a_fork_and_selected_rows_carry_it_too() -> None:
 
 
 def test_2d_positions() -> None:
-    made = randomise(rope_2d(DIM, 4, groups=2).double(), 0)
+    made = randomize(rope_2d(DIM, 4, groups=2).double(), 0)
     x = tokens(6)
     p = multi_axis_positions([[(1, 2, 3)]])[[0, 2, 3]]
     out = run(made, x, p)

@@ -177,7 +177,7 @@ def test_generation() -> None:
     assert torch.allclose(found[:, -1], decoder(ids)[:, -1], atol=1e-4)
     other = session.fork(rows=2)
     assert other.append(torch.tensor([[1], [2]])).shape == (2, stacks.V)
-    for cache in ("ring", "fixed", "quantised"):
+    for cache in ("ring", "fixed", "quantized"):
         with pytest.raises(regard.ArgumentError, match="layer 0 has 2 mechanisms with a cache"):
             DecodeSession(decoder, CacheConfig(cache, 16))
 

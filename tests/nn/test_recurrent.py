@@ -60,12 +60,12 @@ def normed(z: Tensor, eps: float = 1e-5) -> Tensor:
     return away / torch.sqrt((away * away).mean(-1, keepdim=True) + eps)
 
 
-def written_out(module: Any, x: Tensor, *, normalise: bool = True) -> Tensor:
+def written_out(module: Any, x: Tensor, *, normalize: bool = True) -> Tensor:
     """The sums over pairs by the oracle's loops, all else by the papers' formulas."""
     q, k, v = (heads(part, x) for part in (module.project.q, module.project.k, module.project.v))
     rule, root = module.rule, 1 / math.sqrt(q.shape[-1])
     if isinstance(rule, LinearAttentionRule):
-        z = linear(q, k, v, feature_map="elu+1", normalise=normalise).out.to(x.dtype)
+        z = linear(q, k, v, feature_map="elu+1", normalize=normalize).out.to(x.dtype)
     elif isinstance(rule, RetentionRule):
         g = torch.tensor([math.log(1 - 2.0 ** (-5 - h)) for h in range(k.shape[1])])
         g = g.double()[None, :, None, None].expand(k.shape)
@@ -100,7 +100,7 @@ def test_the_modules_are_their_formulas(make: Any) -> None:
 
 
 def test_a_missing_part_is_caught() -> None:
-    """Negative controls: without the gate, the norm, the rotary, the normaliser, the decay, or with
+    """Negative controls: without the gate, the norm, the rotary, the normalizer, the decay, or with
     another temperature.
     """
     x = torch.randn(1, 9, 12)
@@ -116,7 +116,7 @@ def test_a_missing_part_is_caught() -> None:
     def build(make: Any) -> Any:
         return random(make(12, 4, **SIZES))
 
-    assert_caught(build(linear_attention), lambda m: setattr(m.rule, "normalise", False))
+    assert_caught(build(linear_attention), lambda m: setattr(m.rule, "normalize", False))
     assert_caught(build(linear_attention), lambda m: setattr(m.rule, "feature_map", "softmax"))
     assert_caught(build(retention), lambda m: setattr(m, "gate", None))
     assert_caught(build(retention), lambda m: setattr(m, "norm", None))
@@ -128,8 +128,8 @@ def test_a_missing_part_is_caught() -> None:
 
 def test_options_change_what_they_say() -> None:
     x = torch.randn(1, 9, 12).double()
-    sums = random(linear_attention(12, 4, normalise=False)).double()
-    assert torch.allclose(sums(x), written_out(sums, x, normalise=False), rtol=1e-12, atol=1e-10)
+    sums = random(linear_attention(12, 4, normalize=False)).double()
+    assert torch.allclose(sums(x), written_out(sums, x, normalize=False), rtol=1e-12, atol=1e-10)
     plain = random(retention(12, 4, base=None, head_dim=3)).double()
     assert torch.equal(plain(x), plain(x, Span(100, 9))), "no rotary, no positions"
     rotary = random(retention(12, 4, head_dim=4)).double()
@@ -138,11 +138,11 @@ def test_options_change_what_they_say() -> None:
     assert float((rotary(x) - rotary(x, Span(0, 18).tensor()[:, ::2])).abs().max()) > 1e-3
     one = random(retention(12, 4, base=None, head_dim=4, decay=[1.0] * 4)).double()
     q, k, v = (heads(part, x) for part in (one.project.q, one.project.k, one.project.v))
-    z, _ = regard.linear.linear_attention(q, k, v, feature_map="identity", normalise=False)
+    z, _ = regard.linear.linear_attention(q, k, v, feature_map="identity", normalize=False)
     assert float((one.rule(x, q, k, v, None, None, "auto")[0] - z / 2).abs().max()) < 1e-12
     own = LinearAttentionRule(nn.Sequential(nn.Linear(4, 4), nn.Softplus()))
     assert len(list(own.parameters())) == 2, "a learned feature map is part of the module"
-    assert own.extra_repr() == "a function, normalise=True"
+    assert own.extra_repr() == "a function, normalize=True"
 
 
 @pytest.mark.parametrize("make", [*ALL, delta_net, gated_delta_net])
@@ -226,7 +226,7 @@ def test_describe() -> None:
     )
     tail = 4 * (2 * 96 + 16 + 12) + 2 * (2 * 96 + 8)
     assert told.flops_per_token.value == 2 * 64 * (32 + 16 + 24 + 48) + tail
-    sums = linear_attention(64, 4, normalise=False).describe()
+    sums = linear_attention(64, 4, normalize=False).describe()
     assert sums.state.formula == "G D E = 4 x 16 x 16"
     with pytest.raises(regard.ArgumentError, match="context is 0; it must be at least 1"):
         plain.describe(0)

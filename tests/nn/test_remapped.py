@@ -26,7 +26,7 @@ from regard.nn.variants.projections import separate_qkv
 from regard.positions import Rotary
 from regard.span import Span
 from regard.tracing import Trace
-from tests.nn.catalogue import DIM, example, randomise, tokens
+from tests.nn.catalogue import DIM, example, randomize, tokens
 from tests.oracles import heads as oracle
 
 MAPS: dict[str, DistanceMap] = {
@@ -116,7 +116,7 @@ def test_scores_have_these_distances(name: str) -> None:
 def test_short_texts_are_those_of_gqa(name: str) -> None:
     n = MAPS[name].unchanged
     layer = example(VARIANTS[name])
-    plain = randomise(gqa(DIM, 4, groups=2).double(), 0)
+    plain = randomize(gqa(DIM, 4, groups=2).double(), 0)
     x = tokens(n + 1)
     with torch.no_grad():
         assert torch.equal(layer(x[:, :n]), plain(x[:, :n]))
@@ -136,7 +136,7 @@ def test_a_sink_is_counted_once() -> None:
     project = separate_qkv(DIM, 4, 2, 8, Rotary(8))
     sink = nn.Parameter(torch.tensor([0.3, -1.0, 2.0, 0.0]))
     layers = [
-        randomise(RemappedAttention(project, nn.Identity(), m, sink=sink).double(), 0)
+        randomize(RemappedAttention(project, nn.Identity(), m, sink=sink).double(), 0)
         for m in (ReRoPE(4), ReRoPE(100))
     ]
     x = tokens(5)

@@ -224,13 +224,13 @@ def test_the_indexer_learns_from_its_loss_alone() -> None:
         )
         assert all(p.grad.ne(0).any() for p in module.selector.parameters())
         module.zero_grad()
-    optimiser = torch.optim.Adam(module.selector.parameters(), lr=0.01)
+    optimizer = torch.optim.Adam(module.selector.parameters(), lr=0.01)
     first = float(indexer_losses(module, x, chosen=False).detach().mean())
     for _ in range(30):
-        optimiser.zero_grad()
+        optimizer.zero_grad()
         loss = indexer_losses(module, x, chosen=False).mean()
         loss.backward()
-        optimiser.step()
+        optimizer.step()
     assert float(loss.detach()) < 0.7 * first
     with pytest.raises(regard.ArgumentError, match="the layer's selector is MoBA; only an Indexer"):
         indexer_losses(make("moba"), x.double())

@@ -37,7 +37,7 @@ def tokens(batch: int = 2, length: int = T) -> Tensor:
     return torch.randn(batch, length, M, generator=make, dtype=torch.float64)
 
 
-def normalised(x: Tensor, norm: nn.Module | None) -> Tensor:
+def normalized(x: Tensor, norm: nn.Module | None) -> Tensor:
     return x if norm is None else x / (x.square().mean() + norm.eps).sqrt() * norm.weight
 
 
@@ -58,10 +58,10 @@ def by_loops(mixer: Recurrent, x: Tensor) -> Tensor:
             u.append(total / (1 + math.exp(-total)))
         y = torch.tensor(u, dtype=torch.float64)
         B, C = (
-            normalised(heads.linear.weight @ y, heads.steps[0] if len(heads.steps) else None)
+            normalized(heads.linear.weight @ y, heads.steps[0] if len(heads.steps) else None)
             for heads in (project.k, project.q)
         )
-        low = normalised(rule.down.weight @ y, rule.norm)
+        low = normalized(rule.down.weight @ y, rule.norm)
         row = []
         for c in range(N):
             step = math.log1p(math.exp(float(rule.up.weight[c] @ low + rule.dt_bias[c])))

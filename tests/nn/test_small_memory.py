@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from regard.caches import Quantised
+from regard.caches import Quantized
 from regard.errors import ArgumentError
 from regard.nn.projections.factored import (
     LowRankHeads,
@@ -141,13 +141,13 @@ def test_what_the_caches_hold_at_real_sizes() -> None:
     assert values == {"tpa": 640, "gta": 1088, "mfa": 512}
 
 
-def test_a_quantised_cache_knows_the_widths_of_the_parts() -> None:
+def test_a_quantized_cache_knows_the_widths_of_the_parts() -> None:
     from regard.models.generation import cache_config
 
     layer = nn.Module()
     layer.attention = example(VARIANTS["gta"], dtype=torch.float32)
-    made = cache_config.CacheConfig("quantised")._layer_cache(layer, 1)
-    assert isinstance(made, Quantised)
+    made = cache_config.CacheConfig("quantized")._layer_cache(layer, 1)
+    assert isinstance(made, Quantized)
     x = tokens(200, B=1, dtype=torch.float32)
     with torch.no_grad():
         near, exact = layer.attention(x, None, made), layer.attention(x)

@@ -35,7 +35,7 @@ MIXTURES: dict[str, Callable[[], MoE]] = {
         SoftmaxRouter(M, N, 3), [SwiGLU(M, HIDDEN) for _ in range(N)], SwiGLU(M, 20)
     ),
     "clipped, biases": lambda: MoE(
-        SoftmaxRouter(M, N, 2, normalise=True), [ClippedSwiGLU(M, HIDDEN) for _ in range(N)]
+        SoftmaxRouter(M, N, 2, normalize=True), [ClippedSwiGLU(M, HIDDEN) for _ in range(N)]
     ),
     "plain": lambda: MoE(
         SigmoidRouter(M, N, 4), [FeedForward(M, HIDDEN, nn.GELU()) for _ in range(N)]

@@ -17,7 +17,7 @@ from regard.inspect.explain.random_model import random_model
 from regard.nn import GroupedValueQKV, HeadProjection, Recurrent
 from regard.nn.recurrence.delta import DeltaRule
 from regard.nn.variants import build
-from tests.nn.catalogue import randomise, tokens
+from tests.nn.catalogue import randomize, tokens
 
 NAMES = ("linear_attention", "retention", "gated_linear", "delta_net", "gated_delta_net")
 HEADS = [(2, 2, 4), (2, 1, 4), (4, 2, 4), (4, 1, 2)]
@@ -29,7 +29,7 @@ def module(name: str, heads: tuple[int, int, int]) -> Recurrent:
     """A small module in float64 with random weights."""
     H, G, N = heads
     made = build(name, 32, H, groups=G, value_heads=N, **SIZES)
-    found = randomise(made.double(), 3).eval()
+    found = randomize(made.double(), 3).eval()
     assert isinstance(found, Recurrent)
     return found
 

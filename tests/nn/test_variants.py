@@ -46,7 +46,7 @@ from regard.nn.variants import (
 )
 from regard.positions import Rotary
 from regard.span import Span
-from tests.nn.catalogue import DIM, VARIANTS, example, randomise, tokens
+from tests.nn.catalogue import DIM, VARIANTS, example, randomize, tokens
 
 T = 11
 
@@ -58,7 +58,7 @@ def assert_near(x: Tensor, y: Tensor) -> None:
 
 
 def made(module: Attention | Longformer, seed: int = 0) -> Any:
-    return randomise(module.double(), seed).eval()
+    return randomize(module.double(), seed).eval()
 
 
 def attention_by_loops(

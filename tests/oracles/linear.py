@@ -48,14 +48,14 @@ def linear(
     *,
     log_decay: Tensor | None = None,
     feature_map: str = "identity",
-    normalise: bool = False,
+    normalize: bool = False,
     scale: float = 1.0,
     S: Tensor | None = None,
     z: Tensor | None = None,
     real: Tensor | None = None,
 ) -> Answer:
     """o_t = sum_j w_tj v_j, w_tj = sum_d phi(q_t)_d phi(k_j)_d a_{j+1,d} ... a_{t,d}; divided by
-    sum_j w_tj if normalised.
+    sum_j w_tj if normalized.
 
     log_decay [B,G,T,D], a = exp of it; real [B,T] is False where a slot is no token: there a is 1
     and nothing is written. S [B,G,D,E] and z [B,G,D] stand in front of the first token, like one
@@ -85,7 +85,7 @@ def linear(
                     total = dot(query, vector)
                     for e in range(E):
                         found = dot(query, [row[e] for row in matrix])
-                        out[b, h, t, e] = (found / total if total else 0.0) if normalise else found
+                        out[b, h, t, e] = (found / total if total else 0.0) if normalize else found
             matrix, vector = row.behind(T)
             last[b, g], sums[b, g] = (
                 torch.tensor(x, dtype=torch.float64) for x in (matrix, vector)

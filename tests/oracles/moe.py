@@ -43,7 +43,7 @@ def in_groups(scores: Row, count: int, kept: int, speak: int) -> list[int]:
 
 
 def softmax_routing(
-    logits: Row, k: int, *, normalise: bool, scale: float, groups: tuple[int, int, int] | None
+    logits: Row, k: int, *, normalize: bool, scale: float, groups: tuple[int, int, int] | None
 ) -> dict[int, float]:
     """Expert -> weight: softmax over all, choose, and divide by the sum of the chosen if asked
     to.
@@ -51,7 +51,7 @@ def softmax_routing(
     shares = softmax(logits)
     among = None if groups is None else in_groups(shares, *groups)
     chosen = best(logits, k, among)
-    total = math.fsum(shares[e] for e in chosen) if normalise else 1.0
+    total = math.fsum(shares[e] for e in chosen) if normalize else 1.0
     return {e: scale * shares[e] / total for e in chosen}
 
 
@@ -60,7 +60,7 @@ def sigmoid_routing(
     correction: Row,
     k: int,
     *,
-    normalise: bool,
+    normalize: bool,
     scale: float,
     groups: tuple[int, int, int] | None,
 ) -> dict[int, float]:
@@ -69,7 +69,7 @@ def sigmoid_routing(
     corrected = [s + c for s, c in zip(scores, correction, strict=True)]
     among = None if groups is None else in_groups(corrected, *groups)
     chosen = best(corrected, k, among)
-    total = math.fsum(scores[e] for e in chosen) + 1e-20 if normalise else 1.0
+    total = math.fsum(scores[e] for e in chosen) + 1e-20 if normalize else 1.0
     return {e: scale * scores[e] / total for e in chosen}
 
 

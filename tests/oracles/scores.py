@@ -29,7 +29,7 @@ class Steps:
         top: keys that are kept.
         sigmoid: its bias, from (head, keys that the query sees); instead of the softmax.
         scalable: the factor of each head, multiplied by the logarithm of the number of keys.
-        normalise: weights of a row of scores, from nearest key to farthest; instead of the softmax.
+        normalize: weights of a row of scores, from nearest key to farthest; instead of the softmax.
         after: mixes weights of heads, [H, H].
     """
 
@@ -39,7 +39,7 @@ class Steps:
     top: int | None = None
     sigmoid: Callable[[int, int], Tensor | float] | None = None
     scalable: Callable[[int], Tensor | float] | None = None
-    normalise: Callable[[list[Tensor]], list[Tensor]] | None = None
+    normalize: Callable[[list[Tensor]], list[Tensor]] | None = None
     after: Tensor | None = None
 
 
@@ -161,9 +161,9 @@ def _kept(row: Row, top: int, at: list[int]) -> Row:
 def _weights(row: Row, steps: Steps, h: int, sink: Tensor | None, at: list[int]) -> Row:
     if not row:
         return {}
-    if steps.normalise is not None:
+    if steps.normalize is not None:
         nearest = sorted(row, key=lambda j: (-at[j], -j))
-        return dict(zip(nearest, steps.normalise([row[j] for j in nearest]), strict=True))
+        return dict(zip(nearest, steps.normalize([row[j] for j in nearest]), strict=True))
     if steps.sigmoid is not None:
         bias = steps.sigmoid(h, len(row))
         return {j: 1 / (1 + torch.exp(-(s + bias))) for j, s in row.items()}

@@ -15,7 +15,7 @@ from torch import Tensor
 
 import regard
 from regard import biases, masks
-from regard.caches import Cache, Fixed, Growing, Latent, Paged, Quantised, Ring
+from regard.caches import Cache, Fixed, Growing, Latent, Paged, Quantized, Ring
 from regard.ops.softmax import Call, KernelResult
 from regard.ops.softmax.reference import ReferenceKernel
 from regard.parallel import Shards, attend, decode
@@ -188,7 +188,7 @@ CACHES: dict[str, Callable[[], Cache]] = {
     "fixed": lambda: Fixed(S),
     "ring": lambda: Ring(9),
     "paged": lambda: Paged(3, 2 * S),
-    "quantised": lambda: Quantised(8, group=4, residual=0),
+    "quantized": lambda: Quantized(8, group=4, residual=0),
     "latent": lambda: Latent(E, D - E),
 }
 

@@ -194,7 +194,7 @@ def test_decoding_over_caches_of_every_kind() -> None:
         usual = regard.attend(x[:, :, -1:], k, v, **options)
         exact = regard.attend(*(y.double() for y in (x[:, :, -1:], k, v)), **options)
         assert_close_rule(z[:, :, -1:], usual, exact, what=name)
-        if name != "quantised":  # the other caches hold what was stored
+        if name != "quantized":  # the other caches hold what was stored
             k, v = x[:, :G], x[:, H - G :] * 2
             if name == "latent":
                 k, v = x[:, :1], x[:, :1, :, : ranks.E]

@@ -68,7 +68,7 @@ def test_an_error_comes_back_with_its_rank_and_traceback() -> None:
 
 def test_torch_distributed_must_run() -> None:
     q = torch.randn(1, 2, 4, 8)
-    with pytest.raises(ArgumentError, match=r"torch\.distributed is not initialised"):
+    with pytest.raises(ArgumentError, match=r"torch\.distributed is not initialized"):
         attend(q, q, q, shards=Shards.even(4, 1))
 
 

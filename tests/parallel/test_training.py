@@ -85,7 +85,7 @@ def test_a_checkpoint_does_not_depend_on_the_number_of_ranks(tmp_path: Path) -> 
 
 
 def test_a_process_group_must_be_there() -> None:
-    with pytest.raises(ArgumentError, match=r"torch\.distributed is not initialised"):
+    with pytest.raises(ArgumentError, match=r"torch\.distributed is not initialized"):
         ContextParallel()
 
 

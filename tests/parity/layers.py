@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from regard.span import Span
-from tests.models.small import randomise
+from tests.models.small import randomize
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 transformers = pytest.importorskip("transformers", reason="parity needs the transformers extra")
@@ -77,7 +77,7 @@ def model(name: str, config: dict[str, Any], seed: int = 3) -> Any:
     made = getattr(transformers, f"{name}Config")(**config)
     made._attn_implementation = "eager"
     theirs = getattr(transformers, f"{name}Model")(made).eval().requires_grad_(False)
-    randomise(theirs, seed)
+    randomize(theirs, seed)
     return theirs
 
 

@@ -12,7 +12,7 @@ import regard
 from regard.masks import Causal
 from regard.nn.variants import deberta, dynamic_mask, relative_logits, transformer_xl
 from regard.span import Span
-from tests.models.small import randomise
+from tests.models.small import randomize
 from tests.parity.layers import assert_far, assert_near
 
 M, H, D, T = 24, 3, 8, 21
@@ -42,7 +42,7 @@ def test_deberta() -> None:
         share_att_key=False,
     )
     theirs = DisentangledSelfAttention(config).eval().requires_grad_(False)
-    randomise(theirs, 3)
+    randomize(theirs, 3)
     table = torch.randn(8, M, generator=torch.Generator().manual_seed(2))
     names = {
         "query_proj": "project.q.linear",
@@ -79,7 +79,7 @@ def test_xlnet() -> None:
 
     config = XLNetConfig(d_model=M, n_head=H, d_inner=8, n_layer=1, vocab_size=5)
     theirs = XLNetRelativeAttention(config).eval().requires_grad_(False)
-    randomise(theirs, 3)
+    randomize(theirs, 3)
     whole = XLNetModel(config)
     r = whole.relative_positional_encoding(T, T, bsz=2)
     x = states()
@@ -110,7 +110,7 @@ def test_xlnet() -> None:
 def test_relative_logits_of_inkling() -> None:
     modeling = pytest.importorskip("transformers.models.inkling.modeling_inkling")
     theirs = modeling.InklingRelativeLogits(5, 6).requires_grad_(False)
-    randomise(theirs, 3)
+    randomize(theirs, 3)
     m = relative_logits(M, H, groups=1, profiles=5, extent=6).requires_grad_(False)
     m.project.profiles.copy_(theirs.proj)
     x, at = states(), torch.arange(T)
@@ -142,7 +142,7 @@ def test_doge(keep: int) -> None:
     )
     config._attn_implementation = "eager"
     theirs: nn.Module = modeling.DogeAttention(config, 0).eval().requires_grad_(False)
-    randomise(theirs, 3)
+    randomize(theirs, 3)
     names = {
         "A": "project.a",
         "dt_proj.weight": "project.delta.weight",

@@ -42,7 +42,7 @@ def config_of(name: str, class_name: str, **values: Any) -> Any:
     return config
 
 
-def randomised(module: nn.Module) -> nn.Module:
+def randomized(module: nn.Module) -> nn.Module:
     make = torch.Generator().manual_seed(0)
     module = module.double().eval()
     with torch.no_grad():
@@ -113,7 +113,7 @@ def test_gates(name: str) -> None:
     config = config_of(name, config_name, **options)
     config.layer_types, config.rms_norm_eps = ["full_attention"] * 2, 1e-6
     extra = (H,) if name == "laguna" else ()
-    other = randomised(getattr(code, class_name)(config, 0, *extra))
+    other = randomized(getattr(code, class_name)(config, 0, *extra))
     assert getattr(other, "sliding_window", None) is None
     mine = with_norms(VARIANTS[mechanism].build(M, H, groups=G))
     copy_maps(mine, other, norms=True)
@@ -145,7 +145,7 @@ def test_gemma_4(tied: bool) -> None:
         num_global_key_value_heads=G,
         num_kv_shared_layers=0,
     )
-    other = randomised(code.Gemma4TextAttention(config, 0))
+    other = randomized(code.Gemma4TextAttention(config, 0))
     assert (other.v_proj is None) is tied
     mine = (keys_as_values if tied else value_norm)(M, H, groups=G).double().eval()
     copy_maps(mine, other, norms=True)
@@ -168,7 +168,7 @@ def test_exclusive_attention() -> None:
     class Sizes:
         num_attention_heads, num_key_value_heads = H, G
 
-    other = randomised(code.NeoMMEExclusiveSelfAttention(Sizes()))
+    other = randomized(code.NeoMMEExclusiveSelfAttention(Sizes()))
     make = torch.Generator().manual_seed(2)
     z = torch.randn(2, H, T, D, generator=make, dtype=torch.float64)
     project = gqa(M, H, groups=G).double().project
@@ -183,7 +183,7 @@ def test_exclusive_attention() -> None:
 
 def test_limits_and_norms_of_inkling_2() -> None:
     code = theirs("inkling2")
-    other = randomised(code.Inkling2ScaledL2Clip(H, D, 1.5))
+    other = randomized(code.Inkling2ScaledL2Clip(H, D, 1.5))
     mine = L2Clip(1.5, factors=(H, D)).double()
     make = torch.Generator().manual_seed(3)
     x = torch.randn(2, H, T, D, generator=make, dtype=torch.float64)

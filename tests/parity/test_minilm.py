@@ -77,7 +77,7 @@ def test_the_weights_are_the_published_ones(where: Path) -> None:
 
 def test_what_the_folder_says(mine: TextEncoder) -> None:
     assert sum(x.numel() for x in mine.network.parameters()) == 22_713_216
-    assert mine.pooling == Pooling("mean", normalise=True)
+    assert mine.pooling == Pooling("mean", normalize=True)
     assert mine.max_seq_length == 256
     assert mine.network.head is None
 

@@ -76,7 +76,7 @@ def gpt_oss() -> tuple[MoE, Callable[[Tensor], Tensor]]:
         swiglu_limit=1.0,
     )
     theirs = random(GptOssMLP(config))
-    router = SoftmaxRouter(M, N, 3, normalise=True, bias=True)
+    router = SoftmaxRouter(M, N, 3, normalize=True, bias=True)
     router.linear.weight.data.copy_(theirs.router.weight)
     router.linear.bias.data.copy_(theirs.router.bias)
     return MoE(router, every_second(theirs.experts, 1.0)), lambda x: theirs(x)[0]
@@ -89,7 +89,7 @@ def mixtral() -> tuple[MoE, Callable[[Tensor], Tensor]]:
         hidden_size=M, intermediate_size=HIDDEN, num_local_experts=N, num_experts_per_tok=2
     )
     theirs = random(MixtralSparseMoeBlock(config))
-    router = SoftmaxRouter(M, N, 2, normalise=True)
+    router = SoftmaxRouter(M, N, 2, normalize=True)
     router.linear.weight.data.copy_(theirs.gate.weight)
     return MoE(router, halves(theirs.experts)), theirs
 
@@ -141,7 +141,7 @@ def deepseek_v3() -> tuple[MoE, Callable[[Tensor], Tensor]]:
         topk_group=2,
         routed_scaling_factor=2.5,
     )
-    router = SigmoidRouter(M, N, 3, groups=ExpertGroups(4, 2, best=2), normalise=True, scale=2.5)
+    router = SigmoidRouter(M, N, 3, groups=ExpertGroups(4, 2, best=2), normalize=True, scale=2.5)
     return deepseek(router, random(DeepseekV3MoE(config)))
 
 
@@ -191,13 +191,13 @@ def no_correction(moe: Any) -> None:
 
 
 MISTAKES: dict[str, tuple[str, Callable[[Any], None]]] = {
-    "softmax over all": ("gpt_oss", lambda m: setattr(m.router, "normalise", False)),
+    "softmax over all": ("gpt_oss", lambda m: setattr(m.router, "normalize", False)),
     "not clipped": ("gpt_oss", unclipped),
     "gate and up swapped": ("gpt_oss", swap),
     "halves swapped": ("mixtral", swap),
-    "not renormalised": ("mixtral", lambda m: setattr(m.router, "normalise", False)),
+    "not renormalized": ("mixtral", lambda m: setattr(m.router, "normalize", False)),
     "no shared expert": ("deepseek_v2_greedy", lambda m: setattr(m, "shared", None)),
-    "renormalised": ("deepseek_v2_greedy", lambda m: setattr(m.router, "normalise", True)),
+    "renormalized": ("deepseek_v2_greedy", lambda m: setattr(m.router, "normalize", True)),
     "no groups": ("deepseek_v2_groups", lambda m: setattr(m.router, "groups", None)),
     "groups by two": (
         "deepseek_v2_groups",

@@ -39,11 +39,11 @@ def rule_of(name: str) -> ScoreRule:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Projected(ScoreRule):
-    """A normaliser of a user: the projection of the scores onto the simplex."""
+    """A normalizer of a user: the projection of the scores onto the simplex."""
 
-    stages: ClassVar[Any] = ("normaliser",)
+    stages: ClassVar[Any] = ("normalizer",)
 
-    def normalise(self, s: Tensor, block: ScoreBlock) -> Tensor:
+    def normalize(self, s: Tensor, block: ScoreBlock) -> Tensor:
         z = s.sort(-1, descending=True).values
         n = torch.arange(1, s.shape[-1] + 1)
         total = z.masked_fill(z.isneginf(), 0).cumsum(-1)
@@ -404,7 +404,7 @@ REFUSED: list[tuple[Any, type[Exception], str]] = [
         ArgumentError,
         r"temperature\(2\) works on the scores and stands after sigmoid\(\)",
     ),
-    (lambda: scores.Sigmoid() >> Projected(), ArgumentError, "with one normaliser"),
+    (lambda: scores.Sigmoid() >> Projected(), ArgumentError, "with one normalizer"),
     (lambda: scores.TopK(2) >> scores.SoftClamp(1.0), ArgumentError, "stands after topk"),
     (lambda: scores.TalkingHeads(EYE, EYE) >> scores.TopK(1), ArgumentError, "stands after talk"),
 ]

@@ -61,7 +61,7 @@ def loops(
 def leaves(
     case: Case, name: str, dtype: torch.dtype, like: torch.dtype
 ) -> tuple[Made, list[Tensor]]:
-    if rules.make(name, rules.tensors_for(name, 0)).rule.normaliser is not None:
+    if rules.make(name, rules.tensors_for(name, 0)).rule.normalizer is not None:
         # it has no denominator for a sink
         case = Case(**{**case.__dict__, "sink": False})
     made = make_case(case, dtype, like=like, gradient=True)

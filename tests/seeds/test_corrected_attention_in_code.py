@@ -94,7 +94,7 @@ def test_a_mask_is_in_no_state_dict() -> None:
     assert sum(x.numel() for x in module.state_dict().values()) == 4 * 8 * 8
 
 
-# --- what "masking is renormalising" needs
+# --- what "masking is renormalizing" needs
 
 
 def both(q: Tensor, k: Tensor, allowed: Tensor) -> tuple[Tensor, Tensor]:

@@ -165,7 +165,7 @@ def _models() -> dict[str, Operation]:
             "greedy": {},
             "drawn": {"temperature": 1.0, "seed": 3},
             "drawn twice": {"top_p": 0.9, "temperature": 0.7},
-            "quantised": {"cache": "quantised"},
+            "quantized": {"cache": "quantized"},
             "paged": {"cache": "paged"},
         }.items():
             call = (model, options)

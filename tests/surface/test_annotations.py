@@ -173,7 +173,7 @@ def test_every_annotation_can_be_resolved() -> None:
 
 
 @pytest.mark.parametrize("make", [torch.empty, torch.ones(1).new_empty])
-def test_uninitialised_memory_is_poisoned(make) -> None:
+def test_uninitialized_memory_is_poisoned(make) -> None:
     assert make(5).isnan().all()
     assert make(2, dtype=torch.int8).tolist() == [127, 127]
     assert torch.empty_like(torch.ones(2, 2)).isnan().all()

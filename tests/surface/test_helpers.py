@@ -109,7 +109,7 @@ def test_offenders_would_be_found() -> None:
 # constants: what a test wants to be another value is a parameter, or the case is made large enough
 
 PATCHED = {
-    "ops/softmax/test_cpu_quantised.py": 1,
+    "ops/softmax/test_cpu_quantized.py": 1,
     "ops/softmax/test_reference.py": 1,
     "ops/softmax/test_sdpa.py": 1,
     "ops/softmax/test_weights.py": 1,

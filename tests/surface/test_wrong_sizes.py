@@ -225,8 +225,8 @@ OPS: dict[Callable[..., Any], Call] = {
     ),
     linear.delta_rule: recurrence(linear.delta_rule, beta="B G T"),
     linear.gated_delta_rule: recurrence(linear.gated_delta_rule, beta="B G T", log_decay="B G T"),
-    linear.generalised_delta_rule: recurrence(
-        linear.generalised_delta_rule, c="B G T D", log_decay="B G T", a="B G T D"
+    linear.generalized_delta_rule: recurrence(
+        linear.generalized_delta_rule, c="B G T D", log_decay="B G T", a="B G T D"
     ),
     linear.delta_product: recurrence(
         linear.delta_product, k="B G T n D", v="B G T n E", beta="B G T n", log_decay="B G T"

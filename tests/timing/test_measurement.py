@@ -129,7 +129,7 @@ def test_an_interrupt_leaves_complete_rounds() -> None:
 
 def test_the_device_is_waited_for_before_each_look_at_the_clock() -> None:
     waits: list[None] = []
-    interleaved({"a": lambda: None}, rounds=3, sample=0.0, synchronise=lambda: waits.append(None))
+    interleaved({"a": lambda: None}, rounds=3, sample=0.0, synchronize=lambda: waits.append(None))
     assert len(waits) == 2 * (1 + 3)
 
 

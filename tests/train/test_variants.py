@@ -33,7 +33,7 @@ from regard.nn.variants.registry import check_options
 from regard.span import Span
 from regard.train import Batches, Settings, fit, next_token_loss
 from regard.train.pretraining import make_config, make_model, parameters_without_gradient
-from tests.nn.catalogue import randomise, tokens
+from tests.nn.catalogue import randomize, tokens
 
 V, LENGTH = 19, 23
 """Longer than three windows, segments and chunks of the small examples."""
@@ -51,7 +51,7 @@ def drawn(made: Config, seed: int = 0) -> nn.Module:
     """Weights with which every layer matters: as they are to be trained from, layers add nothing
     yet.
     """
-    return randomise(build(made).double(), seed).float().eval()
+    return randomize(build(made).double(), seed).float().eval()
 
 
 def ids(length: int = LENGTH, seed: int = 0) -> Tensor:
@@ -195,7 +195,7 @@ def turned(x: Tensor, position: int) -> Tensor:
 def test_positions_and_windows_are_what_they_say(position: str, window: int | None) -> None:
     kind = {"catalogue": "rope", "learned": "none"}.get(position, position)
     layer = build_mixer("gqa", 32, 4, {"groups": 2}, position=position, window=window)
-    randomise(layer.double(), 3)
+    randomize(layer.double(), 3)
     x = tokens(7, B=1)
     found = layer(x, Span(1000, 7)).detach()
     exact = attention_loop(layer, x, kind, window, 1000).detach()

@@ -359,7 +359,7 @@ FAULTS: dict[str, Fault] = {
         "scores - bias instead of scores + bias; ALiBi adds -slope * distance",
         implies=("definition-differs",),
     ),
-    "sink-renormalised": Fault(
+    "sink-renormalized": Fault(
         "The sink has no effect: its share is given back to the keys, or it is left out.",
         "weights / weights.sum() after the softmax with the sink",
         implies=("softmax-overflow",),

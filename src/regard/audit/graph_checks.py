@@ -309,7 +309,7 @@ def _check_weight_sums(attention: AttentionNodes) -> Iterator[GraphFault]:
         and attention.softmax.name != "exp"
     ):
         yield GraphFault(
-            "sink-renormalised",
+            "sink-renormalized",
             "The weights of the keys sum to 1 despite the sink: its share is given back.",
             1 - 1e-3,
             1.0,

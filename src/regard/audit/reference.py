@@ -62,9 +62,9 @@ FAULTY_VALUES: dict[str, tuple[str, ...]] = {
     ),
     "scale": ("none", "twice", "model_dim", "length", "inverted", "fitted"),
     "bias": ("alibi-grows", "given-negated"),
-    "sink": ("renormalised",),
+    "sink": ("renormalized",),
     "groups": ("tiled",),
-    "softmax": ("queries", "heads", "absent", "linear", "unnormalised", "sigmoid", "uniform"),
+    "softmax": ("queries", "heads", "absent", "linear", "unnormalized", "sigmoid", "uniform"),
     "mask": (
         "inverted",
         "own-hidden",
@@ -310,8 +310,8 @@ def _attention_weights(
     if inputs.maps.sinks is not None:
         hidden = torch.cat([hidden, _sinks(inputs, scores)], -1)
         weights = torch.softmax(hidden, -1)[..., :-1]
-        renormalised = variant.sink == "renormalised"
-        return weights / weights.sum(-1, keepdim=True) if renormalised else weights
+        renormalized = variant.sink == "renormalized"
+        return weights / weights.sum(-1, keepdim=True) if renormalized else weights
     weights = torch.softmax(hidden, axis)
     return weights.masked_fill(~keep, 0.0) if variant.mask == "own-hidden-zero" else weights
 
@@ -344,7 +344,7 @@ def _evenly(scores: Tensor, keep: Tensor) -> Tensor:
 SOFTMAX_REPLACEMENTS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "absent": lambda scores, keep: scores.masked_fill(~keep, 0.0),
     "linear": _linearly,
-    "unnormalised": _exponentials,
+    "unnormalized": _exponentials,
     "sigmoid": lambda scores, keep: torch.sigmoid(scores).masked_fill(~keep, 0.0),
     "uniform": _evenly,
 }

@@ -49,7 +49,7 @@ class ALiBi(Bias):
     key.
 
     This is the causal form. For later keys, j > i, the same expression is **positive**: use it
-    under a causal mask, or pass `symmetric=True` for -m_h |i - j|, which penalises distance in both
+    under a causal mask, or pass `symmetric=True` for -m_h |i - j|, which penalizes distance in both
     directions. The bias is not simplified to m_h j, because that would shift the log-sum-exp of
     each row, which is needed to merge partial results.
 
@@ -57,7 +57,7 @@ class ALiBi(Bias):
         heads: the number of query heads H; the slopes are those of `alibi_slopes`.
         slopes: the slopes, given instead of `heads`: H numbers, or a tensor `[H]`, which may be
             learned.
-        symmetric: whether the bias penalises distance in both directions.
+        symmetric: whether the bias penalizes distance in both directions.
 
     Raises:
         ArgumentError: not exactly one of heads and slopes is given, heads is below 1, or slopes is

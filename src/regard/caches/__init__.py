@@ -30,7 +30,7 @@ from regard.caches.cross_layer import CrossLayer
 from regard.caches.eviction import Evicting
 from regard.caches.float8 import Float8
 from regard.caches.paged import Paged, PagePool
-from regard.caches.quantized import Quantised
+from regard.caches.quantized import Quantized
 from regard.caches.ring import Ring, Streaming, for_reach
 from regard.caches.save_load import load, save
 from regard.caches.state import Memory, State
@@ -53,7 +53,7 @@ __all__ = [
     "PagePool",
     "Paged",
     "Parts",
-    "Quantised",
+    "Quantized",
     "Ring",
     "State",
     "Streaming",

@@ -397,11 +397,11 @@ def make_full_cache(
     """Create an empty cache that keeps every token, by the name of its kind.
 
     Args:
-        kind: "growing", "fixed", "paged", "quantised" (8 bits, except for the last 128 slots),
+        kind: "growing", "fixed", "paged", "quantized" (8 bits, except for the last 128 slots),
             "fp8", or the `kind` of your own class.
         slots: the largest number of slots per row, for "fixed" and "paged".
         rows: the number of batch rows; a paged cache has pages for all of them.
-        widths: the last dimension of each part of the memory, for "quantised" and "fp8".
+        widths: the last dimension of each part of the memory, for "quantized" and "fp8".
 
     Returns:
         The cache.

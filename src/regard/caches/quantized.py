@@ -198,7 +198,7 @@ def _growing_fields(groups: QuantizedGroups, axis: Axis) -> tuple[GrowingTensor,
     return GrowingTensor(codes), GrowingTensor(scale, inner=inner), GrowingTensor(zero, inner=inner)
 
 
-class Quantised(Cache):
+class Quantized(Cache):
     """A cache that keeps the last `residual` slots exactly and all earlier ones in few bits.
 
     Keys are quantized per channel and values per token:
@@ -230,7 +230,7 @@ class Quantised(Cache):
             contents, its number of parts differs from that of axes, its channels do not divide into
             groups, or it requires a gradient. The cache stays unchanged.
 
-    >>> cache = Quantised(8, group=4, residual=4)
+    >>> cache = Quantized(8, group=4, residual=4)
     >>> k = v = torch.randn(1, 2, 10, 4)
     >>> (keys, _), positions = cache.update((k, v), Span(0, 10))
     >>> torch.equal(keys[:, :, -4:], k[:, :, -4:]), bool((keys - k).abs().max() < 0.02), positions
@@ -239,7 +239,7 @@ class Quantised(Cache):
     Source: Liu et al. 2024, KIVI (arXiv 2402.02750), sections 3.2 and 3.3.
     """
 
-    kind: ClassVar[str | None] = "quantised"
+    kind: ClassVar[str | None] = "quantized"
     needs_widths: ClassVar[bool] = True
     fields: ClassVar[tuple[str, ...]] = ("_parts", "_positions")
     static_step_refusal: ClassVar[str | None] = (
@@ -277,13 +277,13 @@ class Quantised(Cache):
         self._coded: tuple[list[tuple[GrowingTensor, ...]], CodedSlots | None] = [], None
 
     @classmethod
-    def for_layer(cls, size: LayerSize) -> Quantised:
+    def for_layer(cls, size: LayerSize) -> Quantized:
         """Create a cache with 8 bits, and 128 recent slots.
 
         If there are several parts, the first is taken for keys, with scales per channel. All others
         have scales per token, in groups of at most 32 channels that divide them.
 
-        >>> Quantised.for_layer(LayerSize(widths=(80, 80))).settings["group"]
+        >>> Quantized.for_layer(LayerSize(widths=(80, 80))).settings["group"]
         20
         """
         widths = size.widths
@@ -298,7 +298,7 @@ class Quantised(Cache):
         return {**super().settings, "axes": list(self.axes)}
 
     @property
-    def quantised(self) -> int:
+    def quantized(self) -> int:
         """The number of slots that are quantized; the others are stored unquantized."""
         return len(self) - (self._parts[0].recent.length if self._parts else 0)
 
@@ -310,7 +310,7 @@ class Quantised(Cache):
         if self._parts:
             check_same_layout(tuple(x.recent.view for x in self._parts), memory)
         self._check(memory)
-        parts, old = self._parts, self.quantised
+        parts, old = self._parts, self.quantized
         if parts and self._positions is not None:
             parts = tuple(x.appended(new, self.group) for x, new in zip(parts, memory, strict=True))
             positions = concat_positions(self._positions, positions)
@@ -336,11 +336,11 @@ class Quantised(Cache):
             return None
         if any(x.recent.buffer.requires_grad for x in parts):
             return None
-        count = self._due(len(self) + 1) - self.quantised
+        count = self._due(len(self) + 1) - self.quantized
         if count > parts[0].recent.length:  # the new token itself
             return None
         if count > 0:
-            parts = _with_oldest_quantized(parts, stored, self.quantised, count)
+            parts = _with_oldest_quantized(parts, stored, self.quantized, count)
         parts = tuple(replace(x, recent=x.recent.with_room(self.group)) for x in parts)
         if count <= 0:
             self._parts = parts  # the same contents with more room
@@ -361,7 +361,7 @@ class Quantised(Cache):
         check_crop(length)
         if not self._parts or self._positions is None:
             return
-        old, positions = self.quantised, positions_before(self._positions, length)
+        old, positions = self.quantized, positions_before(self._positions, length)
         n = written_length(positions)
         if n < old:  # whole groups stay; slots after n in the last group become empty
             old = -(-n // self.group) * self.group
@@ -431,17 +431,17 @@ class Quantised(Cache):
             )
         for i, (groups, x, axis) in enumerate(zip(codes, recent, self.axes, strict=True)):
             _, n, length, d = x.shape
-            group, quantised = self._group(axis, d), slots - length
-            check_groups(groups, x, axis, quantised, bits=self.bits, group=group, name=f"part {i}")
+            group, quantized = self._group(axis, d), slots - length
+            check_groups(groups, x, axis, quantized, bits=self.bits, group=group, name=f"part {i}")
             places = groups.odd_at
             if (
                 places.numel()
-                and not -1 <= int(places.min()) <= int(places.max()) < quantised * n * d
+                and not -1 <= int(places.min()) <= int(places.max()) < quantized * n * d
             ):
                 raise ArgumentError(
                     f"codes of part {i} have outliers at {int(places.min())} to "
-                    f"{int(places.max())}; {quantised} slots of {n} x {d} values have places 0 to "
-                    f"{quantised * n * d - 1}, and -1 for none"
+                    f"{int(places.max())}; {quantized} slots of {n} x {d} values have places 0 to "
+                    f"{quantized * n * d - 1}, and -1 for none"
                 )
 
     def _group(self, axis: Axis, channels: int) -> int:

@@ -55,7 +55,7 @@ MAX_MESSAGE = 3000
 _SETTINGS = {"help_option_names": ["-h", "--help"]}
 
 
-class _Localised:
+class _Localized:
     """What a command and the group of commands share: usage and help in the reader's language."""
 
     def get_usage(self: Any, ctx: Any) -> str:
@@ -85,7 +85,7 @@ class _Localised:
         formatter.write(help_page(self, ctx, lines))
 
 
-class Command(_Localised, TyperCommand):
+class Command(_Localized, TyperCommand):
     """A subcommand; an error about an argument becomes one about the option of this name."""
 
     usage: str | None = None
@@ -129,7 +129,7 @@ def wrong_option(context: Any, error: RegardError) -> Any:
     return own or next(settings, None) or other
 
 
-class Commands(_Localised, TyperGroup):
+class Commands(_Localized, TyperGroup):
     """The group of subcommands, which are listed from a table and imported when they are
     invoked.
     """
@@ -186,7 +186,7 @@ def command_of(
     command.usage = usage  # type: ignore[attr-defined]
     if not any(option.name == "lang" for option in command.params):
         command.params.append(_language_option())
-    _localise(command)
+    _localize(command)
     return command
 
 
@@ -319,7 +319,7 @@ def _command() -> Any:
     )
     app.callback(invoke_without_command=True)(_root)
     command = typer.main.get_command(app)
-    _localise(command)
+    _localize(command)
     return command
 
 
@@ -345,7 +345,7 @@ def _with_lang(
 ) -> None: ...
 
 
-def _localise(command: Any) -> None:
+def _localize(command: Any) -> None:
     """Put the texts of a command's options and arguments into the reader's language."""
     for option in command.params:
         if option.name == "lang":

@@ -129,7 +129,7 @@ def compare(
         min=0.1,
     ),
     steps: int | None = option(
-        "Number of optimiser steps, whatever time they take.",
+        "Number of optimizer steps, whatever time they take.",
         shown="as many as fit",
         panel=_QUALITY,
         min=1,

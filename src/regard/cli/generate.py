@@ -271,7 +271,7 @@ def generate(
         "Maximum number of tokens, prompt included.", shown="no limit", panel=CONTEXT, min=1
     ),
     cache: str | None = option(
-        "Kind of KV cache: growing, fixed, paged, quantised or fp8, which refuse more tokens "
+        "Kind of KV cache: growing, fixed, paged, quantized or fp8, which refuse more tokens "
         "than --max-context; ring or streaming, which drop old tokens; h2o, tova, snapkv, "
         "key_norm, keydiff, adakv, pyramidkv or expected_attention, which drop the tokens "
         "that a rule finds least important; quest, which keeps all and reads some.",

@@ -285,7 +285,7 @@ def load(source: str, options: LoadOptions) -> Model | TextEncoder | Seq2Seq: ..
 def load(source: str, options: LoadOptions, kind: type[object] | None = None) -> object:
     """Load a model with `regard.load`.
 
-    Prints on standard error which weights are randomly initialised, because the folder lacks them,
+    Prints on standard error which weights are randomly initialized, because the folder lacks them,
     and which keys and tensors were ignored.
     """
     import torch
@@ -319,7 +319,7 @@ def load(source: str, options: LoadOptions, kind: type[object] | None = None) ->
         )
         note(
             Phrase(
-                "not trained, initialised at random: {weights} ({examples})",
+                "not trained, initialized at random: {weights} ({examples})",
                 weights=counted(len(model.newly_initialized), "weight"),
                 examples=examples,
             )

@@ -213,11 +213,11 @@ class TrainOptions:
     set: list[str] | None = option(
         "Option of the mechanism, such as base=50000. Repeatable.", panel=_MODEL
     )
-    steps: int = option("Number of optimiser steps.", default=4000, panel=_STEPS, min=1)
+    steps: int = option("Number of optimizer steps.", default=4000, panel=_STEPS, min=1)
     batch: int = option("Rows per batch.", default=16, panel=_STEPS, min=1)
     lr: float = option("Peak learning rate.", default=1e-3, panel=_STEPS)
     warmup: int = option("Number of steps of linear warm-up.", default=200, panel=_STEPS, min=0)
-    accumulate: int = option("Batches per optimiser step.", default=1, panel=_STEPS, min=1)
+    accumulate: int = option("Batches per optimizer step.", default=1, panel=_STEPS, min=1)
     clip: float = option("Maximum 2-norm of the gradient.", default=1.0, panel=_STEPS)
     weight_decay: float = option(
         "Weight decay of matrices; norms and biases have none.", default=0.1, panel=_STEPS

@@ -234,7 +234,7 @@ def count_parameters(config: Config) -> int:
 
 
 def build_decoder(config: Config, seed: int = 0) -> Decoder:
-    """Return a newly initialised model; the global random state is set to the seed."""
+    """Return a newly initialized model; the global random state is set to the seed."""
     torch.manual_seed(seed)
     return build(config)
 

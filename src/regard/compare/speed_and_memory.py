@@ -129,7 +129,7 @@ def decode_step(model: Decoder, config: Config, context: int, batch: int = 1) ->
 
 
 def training_step(model: Decoder, config: Config, length: int, batch: int) -> Step:
-    """Return a function that makes one optimiser step on rows of `length` predicted tokens:
+    """Return a function that makes one optimizer step on rows of `length` predicted tokens:
     forward, backward, AdamW.
     """
     rows = _ids_on(model, random_ids(config, batch, length + 1))
@@ -271,7 +271,7 @@ def time_in_turns(configs: Mapping[str, Config], kind: str, length: int, timing:
         rounds=timing.rounds,
         sample=timing.sample,
         limit=timing.seconds,
-        synchronise=partial(wait_for, torch.device(timing.device)),
+        synchronize=partial(wait_for, torch.device(timing.device)),
     )
     first = next(iter(times), "")
     for name, seconds in times.items():

@@ -131,8 +131,8 @@ class DeepseekV2Config(DeepseekConfig):
     routed_scaling_factor: float = 1.0
 
     model_types = ("deepseek_v2",)
-    # the authors' code scales expert weights only where it does not renormalise them, and
-    # transformers never renormalises them
+    # the authors' code scales expert weights only where it does not renormalize them, and
+    # transformers never renormalizes them
     fixed = FIXED | {
         "mlp_bias": (False,),
         "norm_topk_prob": (False,),

@@ -137,7 +137,7 @@ class Mamba2Sizes:
         kernel: the number of tokens of the convolution.
         bias, output_bias, conv_bias: whether the input map, the output map and the convolution
             have biases.
-        normed: whether the output is normalised.
+        normed: whether the output is normalized.
 
     >>> Mamba2Sizes(4096, 128, 64, 1, 128, 4).spec().state.value  # a layer of Granite 4.0 H Small
     1073920

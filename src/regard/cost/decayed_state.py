@@ -224,7 +224,7 @@ def slots(dim: int, shape: HeadShape, count: int = 64, *, summed: bool = False) 
 
 
 def kernel_attention(dim: int, shape: HeadShape, features: int, *, norms: int = 0) -> LinearSpec:
-    """Return the spec of normalised linear attention with F features per head.
+    """Return the spec of normalized linear attention with F features per head.
 
     >>> kernel_attention(32, HeadShape(4, 4, 4, 8), features=15).state.value
     540
@@ -232,4 +232,4 @@ def kernel_attention(dim: int, shape: HeadShape, features: int, *, norms: int = 
     Source: Katharopoulos et al. 2020 (arXiv 2006.16236).
     """
     weights = shape.maps(dim) + ParameterCounts(norms=norms)
-    return LinearSpec(weights, (), shape, normalised=True, features=features)
+    return LinearSpec(weights, (), shape, normalized=True, features=features)

@@ -194,7 +194,7 @@ def rwkv7_spec(
 
 
 def mesa(dim: int, shape: HeadShape, kernel: int) -> CountedSpec:
-    """Return the spec of the Mesa layer, with its gates and its regularisation per channel.
+    """Return the spec of the Mesa layer, with its gates and its regularization per channel.
 
     Source: von Oswald et al. 2025 (arXiv 2506.05233).
     """

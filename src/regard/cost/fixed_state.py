@@ -18,21 +18,21 @@ from regard.units import plural
 
 
 def linear_state(
-    groups: int, D: int, E: int, *, normalised: bool = False, value_heads: int | None = None
+    groups: int, D: int, E: int, *, normalized: bool = False, value_heads: int | None = None
 ) -> int:
     """Return the number of values of the state, which does not depend on the length: D E for the
     matrix S of each value head (of each key/value head if `value_heads` is None), and D for a
-    normaliser z of each key head.
+    normalizer z of each key head.
 
-    >>> linear_state(groups=8, D=64, E=64), linear_state(groups=8, D=64, E=64, normalised=True)
+    >>> linear_state(groups=8, D=64, E=64), linear_state(groups=8, D=64, E=64, normalized=True)
     (32768, 33280)
-    >>> linear_state(groups=4, D=64, E=64, normalised=True, value_heads=8)
+    >>> linear_state(groups=4, D=64, E=64, normalized=True, value_heads=8)
     33024
 
     Source: Katharopoulos et al. 2020 (arXiv 2006.16236), equations 18 and 19.
     """
     states = groups if value_heads is None else value_heads
-    return states * D * E + (groups * D if normalised else 0)
+    return states * D * E + (groups * D if normalized else 0)
 
 
 def linear_flops(
@@ -41,20 +41,20 @@ def linear_flops(
     D: int,
     E: int,
     *,
-    normalised: bool = False,
+    normalized: bool = False,
     decayed: bool = False,
     value_heads: int | None = None,
 ) -> int:
     """Return the FLOPs of one token after its projections in the recurrent form: one read per query
     head, and one write per key/value head. With N value heads, there are N writes and max(H, N)
-    reads, and one normaliser per key head.
+    reads, and one normalizer per key head.
 
     A read is S^T q: 2 D E. A write computes k v^T and adds it to S: 2 D E. A decay multiplies the
-    state: D E. Reading a normaliser is z . q and a division: 2 D + E; writing it is D additions.
+    state: D E. Reading a normalizer is z . q and a division: 2 D + E; writing it is D additions.
     Feature maps are not counted.
 
     >>> sizes = {"heads": 2, "groups": 1, "D": 4, "E": 4}
-    >>> linear_flops(**sizes), linear_flops(**sizes, normalised=True)
+    >>> linear_flops(**sizes), linear_flops(**sizes, normalized=True)
     (96, 124)
     >>> linear_flops(**sizes, decayed=True)
     112
@@ -62,10 +62,10 @@ def linear_flops(
     Source: Katharopoulos et al. 2020 (arXiv 2006.16236), section 3.4; decay: Sun et al. 2023 (arXiv
     2307.08621), equation 6.
     """
-    read = 2 * D * E + (2 * D + E if normalised else 0)
+    read = 2 * D * E + (2 * D + E if normalized else 0)
     write = 2 * D * E + (D * E if decayed else 0)
     states = groups if value_heads is None else value_heads
-    return max(heads, states) * read + states * write + (groups * D if normalised else 0)
+    return max(heads, states) * read + states * write + (groups * D if normalized else 0)
 
 
 def delta_state(groups: int, D: int, E: int) -> int:
@@ -174,11 +174,11 @@ class RecurrentSpec(Spec):
 
 @dataclass(frozen=True)
 class LinearSpec(RecurrentSpec):
-    """Linear attention, with or without a normaliser, and with or without a decay of the state.
+    """Linear attention, with or without a normalizer, and with or without a decay of the state.
 
     Attributes:
         mechanism: the name of the mechanism.
-        normalised: whether the state has a normaliser.
+        normalized: whether the state has a normalizer.
         decayed: whether each token decays the state.
         features: F, the number of features of a head; None is D. The state has F rows.
 
@@ -188,7 +188,7 @@ class LinearSpec(RecurrentSpec):
     """
 
     mechanism: str = "linear attention"
-    normalised: bool = False
+    normalized: bool = False
     decayed: bool = False
     features: int | None = None
 
@@ -209,15 +209,15 @@ class LinearSpec(RecurrentSpec):
 
     @property
     def state(self) -> Quantity:
-        """The number of values of the state matrices, and of the normaliser if there is one."""
+        """The number of values of the state matrices, and of the normalizer if there is one."""
         (_, G, D, E), N, d = self._sizes, self.shape.states, self._letter
-        value = linear_state(G, D, E, normalised=self.normalised, value_heads=N)
-        if self.normalised and N != G:
+        value = linear_state(G, D, E, normalized=self.normalized, value_heads=N)
+        if self.normalized and N != G:
             return self._with_past(
                 Quantity(value, f"N {d} E + G {d} = {N} x {D} x {E} + {G} x {D}")
             )
-        each = f"({E} + 1)" if self.normalised else f"{E}"
-        letters = f"{self._states} {d} {'(E + 1)' if self.normalised else 'E'}"
+        each = f"({E} + 1)" if self.normalized else f"{E}"
+        letters = f"{self._states} {d} {'(E + 1)' if self.normalized else 'E'}"
         return self._with_past(Quantity(value, f"{letters} = {N} x {D} x {each}"))
 
     def token(self) -> Quantity:
@@ -226,12 +226,12 @@ class LinearSpec(RecurrentSpec):
         """
         (H, G, D, E), N, d = self._sizes, self.shape.states, self._letter
         flops = linear_flops(
-            H, G, D, E, normalised=self.normalised, decayed=self.decayed, value_heads=N
+            H, G, D, E, normalized=self.normalized, decayed=self.decayed, value_heads=N
         )
-        read = f"2 {d} E + 2 {d} + E" if self.normalised else f"2 {d} E"
+        read = f"2 {d} E + 2 {d} + E" if self.normalized else f"2 {d} E"
         write = f"3 {d} E" if self.decayed else f"2 {d} E"
-        writes = f"{N} x ({write}{f' + {d}' * (self.normalised and N == G)})"
-        writes += f" + {G} x {d}" * (self.normalised and N != G)
+        writes = f"{N} x ({write}{f' + {d}' * (self.normalized and N == G)})"
+        writes += f" + {G} x {d}" * (self.normalized and N != G)
         return Quantity(flops, f"{self.shape.outputs} x ({read}) + {writes}, {d} = {D}, E = {E}")
 
 
@@ -331,11 +331,11 @@ class ConvolutionSpec(RecurrentSpec):
 
 
 def linear_attention(dim: int, shape: HeadShape) -> LinearSpec:
-    """Return the spec of linear attention with the feature map elu + 1 and a normaliser.
+    """Return the spec of linear attention with the feature map elu + 1 and a normalizer.
 
     Source: Katharopoulos et al. 2020 (arXiv 2006.16236).
     """
-    return LinearSpec(shape.maps(dim), (), shape, normalised=True)
+    return LinearSpec(shape.maps(dim), (), shape, normalized=True)
 
 
 def retention(dim: int, shape: HeadShape) -> LinearSpec:

@@ -28,7 +28,7 @@ from regard.units import plural
 from regard.untrusted_text import short_repr
 
 OPTIONS_WITHOUT_COST = frozenset(
-    {"base", "scaling", "empty", "feature_map", "dropout", "temperature", "most", "normalise_keys"}
+    {"base", "scaling", "empty", "feature_map", "dropout", "temperature", "most", "normalize_keys"}
     | {"lower_bound", "max_beta", "share"}
     | {"layer", "layers", "lower_bound", "gate_cap", "seed", "period"}
 )

@@ -34,7 +34,7 @@ cache.
 
 
 def bits_per_value(bits: int, group: int, scale_bits: int = 16) -> Fraction:
-    """Return the bits of a quantised value: its code, and its share of the scale and the zero point
+    """Return the bits of a quantized value: its code, and its share of the scale and the zero point
     of its group, b + 2 s / g.
 
     >>> [float(bits_per_value(b, g)) for b, g in ((2, 32), (2, 128), (4, 64))]
@@ -49,16 +49,16 @@ def bits_per_value(bits: int, group: int, scale_bits: int = 16) -> Fraction:
 class KVFormat:
     """The number format of a KV cache.
 
-    Integer codes are grouped as in `regard.caches.Quantised`: groups of tokens for the first of
+    Integer codes are grouped as in `regard.caches.Quantized`: groups of tokens for the first of
     several parts (keys have a scale per channel), groups of channels for the other parts (values
-    have a scale per token), and the most recent tokens are not quantised. 8-bit floats have one
+    have a scale per token), and the most recent tokens are not quantized. 8-bit floats have one
     scale for each token and head, as in `regard.caches.Float8`, and no token stays as it is. Layers
-    with a window, whose caches are small, are not quantised in any format.
+    with a window, whose caches are small, are not quantized in any format.
 
     Attributes:
         name: a name in `BITS`.
-        exact: the format of values that are not quantised, and of scales.
-        residual: the minimum number of most recent tokens that are not quantised.
+        exact: the format of values that are not quantized, and of scales.
+        residual: the minimum number of most recent tokens that are not quantized.
         group: the maximum number of values that share a scale.
 
     Raises:
@@ -81,7 +81,7 @@ class KVFormat:
                 )
 
     def bytes_per_token(self, cached: CacheContents) -> Fraction:
-        """Return the bytes that a token takes once it is quantised."""
+        """Return the bytes that a token takes once it is quantized."""
         if self.name not in SCALED or cached.bounded:
             return Fraction(cached.values_per_token * self._exact_bits(), 8)
         return self._quantized_bytes(cached)
@@ -100,7 +100,7 @@ class KVFormat:
         return -(-total.numerator // total.denominator) + state
 
     def _exact_bits(self) -> int:
-        """Return the bits of a value that is not quantised."""
+        """Return the bits of a value that is not quantized."""
         return BITS[self.exact if self.name in SCALED else self.name]
 
     def _group(self, cached: CacheContents) -> int:
@@ -113,7 +113,7 @@ class KVFormat:
         return max(g for g in sizes if all(w % min(g, w) == 0 for w in per_token_widths))
 
     def _quantized_bytes(self, cached: CacheContents) -> Fraction:
-        """Return the bytes of one quantised token."""
+        """Return the bytes of one quantized token."""
         if self.name not in QUANTIZED:
             return Fraction(
                 sum(n * (d * BITS[self.name] + BITS[self.exact]) for n, d in cached.parts), 8

@@ -34,7 +34,7 @@ COMPUTE_FORMAT = {
     "bf16": "fp32",
 }
 """Format -> the format in which its products are computed if a machine has no rate for it: integer
-codes are dequantised first, and fp16 is as fast as bf16.
+codes are dequantized first, and fp16 is as fast as bf16.
 """
 
 

@@ -4,7 +4,7 @@ Loading builds a network on the device "meta", compares names and shapes with th
 and only then reads, tensor by tensor. A decoder whose parts are all known runs a decoded token as
 one compiled call (`compiled_step`; `why_not` gives the reasons against it): it opens one slot in
 every cache, and its loops round every number where the modules round it. A stored weight of 8 or
-4 bits takes the place of `weight` in a linear map; reading `.weight` dequantises.
+4 bits takes the place of `weight` in a linear map; reading `.weight` dequantizes.
 """
 
 from regard.models.encoder import Encoder, HeadedEncoder

@@ -217,7 +217,7 @@ class Model(TextModel):
                 reads the whole prompt in one pass.
             max_context: the largest number of tokens of prompt and continuation together. The kind
                 of cache decides what happens beyond it.
-            cache: "growing" (the default), "fixed", "paged", "quantised", "fp8", "ring",
+            cache: "growing" (the default), "fixed", "paged", "quantized", "fp8", "ring",
                 "streaming", or an eviction rule such as "h2o"; see
                 `regard.models.generation.CacheConfig`.
             cuda_graph: capture the step that decodes a token once as a CUDA graph, and run it again

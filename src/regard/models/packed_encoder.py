@@ -351,7 +351,7 @@ def _why_not_maps(*maps: nn.Module) -> str | None:
         if type(module) not in (Linear, nn.Linear) or "weight" not in module._parameters:
             return f"has a {type(module).__name__} as a linear map"
         if getattr(module, "stored_weight", None) is not None:
-            return "has a quantised linear map"
+            return "has a quantized linear map"
         assert isinstance(module, nn.Linear)
         reason = why_not_packed(module.weight, module.bias)
         if reason is not None:

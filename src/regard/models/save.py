@@ -29,7 +29,7 @@ def save(network: nn.Module, config: Any, folder: Path, dtype: torch.dtype = tor
 
     Weights of 8 or 4 bits are written as they are, and half-precision weights of a float32 network
     as half-precision tensors. A shared parameter is written under its first name. A decoder without
-    a head is written as a base model, which `load` recognises by names without the family's prefix.
+    a head is written as a base model, which `load` recognizes by names without the family's prefix.
     """
     model_type = model_type_of(config)
     its_family = family(model_type)

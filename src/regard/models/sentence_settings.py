@@ -33,7 +33,7 @@ class Pooling:
 
     Args:
         mode: a `PoolingMode`.
-        normalise: whether the vector is divided by its length, so that the dot product of two
+        normalize: whether the vector is divided by its length, so that the dot product of two
             vectors is their cosine similarity.
         include_prompt: whether the tokens of a prompt before the text count.
         truncate_dim: the number of dimensions that are kept, after the division; None is all.
@@ -42,11 +42,11 @@ class Pooling:
         ArgumentError: the mode is unknown, or truncate_dim is less than 1.
 
     >>> Pooling()
-    Pooling(mode='mean', normalise=True, include_prompt=True, truncate_dim=None)
+    Pooling(mode='mean', normalize=True, include_prompt=True, truncate_dim=None)
     """
 
     mode: PoolingMode = "mean"
-    normalise: bool = True
+    normalize: bool = True
     include_prompt: bool = True
     truncate_dim: int | None = None
 
@@ -64,7 +64,7 @@ class SentenceSettings:
     """The settings of a sentence-transformers folder.
 
     Args:
-        pooling: how `embed` computes one vector for a text; None is the normalised mean over
+        pooling: how `embed` computes one vector for a text; None is the normalized mean over
             tokens.
         max_seq_length: the largest number of tokens of a text; None is no limit.
         lowercase: whether the tokenizer first makes all letters small.
@@ -179,7 +179,7 @@ def sentence_files(settings: SentenceSettings, dim: int) -> dict[str, object]:
     """
     pooling = settings.pooling
     assert pooling is not None, "a model has one"
-    kinds = MODULES[: 3 if pooling.normalise else 2]
+    kinds = MODULES[: 3 if pooling.normalize else 2]
     folders = ("", "1_Pooling", "2_Normalize")
     modules = [
         {"idx": i, "name": str(i), "path": path, "type": f"sentence_transformers.models.{kind}"}

@@ -1,6 +1,6 @@
 """`ModelReader`: a decoder as the data of the compiled step, or the reason why it is not supported.
 
-A class is recognised only if it is exactly the one that the loops compute, because a subclass may
+A class is recognized only if it is exactly the one that the loops compute, because a subclass may
 compute something else.
 """
 
@@ -345,7 +345,7 @@ class ModelReader:
             experts=experts,
             k=k,
             sigmoid=type(router) is SigmoidRouter,
-            normalise=router.normalise,
+            normalize=router.normalize,
             scale=float(router.scale),
             correction=self._correction(router),
             groups=(0, 0, 0) if groups is None else (groups.count, groups.topk, groups.best),

@@ -36,12 +36,12 @@ def pool(
     """Pool the token states of each text into one vector; padding has no influence.
 
     mean: y = (1/n) sum_t x_t;  mean_sqrt_len: y = (1/sqrt(n)) sum_t x_t;  max: y = max_t x_t;
-    cls: y = x_0;  and then, if `normalise`, y / |y|, of which `truncate_dim` dimensions are kept
+    cls: y = x_0;  and then, if `normalize`, y / |y|, of which `truncate_dim` dimensions are kept
 
     The computation is in fp32 or better. A text without tokens gets zeros.
 
     >>> states = torch.tensor([[[3.0, 8.0], [5.0, 0.0], [7.0, 7.0]]])
-    >>> pool(states, torch.tensor([[0, 1, -1]]), Pooling("mean", normalise=False)).tolist()
+    >>> pool(states, torch.tensor([[0, 1, -1]]), Pooling("mean", normalize=False)).tolist()
     [[4.0, 4.0]]
 
     Source: Reimers and Gurevych 2019 (arXiv 1908.10084), section 3.
@@ -61,7 +61,7 @@ def pool(
     else:
         size = n if pooling.mode == "mean" else n.sqrt()
         pooled = x.sum(1) / size.clamp(min=1)
-    pooled = F.normalize(pooled, dim=-1) if pooling.normalise else pooled
+    pooled = F.normalize(pooled, dim=-1) if pooling.normalize else pooled
     return pooled[:, : pooling.truncate_dim].to(states.dtype)
 
 
@@ -113,7 +113,7 @@ class TextEncoder(TextModel):
         network: the encoder: ids -> hidden states.
         tokenizer: converts texts to ids; with None, `encode` and `embed` raise.
         config: the frozen config of its family, with vocab_size.
-        pooling: how `embed` computes one vector for a text; None is the normalised mean over
+        pooling: how `embed` computes one vector for a text; None is the normalized mean over
             tokens.
         max_seq_length: the largest number of tokens of a text; None is no limit.
         prompts: name -> the text that `embed` puts before a text.
@@ -287,7 +287,7 @@ class TextEncoder(TextModel):
         positions: Positions | None = None,
         *,
         mode: PoolingMode | None = None,
-        normalise: bool | None = None,
+        normalize: bool | None = None,
     ) -> Float[Tensor, "B n"]:
         """Pool hidden states into one vector for each text; padding has no influence.
 
@@ -295,7 +295,7 @@ class TextEncoder(TextModel):
             states: hidden states [B, S, M], from `hidden`.
             positions: positions [B, S], from `encode`; None means that there is no padding.
             mode: "mean", "cls", "max" or "mean_sqrt_len"; None is the mode of the checkpoint.
-            normalise: whether to divide the vector by its length; None does as the checkpoint says.
+            normalize: whether to divide the vector by its length; None does as the checkpoint says.
 
         Returns:
             Vectors [B, n]; n is M, or truncate_dim.
@@ -307,11 +307,11 @@ class TextEncoder(TextModel):
         chosen = replace(
             own,
             mode=own.mode if mode is None else mode,
-            normalise=own.normalise if normalise is None else normalise,
+            normalize=own.normalize if normalize is None else normalize,
         )
         vectors = pool(states, positions, chosen)
         # the checkpoint divides before dimensions are left out, a caller wants length 1
-        shortened = own.truncate_dim is not None and normalise
+        shortened = own.truncate_dim is not None and normalize
         return F.normalize(vectors, dim=-1) if shortened else vectors
 
     @torch.no_grad()
@@ -321,7 +321,7 @@ class TextEncoder(TextModel):
         *,
         batch_size: int | None = None,
         truncate: bool = False,
-        normalise: bool | None = None,
+        normalize: bool | None = None,
         prompt_name: str | None = None,
         progress: Callable[[int, int], None] | None = None,
     ) -> Float[Tensor, "N M"]:
@@ -339,7 +339,7 @@ class TextEncoder(TextModel):
                 time and memory. None chooses: rows of about `PACKED_TOKENS` tokens, or 32 padded
                 texts.
             truncate: as in `encode`.
-            normalise: whether to divide each vector by its length; None does as the checkpoint
+            normalize: whether to divide each vector by its length; None does as the checkpoint
                 says.
             prompt_name: the name of a prompt in `prompts`, which is put before each text; None is
                 `default_prompt_name`.
@@ -380,7 +380,7 @@ class TextEncoder(TextModel):
             states, positions = (self._packed_states if packed else self._padded_states)(some)
             if skipped:
                 positions[:, :skipped] = -1  # as padding has it
-            vectors.append(self.pool(states, positions, normalise=normalise))
+            vectors.append(self.pool(states, positions, normalize=normalize))
             done += len(part)
             if progress is not None:
                 progress(done, len(rows))

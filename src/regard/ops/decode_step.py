@@ -134,7 +134,7 @@ class StepMixture:
         experts: their networks, all with the same number of hidden units.
         k: how many of them a token uses.
         sigmoid: whether scores are sigmoids of the logits; otherwise a softmax.
-        normalise: whether the weights of a token are divided by their sum.
+        normalize: whether the weights of a token are divided by their sum.
         scale: the factor on the weights.
         correction: what is added to the scores for the choice `[n]`, contiguous, in fp32 or the
             dtype of the weights; None: nothing.
@@ -148,7 +148,7 @@ class StepMixture:
     experts: tuple[StepNetwork, ...]
     k: int
     sigmoid: bool
-    normalise: bool
+    normalize: bool
     scale: float
     correction: Tensor | None = None
     groups: tuple[int, int, int] = (0, 0, 0)
@@ -767,7 +767,7 @@ def _pack_network(record: np.void, network: StepNetwork, dtype: torch.dtype) -> 
 def _pack_mixture(record: np.void, mixture: StepMixture, networks: int, dtype: torch.dtype) -> None:
     """Write a mixture to its struct; its networks lie one after the other at an address."""
     record["n"], record["k"], record["networks"] = len(mixture.experts), mixture.k, networks
-    record["sigmoid"], record["normalise"] = mixture.sigmoid, mixture.normalise
+    record["sigmoid"], record["normalize"] = mixture.sigmoid, mixture.normalize
     record["scale"] = mixture.scale
     record["groups"], record["group_topk"], record["group_best"] = mixture.groups
     correction = mixture.correction

@@ -42,7 +42,7 @@ def silu_product(gate: Tensor, up: Tensor) -> Tensor:
     Source: Elfwing et al. 2018 (arXiv 1702.03118), equation 5; Shazeer 2020 (arXiv 2002.05202).
     """
     if (
-        # first, because torch.compile would specialise the graph on the sizes below
+        # first, because torch.compile would specialize the graph on the sizes below
         compiled_kernel_applies(gate, up)
         and gate.numel() >= MIN_SIZE
         and gate.numel() % LANES == 0

@@ -117,7 +117,7 @@ def try_gemv(
         or type(weight) not in _PLAIN_TENSOR_TYPES
     ):
         return None
-    if is_compiling():  # torch.compile would specialise the graph on the sizes below
+    if is_compiling():  # torch.compile would specialize the graph on the sizes below
         return _linear_operator(x, weight, bias)
     dtype, element_count = x.dtype, x.numel()
     if dtype not in MAX_VECTORS or weight.dtype != dtype or weight.ndim != 2:
@@ -179,7 +179,7 @@ def _linear_operator(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor |
     if x.shape[-1] != M or N * M < MIN_WEIGHT_SIZE or (bias is not None and bias.shape != (N,)):
         return None
     # many fp16 vectors take three times as long in torch's operation as in
-    # `regard.nn.weights.linear`, which asks for their number as well, so that this question adds no graph
+    # `regard.nn.weights.linear`, which asks for their number as well: this adds no graph
     if x.dtype == torch.float16 and x.numel() > MAX_VECTORS[x.dtype] * M:
         return None
     z: Tensor = torch.ops.regard.linear(x, weight, bias)
@@ -234,7 +234,7 @@ def compiled_kernel_applies(x: object, weight: Tensor) -> bool:
 
 _PLAIN_TENSOR_TYPES = (Tensor, torch.nn.Parameter)
 """The tensor types whose `data_ptr()` is the address of their elements. Other subclasses of Tensor,
-such as quantised ones, may store something else there.
+such as quantized ones, may store something else there.
 """
 
 

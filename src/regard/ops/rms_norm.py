@@ -35,7 +35,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tens
     Source: Zhang and Sennrich 2019 (arXiv 1910.07467), equation 4.
     """
     if (
-        # first, because torch.compile would specialise the graph on the sizes below
+        # first, because torch.compile would specialize the graph on the sizes below
         compiled_kernel_applies(x, weight)
         and x.shape[-1:] == weight.shape
         and x.numel() > 0
@@ -54,11 +54,11 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tens
     wide = torch.promote_types(x.dtype, torch.float32)
     scale = weight.to(wide) + offset if offset else weight.to(wide)
     if is_tracing_onnx():  # that exporter has no rms_norm
-        return _normalise(x if x.dtype == wide else x.to(wide), scale, eps).to(x.dtype)
+        return _normalize(x if x.dtype == wide else x.to(wide), scale, eps).to(x.dtype)
     return F.rms_norm(x.to(wide), x.shape[-1:], scale, eps).to(x.dtype)
 
 
-def _normalise(x: Tensor, scale: Tensor, eps: float) -> Tensor:
+def _normalize(x: Tensor, scale: Tensor, eps: float) -> Tensor:
     """Compute x / sqrt(mean(x^2) + eps) * scale by single operations."""
     return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * scale
 

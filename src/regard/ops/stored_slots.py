@@ -1,4 +1,4 @@
-"""How kernels recognise memory that a cache keeps in another form than `[B, G, S, d]`: codes of few
+"""How kernels recognize memory that a cache keeps in another form than `[B, G, S, d]`: codes of few
 bits, 8-bit floating-point numbers, and pages of a pool.
 
 A cache returns such memory as a tensor that computes its values when an operation needs them. Its
@@ -14,7 +14,7 @@ from torch import Tensor
 
 
 class QuantizedCodes(Protocol):
-    """Protocol of the codes of quantised keys or values: a number is x = zero + code * scale, with
+    """Protocol of the codes of quantized keys or values: a number is x = zero + code * scale, with
     one scale and one zero per line of codes.
 
     For keys, R counts groups of tokens, and a line is one channel of a group. For values, R counts
@@ -30,7 +30,7 @@ class QuantizedCodes(Protocol):
     @property
     def scale(self) -> Tensor:
         """The scale of each line `[B, G, R, lines, 1]`, in the dtype of the numbers before
-        quantisation.
+        quantization.
         """
 
     @property
@@ -39,7 +39,7 @@ class QuantizedCodes(Protocol):
 
 
 class QuantizedSlots(Protocol):
-    """Protocol of the keys or values of a quantised cache: earlier slots are stored as codes,
+    """Protocol of the keys or values of a quantized cache: earlier slots are stored as codes,
     recent ones in full precision.
     """
 
@@ -105,7 +105,7 @@ class CodedMemory(NamedTuple):
 
 
 def coded_memory(k: Tensor, v: Tensor) -> CodedMemory | None:
-    """Return keys and values of a quantised cache as their codes."""
+    """Return keys and values of a quantized cache as their codes."""
     keys: QuantizedSlots | None = getattr(k, "coded", None)
     values: QuantizedSlots | None = getattr(v, "coded", None)
     if keys is None or values is None or keys.axis != "channel" or values.axis != "token":

@@ -69,13 +69,13 @@ class RankGroup:
         group: a process group; None means the default group.
 
     Raises:
-        ArgumentError: torch.distributed is not initialised, or this process is not in the group.
+        ArgumentError: torch.distributed is not initialized, or this process is not in the group.
     """
 
     def __init__(self, group: Group | None = None) -> None:
         if not dist.is_available() or not dist.is_initialized():
             raise ArgumentError(
-                "torch.distributed is not initialised in this process; call "
+                "torch.distributed is not initialized in this process; call "
                 "torch.distributed.init_process_group(), or run under torchrun"
             )
         self.group = group

@@ -37,7 +37,7 @@ def generation(group: Group | None = None, *, method: Method = "auto") -> Iterat
         A context manager for `with`.
 
     Raises:
-        ArgumentError: torch.distributed is not initialised; or, in the block, prompts have
+        ArgumentError: torch.distributed is not initialized; or, in the block, prompts have
             different lengths, a prompt has fewer tokens than two for each rank, or a layer of the
             model cannot run over ranks (see `sequence`).
 

@@ -21,8 +21,8 @@ from regard.units import plural
 SCORES: Registry[ScoreRule] = Registry("score rule")
 """All classes of score rules by their `kind`, the name that recordings store."""
 
-Stage: TypeAlias = Literal["scores", "selection", "normaliser", "pattern"]
-STAGES: tuple[Stage, ...] = ("scores", "selection", "normaliser", "pattern")
+Stage: TypeAlias = Literal["scores", "selection", "normalizer", "pattern"]
+STAGES: tuple[Stage, ...] = ("scores", "selection", "normalizer", "pattern")
 """The stages of a row in their order: the scores before the mask, a selection of keys (the others
 get -inf), the step from scores to weights, and the weights after it.
 """
@@ -63,7 +63,7 @@ class ScoreRule(RuleWithTensors):
 
     s = softcap(scale q_i . k_j) + bias_ij
     s' = change_scores(s), then the mask
-    p = normalise(s'), by default softmax
+    p = normalize(s'), by default softmax
     p' = change_pattern(p), and out_i = sum_j p'_ij v_j
 
     To define a rule, write a subclass, decorated with `@dataclass(frozen=True, eq=False,
@@ -111,8 +111,8 @@ class ScoreRule(RuleWithTensors):
         """
         return s
 
-    def normalise(self, s: Tensor, block: ScoreBlock) -> Tensor:
-        """Return the weights of scores; only a rule with the stage "normaliser" defines this.
+    def normalize(self, s: Tensor, block: ScoreBlock) -> Tensor:
+        """Return the weights of scores; only a rule with the stage "normalizer" defines this.
 
         Args:
             s: scores `[B, H, t, s]`, -inf where a key is hidden.
@@ -144,9 +144,9 @@ class ScoreRule(RuleWithTensors):
         return (self,)
 
     @property
-    def normaliser(self) -> ScoreRule | None:
+    def normalizer(self) -> ScoreRule | None:
         """The rule that replaces the softmax, or None."""
-        return next((x for x in self.steps() if "normaliser" in x.stages), None)
+        return next((x for x in self.steps() if "normalizer" in x.stages), None)
 
     @property
     def needs_count(self) -> bool:
@@ -168,7 +168,7 @@ class ScoreRule(RuleWithTensors):
             The reason in a few words, or "" if it can be merged.
         """
         for rule in self.steps():
-            if "normaliser" in rule.stages:
+            if "normalizer" in rule.stages:
                 return f"{rule} has no log-sum-exp, by which parts could be merged"
             if "pattern" in rule.stages:
                 return f"{rule} changes the weights after the softmax"
@@ -251,7 +251,7 @@ class PairRule(ScoreRule):
 class Chain(ScoreRule):
     """Several rules, one after another; `a >> b` creates it.
 
-    A normaliser follows all rules that change scores, and rules that change weights follow it.
+    A normalizer follows all rules that change scores, and rules that change weights follow it.
 
     Args:
         rules: the rules in their order.
@@ -281,10 +281,10 @@ class Chain(ScoreRule):
         last, reached = flat[0], 0
         for rule in flat:
             first = STAGES.index(rule.stages[0])
-            if first < reached or (reached == first == STAGES.index("normaliser")):
+            if first < reached or (reached == first == STAGES.index("normalizer")):
                 raise ArgumentError(
                     f"{rule} works on the {rule.stages[0]} and stands after {last}, which works on "
-                    f"the {last.stages[-1]}; the order is {', '.join(STAGES)}, with one normaliser"
+                    f"the {last.stages[-1]}; the order is {', '.join(STAGES)}, with one normalizer"
                 )
             last, reached = rule, STAGES.index(rule.stages[-1])
 
@@ -303,11 +303,11 @@ class Chain(ScoreRule):
         """Return the rules of the chain, in their order."""
         return self.rules
 
-    def normalise(self, s: Tensor, block: ScoreBlock) -> Tensor:
-        """Apply the normaliser of the chain."""
-        normaliser = self.normaliser
-        assert normaliser is not None, "callers ask for a normaliser first"
-        return normaliser.normalise(s, block)
+    def normalize(self, s: Tensor, block: ScoreBlock) -> Tensor:
+        """Apply the normalizer of the chain."""
+        normalizer = self.normalizer
+        assert normalizer is not None, "callers ask for a normalizer first"
+        return normalizer.normalize(s, block)
 
     def change_pattern(self, p: Tensor, block: ScoreBlock) -> Tensor:
         """Apply the rules that change weights, in their order."""

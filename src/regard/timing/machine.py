@@ -199,7 +199,7 @@ class Ceilings:
             "dot": lambda: torch.dot(x, x),
             "whole": x.view(torch.int32).sum,
         }
-        times = interleaved(readers, rounds=rounds, synchronise=partial(wait_for, device))
+        times = interleaved(readers, rounds=rounds, synchronize=partial(wait_for, device))
         fastest = min(readers, key=lambda name: median(times[name]))
         gemm = {dtype: _gemm_flops_per_second(dtype, device, rounds, side) for dtype in dtypes}
         return cls(
@@ -277,7 +277,7 @@ def _gemm_flops_per_second(
             {"mm": partial(torch.mm, a, b)},
             rounds=rounds,
             limit=GEMM_SECONDS,
-            synchronise=partial(wait_for, device),
+            synchronize=partial(wait_for, device),
         )["mm"]
         best = max(best, 2 * n**3 / median(times))
         if median(times) > GEMM_SECONDS:

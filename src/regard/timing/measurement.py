@@ -25,7 +25,7 @@ def interleaved(
     sample: float = 0.02,
     limit: float | None = None,
     into: dict[str, list[float]] | None = None,
-    synchronise: Callable[[], object] = lambda: None,
+    synchronize: Callable[[], object] = lambda: None,
     clock: Callable[[], float] | None = None,
     settle: Callable[[], object] | None = None,
 ) -> dict[str, list[float]]:
@@ -45,7 +45,7 @@ def interleaved(
     times = {} if into is None else into
     times.update({name: [] for name in cases})
     repeats = {
-        name: _calibrate_repeats(case, sample, synchronise, clock) for name, case in cases.items()
+        name: _calibrate_repeats(case, sample, synchronize, clock) for name, case in cases.items()
     }
     names, start = list(cases), time.perf_counter()
     try:
@@ -54,7 +54,7 @@ def interleaved(
                 break
             for name in rotated_order(names, index):
                 settle()
-                times[name].append(_time_calls(cases[name], repeats[name], synchronise, clock))
+                times[name].append(_time_calls(cases[name], repeats[name], synchronize, clock))
     finally:
         complete = min(map(len, times.values()), default=0)
         for seconds in times.values():
@@ -136,26 +136,26 @@ def quartiles(times: Sequence[float]) -> tuple[float, float]:
 def _calibrate_repeats(
     case: Callable[[], object],
     sample: float,
-    synchronise: Callable[[], object],
+    synchronize: Callable[[], object],
     clock: Callable[[], float],
 ) -> int:
     """Return how many calls take about `sample` seconds."""
     case()
-    return max(1, int(sample / max(_time_calls(case, 1, synchronise, clock), 1e-9)))
+    return max(1, int(sample / max(_time_calls(case, 1, synchronize, clock), 1e-9)))
 
 
 def _time_calls(
     case: Callable[[], object],
     repeats: int,
-    synchronise: Callable[[], object],
+    synchronize: Callable[[], object],
     clock: Callable[[], float],
 ) -> float:
     """Return the seconds of one call, averaged over `repeats` calls."""
-    synchronise()
+    synchronize()
     start = clock()
     for _ in range(repeats):
         case()
-    synchronise()
+    synchronize()
     return (clock() - start) / repeats
 
 

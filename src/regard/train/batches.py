@@ -43,7 +43,7 @@ class Batches:
 
     The first `repeat_first` batches are easier: every row repeats random tokens among the 64 most
     frequent ones with a period of 4 to 24, short periods more often. An induction head forms
-    suddenly, and only while there is nothing easier to learn; it then generalises to more tokens.
+    suddenly, and only while there is nothing easier to learn; it then generalizes to more tokens.
 
     The global random state is neither read nor changed.
 

@@ -277,7 +277,7 @@ def pack(
         "run": run,
         "settings": asdict(settings),
         "batches": batches.state_dict(),
-        "optimiser": groups,
+        "optimizer": groups,
         "random": {"cpu": _encode_tensor(torch.get_rng_state())},
     }
     if torch.cuda.is_available():
@@ -307,7 +307,7 @@ def unpack(
     _check_weights(model, weights)
     batches.load_state_dict(state["batches"])
     model.load_state_dict(checkpoint.tensors["model"])
-    _unpack_optimizer(optimizer, checkpoint.tensors["optimizer"], state["optimiser"])
+    _unpack_optimizer(optimizer, checkpoint.tensors["optimizer"], state["optimizer"])
     torch.set_rng_state(_decode_tensor(state["random"]["cpu"]))
     if torch.cuda.is_available() and "cuda" in state["random"]:
         torch.cuda.set_rng_state_all([_decode_tensor(text) for text in state["random"]["cuda"]])

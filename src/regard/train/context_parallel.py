@@ -26,7 +26,7 @@ class ContextParallel:
         group: a process group; None means the default group.
 
     Raises:
-        ArgumentError: torch.distributed is not initialised.
+        ArgumentError: torch.distributed is not initialized.
 
     >>> import torch.distributed as dist
     >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)

@@ -60,7 +60,7 @@ def state(data: Data) -> Lines:
     )
     yield from wrapped(
         translate(
-            "no softmax: the weights of the row are not normalised; they sum to {total}, and {n} "
+            "no softmax: the weights of the row are not normalized; they sum to {total}, and {n} "
             "of {all} are negative",
             total=number(sum(row)),
             n=sum(p < 0 for p in row),

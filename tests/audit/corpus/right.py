@@ -172,7 +172,7 @@ class ALiBi(wrong_modules.ALiBi):
 
 class Sinks(wrong_modules.Sinks):
     def __init__(self, hidden_size, num_heads):
-        super().__init__(hidden_size, num_heads, renormalise=False)
+        super().__init__(hidden_size, num_heads, renormalize=False)
 
 
 def bert():

@@ -78,7 +78,7 @@ WRONG = [
         "function, sinks",
         "the sink's share is given back",
         F.sink_shared_out,
-        "sink-renormalised",
+        "sink-renormalized",
         {},
     ),
     Entry(
@@ -115,7 +115,7 @@ WRONG = [
     ),
     Entry("function", "the first mask serves every call", F.first_mask_of_all, "mask-kept", {}),
     Entry("function", "exp2 for exp", F.base_two, "scale-wrong", {}),
-    Entry("function", "weights are not normalised", F.not_normalised, "softmax-missing", {}),
+    Entry("function", "weights are not normalized", F.not_normalized, "softmax-missing", {}),
     Entry(
         "function, SDPA", "q and v exchanged", F.queries_for_values, "queries-values-exchanged", {}
     ),
@@ -123,7 +123,7 @@ WRONG = [
         "function, sinks",
         "the sink is left out of the sum",
         F.sinks_forgotten,
-        "sink-renormalised",
+        "sink-renormalized",
         {},
     ),
     Entry("function", "strict diagonal, row 0 is NaN", F.first_row_empty, "output-not-finite", {}),
@@ -228,7 +228,7 @@ WRONG = [
         "sinks, as gpt-oss",
         "the sink's share is given back",
         M.Sinks,
-        "sink-renormalised",
+        "sink-renormalized",
         set_(hidden_size=32, num_heads=4),
     ),
     Entry(

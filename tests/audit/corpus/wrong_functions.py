@@ -286,7 +286,7 @@ def base_two(q, k, v):
     return p @ v / p.sum(-1, keepdim=True)
 
 
-def not_normalised(q, k, v):
+def not_normalized(q, k, v):
     s = q @ k.mT * q.shape[-1] ** -0.5
     p = torch.exp(s - s.amax(-1, keepdim=True))
     return p @ v

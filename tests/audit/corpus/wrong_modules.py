@@ -546,9 +546,9 @@ class AddsZerosAndOnes(nn.Module):
 class Sinks(nn.Module):
     """A learned sink for each head, whose share is given back to the keys."""
 
-    def __init__(self, hidden_size, num_heads, renormalise=True):
+    def __init__(self, hidden_size, num_heads, renormalize=True):
         super().__init__()
-        self.h, self.d, self.renormalise = num_heads, hidden_size // num_heads, renormalise
+        self.h, self.d, self.renormalize = num_heads, hidden_size // num_heads, renormalize
         self.q_proj, self.k_proj, self.v_proj, self.o_proj = (
             nn.Linear(hidden_size, hidden_size) for _ in range(4)
         )
@@ -564,7 +564,7 @@ class Sinks(nn.Module):
         qk = qk + torch.triu(qk.new_full((T, T), float("-inf")), diagonal=1)
         qk = torch.cat([qk, self.sinks.reshape(1, -1, 1, 1).expand(B, -1, T, 1)], dim=-1)
         w = torch.softmax(qk, dim=-1)[..., :-1]
-        if self.renormalise:
+        if self.renormalize:
             w = w / w.sum(dim=-1, keepdim=True)
         return self.o_proj((w @ v).transpose(1, 2).reshape(B, T, M))
 
@@ -674,7 +674,7 @@ class Bahdanau(nn.Module):
 
 
 class AdditiveSelf(nn.Module):
-    """Additive attention of a text over itself, normalised over the queries."""
+    """Additive attention of a text over itself, normalized over the queries."""
 
     def __init__(self, dim):
         super().__init__()

@@ -31,7 +31,7 @@ def columns(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     return weights @ v, weights
 
 
-def unnormalised(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+def unnormalized(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """Right, but what it returns beside the output are scores."""
     scores = q @ k.mT / math.sqrt(q.shape[-1])
     return torch.softmax(scores, -1) @ v, scores.exp()

@@ -38,7 +38,7 @@ FAULTY_CODE = (
     wrong(steps.ScaleInverted, "scale-inverted", **SIZES),
     wrong(steps.OverHeads, "softmax-axis", **SIZES),
     wrong(steps.columns, "softmax-axis"),
-    wrong(steps.unnormalised, "weights-sum"),
+    wrong(steps.unnormalized, "weights-sum"),
     wrong(steps.NaiveSoftmax, "softmax-overflow", **SIZES),
     wrong(steps.Tiled, "gqa-head-order", **GROUPED),
     wrong(steps.TiledTwiceScaled, "gqa-head-order", "scale-twice", **GROUPED),

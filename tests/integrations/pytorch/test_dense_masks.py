@@ -44,7 +44,7 @@ CASES: dict[str, tuple[Tensor, Mask | None, int | None]] = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_mask_that_is_a_rule_is_recognised(name: str) -> None:
+def test_a_mask_that_is_a_rule_is_recognized(name: str) -> None:
     table, rule, start = CASES[name]
     for mask in (table, torch.where(table, 0.0, -torch.inf)):
         found = recognize_mask(mask, T, S)
@@ -58,7 +58,7 @@ def test_a_mask_that_is_a_rule_is_recognised(name: str) -> None:
 
 @pytest.mark.parametrize("side", ["left", "right", "both"])
 @pytest.mark.parametrize("rule", ["padding", "causal", "window"])
-def test_padding_is_recognised_alone_and_with_a_rule(side: str, rule: str) -> None:
+def test_padding_is_recognized_alone_and_with_a_rule(side: str, rule: str) -> None:
     rows = {"left": ((0, S), (3, S)), "right": ((0, S), (0, 8)), "both": ((1, 9), (4, S))}[side]
     table = keep(*rows).expand(B, 1, T, S)
     if rule != "padding":
@@ -171,7 +171,7 @@ def test_one_wrong_element_of_a_long_mask_is_found(row: int) -> None:
     "rule", ["prefix(3) | causal", "window(2, ahead=1)", "document((0, 2, 7))"]
 )
 def test_what_else_a_tensor_may_be(rule: str) -> None:
-    """One recogniser serves tensors and `BlockMask`; its own tests are in tests/masks."""
+    """One recognizer serves tensors and `BlockMask`; its own tests are in tests/masks."""
     mask = masks.parse(rule)
     table = mask.block(Span(0, T), Span(0, T))
     found = recognize_mask(table, T, T)

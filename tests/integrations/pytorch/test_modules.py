@@ -106,7 +106,7 @@ def deprecated() -> Iterator[None]:
 @pytest.mark.full(keep=4)
 @pytest.mark.usefixtures("deprecated")
 @pytest.mark.parametrize("name", VARIANTS)
-def test_mechanisms_run_with_quantised_layers(name: str) -> None:
+def test_mechanisms_run_with_quantized_layers(name: str) -> None:
     module, x, given = VARIANTS[name].example().eval(), randn(2, 5, 32), options(name)
     count = sum(type(part) in (Linear, nn.Linear) for part in module.modules())
     linears = with_torch_linears(copy.deepcopy(module))
@@ -125,7 +125,7 @@ def test_mechanisms_run_with_quantised_layers(name: str) -> None:
 @pytest.mark.usefixtures("deprecated")
 def test_a_layer_that_torch_passes_over_says_so() -> None:
     layer = build("gqa", 32, 4, groups=2)
-    with pytest.warns(UserWarning, match=r"leaves a regard.nn.Linear as it is: quantise regard"):
+    with pytest.warns(UserWarning, match=r"leaves a regard.nn.Linear as it is: quantize regard"):
         torch.ao.quantization.quantize_dynamic(layer, {nn.Linear})
 
 
@@ -144,7 +144,7 @@ def test_torch_linears_share_what_they_replace() -> None:
 
 
 @pytest.mark.usefixtures("deprecated")
-def test_quantised_latents_cannot_be_absorbed() -> None:
+def test_quantized_latents_cannot_be_absorbed() -> None:
     module = VARIANTS["mla"].example()
     module.project.form = "absorb"
     small = torch.ao.quantization.quantize_dynamic(with_torch_linears(module), {nn.Linear})

@@ -28,7 +28,7 @@ from tests.integrations.pytorch.matrix.transforms import (
     refusal,
     traced_onnx_file,
 )
-from tests.nn.catalogue import MIXERS, example, randomise
+from tests.nn.catalogue import MIXERS, example, randomize
 from tests.rules import assert_close_rule
 
 onnx = pytest.importorskip("onnx")
@@ -264,7 +264,7 @@ def test_additive_attention_is_refused() -> None:
 
 def test_a_block_serves_all_lengths() -> None:
     norms = PreNorm(RMSNorm(32)), PreNorm(RMSNorm(32))
-    block = randomise(Block(layer(), SwiGLU(32, 48), *norms), 0).eval()
+    block = randomize(Block(layer(), SwiGLU(32, 48), *norms), 0).eval()
     run = onnx_session(traced_onnx_file(block, (randn(2, 2, 32),), ((1, "T"),)))
     assert_same_calls(block, run, [(randn(2, n, 32),) for n in (1, 9, 40)])
 

@@ -1,4 +1,4 @@
-"""Writes small GGUF files from the format's specification, and quantises and dequantises blocks by
+"""Writes small GGUF files from the format's specification, and quantizes and dequantizes blocks by
 plain loops. Nothing here is shared with the reader.
 """
 
@@ -117,7 +117,7 @@ def signed(byte: int) -> int:
 
 
 def numbers_of(kind: str, raw: Any) -> Tensor:
-    """Dequantise blocks [rows, bytes] in fp64, one number at a time."""
+    """Dequantize blocks [rows, bytes] in fp64, one number at a time."""
     rows = []
     for row in np.asarray(raw):
         size = BLOCK[kind][1]

@@ -47,7 +47,7 @@ def config_of(architecture: str, **change: Any) -> Any:
 
 def build(config: Any, architecture: str) -> Any:
     network = MODULES[architecture].build(config)
-    small.randomise(network)
+    small.randomize(network)
     for parameter in network.parameters():
         if parameter.ndim == 2:
             parameter.data *= 0.3

@@ -185,7 +185,7 @@ def test_tensors_of_another_head(tmp_path: Path) -> None:
     """A base family from the checkpoint of a classifier: what sorts texts is no part of it."""
     config = bert.config(300, 8, 1, 2, 16, 32, pooler=False)
     network = bert.build(config)
-    small.randomise(network)
+    small.randomize(network)
     save(network, config, tmp_path)
     add_tensors(tmp_path, classifier__weight=torch.ones(2, 8), classifier__bias=torch.ones(2))
     with pytest.raises(FileError) as error:

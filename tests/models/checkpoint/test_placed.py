@@ -187,7 +187,7 @@ def test_a_base_model_with_a_tensor_too_many(folder: Path) -> None:
 def test_another_name_of_the_head(tmp_path: Path) -> None:
     config = gpt_neox.config(300, 32, 2, 4, 40, rotary_pct=0.5)
     network = gpt_neox.build(config)
-    small.randomise(network)
+    small.randomize(network)
     save(network, config, tmp_path)
     ids = torch.tensor([[1, 2, 3]])
     rename(
@@ -237,7 +237,7 @@ def test_what_transformers_saves_of_a_base_model(kind: str, tmp_path: Path) -> N
         eos_token_id=None,
     )
     theirs = transformers.AutoModel.from_config(config).eval()
-    small.randomise(theirs)
+    small.randomize(theirs)
     theirs.save_pretrained(tmp_path)
     assert not any(n.startswith("model.") for n in load_file(tmp_path / "model.safetensors"))
     ids = torch.tensor([[1, 2, 3, 4, 5]])

@@ -27,7 +27,7 @@ def of(name: str, seed: int = 0, **change: Any) -> Checkpoint:
     plain = {k: v for k, v in dataclasses.asdict(small.config()).items() if k in known}
     config = found.config(**{**plain, **change})
     network = found.build(config)
-    small.randomise(network, seed)
+    small.randomize(network, seed)
     return Checkpoint(network.eval().requires_grad_(False).double(), config)
 
 

@@ -26,7 +26,7 @@ def stack(*mixers: nn.Module, positional: nn.Module | None = None, seed: int = 0
     ]
     embed = InputEmbedding(nn.Embedding(V, M), positional)
     decoder = Decoder(embed, blocks, RMSNorm(M), nn.Linear(M, V, bias=False))
-    small.randomise(decoder, seed)
+    small.randomize(decoder, seed)
     return decoder.eval().requires_grad_(False)
 
 

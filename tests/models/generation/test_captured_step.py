@@ -98,7 +98,7 @@ def sinks() -> Decoder:
 def of_family(name: str) -> Decoder:
     found = family(name)
     decoder: Decoder = found.build(parse(found.config, TINY[name]))
-    small.randomise(decoder)
+    small.randomize(decoder)
     return decoder.eval().requires_grad_(False)
 
 
@@ -272,7 +272,7 @@ def test_a_copy_from_the_host_cannot_be_captured() -> None:
             device.capture(lambda: x + torch.ones(2).to(x.device, non_blocking=True))
 
 
-@pytest.mark.parametrize("kind", ["paged", "quantised", "h2o", "quest"])
+@pytest.mark.parametrize("kind", ["paged", "quantized", "h2o", "quest"])
 def test_a_cache_without_a_static_form_is_refused(kind: str) -> None:
     config = CacheConfig(kind, 64)
     session = DecodeSession(llama(), config)

@@ -40,7 +40,7 @@ KEEP = [
     CacheConfig(),
     CacheConfig("fixed", LENGTH),
     CacheConfig("paged", LENGTH),
-    CacheConfig("quantised", LENGTH),
+    CacheConfig("quantized", LENGTH),
 ]
 
 
@@ -56,7 +56,7 @@ def assert_equal(found: Tensor, right: Decoder, ids: Tensor, ends: Tensor = ENDS
 
 @pytest.mark.parametrize("room", KEEP, ids=str)
 def test_a_cache_that_keeps_all_equals_one_pass(model: Model, room: CacheConfig) -> None:
-    """Quantised, too: fewer than its 128 recent tokens are held as they came."""
+    """Quantized, too: fewer than its 128 recent tokens are held as they came."""
     ids = torch.randint(0, 300, (2, LENGTH))
     context = DecodeSession(model.decoder, room, rows=2)
     assert_equal(read_in_pieces(context, ids, PIECES), model.decoder, ids)
@@ -145,7 +145,7 @@ def test_eight_bits_are_smaller_and_near(model: Model) -> None:
     right = model(ids)[:, -1]
     exactly, coded = (
         DecodeSession(model.decoder),
-        DecodeSession(model.decoder, CacheConfig("quantised")),
+        DecodeSession(model.decoder, CacheConfig("quantized")),
     )
     exactly.append(ids[:, :-1], chunk=64)
     coded.append(ids[:, :-1], chunk=64)
@@ -173,7 +173,7 @@ def mixed() -> Decoder:
         (CacheConfig(), ["Growing", "Ring", "State", "Growing"]),
         (CacheConfig("fixed", LENGTH), ["Fixed", "Ring", "State", "Fixed"]),
         (CacheConfig("paged", LENGTH), ["Paged", "Ring", "State", "Paged"]),
-        (CacheConfig("quantised", LENGTH), ["Quantised", "Ring", "State", "Quantised"]),
+        (CacheConfig("quantized", LENGTH), ["Quantized", "Ring", "State", "Quantized"]),
         (CacheConfig("ring", LENGTH), ["Ring", "Ring", "State", "Ring"]),
         (CacheConfig("streaming", LENGTH), ["Streaming", "Ring", "State", "Streaming"]),
     ],
@@ -235,7 +235,7 @@ def test_a_fork_is_a_context_of_its_own(model: Model) -> None:
         CacheConfig("fixed", 40),
         CacheConfig("paged", 40),
         CacheConfig("ring", 40),
-        CacheConfig("quantised"),
+        CacheConfig("quantized"),
     ):
         context = DecodeSession(model.decoder, room)
         context.append(ids)
@@ -279,7 +279,7 @@ def test_rooms_that_a_model_cannot_have() -> None:
     with pytest.raises(
         regard.ArgumentError, match="Longformer stores more than keys and values, which cache="
     ):
-        DecodeSession(far, CacheConfig("quantised", 30))
+        DecodeSession(far, CacheConfig("quantized", 30))
 
 
 def test_errors_of_rooms() -> None:
@@ -287,7 +287,7 @@ def test_errors_of_rooms() -> None:
         (
             ("rings", 8),
             (
-                "cache is 'rings'; it must be growing, fixed, quantised, fp8, paged, quest, h2o, "
+                "cache is 'rings'; it must be growing, fixed, quantized, fp8, paged, quest, h2o, "
                 "tova, snapkv, key_norm, keydiff, pyramidkv, adakv, expected_attention, ring, "
                 "streaming; did you mean 'ring'?"
             ),
@@ -315,7 +315,7 @@ def test_errors_of_rooms() -> None:
     with pytest.raises(
         regard.ArgumentError,
         match="unknown cache \"ring\"; did you mean 'growing'\\? known: growing, fixed, "
-        r"quantised, fp8, paged",
+        r"quantized, fp8, paged",
     ):
         make_full_cache("ring")
     with pytest.raises(

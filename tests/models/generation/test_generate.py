@@ -223,7 +223,7 @@ def test_stop_strings_end_the_text_wherever_tokens_are_cut(model: Model) -> None
         {"cache": "fixed"},
         {"cache": "paged", "chunk": 2},
         {"cache": "fixed", "max_context": 99},
-        {"cache": "quantised"},
+        {"cache": "quantized"},
         {"max_context": 40},
         {"cache": "ring", "max_context": 40},
         {"cache": "streaming", "max_context": 40},

@@ -32,7 +32,7 @@ CACHES = {
     "growing": None,
     "fixed": None,
     "paged": None,
-    "quantised": None,
+    "quantized": None,
     "fp8": None,
     "ring": 8,
     "streaming": 9,
@@ -58,7 +58,7 @@ def _llama() -> Decoder:
 def _family(name: str) -> Decoder:
     found = family(name)
     decoder: Decoder = found.build(parse(found.config, TINY[name]))
-    small.randomise(decoder)
+    small.randomize(decoder)
     return decoder.eval().requires_grad_(False)
 
 

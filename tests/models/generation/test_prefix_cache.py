@@ -36,7 +36,7 @@ ROOMS = [
     {"cache": "fixed", "max_context": 60},
     {"cache": "paged", "max_context": 60},
     {"cache": "ring", "max_context": 60},
-    {"cache": "quantised", "chunk": 4},
+    {"cache": "quantized", "chunk": 4},
 ]
 
 

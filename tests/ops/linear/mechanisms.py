@@ -66,23 +66,23 @@ def root(c: Case) -> float:
     return 1 / math.sqrt(c.q.shape[3])
 
 
-def features(name: str, *, normalise: bool) -> Mechanism:
-    given: Any = {"feature_map": name, "normalise": normalise}
+def features(name: str, *, normalize: bool) -> Mechanism:
+    given: Any = {"feature_map": name, "normalize": normalize}
     return Mechanism(
         lambda c, **o: linear_attention(*c[:3], **given, **o),
         lambda c, **o: linear(*c[:3], **given, **o),
-        1 + normalise,
+        1 + normalize,
     )
 
 
 MECHANISMS = {
-    "elu+1": features("elu+1", normalise=True),
-    "elu+1, sums": features("elu+1", normalise=False),
-    "relu": features("relu", normalise=True),
-    "relu^2": features("relu^2", normalise=False),
-    "exp": features("exp", normalise=True),
-    "softmax": features("softmax", normalise=True),
-    "identity": features("identity", normalise=False),
+    "elu+1": features("elu+1", normalize=True),
+    "elu+1, sums": features("elu+1", normalize=False),
+    "relu": features("relu", normalize=True),
+    "relu^2": features("relu^2", normalize=False),
+    "exp": features("exp", normalize=True),
+    "softmax": features("softmax", normalize=True),
+    "identity": features("identity", normalize=False),
     "retention": Mechanism(
         lambda c, **o: retention(*c[:3], **o),
         lambda c, **o: linear(*c[:3], log_decay=gammas(c), scale=root(c), **o),

@@ -13,15 +13,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from regard.linear import delta_product, delta_rule, gated_delta_rule, generalised_delta_rule
+from regard.linear import delta_product, delta_rule, gated_delta_rule, generalized_delta_rule
 from regard.ops.linear.chunks import decayed_products, split_into_chunks
 from regard.span import Span
 from tests.fixture_f import decays, example, strengths, vectors
 from tests.oracles.delta import delta, delta_plain, delta_plain_matrices, onnx_gated_delta
-from tests.oracles.generalised_delta import (
-    generalised_delta,
-    generalised_delta_plain,
-    generalised_delta_plain_system,
+from tests.oracles.generalized_delta import (
+    generalized_delta,
+    generalized_delta_plain,
+    generalized_delta_plain_system,
 )
 from tests.rules import GRADIENT, assert_close_rule, in_orders
 
@@ -75,18 +75,18 @@ class Rule(NamedTuple):
 
 
 DELTA = tuple(lambda *x, e=e: delta_plain(*x, erase_first=e) for e in (False, True))
-GENERAL = tuple(lambda *x, m=m: generalised_delta_plain(*x, matrix=m) for m in (False, True))
+GENERAL = tuple(lambda *x, m=m: generalized_delta_plain(*x, matrix=m) for m in (False, True))
 RULES = {
     "delta": Rule("q k v beta", False, delta_rule, delta, DELTA),
     "gated": Rule("q k v beta g", False, gated_delta_rule, delta, DELTA),
     "channels": Rule("q k v beta g", True, gated_delta_rule, delta, DELTA),
-    "general": Rule("q k v c g a", True, generalised_delta_rule, generalised_delta, GENERAL),
+    "general": Rule("q k v c g a", True, generalized_delta_rule, generalized_delta, GENERAL),
     "general by head": Rule(
-        "q k v c g a", False, generalised_delta_rule, generalised_delta, GENERAL
+        "q k v c g a", False, generalized_delta_rule, generalized_delta, GENERAL
     ),
-    "general, a = -k": Rule("q k v c g", True, generalised_delta_rule, generalised_delta, GENERAL),
+    "general, a = -k": Rule("q k v c g", True, generalized_delta_rule, generalized_delta, GENERAL),
     "general by head, a = -k": Rule(
-        "q k v c g", False, generalised_delta_rule, generalised_delta, GENERAL
+        "q k v c g", False, generalized_delta_rule, generalized_delta, GENERAL
     ),
 }
 each_rule = pytest.mark.parametrize("name", RULES)
@@ -305,7 +305,7 @@ def test_strong_decays_do_not_overflow_in_chunks_of_64(floor: float, dtype: torc
     exact, wide = rule.exact(x), list(to(x, torch.float32).values())
     forms = (
         *(lambda form=form: form(*wide)[0] for form in rule.typed),
-        lambda: generalised_delta_plain_system(*wide),
+        lambda: generalized_delta_plain_system(*wide),
     )
     plains = [y.to(dtype) for form in forms for y in in_orders(form)]
     leaves = leaves_of(x)
@@ -431,7 +431,7 @@ def fixed(name: str, *numbers: float) -> Callable[[Callable[..., Tensor]], Calla
 def kimi(**given: Any) -> Tensor:
     (q, k, v), g, b = example(), decays(channels=True), strengths()[..., None]
     direct = gated_delta_rule(q, k, v, b, g, **given)[0]
-    out = generalised_delta_rule(q, k, b * v, g.exp() * b * k, g, **given)[0]
+    out = generalized_delta_rule(q, k, b * v, g.exp() * b * k, g, **given)[0]
     assert_same(out, direct)
     return out
 
@@ -439,26 +439,26 @@ def kimi(**given: Any) -> Tensor:
 @fixed("Gated DeltaNet", 0.0791761528, 0.1718237647)
 def gated(**given: Any) -> Tensor:
     (q, k, v), g, b = example(), decays(), strengths()[..., None]
-    return generalised_delta_rule(q, k, b * v, g.exp()[..., None] * b * k, g, **given)[0]
+    return generalized_delta_rule(q, k, b * v, g.exp()[..., None] * b * k, g, **given)[0]
 
 
 @fixed("Gated DeltaNet-2", 0.2224551689, 0.3182779724)
 def gated_2(**given: Any) -> Tensor:
     (q, k, v), g = example(), decays(channels=True)
-    return generalised_delta_rule(q, k, v.sigmoid() * v, g.exp() * k.sigmoid() * k, g, **given)[0]
+    return generalized_delta_rule(q, k, v.sigmoid() * v, g.exp() * k.sigmoid() * k, g, **given)[0]
 
 
 @fixed("Comba", -0.0160083801, 0.0711135915)
 def comba(**given: Any) -> Tensor:
     (q, k, v), g, b = example(), decays(), strengths()[..., None]
-    return generalised_delta_rule(q, k, b * v, g.exp()[..., None] * b * vectors(), g, **given)[0]
+    return generalized_delta_rule(q, k, b * v, g.exp()[..., None] * b * vectors(), g, **given)[0]
 
 
 @fixed("RWKV-7", 0.6355701486, 1.1690745162)
 def rwkv7(**given: Any) -> Tensor:
     (q, k, v), g, w = example(), decays(channels=True), vectors()
     r = w / w.norm(dim=-1, keepdim=True)
-    return generalised_delta_rule(q, k, v, -r, g, a=r * w.sigmoid(), scale=1.0, **given)[0]
+    return generalized_delta_rule(q, k, v, -r, g, a=r * w.sigmoid(), scale=1.0, **given)[0]
 
 
 @fixed("DeltaProduct", 0.0397382558, 0.2082752999)

@@ -204,7 +204,7 @@ def test_retention_is_the_paper_s_parallel_form(form: str) -> None:
 def test_without_decay_all_are_linear_attention(form: str) -> None:
     c = case(T=20)
     same: Any = {"form": form, "chunk": 8}
-    out, (S,) = linear_attention(*c[:3], feature_map="identity", normalise=False, scale=0.3, **same)
+    out, (S,) = linear_attention(*c[:3], feature_map="identity", normalize=False, scale=0.3, **same)
     one, none = torch.ones(2, dtype=torch.float64), torch.zeros_like(c.g)
     for found, (state,) in (
         retention(*c[:3], decay=one, scale=0.3, **same),
@@ -226,7 +226,7 @@ def test_a_gate_for_a_head_is_one_for_each_channel_and_fixed_gates_are_retention
 
 @pytest.mark.parametrize("feature_map", ["elu+1", "exp", "softmax", "relu"])
 def test_a_constant_value_comes_out_as_it_is(feature_map: str) -> None:
-    """The normaliser: weights sum to 1. relu may shut every channel, and then nothing is seen."""
+    """The normalizer: weights sum to 1. relu may shut every channel, and then nothing is seen."""
     c = case(T=30)
     v = torch.tensor([2.0, -3.0, 0.5], dtype=torch.float64).expand_as(c.v)
     for form in FORMS:
@@ -237,11 +237,11 @@ def test_a_constant_value_comes_out_as_it_is(feature_map: str) -> None:
         assert bool(seen.all()) or feature_map == "relu"
 
 
-def test_a_scale_cancels_only_where_it_is_normalised() -> None:
+def test_a_scale_cancels_only_where_it_is_normalized() -> None:
     c = case()
     one, other = (linear_attention(*c[:3], scale=s)[0] for s in (1.0, 7.0))
     assert torch.equal(one, other)
-    sums = [linear_attention(*c[:3], scale=s, normalise=False)[0] for s in (1.0, 7.0)]
+    sums = [linear_attention(*c[:3], scale=s, normalize=False)[0] for s in (1.0, 7.0)]
     assert_same(sums[1], 7 * sums[0], 1e-14)
 
 
@@ -275,7 +275,7 @@ def test_a_row_does_not_depend_on_the_others() -> None:
 
 def test_wrong_variants_are_caught() -> None:
     """Decay behind the writing, heads tiled instead of repeated, another scale or rate, no
-    normaliser, a state without z.
+    normalizer, a state without z.
     """
     c = case(B=1, H=4, G=2, T=12).to(torch.float32)
     wide = Case(c.q, *(x.repeat_interleave(2, 1) for x in c[1:]))
@@ -285,7 +285,7 @@ def test_wrong_variants_are_caught() -> None:
     rest = [linear_attention(*c.upto(6, 12)[:3], state=(S, x))[0] for x in (z, torch.zeros_like(z))]
     over_heads = F.elu(wide.k).add(1).cumsum(1)  # a running sum over heads in place of tokens
     total = (F.elu(c.q).add(1) * over_heads).sum(-1, keepdim=True)
-    sums = linear_attention(*c[:3], normalise=False)[0]
+    sums = linear_attention(*c[:3], normalize=False)[0]
     cases = {
         "gated": (
             [gated_linear(*c, form=form, chunk=5)[0] for form in FORMS],

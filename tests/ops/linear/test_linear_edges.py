@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from regard.linear import FEATURE_MAPS, gated_linear, linear_attention, retention
-from regard.ops.linear.linear_attention import default_log_decays, normalised_query_features
+from regard.ops.linear.linear_attention import default_log_decays, normalized_query_features
 from regard.span import Span
 from tests.ops.linear.mechanisms import FORMS, MECHANISMS, Case, assert_same, case, gammas, states
 from tests.oracles.linear import MAPS, linear, retained
@@ -51,8 +51,8 @@ def test_counting_the_padding_is_caught() -> None:
     real = torch.ones(2, 9, dtype=torch.bool)
     real[:, :3] = False
     zeros = Case(*(x.masked_fill(~real[:, None, :, None], 0) for x in c))
-    right = linear(*zeros[:3], feature_map="elu+1", normalise=True, real=real).out
-    wrong = linear(*zeros[:3], feature_map="elu+1", normalise=True).out
+    right = linear(*zeros[:3], feature_map="elu+1", normalize=True, real=real).out
+    wrong = linear(*zeros[:3], feature_map="elu+1", normalize=True).out
     assert float((right - wrong)[:, :, 3:].abs().max()) > 0.1
     out, _ = linear_attention(*c[:3], k_positions=torch.arange(9)[None] - 3)
     assert_same(out, right)
@@ -191,7 +191,7 @@ def test_feature_maps_are_their_formulas(name: str) -> None:
     x = torch.cat([torch.randn(5, 4).double() * s for s in (1e-3, 1, 20)])
     exact = torch.tensor([MAPS[name](row) for row in x.tolist()], dtype=torch.float64)
     assert torch.allclose(FEATURE_MAPS[name](x), exact, rtol=1e-14, atol=0)
-    ours, rows = normalised_query_features(name, x), exact.abs().amax(-1, keepdim=True)
+    ours, rows = normalized_query_features(name, x), exact.abs().amax(-1, keepdim=True)
     seen = rows[:, 0] > 0
     shares = (ours / ours.abs().amax(-1, keepdim=True))[seen]
     assert torch.allclose(shares, (exact / rows)[seen], rtol=1e-13, atol=0), (
@@ -207,7 +207,7 @@ def test_a_query_far_below_0_still_reads_its_mean(feature_map: str, form: str) -
     q = c.q - 1000
     assert FEATURE_MAPS[feature_map](q).eq(0).all()
     out, _ = linear_attention(q, c.k, c.v, feature_map=feature_map, form=form, chunk=4)
-    exact = linear(q.double() + 990, c.k.double(), c.v.double(), feature_map="exp", normalise=True)
+    exact = linear(q.double() + 990, c.k.double(), c.v.double(), feature_map="exp", normalize=True)
     if feature_map == "exp":
         assert float((out - exact.out).abs().max()) < 1e-4
     low, high = c.v.amin(2), c.v.amax(2)

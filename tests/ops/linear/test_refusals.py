@@ -85,7 +85,7 @@ GATES = (torch.zeros(1, 2, 2),) * 3
         (lambda: linear(state=(S,)), ArgumentError, "state has 1 tensor; it must be (S, z)"),
         (lambda: linear(state=(S, S[0])), ArgumentError, "it must be torch.float32 (2, 2, 3)"),
         (
-            lambda: linear(normalise=False, state=S),
+            lambda: linear(normalize=False, state=S),
             ArgumentTypeError,
             "state is Tensor; it must be",
         ),

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from regard.linear import delta_rule, mesa, titans_memory
 from tests.fixture_f import decays, example, strengths
-from tests.oracles.generalised_delta import mesa_loop, titans_loop
+from tests.oracles.generalized_delta import mesa_loop, titans_loop
 from tests.rules import GRADIENT, assert_close_rule
 
 FORMS = ("recurrent", "chunk", "parallel")

@@ -77,10 +77,10 @@ def _gammas(N: int) -> Tensor:
 OPERATIONS = {
     "linear attention": Operation(
         lambda x, **o: linear_attention(*x[:3], **o),
-        lambda x: linear(*x[:3], feature_map="elu+1", normalise=True)[:3],
+        lambda x: linear(*x[:3], feature_map="elu+1", normalize=True)[:3],
     ),
     "linear attention, sums": Operation(
-        lambda x, **o: linear_attention(*x[:3], feature_map="identity", normalise=False, **o),
+        lambda x, **o: linear_attention(*x[:3], feature_map="identity", normalize=False, **o),
         lambda x: linear(*x[:3])[:2],
     ),
     "retention": Operation(
@@ -132,7 +132,7 @@ def test_every_form_is_the_definition_on_repeated_heads(
             found, after = run(x, form=form, chunk=chunk)
             assert_same(found, out)
             assert_same(after[0], state[0])
-            if len(after) == 2:  # one normaliser for each key head
+            if len(after) == 2:  # one normalizer for each key head
                 assert after[1].shape[1] == heads[1]
                 assert_same(after[1].repeat_interleave(heads[2] // heads[1], 1), state[1])
 

@@ -204,7 +204,7 @@ def test_a_graph_holds_no_python_object() -> None:
     assert graphs.constants <= {torch.fx.Node, int, float, str, bool, type(None)}
 
 
-def test_positions_in_tensors_and_quantised_inputs() -> None:
+def test_positions_in_tensors_and_quantized_inputs() -> None:
     q, k, v = inputs(1, 30)
     positions = torch.arange(30)[None].clone()
     positions[0, 7] = -1

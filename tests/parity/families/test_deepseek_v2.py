@@ -125,9 +125,9 @@ def groups_by_two(network: Any) -> None:
         block.feed_forward.router.groups = ExpertGroups(4, 2, best=2)
 
 
-def renormalised(network: Any) -> None:
+def renormalized(network: Any) -> None:
     for block in network.layers[1:]:
-        block.feed_forward.router.normalise = True
+        block.feed_forward.router.normalize = True
 
 
 def not_scaled(network: Any) -> None:
@@ -148,7 +148,7 @@ WRONG = (
     no_inner_norm,
     no_groups,
     groups_by_two,
-    renormalised,
+    renormalized,
     not_scaled,
     nobody_shared,
 )

@@ -63,7 +63,7 @@ CHANGES: dict[str, dict[str, Any]] = {
         "rope_interleave": False,
         "rope_parameters": {"rope_type": "default", "rope_theta": 500.0},
     },
-    "one group, no low rank, not normalised": {
+    "one group, no low rank, not normalized": {
         "q_lora_rank": None,
         "n_group": 1,
         "topk_group": 1,
@@ -136,9 +136,9 @@ def corrected_weights(network: Any) -> None:
         router.forward = weights_of_the_corrected.__get__(router)
 
 
-def not_normalised(network: Any) -> None:
+def not_normalized(network: Any) -> None:
     for router in routers(network):
-        router.normalise = False
+        router.normalize = False
 
 
 def not_scaled(network: Any) -> None:
@@ -153,7 +153,7 @@ WRONG = (
     groups_by_one,
     no_correction,
     corrected_weights,
-    not_normalised,
+    not_normalized,
     not_scaled,
 )
 

@@ -120,7 +120,7 @@ def slope_one(network: Any) -> None:
 
 def softmax_over_all(network: Any) -> None:
     for block in network.layers:
-        block.feed_forward.router.normalise = False
+        block.feed_forward.router.normalize = False
 
 
 def no_router_bias(network: Any) -> None:

@@ -194,7 +194,7 @@ def weights_on_outputs(network: Any) -> None:
 
 def softmax_router(network: Any) -> None:
     for mixture in experts_of(network):
-        linear, mixture.router = mixture.router.linear, SoftmaxRouter(36, 5, 2, normalise=True)
+        linear, mixture.router = mixture.router.linear, SoftmaxRouter(36, 5, 2, normalize=True)
         mixture.router.linear = linear
 
 

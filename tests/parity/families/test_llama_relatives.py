@@ -83,7 +83,7 @@ def experts_of(network: Any) -> Iterable[Any]:
 def other_weights_of_experts(network: Any) -> None:
     """Weights over all experts where they are over the chosen ones, and the reverse."""
     for mixture in experts_of(network):
-        mixture.router.normalise = not mixture.router.normalise
+        mixture.router.normalize = not mixture.router.normalize
 
 
 def gate_and_up_swapped(network: Any) -> None:

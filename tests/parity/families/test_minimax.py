@@ -68,7 +68,7 @@ def residuals(network: nn.Module) -> list[NormedResidual]:
 
 
 def norm_before_each_sublayer(network: Any) -> None:
-    """The states themselves are added, not the normalised ones."""
+    """The states themselves are added, not the normalized ones."""
     for block in network.layers:
         for name in ("attention_residual", "feed_forward_residual"):
             setattr(block, name, PreNorm(getattr(block, name).norm))

@@ -86,7 +86,7 @@ def softmax_of_both(network: Any) -> None:
     """Mixtral's router with the same matrix."""
     for block in network.layers:
         old = block.feed_forward.router
-        made = SoftmaxRouter(H * D, 6, 2, normalise=True).requires_grad_(False)
+        made = SoftmaxRouter(H * D, 6, 2, normalize=True).requires_grad_(False)
         made.linear = old.linear
         block.feed_forward.router = made
 

@@ -133,7 +133,7 @@ def mixture(change: Change) -> Change:
 
 
 def other_weights(mixture: Any) -> None:
-    mixture.router.normalise = not mixture.router.normalise
+    mixture.router.normalize = not mixture.router.normalize
 
 
 def no_correction(mixture: Any) -> None:

@@ -203,7 +203,7 @@ def test_the_map_zooms_by_keys_and_the_address_restores_the_cell(tab: Tab, folde
     assert tab.js("R.state.view") == "cell"
 
 
-def test_hiding_the_first_positions_renormalises_and_says_so(
+def test_hiding_the_first_positions_renormalizes_and_says_so(
     tab: Tab, folder: Path, recording: Recording
 ) -> None:
     opened(tab, folder, "all", "#L1H1&v=map&sinks=0")
@@ -213,7 +213,7 @@ def test_hiding_the_first_positions_renormalises_and_says_so(
         assert row[:4] == [-3] * 4
         rest = 1 - exact[i, :4].sum().item()
         assert row[i] == pytest.approx(exact[i, i].item() / rest, abs=BAR)
-    assert "renormalised" in tab.js("document.getElementById('map-sinks-note').textContent")
+    assert "renormalized" in tab.js("document.getElementById('map-sinks-note').textContent")
     assert not tab.js("document.getElementById('map-sinks-note').hidden")
 
 

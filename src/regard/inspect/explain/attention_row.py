@@ -427,7 +427,7 @@ def rule_row(row: KernelRow) -> RuleRow:
 
 def _final_step(rule: ScoreRule, weights: Array, masked: Array) -> ComputationStep:
     """Return the weights as the last step of a row without a softmax at its end."""
-    names = [str(one) for one in rule.steps() if {"normaliser", "pattern"} & set(one.stages)]
+    names = [str(one) for one in rule.steps() if {"normalizer", "pattern"} & set(one.stages)]
     values = np.where(np.isneginf(masked), -np.inf, weights)
     return ComputationStep("effective", Phrase("a_ij by {names}", names=", ".join(names)), values)
 
@@ -461,8 +461,8 @@ def _scores_of_all_heads(row: KernelRow) -> tuple[Tensor, ScoreBlock]:
 
 def _rule_weights(rule: ScoreRule, s: Tensor, block: ScoreBlock, sink: Tensor | None) -> Tensor:
     """Return the weights [1,H,1,n] of masked scores, after the rules on weights."""
-    if rule.normaliser is not None:
-        p = rule.normaliser.normalise(s, block)
+    if rule.normalizer is not None:
+        p = rule.normalizer.normalize(s, block)
     else:
         extra = s.new_full((*s.shape[:3], 1), -torch.inf)
         if sink is not None:

@@ -379,7 +379,7 @@ def logit_lens(model: AnyModel, text: Input, answer: Answer | None = None) -> Ef
         A table of layers and positions: the probability, and in `cells` the token.
 
     Raises:
-        ArgumentError: the model has no logits, the answer is no token, or the model normalises its
+        ArgumentError: the model has no logits, the answer is no token, or the model normalizes its
             states after each layer, so that its last norm does not fit the earlier states.
 
     >>> import regard
@@ -394,7 +394,7 @@ def logit_lens(model: AnyModel, text: Input, answer: Answer | None = None) -> Ef
     decomposition = decompose(run, -1)
     if decomposition.is_post_norm:
         raise ArgumentError(
-            "the blocks normalise their own results (post-norm), and there is no last norm that "
+            "the blocks normalize their own results (post-norm), and there is no last norm that "
             "reads a hidden state; the logit lens needs a pre-norm model"
         )
     taps, names = decomposition.terms.taps, decomposition.states

@@ -61,7 +61,7 @@ class FrozenNorm:
 
     Args:
         norm: the module.
-        x: the states `[B, T, M]` that it normalised.
+        x: the states `[B, T, M]` that it normalized.
         y: its result for them.
 
     Raises:
@@ -264,7 +264,7 @@ class Decomposition(NamedTuple):
         output: the last norm, the head and the logits.
         states: names of the taps with the states between the blocks, in order: the first enters the
             first block, and the last is the state before the last norm.
-        is_post_norm: whether the blocks normalise their own results.
+        is_post_norm: whether the blocks normalize their own results.
     """
 
     terms: ResidualTerms

@@ -147,7 +147,7 @@ class KeyValuePool:
         groups: indices of the g key/value heads that are stored, out of G.
         G: number of key/value heads of the model.
         key_kind: what the keys are: "keys"; "latents" for the latents of MLA with the rotary key;
-            or "keys from a quantised cache" for values decoded from it.
+            or "keys from a quantized cache" for values decoded from it.
     """
 
     k: Tensor

@@ -301,7 +301,7 @@ class PlaceBuilder:
         if layout not in self._stores:
             latents = call.E < call.D and call.k.data_ptr() == call.v.data_ptr()
             key_kind = "latents" if latents else "keys"
-            key_kind += " from a quantised cache" if coded else ""
+            key_kind += " from a quantized cache" if coded else ""
             v = call.v.detach()[:, list(groups)] if "v" in self._kept_parts.names else None
             like = call.k.detach()[:, list(groups)], v
             self._stores[layout] = KeyValueStore(like, groups, call.G, key_kind)

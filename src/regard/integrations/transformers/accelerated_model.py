@@ -50,7 +50,7 @@ def accelerate(model: PreTrainedModel) -> AcceleratedModel:
     many rows are computed in fp32. Parameters, names, hooks and `state_dict` stay as they are; the
     results stay the same up to rounding.
 
-    Only layers whose class is exactly `nn.Linear` change; quantised layers and layers of adapters
+    Only layers whose class is exactly `nn.Linear` change; quantized layers and layers of adapters
     keep theirs. For long texts pass a `PreallocatedCache` to `generate`, so that a step copies no
     old keys.
 

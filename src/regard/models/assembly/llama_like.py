@@ -334,15 +334,15 @@ def router(config: RotaryDecoderConfig) -> Router:
     count, active = config.value(experts.count), config.value(experts.active)
     if experts.router == "sparse_mixer":
         return SparseMixerRouter(M, count, tolerance=config.value("router_jitter_noise"))
-    normalise = config.value(experts.normalized)
+    normalize = config.value(experts.normalized)
     if experts.router == "softmax":
-        return SoftmaxRouter(M, count, active, normalise=normalise)
+        return SoftmaxRouter(M, count, active, normalize=normalize)
     groups = getattr(config, "n_group", 1)
     return SigmoidRouter(
         M,
         count,
         active,
-        normalise=normalise,
+        normalize=normalize,
         groups=None if groups == 1 else ExpertGroups(groups, config.value("topk_group"), 2),
         scale=getattr(config, "routed_scaling_factor", 1.0),
     )

@@ -43,7 +43,7 @@ def to_groups(
     More heads: each is repeated, k_h = k_{h // (G'/G)}, which is exact. Fewer, "mean": the maps of
     neighbours are averaged, for keys and for values (Ainslie et al.). Fewer, "svd": k_j ~ C_j k
     where C_j is moved into the query maps, and v_j ~ C_j v, where C_j is moved into the output
-    maps. This choice minimises sum_h |W_q,h^T W_k - W_q,h'^T W_k'|^2 and sum_h |W_o,h W_v - W_o,h'
+    maps. This choice minimizes sum_h |W_q,h^T W_k - W_q,h'^T W_k'|^2 and sum_h |W_o,h W_v - W_o,h'
     W_v'|^2. A map of keys must commute with the rotation, so C_j is one complex number for each
     rotary pair, and any matrix where dims are not rotated.
 
@@ -153,7 +153,7 @@ def common_pairs(
 ) -> tuple[Complex[Tensor, "g p m"], Complex[Tensor, "G p"]]:
     """Compute one complex row for each pair of each group, and a factor per head: k_j ~ c_j k.
 
-    They minimise sum_j |w_j (k_j - c_j k)|^2. The best row is the first singular vector of the
+    They minimize sum_j |w_j (k_j - c_j k)|^2. The best row is the first singular vector of the
     stacked rows of the heads. Its scale is free; it is chosen so that the factors have mean
     square 1, and equal heads have factor 1.
     """
@@ -174,7 +174,7 @@ def common_rows(
 ) -> tuple[Float[Tensor, "g d m"], Float[Tensor, "G d d"]]:
     """Compute d rows for each group, and a matrix per head: x_j ~ C_j x.
 
-    They minimise sum_j |S_j (x_j - C_j x)|^2 with S_j^2 = gram_j.
+    They minimize sum_j |S_j (x_j - C_j x)|^2 with S_j^2 = gram_j.
     """
     root, inverse = matrix_sqrt(gram)
     times, d = len(x) // groups, x.shape[1]

@@ -116,7 +116,7 @@ def sigmoid_router(config: DeepseekV3Config) -> SigmoidRouter:
         config.n_routed_experts,
         config.num_experts_per_tok,
         groups=groups(config.n_group, config.topk_group, 2),
-        normalise=config.norm_topk_prob,
+        normalize=config.norm_topk_prob,
         scale=config.routed_scaling_factor,
     )
 
@@ -295,7 +295,7 @@ def _kimi_router(config: KimiLinearConfig) -> SigmoidRouter:
         config.hidden_size,
         config.num_experts,
         config.num_experts_per_token,
-        normalise=config.moe_renormalize,
+        normalize=config.moe_renormalize,
         groups=None if n == 1 else ExpertGroups(n, config.topk_group, 2),
         scale=config.routed_scaling_factor,
     )

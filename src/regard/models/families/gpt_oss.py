@@ -27,7 +27,7 @@ def _layer(config: GptOssConfig, _: int, rotary: Rotary | None, window: int | No
     attention = llama_like.attention(config, rotary, window)
     clip = {"limit": config.swiglu_limit, "alpha": config.swiglu_alpha}
     experts = [ClippedSwiGLU(M, config.intermediate_size, **clip) for _ in range(n)]
-    router = SoftmaxRouter(M, n, config.num_experts_per_tok, normalise=True, bias=True)
+    router = SoftmaxRouter(M, n, config.num_experts_per_tok, normalize=True, bias=True)
     return llama_like.block(config, attention, MoE(router, experts))
 
 

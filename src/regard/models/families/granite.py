@@ -37,7 +37,7 @@ def _feed_forward(config: GraniteHybridConfig) -> nn.Module:
     shared = SwiGLU(M, config.shared_intermediate_size)
     if not n:
         return shared
-    router = SoftmaxRouter(M, n, k, normalise=True)
+    router = SoftmaxRouter(M, n, k, normalize=True)
     return llama_like.mixture(M, config.intermediate_size, router, shared)
 
 

@@ -196,7 +196,7 @@ def _nemotron_router(config: NemotronHConfig) -> SigmoidRouter:
         config.hidden_size,
         config.n_routed_experts,
         config.num_experts_per_tok,
-        normalise=config.norm_topk_prob,
+        normalize=config.norm_topk_prob,
         groups=groups,
         scale=config.routed_scaling_factor,
     )

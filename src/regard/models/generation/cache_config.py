@@ -33,7 +33,7 @@ class CacheConfig:
     "growing"             every token, appended                             raises at the beginning
     "fixed"               every token, allocated once                       raises at the beginning
     "paged"               every token, in pages that rows can share         raises at the beginning
-    "quantised"           every token, 8 bits except the last 128: inexact  raises at the beginning
+    "quantized"           every token, 8 bits except the last 128: inexact  raises at the beginning
     "fp8"                 every token, 8-bit floats: inexact                raises at the beginning
     "ring"                the last max_context tokens (a sliding window)    continues without limit
     "streaming"           the first 4 tokens, the last max_context - 4      continues without limit

@@ -74,7 +74,7 @@ class InfiniAttention(Mixer):
     out = output(heads of z concatenated)
 
     The memory uses q, k and v without positions; the softmax uses rotary(q) and rotary(k). The
-    cache has a fixed size: the memory matrix, its normaliser, and the tokens of one segment. The
+    cache has a fixed size: the memory matrix, its normalizer, and the tokens of one segment. The
     mechanism cannot be added to a trained model without training the gate and the projections, and
     it loses detail, since a memory returns a mean of what was written. The gate has one parameter
     per head; it needs a higher learning rate than matrices, and no weight decay.

@@ -65,7 +65,7 @@ class Residual(nn.Module, ABC):
 
 
 class PreNorm(Residual):
-    """Pre-norm residual connection: the input of the sublayer is normalised, x + sublayer(norm(x)).
+    """Pre-norm residual connection: the input of the sublayer is normalized, x + sublayer(norm(x)).
 
     A stack of pre-norm blocks needs one more norm after its last block.
 
@@ -124,7 +124,7 @@ class ScaledPreNorm(PreNorm):
 
 
 class PostNorm(Residual):
-    """Post-norm residual connection: the sum is normalised, norm(x + sublayer(x)).
+    """Post-norm residual connection: the sum is normalized, norm(x + sublayer(x)).
 
     The arguments are those of `Residual`.
 
@@ -144,13 +144,13 @@ class PostNorm(Residual):
 
 
 class NormedResidual(Residual):
-    """Residual connection in which both terms use the normalised x: alpha n + beta sublayer(n),
+    """Residual connection in which both terms use the normalized x: alpha n + beta sublayer(n),
     n = norm(x).
 
     Args:
         norm: a module [B,T,M] -> [B,T,M].
         dropout: the dropout probability on the sublayer's output, in training only.
-        alpha: the factor on the normalised x.
+        alpha: the factor on the normalized x.
         beta: the factor on the sublayer's output.
 
     Raises:
@@ -183,12 +183,12 @@ class NormedResidual(Residual):
         return result
 
     def extra_repr(self) -> str:
-        """Return the factors on the normalised state and on what is added."""
+        """Return the factors on the normalized state and on what is added."""
         return f"alpha={self.alpha:g}, beta={self.beta:g}"
 
 
 class OutputNorm(Residual):
-    """Residual connection in which only the sublayer's output is normalised: x + norm(sublayer(x)).
+    """Residual connection in which only the sublayer's output is normalized: x + norm(sublayer(x)).
 
     The arguments are those of `Residual`.
 

@@ -125,7 +125,7 @@ class NarrowingRMSNorm(RMSNorm):
     """
 
     def forward(self, x: Float[Tensor, "*L D"], positions: object = None) -> Float[Tensor, "*L D"]:
-        """Normalise x [..., dim]; positions are ignored."""
+        """Normalize x [..., dim]; positions are ignored."""
         return super().forward(x).to(self.weight.dtype)
 
 

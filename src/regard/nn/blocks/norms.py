@@ -1,4 +1,4 @@
-"""Normalisation layers: RMS norm, RMS norm with an offset weight, and group norm per head."""
+"""Normalization layers: RMS norm, RMS norm with an offset weight, and group norm per head."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from regard.units import plural
 
 
 class RMSNorm(nn.Module):
-    """Root mean square normalisation with a learned weight.
+    """Root mean square normalization with a learned weight.
 
     y = x / sqrt(mean(x^2) + eps) * weight, computed in fp32 or better
 
@@ -42,14 +42,14 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Float[Tensor, "*L D"], positions: object = None) -> Float[Tensor, "*L D"]:
-        """Normalise x [..., dim].
+        """Normalize x [..., dim].
 
         Args:
             x: a tensor [..., dim].
             positions: ignored; a norm may be a step of a `HeadProjection`, which passes positions.
 
         Returns:
-            The normalised tensor [..., dim].
+            The normalized tensor [..., dim].
         """
         if type(x) is not Tensor and is_proxy(x):
             return call_as_leaf(self, RMSNorm.forward, x)
@@ -83,7 +83,7 @@ class OffsetRMSNorm(RMSNorm):
         nn.init.zeros_(self.weight)
 
     def forward(self, x: Float[Tensor, "*L D"], positions: object = None) -> Float[Tensor, "*L D"]:
-        """Normalise x [..., dim]; positions are ignored."""
+        """Normalize x [..., dim]; positions are ignored."""
         if type(x) is not Tensor and is_proxy(x):
             return call_as_leaf(self, OffsetRMSNorm.forward, x)
         # Reading the dictionary is faster than `self.weight`, which only a parametrization needs.
@@ -106,7 +106,7 @@ class OffsetLayerNorm(nn.LayerNorm):
         nn.init.zeros_(self.weight)
 
     def forward(self, x: Float[Tensor, "*L D"]) -> Float[Tensor, "*L D"]:
-        """Return x [..., dim], normalised."""
+        """Return x [..., dim], normalized."""
         return F.layer_norm(x, self.normalized_shape, self.weight + 1, self.bias, self.eps)
 
 
@@ -145,14 +145,14 @@ class HeadNorm(nn.Module):
     def forward(
         self, x: Float[Tensor, "B H T E"], positions: object = None
     ) -> Float[Tensor, "B H T E"]:
-        """Normalise each head of each token separately.
+        """Normalize each head of each token separately.
 
         Args:
             x: heads [B,H,T,E].
             positions: ignored; a norm may be a step of a `HeadProjection`, which passes positions.
 
         Returns:
-            The normalised heads [B,H,T,E].
+            The normalized heads [B,H,T,E].
 
         Raises:
             ArgumentError, ArgumentTypeError: x is not a floating-point tensor [batch, heads,
@@ -196,7 +196,7 @@ class JoinedHeadsRMSNorm(RMSNorm):
     def forward(
         self, x: Float[Tensor, "B H T E"], positions: object = None
     ) -> Float[Tensor, "B H T E"]:
-        """Normalise the joined heads of each token."""
+        """Normalize the joined heads of each token."""
         if x.ndim != 4 or (x.shape[1], x.shape[3]) != (self.heads, self.head_dim):
             raise ArgumentError(
                 f"x is {tuple(x.shape)}; this norm needs [batch, {self.heads}, length, "
@@ -219,7 +219,7 @@ class JoinedHeadsRMSNorm(RMSNorm):
 
 
 class L2Norm(nn.Module):
-    """L2 normalisation of the last dimension: x / sqrt(sum(x^2) + eps), computed in fp32 or better.
+    """L2 normalization of the last dimension: x / sqrt(sum(x^2) + eps), computed in fp32 or better.
 
     Source: Yang et al. 2024 (arXiv 2406.06484), section 3.3.
     """
@@ -231,7 +231,7 @@ class L2Norm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Float[Tensor, "*L D"], positions: object = None) -> Float[Tensor, "*L D"]:
-        """Normalise x [..., D]; positions are ignored."""
+        """Normalize x [..., D]; positions are ignored."""
         x32 = x if x.dtype in (torch.float32, torch.float64) else x.float()
         return (x32 * torch.rsqrt(x32.square().sum(-1, keepdim=True) + self.eps)).to(x.dtype)
 

@@ -95,7 +95,7 @@ class Router(nn.Module, ABC):
         dim: the model dim M.
         experts: the number of experts n.
         k: how many experts are chosen per token.
-        normalise: whether the weights of a token sum to `scale`.
+        normalize: whether the weights of a token sum to `scale`.
         bias: whether the linear map has a bias.
         groups: restricts the choice to the best groups of experts; None allows all.
         scale: a factor on the weights.
@@ -111,7 +111,7 @@ class Router(nn.Module, ABC):
         experts: int,
         k: int,
         *,
-        normalise: bool = False,
+        normalize: bool = False,
         bias: bool = False,
         groups: ExpertGroups | None = None,
         scale: float = 1.0,
@@ -120,7 +120,7 @@ class Router(nn.Module, ABC):
         check_positive_sizes(type(self).__name__, dim=dim, experts=experts, k=k)
         _check_topk(experts, k, groups)
         check_number("scale", scale, 0, float("inf"), "a finite number above 0")
-        self.experts, self.k, self.normalise = experts, k, normalise
+        self.experts, self.k, self.normalize = experts, k, normalize
         self.groups, self.scale = groups, scale
         self.linear = nn.Linear(dim, experts, bias=bias)
 
@@ -168,11 +168,11 @@ class Router(nn.Module, ABC):
         return _stable_topk(scores, self.k)
 
     def extra_repr(self) -> str:
-        """Return the numbers of chosen and all experts, the groups, `normalise` and the factor."""
+        """Return the numbers of chosen and all experts, the groups, `normalize` and the factor."""
         groups = "" if self.groups is None else f", {self.groups}"
-        normalise = ", normalise" if self.normalise else ""
+        normalize = ", normalize" if self.normalize else ""
         scale = "" if self.scale == 1 else f", scale={self.scale:g}"
-        return f"{self.k} of {self.experts}{groups}{normalise}{scale}"
+        return f"{self.k} of {self.experts}{groups}{normalize}{scale}"
 
 
 class SoftmaxRouter(Router):
@@ -180,15 +180,15 @@ class SoftmaxRouter(Router):
 
     l = W x + b;  C = the k experts with the highest l
     w_e = scale exp(l_e) / sum_{j in all} exp(l_j),
-    or with `normalise` w_e = scale exp(l_e) / sum_{j in C} exp(l_j)
+    or with `normalize` w_e = scale exp(l_e) / sum_{j in C} exp(l_j)
 
-    With `normalise` this is both "softmax, choose, divide by the sum" (Mixtral) and "choose, then
+    With `normalize` this is both "softmax, choose, divide by the sum" (Mixtral) and "choose, then
     softmax" (gpt-oss), which give the same numbers. Without it, it is the router of Switch, of
     DeepSeek-V2, and of Qwen-MoE with norm_topk_prob false.
 
     Groups are compared by the softmax over all experts. The arguments are those of `Router`.
 
-    >>> router = SoftmaxRouter(1, 3, 2, normalise=True)
+    >>> router = SoftmaxRouter(1, 3, 2, normalize=True)
     >>> _ = router.linear.weight.data.copy_(torch.tensor([[0.0], [3.0], [3.0]]).log1p())
     >>> weights, experts = router(torch.ones(1, 1))
     >>> experts.tolist(), weights.tolist()
@@ -204,7 +204,7 @@ class SoftmaxRouter(Router):
         shares = logits.softmax(-1)
         # Compare logits, because different shares may round to the same number.
         chosen = self.choose(logits, shares)
-        if self.normalise:
+        if self.normalize:
             weights = logits.gather(-1, chosen).softmax(-1)
         else:
             weights = shares.gather(-1, chosen)
@@ -216,7 +216,7 @@ class SigmoidRouter(Router):
     but not the weights.
 
     s = sigmoid(W x);  C = the k experts with the highest s + correction
-    w_e = scale s_e,  or with `normalise`  scale s_e / (sum_{j in C} s_j + 1e-20)
+    w_e = scale s_e,  or with `normalize`  scale s_e / (sum_{j in C} s_j + 1e-20)
 
     The correction balances the load: training raises it for experts that are chosen too rarely,
     without a gradient. It is a parameter with requires_grad=False, and should stay in fp32.
@@ -224,7 +224,7 @@ class SigmoidRouter(Router):
     Groups are compared by their corrected scores.
 
     Args:
-        dim, experts, k, normalise, bias, groups, scale: as for `Router`.
+        dim, experts, k, normalize, bias, groups, scale: as for `Router`.
 
     Raises:
         ArgumentError: an argument does not suit `Router`.
@@ -245,13 +245,13 @@ class SigmoidRouter(Router):
         experts: int,
         k: int,
         *,
-        normalise: bool = False,
+        normalize: bool = False,
         bias: bool = False,
         groups: ExpertGroups | None = None,
         scale: float = 1.0,
     ) -> None:
         super().__init__(
-            dim, experts, k, normalise=normalise, bias=bias, groups=groups, scale=scale
+            dim, experts, k, normalize=normalize, bias=bias, groups=groups, scale=scale
         )
         self.correction = nn.Parameter(torch.zeros(experts), requires_grad=False)
 
@@ -261,7 +261,7 @@ class SigmoidRouter(Router):
         corrected = scores.detach() + self.correction.detach()
         chosen = self.choose(corrected, corrected)
         weights = scores.gather(-1, chosen)
-        if self.normalise:
+        if self.normalize:
             weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
         return Routing(weights * self.scale, chosen)
 

@@ -413,7 +413,7 @@ class DifferentialProjection(SeparateQKV):
         return k, v.repeat(1, 2, 1, 1)
 
     def postprocess(self, z: Tensor, x: Tensor) -> Tensor:
-        """Subtract the second pattern's heads from the first's and normalise: [B,2H,T,E] ->
+        """Subtract the second pattern's heads from the first's and normalize: [B,2H,T,E] ->
         [B,H,T,E].
         """
         first, second = z.chunk(2, dim=1)

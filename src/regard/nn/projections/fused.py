@@ -237,7 +237,7 @@ class FusedQKV(Projection, nn.Module):
             return torch.unflatten(y, -1, (-1, D)).transpose(1, 2)  # [B,L,n D] -> [B,n,L,D]
         stored: object = self.linear.weight
         if not isinstance(stored, Tensor):
-            # another layer in its place, such as torch's quantised one, has no rows to choose
+            # another layer in its place, such as torch's quantized one, has no rows to choose
             y = torch.unflatten(self.linear(x), -1, (-1, D))
             return y[..., rows, :].transpose(1, 2)
         if self.order == "parts":  # the rows are contiguous, so a slice needs no copy

@@ -242,7 +242,7 @@ class HeadProjection(nn.Module):
 
     x [B,L,M] -> W x + b -> flat(.) -> split into heads [B,n,L,d] -> step(., positions) -> ...
 
-    The steps run in the given order: `HeadProjection(M, H, D, RMSNorm(D), rotary)` normalises
+    The steps run in the given order: `HeadProjection(M, H, D, RMSNorm(D), rotary)` normalizes
     before it rotates, `HeadProjection(M, H, D, rotary, RMSNorm(D))` after.
 
     Args:

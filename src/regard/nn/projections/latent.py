@@ -99,7 +99,7 @@ class LatentHeads(Projection, nn.Module):
     def select_form(self, queries: int, keys: int) -> Projection:
         """Return this projection (expanded), or its `AbsorbedLatentProjection`."""
         absorb = self.form == "absorb"
-        # another layer in its place, such as torch's quantised one, may have no matrix to absorb
+        # another layer in its place, such as torch's quantized one, may have no matrix to absorb
         if self.form == "auto" and all(isinstance(m.weight, Tensor) for m in self.up_maps()):
             absorb = absorbing_is_cheaper(
                 queries,
@@ -267,7 +267,7 @@ class LatentProjection(LatentHeads):
         self.kv_up.linear.reads_whole_weight = True  # `up` reads it for every absorbed query
 
     def remember(self, x: Tensor, positions: Positions) -> Parts:
-        """Return one part [B,1,S,r+d_rope]: the normalised latent and the rotated key."""
+        """Return one part [B,1,S,r+d_rope]: the normalized latent and the rotated key."""
         c, rotated = self.kv_down(x).split((self.kv_rank, self.rotary.dim), dim=-1)
         rotated = self.rotary(rotated[:, None], positions)
         return (torch.cat((self.kv_norm(c)[:, None], rotated), dim=-1),)
@@ -481,7 +481,7 @@ class GroupedLatentProjection(LatentHeads):
         return nope.repeat(1, self.branches, 1, 1), rotated.repeat(1, self.branches, 1, 1)
 
     def remember(self, x: Tensor, positions: Positions) -> Parts:
-        """Return the normalised latents in one head [B,1,S,n*r], and the rotated key
+        """Return the normalized latents in one head [B,1,S,n*r], and the rotated key
         [B,1,S,d_rope].
         """
         c, rotated = self.kv_down(x).split((self.latents * self.kv_rank, self.rotary.dim), dim=-1)

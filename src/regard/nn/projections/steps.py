@@ -117,7 +117,7 @@ class QueryTemperature(nn.Module):
 
 
 class WeightlessRMSNorm(nn.Module):
-    """Root mean square normalisation without a learned weight.
+    """Root mean square normalization without a learned weight.
 
     y = x / sqrt(mean(x^2) + eps), computed in fp32 or better
 
@@ -140,7 +140,7 @@ class WeightlessRMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor, positions: object = None) -> Tensor:
-        """Normalise x [..., D]; positions are ignored."""
+        """Normalize x [..., D]; positions are ignored."""
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
         return (wide * (wide.square().mean(-1, keepdim=True) + self.eps).rsqrt()).to(x.dtype)
 
@@ -194,11 +194,11 @@ class L2Clip(nn.Module):
 
 
 class UnitNorm(nn.Module):
-    """The normalisation of nGPT: vectors of length 1, with a learned factor per channel.
+    """The normalization of nGPT: vectors of length 1, with a learned factor per channel.
 
     y = s * x / |x|, computed in fp32 or better; s = weight * initial / stored
 
-    The optimiser sees weights near `stored`, whatever the factor starts at.
+    The optimizer sees weights near `stored`, whatever the factor starts at.
 
     Args:
         heads: the number of heads n.
@@ -225,7 +225,7 @@ class UnitNorm(nn.Module):
         self.weight = nn.Parameter(torch.full((heads, dim), float(stored)))
 
     def forward(self, x: Tensor, positions: object = None) -> Tensor:
-        """Normalise heads x [B,n,L,d]; positions are ignored."""
+        """Normalize heads x [B,n,L,d]; positions are ignored."""
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
         unit = F.normalize(wide, dim=-1)
         return (unit * (self.weight.to(wide.dtype) * self.ratio)[:, None]).to(x.dtype)

@@ -50,7 +50,7 @@ def _by_head(x: Float[Tensor, "B T n"], heads: int) -> Float[Tensor, "B G T d"]:
 
 
 class LinearAttentionRule(RecurrenceRule):
-    """Linear attention with a feature map, with or without a normaliser.
+    """Linear attention with a feature map, with or without a normalizer.
 
     Args:
         feature_map: a name in `regard.linear.FEATURE_MAPS`, or a function or module that keeps the
@@ -62,43 +62,43 @@ class LinearAttentionRule(RecurrenceRule):
     scale: float
 
     def __init__(
-        self, feature_map: FeatureMap = "elu+1", *, normalise: bool = True, scale: float = 1.0
+        self, feature_map: FeatureMap = "elu+1", *, normalize: bool = True, scale: float = 1.0
     ) -> None:
         super().__init__()
         feature_map_of(feature_map)
         check_number("scale", scale, float("-inf"), float("inf"), "finite")
-        self.feature_map, self.normalise, self.scale = feature_map, normalise, scale
+        self.feature_map, self.normalize, self.scale = feature_map, normalize, scale
 
     def run(
         self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, call: RuleCall
     ) -> tuple[Tensor, Parts]:
         """Return the results [B,max(H,N),T,E] and the state after the last token: (S, z), or (S,)
-        without a normaliser.
+        without a normalizer.
         """
         return linear_attention(
             q,
             k,
             v,
             feature_map=self.feature_map,
-            normalise=self.normalise,
+            normalize=self.normalize,
             scale=self.scale,
             **call,
         )
 
-    def unnormalised(self) -> LinearAttentionRule:
+    def unnormalized(self) -> LinearAttentionRule:
         """Return this rule without the division by the sum of the weights."""
-        return LinearAttentionRule(self.feature_map, normalise=False)
+        return LinearAttentionRule(self.feature_map, normalize=False)
 
     def spec(self, weights: ParameterCounts, shape: HeadShape) -> LinearSpec:
         """Return the cost of a layer with this rule."""
         count = getattr(self.feature_map, "feature_count", None)
         features = None if count is None else count(shape.head_dim)
-        return LinearSpec(weights, (), shape, normalised=self.normalise, features=features)
+        return LinearSpec(weights, (), shape, normalized=self.normalize, features=features)
 
     def extra_repr(self) -> str:
-        """Return the feature map, and whether the weights are normalised."""
+        """Return the feature map, and whether the weights are normalized."""
         name = self.feature_map if isinstance(self.feature_map, str) else "a function"
-        return f"{name}, normalise={self.normalise}"
+        return f"{name}, normalize={self.normalize}"
 
 
 class RetentionRule(RecurrenceRule):
@@ -529,8 +529,8 @@ class CosineRule(LinearAttentionRule):
     Source: Qin et al. 2022 (arXiv 2202.08791), section 3.
     """
 
-    def __init__(self, period: int, *, normalise: bool = True) -> None:
-        super().__init__("identity", normalise=normalise)
+    def __init__(self, period: int, *, normalize: bool = True) -> None:
+        super().__init__("identity", normalize=normalize)
         if period < 1:
             raise ArgumentError(f"period is {period}; it must be at least 1")
         self.period = period
@@ -547,19 +547,19 @@ class CosineRule(LinearAttentionRule):
             keys,
             wide(v),
             feature_map="identity",
-            normalise=self.normalise,
+            normalize=self.normalize,
             **call,
         )
         return z.to(q.dtype), state
 
-    def unnormalised(self) -> CosineRule:
+    def unnormalized(self) -> CosineRule:
         """Return this rule without the division by the sum of the weights."""
-        return CosineRule(self.period, normalise=False)
+        return CosineRule(self.period, normalize=False)
 
     def spec(self, weights: ParameterCounts, shape: HeadShape) -> LinearSpec:
         """Return the cost of a layer with this rule."""
         features = 2 * shape.head_dim
-        return LinearSpec(weights, (), shape, normalised=self.normalise, features=features)
+        return LinearSpec(weights, (), shape, normalized=self.normalize, features=features)
 
     def extra_repr(self) -> str:
         """Return the period of the cosine."""

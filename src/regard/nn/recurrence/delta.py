@@ -32,7 +32,7 @@ from regard.ops.linear.delta_rules import (
     delta_product,
     delta_rule,
     gated_delta_rule,
-    generalised_delta_rule,
+    generalized_delta_rule,
 )
 from regard.ops.linear.linear_recurrence import linear_recurrence
 from regard.ops.linear.regression import mesa, titans_memory
@@ -202,7 +202,7 @@ class EraseRule(RecurrenceRule):
         erase = wide(self.erase(x, None)).sigmoid()
         keys = _per_value_head(k, v)
         c = (g if g.ndim == 4 else g[..., None]).exp() * erase * keys
-        return generalised_delta_rule(q, k, v, c, g, **call)
+        return generalized_delta_rule(q, k, v, c, g, **call)
 
     def spec(self, weights: ParameterCounts, shape: HeadShape) -> DeltaSpec:
         """Return the cost of a layer with this rule."""
@@ -236,7 +236,7 @@ class CombaRule(RecurrenceRule):
         q = (q - wide(self.correction)[:, None, None] * p).to(q.dtype)
         c = g.exp()[..., None] * beta * _per_value_head(p, v)
         written = (beta * v).to(v.dtype)
-        return generalised_delta_rule(q, k, written, c, g, **call)
+        return generalized_delta_rule(q, k, written, c, g, **call)
 
     def spec(self, weights: ParameterCounts, shape: HeadShape) -> DeltaSpec:
         """Return the cost of a layer with this rule."""
@@ -276,7 +276,7 @@ class PreconditionedDeltaRule(RecurrenceRule):
         written, keys = (beta * v).to(v.dtype), (m * k).to(k.dtype)
         state = None if call["state"] is None else call["state"][:1]
         call = {**call, "state": state}
-        out, (S,) = generalised_delta_rule(q, keys, written, c, g, **call)
+        out, (S,) = generalized_delta_rule(q, keys, written, c, g, **call)
         return out, (S, squares)
 
     def preconditioner(
@@ -359,7 +359,7 @@ class DeltaProductRule(RecurrenceRule):
         check_positive_sizes("DeltaProductRule", dim=dim, groups=groups, writes=writes)
         check_number("max_beta", max_beta, 0, math.nextafter(2, 3), "greater than 0 and at most 2")
         self.beta_proj = nn.Linear(dim, groups * writes, bias=False)
-        self.decay, self.normalise = LogDecay(dim, groups), L2Norm()
+        self.decay, self.normalize = LogDecay(dim, groups), L2Norm()
         self.writes, self.max_beta = writes, max_beta
 
     def run(
@@ -370,7 +370,7 @@ class DeltaProductRule(RecurrenceRule):
         beta = self.max_beta * wide(self.beta_proj(x)).sigmoid()
         beta = beta.unflatten(-1, (-1, n)).transpose(1, 2)  # [B,N,T,n]
         keys, values = (y.unflatten(-1, (n, -1)) for y in (k, v))  # [B,G,T,n D] -> [B,G,T,n,D]
-        keys = self.normalise(keys)
+        keys = self.normalize(keys)
         return delta_product(q, keys, values, beta, self.decay(x), **call)
 
     def spec(self, weights: ParameterCounts, shape: HeadShape) -> CountedSpec:
@@ -383,7 +383,7 @@ class DeltaProductRule(RecurrenceRule):
 
 
 class MesaRule(RecurrenceRule):
-    """The Mesa layer: each token solves the regularised regression from all past keys to values.
+    """The Mesa layer: each token solves the regularized regression from all past keys to values.
 
     o = C^T (A + diag(ridge))^{-1} q;  g = -softplus(-(W_a x + b_a)), beta = sigmoid(W_b x + b_b),
     ridge = softplus(r) + least_ridge

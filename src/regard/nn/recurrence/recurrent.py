@@ -115,7 +115,7 @@ class RecurrenceRule(nn.Module):
         """Return the keys that the state receives."""
         return k
 
-    def unnormalised(self) -> RecurrenceRule | None:
+    def unnormalized(self) -> RecurrenceRule | None:
         """Return the rule without a division by the sum of the weights; None if it has none."""
         return None
 
@@ -138,7 +138,7 @@ class Recurrent(StateMixer):
             of H; a `StatefulQKV` has a state of its own, which follows that of the rule.
         rule: a `RecurrenceRule`.
         output: a module [B,T,H*E] -> [B,T,M].
-        norm: a module on heads [B,H,T,E] that normalises the last dim; None applies none.
+        norm: a module on heads [B,H,T,E] that normalizes the last dim; None applies none.
         gate: the output gate, a `HeadProjection` of x to H heads of E; None applies none.
         gate_activation: f, "silu" or "sigmoid".
         gate_before_norm: whether z' = norm(z * f(gate(x))) instead, as in Mamba-2.
@@ -269,11 +269,11 @@ class Recurrent(StateMixer):
         dots = (keys[0, key].double() @ run.q[0, query, row].double()).cpu()
         scale = run.q.shape[-1] ** -0.5 if self.rule.scale is None else float(self.rule.scale)
         scores = [MechanismStep("dot", "", dots)]
-        unnormalised = self.rule.unnormalised()
-        if unnormalised is not None:
-            raw = effective_row(lambda unit: read(unit, rule=unnormalised)[0], run.v, head, row)
-            scores.append(MechanismStep("unnormalised", "a_ij = φ(q_i) · φ(k_j)", raw))
-            scale = 1.0 if self.rule.normalise else scale
+        unnormalized = self.rule.unnormalized()
+        if unnormalized is not None:
+            raw = effective_row(lambda unit: read(unit, rule=unnormalized)[0], run.v, head, row)
+            scores.append(MechanismStep("unnormalized", "a_ij = φ(q_i) · φ(k_j)", raw))
+            scale = 1.0 if self.rule.normalize else scale
         else:
             scores.append(MechanismStep("scaled", "", scale * dots))
         result, _ = read(run.v)
@@ -310,7 +310,7 @@ def row_of_state(
     before = read(run.v, row)[1] if row else tuple(torch.zeros_like(x) for x in after)
 
     def of_head(state: Parts) -> Parts:
-        # a normaliser has G heads, whereas S has one for each value head
+        # a normalizer has G heads, whereas S has one for each value head
         return tuple(part[0, head // (run.heads // part.shape[1])] for part in state)
 
     return EffectiveRow(

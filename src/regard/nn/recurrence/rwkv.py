@@ -39,7 +39,7 @@ from regard.nn.recurrence.delta import BottleneckProjection
 from regard.nn.recurrence.projections import token_before
 from regard.nn.recurrence.recurrent import StateMixer, Tensors, over_documents, row_of_state, wide
 from regard.nn.weights.linear import Linear
-from regard.ops.linear.delta_rules import generalised_delta_rule
+from regard.ops.linear.delta_rules import generalized_delta_rule
 from regard.span import Positions, Span
 from regard.tracing import is_tracing, named_scope, parent_scope, tap
 
@@ -210,7 +210,7 @@ class RWKV7(StateMixer):
 
         def run(part: Tensors, positions: Positions, state: Parts | None) -> tuple[Tensors, Parts]:
             q, k, v, removal, rate, log_decay = part
-            z, state = generalised_delta_rule(
+            z, state = generalized_delta_rule(
                 q,
                 k,
                 v,

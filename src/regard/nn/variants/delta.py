@@ -292,7 +292,7 @@ def rwkv7(
     gate_rank: int = 128,
     **options: Unpack[HeadSize],
 ) -> RWKV7:
-    """RWKV-7 (Goose): a generalised delta rule, which removes what the state holds for one key at a
+    """RWKV-7 (Goose): a generalized delta rule, which removes what the state holds for one key at a
     rate per channel, and writes another key; layers behind the first one mix in its values.
 
     This is the time mixing of one layer. A cache stores H D D values and the last token, at any
@@ -322,7 +322,7 @@ def rwkv7(
     where=(
         "A: decayed sum of the products of keys; C: decayed sum of the products of keys and "
         "values; beta: weight of a token in the regression; g: logarithm of the decay; r: learned "
-        "regularisation of each key channel; y: solution of the system"
+        "regularization of each key channel; y: solution of the system"
     ),
 )
 def mesa(dim: int, heads: int, **options: Unpack[Convolved]) -> Recurrent:

@@ -332,7 +332,7 @@ def sparse_strided(dim: int, heads: int, *, stride: int, **options: Unpack[HeadS
     "z_i = softmax(q_i k_j^T / sqrt(D) over j <= i, j // l = i // l or j mod l >= l - c) v_j",
     "Child et al. 2019 (arXiv 1904.10509), section 4.2",
     users="the Sparse Transformer, for text; GPT-3 in every second layer, with another pattern",
-    choose="every block can be summarised in its last tokens",
+    choose="every block can be summarized in its last tokens",
     avoid="the choice is open: windows with global layers are simpler, and measured better",
     where="c: number of summary tokens of a block; l: the stride",
     example={"stride": 4},

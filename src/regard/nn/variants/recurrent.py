@@ -48,7 +48,7 @@ class Recurrence(Valued, total=False):
 class Corrected(Recurrence, total=False):
     """States that a delta rule corrects."""
 
-    normalise_keys: Annotated[
+    normalize_keys: Annotated[
         bool,
         Option(
             "whether queries and keys are scaled to length 1, which keeps the state bounded.", True
@@ -76,20 +76,20 @@ def linear_attention(
     heads: int,
     *,
     feature_map: FeatureMap = "elu+1",
-    normalise: bool = True,
+    normalize: bool = True,
     **options: Unpack[Recurrence],
 ) -> Recurrent:
     """Linear attention: a product of feature maps, phi(q) . phi(k), replaces exp(q . k) of softmax,
     so that a matrix of fixed size stores the past.
 
-    A cache stores G D (E + 1) values at any length (G D E without the normaliser).
+    A cache stores G D (E + 1) values at any length (G D E without the normalizer).
 
     Args:
         feature_map: phi, a name in `regard.linear.FEATURE_MAPS` or a function.
-        normalise: whether the weights are divided by their sum.
+        normalize: whether the weights are divided by their sum.
     """
     start = ValueHeadStart(dim, heads, **options)
-    rule = LinearAttentionRule(feature_map, normalise=normalise)
+    rule = LinearAttentionRule(feature_map, normalize=normalize)
     return Recurrent(start.separate(), rule, start.output())
 
 
@@ -187,9 +187,9 @@ def delta_net(dim: int, heads: int, **options: Unpack[Corrected]) -> Recurrent:
     A cache stores G D E values at any length. A swish activation is applied to queries, keys and
     values. Unlike the paper's model, it has no short convolution and no output gate.
     """
-    normalise_keys, max_beta = options.pop("normalise_keys"), options.pop("max_beta")
+    normalize_keys, max_beta = options.pop("normalize_keys"), options.pop("max_beta")
     start = ValueHeadStart(dim, heads, **options)
-    steps = (Swish(), L2Norm()) if normalise_keys else (Swish(),)
+    steps = (Swish(), L2Norm()) if normalize_keys else (Swish(),)
     project = start.separate(*steps, value_steps=[Swish()])
     rule = DeltaRule(dim, start.value_heads, max_beta=max_beta)
     return Recurrent(project, rule, start.output(), norm=RMSNorm(start.E))
@@ -219,9 +219,9 @@ def gated_delta_net(
         kernel: the tokens of a short causal convolution over queries, keys and values; 4 in the
             paper and in Qwen3-Next. None applies none.
     """
-    normalise_keys, max_beta = options.pop("normalise_keys"), options.pop("max_beta")
+    normalize_keys, max_beta = options.pop("normalize_keys"), options.pop("max_beta")
     start = ValueHeadStart(dim, heads, **options)
-    steps = (L2Norm(),) if normalise_keys else ()
+    steps = (L2Norm(),) if normalize_keys else ()
     if kernel is None:
         project = start.separate(Swish(), *steps, value_steps=[Swish()])
     else:

@@ -287,7 +287,7 @@ def mla(
     key per token.
 
     A cache stores r + d_rope values per token. As in DeepSeek-V2 and V3, rotary pairs are
-    interleaved, both latents are normalised, and the scale is 1/sqrt(d_nope + d_rope), times
+    interleaved, both latents are normalized, and the scale is 1/sqrt(d_nope + d_rope), times
     f(mscale_all_dim)^2 of a `YaRN` scaling.
 
     Args:

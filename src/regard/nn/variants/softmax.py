@@ -247,7 +247,7 @@ def mqa(dim: int, heads: int, *, base: Base = 10000.0, **options: Unpack[HeadSiz
     avoid="a checkpoint without these norms is continued",
 )
 def qk_norm(dim: int, heads: int, **options: Unpack[Rotated]) -> Attention:
-    """QK-norm before rotary: queries and keys are normalised head by head, then rotated, as in
+    """QK-norm before rotary: queries and keys are normalized head by head, then rotated, as in
     Qwen3 and Gemma 3.
     """
     start = Start(dim, heads, **options)
@@ -264,7 +264,7 @@ def qk_norm(dim: int, heads: int, **options: Unpack[Rotated]) -> Attention:
     avoid="a new model: the norm before the rotation is usual",
 )
 def qk_norm_after_rotary(dim: int, heads: int, **options: Unpack[Rotated]) -> Attention:
-    """QK-norm after rotary: queries and keys are rotated, then normalised head by head. The result
+    """QK-norm after rotary: queries and keys are rotated, then normalized head by head. The result
     differs from that of `qk_norm`.
     """
     start = Start(dim, heads, **options)
@@ -282,7 +282,7 @@ def qk_norm_after_rotary(dim: int, heads: int, **options: Unpack[Rotated]) -> At
     where="norm: RMS norm of all heads together",
 )
 def qk_norm_flat(dim: int, heads: int, **options: Unpack[Rotated]) -> Attention:
-    """QK-norm over the full width: queries and keys are normalised before they are split into
+    """QK-norm over the full width: queries and keys are normalized before they are split into
     heads, as in OLMo 2.
     """
     start = Start(dim, heads, **options)

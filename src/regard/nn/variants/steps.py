@@ -162,7 +162,7 @@ def irope(
     avoid="a checkpoint without these norms is continued",
 )
 def value_norm(dim: int, heads: int, **options: Unpack[Rotated]) -> Attention:
-    """Value norm: queries, keys and values are normalised head by head, and scores are not scaled,
+    """Value norm: queries, keys and values are normalized head by head, and scores are not scaled,
     as in Gemma 3n and Gemma 4.
 
     The norm of the values has no learned weight.
@@ -210,7 +210,7 @@ def shared_kv(
     base: Base = 10000.0,
     **options: Unpack[HeadSize],
 ) -> Attention:
-    """One vector as key and value: it is normalised and rotated, and a cache stores it once. The
+    """One vector as key and value: it is normalized and rotated, and a cache stores it once. The
     result is rotated back by the position of the query, as in DeepSeek-V4.
 
     A cache stores G D values per token. The sparse selection of DeepSeek-V4 is not part of it.
@@ -262,7 +262,7 @@ def clip_qkv(dim: int, heads: int, *, limit: float = 8.0, **options: Unpack[Rota
 )
 def l2_clip(dim: int, heads: int, *, limit: float = 8.0, **options: Unpack[Rotated]) -> Attention:
     """Limited lengths of queries and keys: a longer vector is scaled to the limit, and a shorter
-    one stays as it is. Values are normalised. Inkling 2 has relative logits in place of rotary
+    one stays as it is. Values are normalized. Inkling 2 has relative logits in place of rotary
     positions.
 
     Scores are at most c^2 / sqrt(D).
@@ -282,8 +282,8 @@ def l2_clip(dim: int, heads: int, *, limit: float = 8.0, **options: Unpack[Rotat
     "k_g^T + causal) v_g",
     "Loshchilov et al. 2024 (arXiv 2410.01131), equations 15 and 16",
     users="none that is released; the paper trained models of 0.5B and 1B parameters",
-    choose="the whole model is normalised, as in the paper",
-    avoid="the other matrices are not normalised after each step: take qk_norm",
+    choose="the whole model is normalized, as in the paper",
+    avoid="the other matrices are not normalized after each step: take qk_norm",
     where=(
         "r_g: learned factors of a key head; s_h: learned factors of a query head, one for each "
         "channel; unit: the vector scaled to length 1"
@@ -293,8 +293,8 @@ def ngpt(dim: int, heads: int, **options: Unpack[Rotated]) -> Attention:
     """Unit queries and keys (nGPT): they are rotated, scaled to length 1, and multiplied by a
     learned factor per channel; the scale of the scores is sqrt(D).
 
-    With all factors 1 a score is at most sqrt(D). The normalisation of all matrices after each
-    training step is the part of the optimiser, and not done here. NVIDIA's code has one factor for
+    With all factors 1 a score is at most sqrt(D). The normalization of all matrices after each
+    training step is the part of the optimizer, and not done here. NVIDIA's code has one factor for
     a query channel and its key channel: that is the case of equal factors.
     """
     start = Start(dim, heads, **options)

@@ -83,7 +83,7 @@ def _torch_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """
     shape = (*x.shape[:-1], weight.shape[0])
     if (
-        # first, because torch.compile would specialise the graph on the sizes below
+        # first, because torch.compile would specialize the graph on the sizes below
         not compiled_kernel_applies(x, weight)
         or (bias is not None and not compiled_kernel_applies(bias, weight))
         or prod(shape) * x.itemsize < LARGE_RESULT
@@ -99,9 +99,9 @@ def _torch_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return out.view(shape)
 
 
-_NOT_QUANTISED = (
+_NOT_QUANTIZED = (
     "torch.ao.quantization finds layers by their exact class, so that it leaves a regard.nn.Linear "
-    "as it is: quantise regard.integrations.pytorch.with_torch_linears(model) instead"
+    "as it is: quantize regard.integrations.pytorch.with_torch_linears(model) instead"
 )
 
 
@@ -129,7 +129,7 @@ class Linear(nn.Linear):
     def __setattr__(self, name: str, value: Tensor | nn.Module) -> None:
         # torch.ao.quantization sets this attribute on every module that it visits
         if name == "qconfig":
-            warnings.warn(_NOT_QUANTISED, stacklevel=2)
+            warnings.warn(_NOT_QUANTIZED, stacklevel=2)
         super().__setattr__(name, value)
 
     def forward(self, x: Float[Tensor, "*L M"]) -> Float[Tensor, "*L N"]:

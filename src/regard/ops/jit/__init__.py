@@ -4,7 +4,7 @@ compiled by Numba.
 There are six entry points:
 
 - `decode`: attention of a few queries to many keys. Each key and value is read once, as fast as the
-memory allows, also from the codes of a quantised cache. Its caller is `regard.ops.softmax.cpu`.
+memory allows, also from the codes of a quantized cache. Its caller is `regard.ops.softmax.cpu`.
 - `prefill`: attention of many queries, computed as products of small matrices over the tiles that
 the mask does not hide, and its gradient. Its caller is `regard.ops.softmax.gemm`.
 - `gemv_loops` and `rms_norm_loops`: a linear map and an RMS norm of a few rows. Their callers are
@@ -48,7 +48,7 @@ The files, from the entry points inwards:
     argument_structs.py         the C structs of arguments: one list of fields each
     openmp.py                   torch's OpenMP threads, or Python threads where there are none
     decode_loops.py             decoding: tiles of keys, masks, tasks, the entry
-    decode_quantized_loops.py   decoding over keys and values that are stored as quantised codes
+    decode_quantized_loops.py   decoding over keys and values that are stored as quantized codes
     int_dot.py                  the sums over 8-bit codes, with 16-bit integer products
     prefill_loops.py            prefill: blocks of queries against tiles of keys
     prefill_gradient_loops.py   the gradient of prefill

@@ -194,7 +194,7 @@ slot s of row b is slot pages[b, s // page_size] page_size + s % page_size in me
 """
 
 DECODE_QUANTIZED_STRUCT = StructLayout(*_DECODE_FIELDS, QuantizedField("k"), QuantizedField("v"))
-"""The arguments of decoding over quantised keys and values."""
+"""The arguments of decoding over quantized keys and values."""
 
 NORM_PARTS = ("w", "eps", "offset")
 """What a struct holds of an RMS norm."""
@@ -352,7 +352,7 @@ STEP_MIXTURE_STRUCT = StructLayout(
     IntField("n"),  # the number of experts
     IntField("k"),  # how many of them a token uses
     IntField("sigmoid"),  # whether scores are sigmoids of the logits; otherwise a softmax
-    IntField("normalise"),  # whether the weights of a token are divided by their sum
+    IntField("normalize"),  # whether the weights of a token are divided by their sum
     FloatField("scale"),  # the factor on the weights
     IntField("groups"),  # the number of groups of experts; 0: no groups
     IntField("group_topk"),  # how many groups a token may use

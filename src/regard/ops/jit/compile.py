@@ -66,7 +66,7 @@ def njit_cached(
 
     Args:
         fastmath: the LLVM fast-math flags. `reassoc` allows reordering additions, which a
-            vectorised sum needs.
+            vectorized sum needs.
         makes_arrays: whether the function allocates arrays. With False Numba omits the reference
             counts of arrays: otherwise each slice that is passed on is counted by two atomic
             instructions, which took a quarter of the time of prefill. Such a function returns no

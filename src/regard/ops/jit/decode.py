@@ -98,7 +98,7 @@ class DecodeArgs:
 
 
 class QuantizedSegment(NamedTuple):
-    """The keys and values of a quantised cache, as compiled code reads them: the slots that are
+    """The keys and values of a quantized cache, as compiled code reads them: the slots that are
     stored as codes, and the recent slots that follow them.
 
     Args:
@@ -119,7 +119,7 @@ class QuantizedSegment(NamedTuple):
 
 
 def quantized_segment(k: Tensor, v: Tensor) -> QuantizedSegment | None:
-    """Return the slots of a quantised cache that are stored as codes, if compiled code supports
+    """Return the slots of a quantized cache that are stored as codes, if compiled code supports
     them.
 
     Args:
@@ -127,7 +127,7 @@ def quantized_segment(k: Tensor, v: Tensor) -> QuantizedSegment | None:
         v: the values `[B, G, S, E]` that a cache returned.
 
     Returns:
-        The segment, or None if k and v are not from a quantised cache, or if their format is not
+        The segment, or None if k and v are not from a quantized cache, or if their format is not
         supported: keys must have one scale per channel, values one per token.
     """
     coded = coded_memory(k, v)

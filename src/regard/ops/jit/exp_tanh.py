@@ -1,5 +1,5 @@
 """The exponential and the hyperbolic tangent without calls to libm, which would keep the compiler
-from vectorising the loops that compute them.
+from vectorizing the loops that compute them.
 """
 
 from __future__ import annotations

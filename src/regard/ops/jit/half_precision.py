@@ -1,5 +1,5 @@
 """Conversions of bfloat16 and float16 numbers to and from float32, without tables and library
-calls, so that the compiler vectorises the loops that use them.
+calls, so that the compiler vectorizes the loops that use them.
 """
 
 from __future__ import annotations

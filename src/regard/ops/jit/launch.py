@@ -23,7 +23,7 @@ FlatArray: TypeAlias = npt.NDArray[np.generic]
 
 
 def empty(*shape: int, dtype: torch.dtype) -> Tensor:
-    """Return uninitialised memory on the CPU.
+    """Return uninitialized memory on the CPU.
 
     >>> empty(2, 3, dtype=torch.float32).shape
     torch.Size([2, 3])

@@ -1,8 +1,8 @@
 """Functions that only other compiled functions call: Numba types and translates them, and LLVM
-optimises them as parts of the code that calls them.
+optimizes them as parts of the code that calls them.
 
 An ordinary function of Numba gets machine code of its own, with two wrappers for calls from Python
-and C, and is optimised in full, although its callers contain it and are optimised in full again.
+and C, and is optimized in full, although its callers contain it and are optimized in full again.
 For the functions of this package that was half of the time of a compilation: 24.2 instead of 11 s
 for a decoding step.
 
@@ -23,7 +23,7 @@ from numba.core.registry import CPUDispatcher
 
 
 class _LinkedLibrary(JITCodeLibrary):  # type: ignore[misc, unused-ignore]
-    """The translated code of a function, without optimisation and machine code."""
+    """The translated code of a function, without optimization and machine code."""
 
     def _optimize_final_module(self) -> None:
         """Leave the code to the functions that contain it."""

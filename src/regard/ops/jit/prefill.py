@@ -241,14 +241,14 @@ def _factors(args: PrefillArgs) -> Factors:
 
 
 def _factor_array(length: int, factors: Factors, *, zeros: bool = False) -> FlatArray:
-    """Allocate an array of `length` factors, all 0 or uninitialised."""
+    """Allocate an array of `length` factors, all 0 or uninitialized."""
     dtype = torch.bfloat16 if factors.each == 2 else torch.float32
     memory = launch.full((length,), 0, dtype=dtype) if zeros else launch.empty(length, dtype=dtype)
     return _flat_array(memory).view(factors.dtype)
 
 
 def _scratch(*shape: int) -> FlatArray:
-    """Allocate an uninitialised array of fp32 numbers."""
+    """Allocate an uninitialized array of fp32 numbers."""
     return launch.array(launch.empty(*shape, dtype=torch.float32), torch.float32)
 
 

@@ -17,7 +17,7 @@ The module `prefill` calls `run_tasks`. Arguments that the functions share:
     extra: (scale, softcap or 0, whether ALiBi is symmetric, its slopes [H] or empty, positions of
         the queries [b,T])
 where in shapes b, h and t are B, H and T, or 1. Loops run from index 0 over slices of the arrays:
-an index that cannot be negative needs no check of its sign, so that the compiler vectorises the
+an index that cannot be negative needs no check of its sign, so that the compiler vectorizes the
 loop.
 """
 

@@ -4,7 +4,7 @@ is read twice, and every exponential takes about one cycle for two numbers.
 A row is a contiguous fp32 array of whole panels (PANEL_COLUMNS numbers each, as in `matmul`). An
 iteration computes one panel with REGISTERS independent vectors. A loop in plain Python would take
 three to four times as long: LLVM limits such loops to half of a register on many processors, and
-it does not vectorise a loop over the ranges of positions of a mask.
+it does not vectorize a loop over the ranges of positions of a mask.
 """
 
 from __future__ import annotations

@@ -286,7 +286,7 @@ def weigh_experts(mixture, logits, marks, weights, tag):
     if mixture.groups:
         hide_groups(mixture, by, scores)
     mark_best(scores, 0, n, k, marks)
-    if mixture.normalise and not mixture.sigmoid:  # the softmax over the chosen ones
+    if mixture.normalize and not mixture.sigmoid:  # the softmax over the chosen ones
         best = -1
         for e in range(n):
             if marks[e] and (best < 0 or comes_first(logits[e], logits[best])):
@@ -298,7 +298,7 @@ def weigh_experts(mixture, logits, marks, weights, tag):
         if marks[e]:
             total += wide[e]
     for e in range(n):
-        weight = wide[e] / total if mixture.normalise else wide[e]
+        weight = wide[e] / total if mixture.normalize else wide[e]
         weights[e] = np.float32(weight) * np.float32(mixture.scale)
 
 

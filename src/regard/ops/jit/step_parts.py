@@ -141,7 +141,7 @@ def write_vectors(x, R, M, vectors, tag):
 
 @njit_strict
 def norm_vectors(x, norm, R, M, scratch, vectors, tag):
-    """Normalise x `[R, M]`, and write the result to the fp32 vectors `[R', M']`."""
+    """Normalize x `[R, M]`, and write the result to the fp32 vectors `[R', M']`."""
     weight, has_norm, eps, offset = norm
     if has_norm:
         norm_rows(x, weight, scratch, R, M, eps, offset, tag)

@@ -1,6 +1,6 @@
 """The delta rules: a state in which each token corrects what is stored for its key.
 
-The delta rule, with a decay or without, is the generalised delta rule whose token reads the decayed
+The delta rule, with a decay or without, is the generalized delta rule whose token reads the decayed
 state with its own key; DeltaProduct is the delta rule with several keys per token. All are computed
 token by token (`recurrent`) or with matrix products over chunks of tokens (`chunked`).
 """
@@ -269,7 +269,7 @@ def delta_rule(
     are shared in the same way (`regard.ops.linear.value_heads`). With beta = 1 and |k| = 1 the
     value for k is replaced; with beta = 0 nothing is written. **Keys must satisfy 0 <= beta |k|^2
     <= 2**, because one step multiplies the stored value for k by 1 - beta |k|^2; outside this range
-    the state grows without bound. Models normalise k (and q) to length 1; this function does not.
+    the state grows without bound. Models normalize k (and q) to length 1; this function does not.
 
     >>> k = torch.eye(2)[[0, 1, 0]][None, None]  # the third token has the key of the first
     >>> v = torch.tensor([[3.0], [5.0], [7.0]])[None, None]
@@ -381,7 +381,7 @@ def _in_torch(
 
 
 @with_shared_arguments(SHARED_ARGUMENTS)
-def generalised_delta_rule(
+def generalized_delta_rule(
     q: Float[Tensor, "B H T D"],
     k: Float[Tensor, "B G T D"],
     v: Float[Tensor, "B N T E"],
@@ -422,7 +422,7 @@ def generalised_delta_rule(
 
     >>> k = torch.eye(2)[[0, 1, 0]][None, None]
     >>> v = torch.tensor([[3.0], [5.0], [7.0]])[None, None]
-    >>> out, (state,) = generalised_delta_rule(k, k, v, k, scale=1.0)  # the delta rule, beta = 1
+    >>> out, (state,) = generalized_delta_rule(k, k, v, k, scale=1.0)  # the delta rule, beta = 1
     >>> out.flatten().tolist(), state.flatten().tolist()
     ([3.0, 5.0, 7.0], [7.0, 5.0])
 

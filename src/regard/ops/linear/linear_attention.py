@@ -94,17 +94,17 @@ def feature_map_of(feature_map: FeatureMap) -> Callable[[Tensor], Tensor]:
     return feature_map
 
 
-def normalised_query_features(
+def normalized_query_features(
     feature_map: FeatureMap, q: Float[Tensor, "*L D"]
 ) -> Float[Tensor, "*L F"]:
-    """Return the features of queries for normalised linear attention; those of "exp" and "elu+1"
+    """Return the features of queries for normalized linear attention; those of "exp" and "elu+1"
     are divided by a factor per query, so that they neither underflow nor overflow.
 
-    The normalised output does not depend on these factors, because numerator and denominator
+    The normalized output does not depend on these factors, because numerator and denominator
     contain the same factor.
 
     >>> import torch
-    >>> normalised_query_features("exp", torch.tensor([-1000.0, -1001.0])).tolist()
+    >>> normalized_query_features("exp", torch.tensor([-1000.0, -1001.0])).tolist()
     [1.0, 0.3678794503211975]
     """
     if feature_map == "exp":
@@ -122,7 +122,7 @@ def linear_attention(
     v: Float[Tensor, "B N T E"],
     *,
     feature_map: FeatureMap = "elu+1",
-    normalise: bool = True,
+    normalize: bool = True,
     scale: float = 1.0,
     state: tuple[Tensor, ...] | None = None,
     k_positions: Positions | None = None,
@@ -135,7 +135,7 @@ def linear_attention(
     S_t = S_{t-1} + phi(k_t) v_t^T,  z_t = z_{t-1} + phi(k_t)
     o_t = S_t^T phi(q_t) / (z_t . phi(q_t))
 
-    Without `normalise`, o_t = scale S_t^T phi(q_t), and there is no z. With as many value
+    Without `normalize`, o_t = scale S_t^T phi(q_t), and there is no z. With as many value
     heads as key heads, query head h reads the state of key/value head h // (H/G); otherwise heads
     are as in `delta_rule`. No epsilon is added to the denominator: where it is exactly 0 (no
     token was written, relu is 0 in every channel, or every feature of the keys underflows), the
@@ -146,11 +146,11 @@ def linear_attention(
     Args:
         feature_map: phi, a name in `regard.linear.FEATURE_MAPS`, or a function `[B, n, T, D]` ->
             `[B, n, T, F]` that maps each token separately.
-        normalise: whether the weights are divided by their sum. With features that may be negative
+        normalize: whether the weights are divided by their sum. With features that may be negative
             (identity) the sum may be close to 0.
-        scale: the factor on the queries without `normalise`; with it, the output does not depend on
+        scale: the factor on the queries without `normalize`; with it, the output does not depend on
             the scale.
-        state: the state that an earlier call returned: (S, z), or (S,) without `normalise`, with S
+        state: the state that an earlier call returned: (S, z), or (S,) without `normalize`, with S
             `[B, N, F, E]` and z `[B, G, F]` in fp32 (fp64 for fp64 inputs). None: zeros. It is not
             changed.
 
@@ -168,9 +168,9 @@ def linear_attention(
         keys = _checked_features(features, k.to(dtype))
         keys = zero_empty_slots(keys, empty)  # again, because phi(0) may differ from 0
         sizes = {"F": keys.shape[3]}
-        if normalise:
+        if normalize:
             S, z = tokens.state(state, sizes=sizes, S="B N F E", z="B G F")
-            queries = normalised_query_features(feature_map, q.to(dtype))
+            queries = normalized_query_features(feature_map, q.to(dtype))
             # z is computed as one more column of S, for a value that is always 1
             S_and_z = torch.cat([S, z.repeat_interleave(N // G, 1)[..., None]], -1)  # [B,N,F,E+1]
             v_and_one = pad(v.to(dtype), (0, 1), value=1.0)
@@ -179,7 +179,7 @@ def linear_attention(
             )
             # z depends on the keys only, so that the value heads of a key head have the same
             after = (S_and_z[..., :-1], S_and_z[:, :: N // G, :, -1])
-            return tokens.output(_normalised(out)), tuple(x.contiguous() for x in after)
+            return tokens.output(_normalized(out)), tuple(x.contiguous() for x in after)
         (S,) = tokens.state(state, sizes=sizes, S="B N F E")
         queries = features(q.to(dtype))
         out, S = linear_recurrence(
@@ -200,7 +200,7 @@ def _checked_features(features: Callable[[Tensor], Tensor], k: Tensor) -> Tensor
     return result
 
 
-def _normalised(sums: Tensor) -> Tensor:
+def _normalized(sums: Tensor) -> Tensor:
     """Divide sums of weighted values by the sum of the weights, which is the last column; 0 where
     that sum is 0.
 
@@ -236,8 +236,8 @@ def retention(
 
     Each value head g has one gamma and one state: with as many value heads as key heads, query head
     h reads the state of key/value head h // (H/G), and otherwise heads are as in `delta_rule`.
-    With gamma = 1 this is linear attention without a feature map and normalisation. In the paper,
-    rotary positions are applied to q and k before, and each head is normalised afterwards; the
+    With gamma = 1 this is linear attention without a feature map and normalization. In the paper,
+    rotary positions are applied to q and k before, and each head is normalized afterwards; the
     module `regard.nn.variants.retention` does both. Every token decays the state once, even where
     positions have gaps.
 
@@ -320,7 +320,7 @@ def gated_linear(
 
     With as many value heads as key heads, query head h reads the state of key/value head h //
     (H/G); otherwise heads are as in `delta_rule`. With g = 0 this is linear attention
-    without a feature map and normalisation; with a constant g per head it is retention; with one g
+    without a feature map and normalization; with a constant g per head it is retention; with one g
     per head and token, `[B, G, T, 1]`, it is the recurrence of Mamba-2.
 
     Args:

@@ -56,7 +56,7 @@ def mesa(
         v: values `[B, H, T, E]`.
         beta: the weight of a token in the regression, at least 0, `[B, H, T]`.
         log_decay: g, the logarithm of the decay factor, `[B, H, T]`, at most 0.
-        ridge: the regularisation of each key channel, above 0, `[H, D]`.
+        ridge: the regularization of each key channel, above 0, `[H, D]`.
         state: (C, A) as an earlier call returned it, in fp32 (fp64 for fp64 inputs); None: zeros.
             It is not changed.
         form: "recurrent" is the definition, token by token; "chunk" computes the matrices of a

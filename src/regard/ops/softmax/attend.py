@@ -204,7 +204,7 @@ def attention_weights(
 
     p_ij = exp(s_ij) / (sum_j exp(s_ij) + exp(sink)), with the scores s_ij of `attend`
 
-    Each row is normalised over all its keys, including those outside the block; with a sink a row
+    Each row is normalized over all its keys, including those outside the block; with a sink a row
     sums to less than 1. Memory grows with the size of the block, not with T S.
 
     Args:

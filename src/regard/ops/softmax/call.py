@@ -138,9 +138,9 @@ def as_score(score: ScoreRule, call: Call) -> ScoreRule:
             f"attention with the score rule {score} cannot be merged from parts: {reason}; use "
             "regard.attend on all keys"
         )
-    if call.sink is not None and score.normaliser is not None:
+    if call.sink is not None and score.normalizer is not None:
         raise ArgumentError(
-            f"a sink was given with {score.normaliser}, which has no denominator; leave one out"
+            f"a sink was given with {score.normalizer}, which has no denominator; leave one out"
         )
     return score
 
@@ -239,7 +239,7 @@ class Call:
         wants_lse: whether the result must include the lse.
         needs: the tensors that an open trace captures or edits: "scores", "pattern" (the weights),
             both or none.
-        score: the rule that changes scores, normaliser or weights, or None. A kernel is asked about
+        score: the rule that changes scores, normalizer or weights, or None. A kernel is asked about
             it in `why_not_score`.
         original: the call with a score rule that this one without a rule replaces, or None.
         out_dtype: the dtype of the output, which may be that of the scores; None is that of q. A
@@ -335,7 +335,7 @@ class Call:
         norm of the same head.
 
         It is infinite in a compiled graph, which cannot read tensors, and on devices other than the
-        CPU, where reading would synchronise.
+        CPU, where reading would synchronize.
         """
         if not (self.readable and self.q.is_cpu):
             return math.inf
@@ -417,7 +417,7 @@ def _positions_of(
         argument_checks.check_positions("q_positions", q_positions, B, T)
     elif k_positions is not None:
         q_positions = default_query_positions(k_positions, T)
-    elif is_compiling():  # the same, without a comparison of lengths, which would specialise
+    elif is_compiling():  # the same, without a comparison of lengths, which would specialize
         q_positions = Span(S - T, T, tokens=True)
     else:
         q_positions = Span(S - T, T, S < T)  # as in `default_query_positions`
@@ -520,7 +520,7 @@ MAX_FINITE = 1e17
 def _all_entries_finite(x: Tensor) -> bool:
     """Return whether x contains no NaN, no infinity, and no number above `MAX_FINITE`, in one pass.
 
-    Larger numbers count as infinite: a masked slot may contain uninitialised memory, and a product
+    Larger numbers count as infinite: a masked slot may contain uninitialized memory, and a product
     of such numbers may be inf, which becomes NaN in a kernel that masks by adding -inf.
     """
     if x.numel() == 0:

@@ -1,5 +1,5 @@
 """The kernel "cpu": decoding on a CPU. It converts a call to the arguments of compiled loops
-that read each key and value once, also from quantised caches (`regard.ops.jit.decode`).
+that read each key and value once, also from quantized caches (`regard.ops.jit.decode`).
 """
 
 from __future__ import annotations
@@ -181,7 +181,7 @@ class CpuKernel(Kernel):
             *([f"does not expose {sorted(call.needs)}"] if call.needs else []),
             *([reason] if (reason := why_not_dtype(call.q.dtype)) is not None else []),
         ]
-        if call.compiling:  # a question about sizes would specialise the graph
+        if call.compiling:  # a question about sizes would specialize the graph
             return [*reasons, *(unpackable_parts(call) or [UNREADABLE])]
         rows = call.H // call.G * call.T
         if call.T > MAX_QUERIES or rows > MAX_ROWS:
@@ -207,7 +207,7 @@ class CpuKernel(Kernel):
         return 100 if is_large else 50
 
     def run(self, call: Call) -> KernelResult:
-        """Attend to the keys, or for a quantised cache to the codes of its earlier slots and to its
+        """Attend to the keys, or for a quantized cache to the codes of its earlier slots and to its
         recent slots; two results are joined by their lse.
         """
         args, results, coded_slots = decode_args(call), [], 0

@@ -200,10 +200,10 @@ def weights_of_rows(
     if rule is None:
         return softmax_weights(s, add_sink(sums, call.sink))
     block = score_block(call, rows, EVERYTHING, visible)
-    if rule.normaliser is None:
+    if rule.normalizer is None:
         pattern = softmax_weights(s, add_sink(sums, call.sink))
     else:
-        pattern = rule.normaliser.normalise(s, block)
+        pattern = rule.normalizer.normalize(s, block)
     return change_pattern(rule, pattern, block)
 
 

@@ -62,7 +62,7 @@ class FlexKernel(Kernel):
         reasons = [f"does not expose {sorted(call.needs)}"] if call.needs else []
         if call.dropout:
             reasons.append("no dropout")
-        if call.compiling:  # a question about sizes would specialise the graph
+        if call.compiling:  # a question about sizes would specialize the graph
             return [*reasons, "not inside a compiled graph"]
         if not call.readable and not call.q.is_meta:
             reasons.append("not inside a transform of torch.func, nor without values")

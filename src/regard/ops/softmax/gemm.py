@@ -127,7 +127,7 @@ class GemmKernel(Kernel):
             ),
             *(["no gradient for a bias"] if _bias_requires_grad(call) else []),
         ]
-        if call.compiling:  # a question about sizes would specialise the graph
+        if call.compiling:  # a question about sizes would specialize the graph
             return [*reasons, *(unpackable_parts(call) or [UNREADABLE])]
         if 0 in (call.B, call.T, call.S, call.D, call.E):
             reasons.append(f"nothing to compute (B {call.B}, T {call.T}, S {call.S}, E {call.E})")

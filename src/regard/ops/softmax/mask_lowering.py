@@ -62,7 +62,7 @@ ALL = slice(None)
 class KeyRange(NamedTuple):
     """The keys `start` to `stop` - 1, and how they are masked.
 
-    The ends are numbers because torch.compile would specialise a graph on the numbers in a slice.
+    The ends are numbers because torch.compile would specialize a graph on the numbers in a slice.
 
     Args:
         start: the first key.
@@ -115,7 +115,7 @@ def lower_mask(call: Call, sizes: BlockSizes = DEFAULT_BLOCK_SIZES) -> list[Quer
             return known
     if not (call.readable and call.q.device.type == "cpu"):
         # Finding the visible tiles reads tensors, which a compiled graph cannot do, and for which
-        # another device would have to synchronise.
+        # another device would have to synchronize.
         everything = KeyRange(0, call.S, False, partial(additive_mask, call, ALL, ALL))
         return [QueryBlock(ALL, [everything])]
     blocks = [slice(i, min(i + sizes.rows, call.T)) for i in range(0, call.T, sizes.rows)]
@@ -163,7 +163,7 @@ def _lower_without_reading(call: Call, sizes: BlockSizes) -> list[QueryBlock] | 
 
 
 def _all_queries(call: Call) -> slice:
-    """Return the slice of all queries; in a graph without its length, which would specialise."""
+    """Return the slice of all queries; in a graph without its length, which would specialize."""
     return ALL if call.compiling else slice(0, call.T)
 
 
@@ -205,7 +205,7 @@ def _lower_causal(call: Call, q: Span, k: Span, sizes: BlockSizes) -> list[Query
 
 def _lower_causal_in_graph(call: Call, q: Span, k: Span) -> list[QueryBlock] | None:
     """Lower a causal mask in a graph that serves many lengths: a decoding step, and queries and
-    keys of equal positions; None for other calls, because each comparison of lengths specialises
+    keys of equal positions; None for other calls, because each comparison of lengths specializes
     the graph.
     """
     if call.S < MIN_KEYS:

@@ -117,7 +117,7 @@ def _suits_graph(call: Call, backend: str) -> bool:
 
 
 def _are_plain(*tensors: Tensor) -> bool:
-    """Return whether no tensor is of a class of its own, as those of a quantised cache and of
+    """Return whether no tensor is of a class of its own, as those of a quantized cache and of
     several devices are; fake tensors stand for plain ones.
     """
     plain = (Tensor, torch.nn.Parameter, FakeTensor, FunctionalTensor)

@@ -95,7 +95,7 @@ class RuleOfTile:
     ) -> None:
         assert call.score is not None, "only made for a call with a rule"
         self.rule, self.needs_gradient = call.score, tuple(needs_gradient)
-        self.replaces_softmax = call.score.normaliser is not None
+        self.replaces_softmax = call.score.normalizer is not None
         self.sums = [
             torch.zeros(x.shape, dtype=call.score_dtype, device=x.device) if needed else None
             for x, needed in zip(tensors, self.needs_gradient, strict=True)
@@ -124,7 +124,7 @@ class RuleOfTile:
         s = s.masked_fill(~block.visible, -math.inf) if hides else s
         if not self.replaces_softmax:
             return s
-        weights = rule.normaliser.normalise(s, block)  # type: ignore[union-attr]
+        weights = rule.normalizer.normalize(s, block)  # type: ignore[union-attr]
         return weights.masked_fill(~block.visible, 0) if hides else weights
 
     def apply_with_gradient(self, s: Tensor, block: ScoreBlock, *, hides: bool) -> TileGradient:
@@ -193,7 +193,7 @@ def why_not_pairs(call: Call) -> list[str]:
         return []
     if rule.scope == "pair":
         changes = [str(x) for x in rule.steps() if "pattern" in x.stages]
-        return [f"{' and '.join(changes)} changes weights after the normaliser"] if changes else []
+        return [f"{' and '.join(changes)} changes weights after the normalizer"] if changes else []
     needs = "all keys of a row" if rule.scope == "row" else "the scores of all heads"
     steps = " and ".join(str(x) for x in rule.steps() if x.scope == rule.scope)
     return [f"the score rule {steps} needs {needs} at once"]

@@ -534,13 +534,13 @@ def _can_fold_heads(q: Tensor, k: Tensor, key_range: KeyRange, mask: Tensor | No
     one_mask = mask is None or (mask.shape[1] == 1 and mask.shape[2] == 1)
     if drops_conditions():
         return False
-    limit = 1 if is_compiling() else MAX_FOLDED_QUERIES  # a graph must not specialise on a length
+    limit = 1 if is_compiling() else MAX_FOLDED_QUERIES  # a graph must not specialize on a length
     return q.shape[1] != k.shape[1] and q.shape[2] <= limit and not key_range.causal and one_mask
 
 
 def _describe_sizes(call: Call) -> str:
     """Return the sizes of a call for a message, without numbers while torch.compile is tracing."""
-    if call.compiling:  # a number in a message would specialise the graph on it
+    if call.compiling:  # a number in a message would specialize the graph on it
         return "in a graph"
     return f"B {call.B}, T {call.T}, S {call.S}, E {call.E}"
 

@@ -88,7 +88,7 @@ class TiledKernel(Kernel):
         reasons = [*([f"does not expose {sorted(call.needs)}"] if call.needs else [])]
         if call.q.dtype not in DTYPES:
             reasons.append(f"no {str(call.q.dtype).removeprefix('torch.')}")
-        if call.compiling:  # a question about sizes would specialise the graph
+        if call.compiling:  # a question about sizes would specialize the graph
             reason = "reads the tiles of the mask, which is not possible in a compiled graph"
             return [*reasons, reason]
         if 0 in (call.B, call.T, call.S, call.E):
@@ -125,7 +125,7 @@ class TiledKernel(Kernel):
         else:
             out, max_score, scaled_sum = tiled_forward(call, seed, call.q, call.k, call.v, blocks)
             lse = max_score + scaled_sum.log()
-        if call.score is not None and call.score.normaliser is not None:
+        if call.score is not None and call.score.normalizer is not None:
             return KernelResult(out, None)
         return KernelResult(out if call.sink is None else apply_sink(out, lse, call.sink), lse)
 
@@ -286,7 +286,7 @@ def tiled_forward(
         )
         for key_range in ranges:
             s = tile_scores(call, query, k, rows, key_range, rule).values
-            if adds_weights:  # of a normaliser whose rows have no sum
+            if adds_weights:  # of a normalizer whose rows have no sum
                 if call.dropout:
                     s.mul_(dropout_factors(call, seed, s, rows, key_range))
                 weighted_sum.baddbmm_(s, keys_of_range(v, key_range, dtype))

@@ -9,7 +9,7 @@
     const words = [t(field.exact ? "map.badge_exact" : "map.badge_thumb")];
     if (size[0] * size[1] > 1) words.push(t("map.badge_pooled", { a: size[0], b: size[1] }));
     if (progress < 1) words.push(t("map.badge_sampled", { share: R.percent(progress, 2) }));
-    if (!R.state.sinks && field.exact) words.push(t("map.badge_renormalised"));
+    if (!R.state.sinks && field.exact) words.push(t("map.badge_renormalized"));
     badge.textContent = words.join(" · ");
     badge.className = `badge ${words.length === 1 && field.exact ? "exact" : "pooled"}`;
   };

@@ -12,7 +12,7 @@
     return cards(
       card(t("row.sees"), t("row.of_keys", { n, N: place.N })),
       card(t("row.entropy"), num(row.entropy), t("row.entropy_is")),
-      card(t("row.normalised"), n > 1 ? num(row.entropy / Math.log(n)) : "–", t("row.normalised_is")),
+      card(t("row.normalized"), n > 1 ? num(row.entropy / Math.log(n)) : "–", t("row.normalized_is")),
       card(t("row.effective"), num(Math.exp(row.entropy)), t("row.effective_is")),
       card(t("row.sink"), R.percent(first), t("row.sink_is")),
       R.math.sink(p, h, i) === null ? null : card(t("row.learned_sink"), R.percent(row.sink)),

@@ -16,7 +16,7 @@ from regard.masks import Causal, Mask, Window
 from regard.models.decoder import Decoder
 from regard.nn import Block, InputEmbedding, Linear, PreNorm, RMSNorm, SwiGLU
 from regard.nn.variants import build
-from tests.nn.catalogue import randomise
+from tests.nn.catalogue import randomize
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ def call(name: str, groups: int = 4, **options: object) -> Thing:
 
 def layer() -> nn.Module:
     """Grouped-query attention with rotary positions."""
-    return randomise(build("gqa", 32, 4, groups=2), 0).eval()
+    return randomize(build("gqa", 32, 4, groups=2), 0).eval()
 
 
 def decoder() -> nn.Module:
@@ -105,7 +105,7 @@ def decoder() -> nn.Module:
         blocks.append(Block(attention, SwiGLU(32, 48), *norms))  # type: ignore[arg-type]
     embedding = InputEmbedding(nn.Embedding(19, 32))
     model = Decoder(embedding, blocks, RMSNorm(32), Linear(32, 19, bias=False))
-    return randomise(model, 1).eval()
+    return randomize(model, 1).eval()
 
 
 THINGS: tuple[Thing, ...] = (

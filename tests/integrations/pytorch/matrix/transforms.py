@@ -458,13 +458,13 @@ def assert_hooks_run(thing: Thing) -> None:
 
 
 @transform("torch.ao quantize_dynamic, after with_torch_linears", layers_only=True)
-def assert_quantises(thing: Thing) -> None:
+def assert_quantizes(thing: Thing) -> None:
     from regard.integrations.pytorch import with_torch_linears
 
     module, args = thing.make(), thing.inputs(6)
     layers = [x for x in module.modules() if isinstance(x, nn.Linear)]
     with warnings.catch_warnings():
-        # torch deprecates torch.ao and its quantised tensors
+        # torch deprecates torch.ao and its quantized tensors
         warnings.simplefilter("ignore", DeprecationWarning)
         warnings.filterwarnings("ignore", "torch.quantize_per_tensor, .*deprecated", UserWarning)
         with warnings.catch_warnings():
@@ -474,7 +474,7 @@ def assert_quantises(thing: Thing) -> None:
             )
         kind = torch.ao.nn.quantized.dynamic.Linear
         assert sum(isinstance(x, kind) for x in found.modules()) == len(layers) > 0
-        # our layers, each with the product of torch's quantised layer of the same weights
+        # our layers, each with the product of torch's quantized layer of the same weights
         for x in layers:
             torchs = nn.Linear(x.in_features, x.out_features, bias=x.bias is not None)
             torchs.load_state_dict(x.state_dict())

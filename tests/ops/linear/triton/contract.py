@@ -67,7 +67,7 @@ def sums(c: Inputs, g: Tensor | None, q: Tensor, k: Tensor) -> list[Tensor]:
     return [*loops, plain_matrix(q, k, c["v"], g)]
 
 
-def normalised(c: Inputs) -> list[Tensor]:
+def normalized(c: Inputs) -> list[Tensor]:
     q, k = (F.elu(c[x]) + 1 for x in "qk")
     ones = torch.ones_like(c["v"][..., :1])
     found = sums({**c, "v": torch.cat([c["v"], ones], -1)}, None, q, k)
@@ -95,7 +95,7 @@ def wide(c: Inputs, g: Tensor) -> Tensor:
 MECHANISMS = {
     "sums": Mechanism(
         lambda c, **o: linear_attention(
-            c["q"], c["k"], c["v"], feature_map="identity", normalise=False, **o
+            c["q"], c["k"], c["v"], feature_map="identity", normalize=False, **o
         ),
         lambda c: linear(c["q"], c["k"], c["v"])[:2],
         lambda c: sums(c, None, c["q"], c["k"]),
@@ -103,8 +103,8 @@ MECHANISMS = {
     ),
     "elu+1": Mechanism(
         lambda c, **o: linear_attention(c["q"], c["k"], c["v"], **o),
-        lambda c: linear(c["q"], c["k"], c["v"], feature_map="elu+1", normalise=True)[:2],
-        normalised,
+        lambda c: linear(c["q"], c["k"], c["v"], feature_map="elu+1", normalize=True)[:2],
+        normalized,
         ("q", "k", "v"),
     ),
     "retention": Mechanism(

@@ -68,7 +68,7 @@ def test_long_texts_are_the_form_in_float64(kind: str, dtype: torch.dtype, D: in
         assert (x - high).abs().max() <= allowed, (i, ("out", "S", "q", "k", "v", "g", "beta")[i])
 
 
-def test_nothing_synchronises() -> None:
+def test_nothing_synchronizes() -> None:
     q = torch.randn(1, 2, 500, 64, device="cuda", dtype=torch.bfloat16)
     g = -torch.rand(1, 2, 500, 1, device="cuda")
     gated_linear(q, q, q, g)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 import regard
 from regard import Span, biases, masks
-from regard.caches import Float8, Paged, Quantised
+from regard.caches import Float8, Paged, Quantized
 from regard.caches.float8 import from_float8
 from regard.ops.softmax.attend import part_gradients
 from regard.ops.softmax.call import make_call
@@ -26,7 +26,7 @@ from regard.ops.softmax.reference import ReferenceKernel
 from regard.ops.softmax.triton.kernel import TritonKernel, is_decoding
 from tests.ops.softmax.cases import CONTRACT, Case, Made, make
 from tests.ops.softmax.test_contract import answers, gradient_answers, gradients
-from tests.ops.softmax.test_cpu_quantised import meant
+from tests.ops.softmax.test_cpu_quantized import meant
 from tests.oracles.plain import plain_attention, several_plains
 from tests.rules import GRADIENT, assert_close_rule
 
@@ -245,11 +245,11 @@ CODED = [
 @pytest.mark.parametrize("case", CODED, ids=str)
 def test_decoding_reads_codes(case: Stored) -> None:
     _, k, v, positions = stored_input(case)
-    cache = Quantised(case.bits, group=case.group, residual=case.residual)
+    cache = Quantized(case.bits, group=case.group, residual=case.residual)
     keys, values = cache.update((k, v), positions)[0]
     assert "codes of" in KERNEL.describe(stored_call(case, keys, values, positions))
     assert_stored(stored_call(case, keys, values, positions), *meant(cache))
-    assert keys.coded is not None, "nothing was dequantised"
+    assert keys.coded is not None, "nothing was dequantized"
     assert values.coded is not None
 
 
@@ -258,7 +258,7 @@ def test_another_code_is_far(name: str) -> None:
     """The negative control: one part of what is stored differs."""
     case = Stored(bits=4)
     _, k, v, positions = stored_input(case)
-    cache = Quantised(case.bits, group=case.group, residual=case.residual)
+    cache = Quantized(case.bits, group=case.group, residual=case.residual)
     cache.update((k, v), positions)
     right, held = meant(cache), dict(cache.contents())
     x = held[name]
@@ -429,7 +429,7 @@ def test_a_row_of_a_cache_decodes_to_the_same_digits_in_every_batch(kind: str) -
     positions = torch.arange(SLOTS, device=DEVICE).expand(2, -1)
     caches = {
         "pages": lambda: Paged(8, pages=40),
-        "codes": lambda: Quantised(4, group=16, residual=5),
+        "codes": lambda: Quantized(4, group=16, residual=5),
         "fp8": Float8,
     }
     found = []

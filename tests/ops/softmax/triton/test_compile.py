@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from regard import Span, biases, masks
-from regard.caches import Float8, Paged, Quantised
+from regard.caches import Float8, Paged, Quantized
 from regard.ops.softmax.call import make_call
 from regard.ops.softmax.triton.bias_data import bias_data
 from regard.ops.triton_support import launches_for
@@ -153,7 +153,7 @@ def test_decoding_from_a_cache(stored: int | str, capability: int) -> None:
         "e4m3": Float8,
         "e5m2": lambda: Float8("e5m2"),
     }
-    cache = caches.get(stored, lambda: Quantised(int(stored), residual=0))()
+    cache = caches.get(stored, lambda: Quantized(int(stored), residual=0))()
     memory, _ = cache.update((k, k), Span(0, 256))
     if isinstance(cache, Paged):
         memory, _ = cache.lazy_memory()
@@ -177,7 +177,7 @@ def test_nothing_is_compiled_for_a_longer_cache() -> None:
     from regard.ops.softmax.triton.launch import decode_launches
 
     def key_of(kind: str, S: int) -> list[object]:
-        cache = Paged(16, 70) if kind == "pages" else Quantised(4, residual=0)
+        cache = Paged(16, 70) if kind == "pages" else Quantized(4, residual=0)
         q, k = (torch.zeros(1, h, n, 64, dtype=torch.bfloat16) for h, n in ((8, 1), (2, S)))
         memory, _ = cache.update((k, k), Span(0, S))
         memory = cache.lazy_memory()[0] if isinstance(cache, Paged) else memory

@@ -9,7 +9,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from regard import biases, masks
-from regard.caches import Paged, Quantised
+from regard.caches import Paged, Quantized
 from regard.caches.paged import LazyPagedTensor, PagesOfRows
 from regard.ops.softmax import dispatch
 from regard.ops.softmax.call import Call, make_call
@@ -164,7 +164,7 @@ def stored_cuda_call(T: int) -> Call:
 
 @pytest.mark.usefixtures("installed")
 def test_a_stored_cache_comes_here_first() -> None:
-    """Torch's kernel would gather or dequantise the whole cache in every step."""
+    """Torch's kernel would gather or dequantize the whole cache in every step."""
     assert first_three(stored_cuda_call(1))[0] == "triton"
     assert first_three(cuda_call(shape=(1, 8, 2, 1, 64, 64, 64), mask=CAUSAL))[:2] != ["triton"]
     assert first_three(stored_cuda_call(64))[0] == "sdpa"  # a prompt
@@ -173,8 +173,8 @@ def test_a_stored_cache_comes_here_first() -> None:
 def test_it_says_in_which_form_it_reads_a_cache() -> None:
     draw = torch.Generator().manual_seed(0)
     q, k = torch.randn(1, 4, 1, 16), torch.randn(1, 2, 40, 16, generator=draw)
-    quantised, paged = Quantised(4, group=16, residual=5), Paged(8, pages=5)
-    coded = quantised.update((k, k), Span(0, 40))[0]
+    quantized, paged = Quantized(4, group=16, residual=5), Paged(8, pages=5)
+    coded = quantized.update((k, k), Span(0, 40))[0]
     say = TritonKernel().describe
     assert say(make_call(q, *coded, mask=CAUSAL)).endswith(
         "mask; it reads 32 slots of keys and values as codes of 4 bits, and 8 recent slots in full "

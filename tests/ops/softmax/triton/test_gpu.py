@@ -77,7 +77,7 @@ def test_large_calls_are_the_reference(name: str, dtype: torch.dtype, D: int, E:
         assert (x - high).abs().max() <= allowed, ("out", "q", "k", "v", "sink", "slopes")[i]
 
 
-def test_nothing_synchronises_after_the_first_call() -> None:
+def test_nothing_synchronizes_after_the_first_call() -> None:
     q, k, v = (torch.randn(2, 4, 512, 64, device="cuda", dtype=torch.bfloat16) for _ in range(3))
     mask = CAUSAL & masks.Window(100)
     regard.attend(q, k, v, mask=mask, backend="triton")

@@ -56,7 +56,7 @@ class TritonKernel(Kernel):
         """Refuse other devices, dropout, taps, fp64, long head dimensions, graphs and tables that
         are too large.
         """
-        if call.compiling:  # a question about sizes would specialise the graph
+        if call.compiling:  # a question about sizes would specialize the graph
             return ["not inside a compiled graph"]
         reasons = [f"does not expose {sorted(call.needs)}"] if call.needs else []
         device = call.q.device.type

@@ -173,7 +173,7 @@ def _float8_segment(stored: Float8Memory, sizes: LaunchSizes) -> KeySegment:
 
 
 def _coded_segment(stored: CodedMemory, sizes: LaunchSizes) -> KeySegment:
-    """Return the slots that a quantised cache stores as codes."""
+    """Return the slots that a quantized cache stores as codes."""
     codes, scales = [], []
     for part in (stored.keys, stored.values):
         groups = part.groups

@@ -167,7 +167,7 @@ def _transposed_lists_of_spans(
 
 def _to_int32(positions: Positions, device: torch.device) -> Tensor:
     """Return positions as int32 `[B or 1, L]`; a larger number fails on the device, without a
-    synchronisation.
+    synchronization.
     """
     x = as_tensor(positions, device).to(device)
     if x.dtype == torch.int64 and not isinstance(positions, Span) and not x.is_meta:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import regard
 from regard import biases, masks
-from regard.caches import Growing, Quantised, quantization
+from regard.caches import Growing, Quantized, quantization
 from regard.nn import Attention, HeadProjection, SeparateQKV
 from regard.ops.softmax import cpu
 from regard.ops.softmax.call import Call, make_call
@@ -66,7 +66,7 @@ def query(
     return torch.randn(B, H, T, D, generator=torch.Generator().manual_seed(1)).to(dtype)
 
 
-def filled(cache: Quantised, k: Tensor, v: Tensor, positions: Positions | None = None) -> list[Any]:
+def filled(cache: Quantized, k: Tensor, v: Tensor, positions: Positions | None = None) -> list[Any]:
     """All but the last token at once, then that one; keys, values and positions as the cache
     answers them.
     """
@@ -77,7 +77,7 @@ def filled(cache: Quantised, k: Tensor, v: Tensor, positions: Positions | None =
     return [keys, values, seen]
 
 
-def numbers(cache: Quantised, part: int, axis: str) -> Tensor:
+def numbers(cache: Quantized, part: int, axis: str) -> Tensor:
     """The memory that codes stand for, in fp64, number by number."""
     held = cache.contents()
     codes, scale, zero, recent = (
@@ -109,7 +109,7 @@ def numbers(cache: Quantised, part: int, axis: str) -> Tensor:
     return found
 
 
-def meant(cache: Quantised) -> list[Tensor]:
+def meant(cache: Quantized) -> list[Tensor]:
     """Keys and values that codes stand for."""
     return [numbers(cache, i, axis) for i, axis in enumerate(("channel", "token"))]
 
@@ -166,7 +166,7 @@ RECIPES: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_recipes(recipe: str, dtype: torch.dtype, opened: list[str]) -> None:
     for bits, T, residual in ((8, 1, 10), (4, 3, 70), (2, 16, 0)):
-        cache = Quantised(bits, residual=residual)
+        cache = Quantized(bits, residual=residual)
         keys, values, seen = filled(cache, *tokens(203, dtype=dtype))
         given = make_call(
             query(T, dtype=dtype), keys, values, k_positions=seen, wants_lse=True, **RECIPES[recipe]
@@ -180,7 +180,7 @@ def test_recipes(recipe: str, dtype: torch.dtype, opened: list[str]) -> None:
 @pytest.mark.parametrize("group, D, E", [(4, 8, 8), (16, 24, 16), (64, 20, 64), (96, 9, 96)])
 def test_groups(bits: int, group: int, D: int, E: int) -> None:
     """Groups that fill the registers of a loop, that do not, and that leave something over."""
-    cache = Quantised(bits, group=group, residual=5)
+    cache = Quantized(bits, group=group, residual=5)
     keys, values, _ = filled(cache, *tokens(200, B=1, D=D, E=E))
     wide = meant(cache)
     rows = (2, 4, 6, 10, 14)  # heads of 2 groups: 1 to 7 rows
@@ -192,7 +192,7 @@ def test_groups(bits: int, group: int, D: int, E: int) -> None:
 @pytest.mark.parametrize("scale", [1e-3, 30.0])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_scales(dtype: torch.dtype, scale: float) -> None:
-    cache = Quantised(8, residual=10)
+    cache = Quantized(8, residual=10)
     k, v = tokens(203, dtype=dtype, scale=scale)
     k[..., 3] += 100  # an outlier channel
     keys, values, _ = filled(cache, k, v)
@@ -206,10 +206,10 @@ def test_scales(dtype: torch.dtype, scale: float) -> None:
 def test_another_number_is_noticed() -> None:
     """Negative control: codes of one channel that mean a step more, or a zero that is left out."""
     for name in ("zero.0", "zero.1", "scale.0", "scale.1"):
-        cache = Quantised(4, residual=10)
+        cache = Quantized(4, residual=10)
         filled(cache, *tokens(203))
         held = dict(cache.contents())
-        wrong = Quantised(4, residual=10)
+        wrong = Quantized(4, residual=10)
         wrong.fill({**held, name: 1.01 * held[name]})  # type: ignore[dict-item]
         (keys, values), _ = wrong.update(tuple(x[:, :, :0] for x in tokens(203)), Span(203, 0))
         with pytest.raises(AssertionError, match="above"):
@@ -225,12 +225,12 @@ def test_slots_that_hold_nothing(opened: list[str]) -> None:
         positions = torch.arange(203).expand(2, -1) - torch.tensor([[0], [70]])
         positions = positions.where((positions >= 0) & (torch.arange(203) % 7 != 3), -1)
         empty = (positions < 0)[:, None, :, None]
-        cache = Quantised(8, residual=10)
+        cache = Quantized(8, residual=10)
         keys, values, seen = filled(
             cache, *(x.masked_fill(empty, garbage) for x in (k, v)), positions
         )  # type: ignore[arg-type]
         clean = [x.masked_fill(empty, 0.0) for x in (k, v)]
-        right = Quantised(8, residual=10)
+        right = Quantized(8, residual=10)
         filled(right, *clean, positions)  # type: ignore[arg-type]
         at = torch.tensor([[202, -1], [132, 133]])
         given = make_call(
@@ -253,7 +253,7 @@ def test_threads_and_memory_in_any_order(monkeypatch: pytest.MonkeyPatch) -> Non
     S = 1600
     assert 2 * S * (64 + 64) >= 3 * decode.ELEMENTS_PER_THREAD, "work for 3 threads"
     k, v = tokens(S, B=1, D=64, E=64)
-    cache = Quantised(4, residual=20)
+    cache = Quantized(4, residual=20)
     filled(cache, k, v)
     none = tuple(x[:, :, :0] for x in (k, v))
     (keys, values), _ = cache.update(none, Span(S, 0))
@@ -267,7 +267,7 @@ def test_threads_and_memory_in_any_order(monkeypatch: pytest.MonkeyPatch) -> Non
     for name, x in held.items():
         if isinstance(x, Tensor) and x.ndim == 5:
             held[name] = x.transpose(1, 4).contiguous().transpose(1, 4)
-    other = Quantised(4, residual=20)
+    other = Quantized(4, residual=20)
     other.fill(held)
     forked = cache.fork()
     cache.select(torch.tensor([0, 0]))
@@ -291,7 +291,7 @@ def test_a_decode_step_widens_nothing(opened: list[str], monkeypatch: pytest.Mon
     module, x = Attention(project, nn.Linear(64, 32), mask=masks.Causal()), torch.randn(2, 90, 32)
     with torch.no_grad():
         module.eval()
-        cache, plain = Quantised(8, group=16, residual=8), Growing()
+        cache, plain = Quantized(8, group=16, residual=8), Growing()
         module(x[:, :60], cache=cache)
         module(x[:, :60], cache=plain)
         opened.clear()
@@ -300,7 +300,7 @@ def test_a_decode_step_widens_nothing(opened: list[str], monkeypatch: pytest.Mon
             near = module(x[:, t : t + 1], cache=cache, backend="auto" if t % 2 else "cpu")
             far = max(far, float((near - module(x[:, t : t + 1], cache=plain)).abs().max()))
         assert opened == []
-        assert cache.quantised == 80
+        assert cache.quantized == 80
         assert 0 < far < 0.01
         copied = cache.fork()
         last = module(x[:, :1], cache=cache)
@@ -309,23 +309,23 @@ def test_a_decode_step_widens_nothing(opened: list[str], monkeypatch: pytest.Mon
         assert float((last - same).abs().max()) < 1e-6
 
 
-def unusual() -> dict[str, Callable[[], tuple[Quantised, Tensor, Tensor]]]:
+def unusual() -> dict[str, Callable[[], tuple[Quantized, Tensor, Tensor]]]:
     k, v = tokens(100)
     odd = k.clone()
     odd[0, 1, 3, 5] = float("inf")
     return {
-        "an infinity": lambda: (Quantised(8, residual=10), odd, v),
+        "an infinity": lambda: (Quantized(8, residual=10), odd, v),
         "keys per token": lambda: (
-            Quantised(8, group=8, residual=10, axes=("token", "token")),
+            Quantized(8, group=8, residual=10, axes=("token", "token")),
             k,
             v,
         ),
         "values per channel": lambda: (
-            Quantised(8, residual=10, axes=("channel", "channel")),
+            Quantized(8, residual=10, axes=("channel", "channel")),
             k,
             v,
         ),
-        "exact values": lambda: (Quantised(8, residual=10, axes=("channel", "exact")), k, v),
+        "exact values": lambda: (Quantized(8, residual=10, axes=("channel", "exact")), k, v),
     }
 
 
@@ -443,7 +443,7 @@ def test_rows_begin_at_lines_of_the_cache() -> None:
 
 
 def coded(axis: str, *, slots: int = 16, kind: torch.dtype = torch.float32) -> Any:
-    """What a quantised cache answers, by hand: 8 bits, groups of 8, and two recent slots."""
+    """What a quantized cache answers, by hand: 8 bits, groups of 8, and two recent slots."""
     rows, lines = (slots // 8, 8) if axis == "channel" else (slots, 1)
     made = SimpleNamespace(
         codes=torch.zeros(1, 2, rows, lines, 8, dtype=torch.uint8),

@@ -1,5 +1,5 @@
 """Rules that replace the softmax: `Sigmoid`, `ReLU`, `Softpick`, `Entmax`, `SignedSoftmax`,
-`StickBreaking`. Another normaliser is a subclass of `ScoreRule` with the stage "normaliser"
+`StickBreaking`. Another normalizer is a subclass of `ScoreRule` with the stage "normalizer"
 (softmax with one added to the denominator needs none: it is a sink of 0).
 """
 
@@ -49,7 +49,7 @@ class Sigmoid(ScoreRule):
     Source: Ramapuram et al. 2024 (arXiv 2409.04431), equation 3 and section 4.
     """
 
-    stages: ClassVar[tuple[Stage, ...]] = ("normaliser",)
+    stages: ClassVar[tuple[Stage, ...]] = ("normalizer",)
     scope: ClassVar[Scope] = "pair"
 
     bias: float | Tensor | None = None
@@ -67,7 +67,7 @@ class Sigmoid(ScoreRule):
         """Whether the bias is -ln n_i."""
         return self.bias is None
 
-    def normalise(self, s: Tensor, block: ScoreBlock) -> Tensor:
+    def normalize(self, s: Tensor, block: ScoreBlock) -> Tensor:
         """Return the sigmoid of each score with the bias."""
         if self.bias is None:
             assert block.key_count is not None, "given because of `needs_count`"
@@ -107,7 +107,7 @@ class ReLU(ScoreRule):
     Source: Wortsman et al. 2023 (arXiv 2309.08586), section 3.
     """
 
-    stages: ClassVar[tuple[Stage, ...]] = ("normaliser",)
+    stages: ClassVar[tuple[Stage, ...]] = ("normalizer",)
     scope: ClassVar[Scope] = "pair"
 
     power: float = 1.0
@@ -120,7 +120,7 @@ class ReLU(ScoreRule):
         """The weights are divided by the number of visible keys."""
         return True
 
-    def normalise(self, s: Tensor, block: ScoreBlock) -> Tensor:
+    def normalize(self, s: Tensor, block: ScoreBlock) -> Tensor:
         """Return the rectified scores divided by the number of visible keys."""
         assert block.key_count is not None, "given because of `needs_count`"
         rectified = s.clamp(min=0)
@@ -151,10 +151,10 @@ class Softpick(ScoreRule):
     Source: Zuhri et al. 2025 (arXiv 2504.20966), equation 4.
     """
 
-    stages: ClassVar[tuple[Stage, ...]] = ("normaliser",)
+    stages: ClassVar[tuple[Stage, ...]] = ("normalizer",)
     scope: ClassVar[Scope] = "row"
 
-    def normalise(self, s: Tensor, block: ScoreBlock) -> Tensor:
+    def normalize(self, s: Tensor, block: ScoreBlock) -> Tensor:
         """Return the rectified exponentials divided by the sum of their sizes."""
         if s.shape[-1] == 0:
             return s
@@ -204,7 +204,7 @@ class Entmax(ScoreRule):
     (arXiv 1905.05702), equation 9 and algorithm 2.
     """
 
-    stages: ClassVar[tuple[Stage, ...]] = ("normaliser",)
+    stages: ClassVar[tuple[Stage, ...]] = ("normalizer",)
     scope: ClassVar[Scope] = "row"
 
     alpha: float = 1.5
@@ -216,7 +216,7 @@ class Entmax(ScoreRule):
                 "threshold has no closed form"
             )
 
-    def normalise(self, s: Tensor, block: ScoreBlock) -> Tensor:
+    def normalize(self, s: Tensor, block: ScoreBlock) -> Tensor:
         """Return the weights above the threshold of each row."""
         if s.shape[-1] == 0:
             return s
@@ -269,10 +269,10 @@ class SignedSoftmax(ScoreRule):
     Source: Lv et al. 2024 (arXiv 2411.07176), equation 4.
     """
 
-    stages: ClassVar[tuple[Stage, ...]] = ("normaliser",)
+    stages: ClassVar[tuple[Stage, ...]] = ("normalizer",)
     scope: ClassVar[Scope] = "row"
 
-    def normalise(self, s: Tensor, block: ScoreBlock) -> Tensor:
+    def normalize(self, s: Tensor, block: ScoreBlock) -> Tensor:
         """Return the softmax of the sizes, with the signs."""
         if s.shape[-1] == 0:
             return s
@@ -305,10 +305,10 @@ class StickBreaking(ScoreRule):
     Source: Tan et al. 2024 (arXiv 2410.17980), equations 1 to 3.
     """
 
-    stages: ClassVar[tuple[Stage, ...]] = ("normaliser",)
+    stages: ClassVar[tuple[Stage, ...]] = ("normalizer",)
     scope: ClassVar[Scope] = "row"
 
-    def normalise(self, s: Tensor, block: ScoreBlock) -> Tensor:
+    def normalize(self, s: Tensor, block: ScoreBlock) -> Tensor:
         """Return each key's share of what the keys after it leave, computed with logarithms."""
         s = torch.where(block.visible, s, 0)
         order = stable_argsort(block.k)

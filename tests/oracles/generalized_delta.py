@@ -1,4 +1,4 @@
-"""The generalised delta rule and its relatives from their definitions: Python floats and loops."""
+"""The generalized delta rule and its relatives from their definitions: Python floats and loops."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Answer(NamedTuple):
     state: Tensor
 
 
-def generalised_delta(
+def generalized_delta(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -69,7 +69,7 @@ def generalised_delta(
     return Answer(out, last)
 
 
-def generalised_delta_plain(
+def generalized_delta_plain(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -176,7 +176,7 @@ def titans_loop(
     return Solved(out, firsts, seconds)
 
 
-def generalised_delta_plain_system(
+def generalized_delta_plain_system(
     q: Tensor, k: Tensor, v: Tensor, c: Tensor, log_decay: Tensor
 ) -> Tensor:
     """The output as one system of equations for all tokens, with `a` = -k and a decay per channel,
