@@ -51,10 +51,10 @@ class Serializable:
     def has_custom_code(self) -> bool:
         """Whether this rule, or one in its fields, is a class of a user or contains a function."""
         if self._custom_code is None:
-            found = self._finds_custom_code()
+            custom = self._finds_custom_code()
             if is_compiling():
-                return found
-            object.__setattr__(self, "_custom_code", found)  # of a frozen dataclass
+                return custom
+            object.__setattr__(self, "_custom_code", custom)  # of a frozen dataclass
         return bool(self._custom_code)
 
     def _finds_custom_code(self) -> bool:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import torch
-from regard.audit.influence import influence
 from torch import Tensor
+
+from regard.audit.checks.leaks.py
+src.regard.audit.adapters.base import influence
 
 
 def test_a_small_leak_is_visible_and_nan_beside_nan_is_not() -> None:

@@ -19,7 +19,7 @@ from regard import masks, positions
 from regard.memory import infini_attention
 from regard.nn import RMSNorm
 from regard.nn.variants import VARIANTS, mha
-from regard.ops import memory as compressive_memory
+from regard.ops import infini_attention as compressive_memory
 from regard.positions import NTK, DynamicNTK, YaRN, rope_frequencies
 
 # --- whose method, which paper

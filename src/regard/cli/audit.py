@@ -127,7 +127,7 @@ SIZES, CLAIMS, CALL = "Sizes", "What the code is claimed to be", "How the code i
 
 
 @dataclass(frozen=True)
-class ClaimOptions:
+class CallOptions:
     """What the code is claimed to be, and how it is called: see `regard.audit.AuditClaims`."""
 
     dim: int | None = option("Model width.", shown=FROM_CODE, panel=SIZES)
@@ -214,7 +214,7 @@ def audit(
     json: bool = JSON,
     color: bool | None = COLOR,
     *,
-    claims: ClaimOptions,
+    claims: CallOptions,
 ) -> None:
     """Find faults in attention code: masks, leaks, scale, heads, rotary, windows, caches, padding.
 

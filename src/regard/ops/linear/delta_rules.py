@@ -165,18 +165,18 @@ def chunked(
         bad = bad[..., -1:, :] + (bad_errors + bad_updates).cumsum(-2)  # [B,G,P,C,E]
         written = u if a is None else v[..., i, :, :]
         out = shared_matmul(q[..., i, :, :], state)
-        late = written
+        at_end = written
         if start is not None and end is not None:
             if not by_channel:  # one factor per token, also where value heads share q and k
                 out = out * start[..., i, :, :].repeat(1, 1, 1, R, 1)
-                late = written * end[..., i, :, :]
+                at_end = written * end[..., i, :, :]
             state = state * start[..., i, -1, :, None]
         out = out + shared_matmul(weights[..., i, :, :], written)
         if a is not None:
             out = out + read_weights[..., i, :, :] @ u
             state = state + back[..., i, :, :].mT @ u
         outputs.append(out + (bad if R == 1 else bad.repeat(1, 1, 1, R, 1)))
-        state = state + shared_matmul(k[..., i, :, :].mT, late)
+        state = state + shared_matmul(k[..., i, :, :].mT, at_end)
     out = torch.unflatten(torch.stack(outputs, -3) + bad_q.flatten(-3, -2), -2, (R, size))
     out = out.movedim(-3, -4).flatten(-3, -2)[..., :T, :]  # [B,G,P,R,T,E]
     return out, state + bad[..., -1:, :]
