@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from regard.audit.checks.leaks.py
-src.regard.audit.adapters.base import influence
+from regard.audit.adapters.base import influence
 
 
 def test_a_small_leak_is_visible_and_nan_beside_nan_is_not() -> None:
