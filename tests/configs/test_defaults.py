@@ -9,22 +9,19 @@ from transformers import CONFIG_MAPPING
 
 from regard.configs import CONFIGS, config_class
 
-EPS, LENGTH, WINDOW = "layer_norm_eps", "max_position_embeddings", "sliding_window"
+LENGTH, WINDOW = "max_position_embeddings", "sliding_window"
 # where the class of transformers has another number than the reader
 DIFFERENT = {
-    "camembert": {EPS},
     "deepseek_v3": {LENGTH},
     "deepseek_v32": {LENGTH},
     "glm4_moe": {LENGTH},
     "glm_moe_dsa": {"rms_norm_eps", LENGTH, "n_group", "topk_group", "index_n_heads"},
-    "minimax_m2": {"rope_theta", LENGTH},
-    "ministral3": {"rope_theta", LENGTH, "rms_norm_eps"},
+    "minimax_m2": {LENGTH},
+    "ministral3": {LENGTH},
     "nemotron_h": {LENGTH},
     "olmo_hybrid": {f"linear_{x}" for x in ("key_head_dim", "value_head_dim")}
     | {f"linear_num_{x}_heads" for x in ("key", "value")},
     "olmoe": {LENGTH},
-    "roberta": {EPS},
-    "xlm-roberta": {EPS},
     # its class drops the window where use_sliding_window is False
     **{name: {WINDOW} for name in ("qwen2", "qwen2_moe", "qwen3", "qwen3_moe")},
 }

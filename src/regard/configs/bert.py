@@ -103,7 +103,6 @@ class RobertaConfig(BertConfig):
     so that `max_position_embeddings` counts `pad_token_id` + 1 unused rows.
     """
 
-    layer_norm_eps: float = 1e-5
     pad_token_id: int = 1
 
     model_types = ("roberta", "xlm-roberta", "camembert")

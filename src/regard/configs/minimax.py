@@ -94,6 +94,7 @@ class MiniMaxM2Config(GroupedQueryConfig):
     num_local_experts: int = field(kw_only=True)
     num_experts_per_tok: int = field(kw_only=True)
     partial_rotary_factor: float = 1.0
+    rope_theta: float = 5000000.0
 
     model_types = ("minimax_m2",)
     recipe = DecoderRecipe(

@@ -28,6 +28,8 @@ class Ministral3Config(MistralConfig):
     """Ministral 3, which has no window unless one is given."""
 
     sliding_window: int | None = None
+    rms_norm_eps: float = 1e-5
+    rope_theta: float = 1000000.0
 
     model_types = ("ministral3",)
 
