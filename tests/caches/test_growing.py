@@ -82,7 +82,7 @@ def test_what_a_mark_has_is_not_written_by_steps_after_a_crop() -> None:
         slot = cache.open_slot(cache.next(1))
         assert slot is not None
         slot.buffers[0][:, :, slot.slot] = slot.slot
-        cache.fill_slot(slot, Span(0, slot.slot + 1))
+        cache.close_slot(slot, Span(0, slot.slot + 1))
 
     step()
     before, mark = cache.contents()["memory.0"], cache.mark()

@@ -9,7 +9,7 @@ import pytest
 
 import regard
 from regard.cli.inspect import OPTIONS, TASKS
-from regard.inspect import ablate, attribute, logit_lens, patch, record, rollout, taps
+from regard.inspect import ablate, attribute, compare, logit_lens, patch, record, rollout, taps
 from tests.cli.command import Said
 
 TEXT, OTHER = "to be or not to", "to do or not to"
@@ -32,7 +32,7 @@ def test_every_task_prints_what_the_function_returns(said: Said) -> None:
         ),
         ("lens", TEXT): logit_lens(model, TEXT),
         ("rollout", TEXT): rollout(model, TEXT),
-        ("compare", TEXT, "--other", OTHER): record(model, TEXT).compare(record(model, OTHER)),
+        ("compare", TEXT, "--other", OTHER): compare(record(model, TEXT), record(model, OTHER)),
     }
     for arguments, table in wanted.items():
         assert printed(said, *arguments).rstrip("\n") == table.text()

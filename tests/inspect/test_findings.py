@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import regard
-from regard.inspect import ablate, attribute, logit_lens, measure, patch, record, rollout
+from regard.inspect import ablate, attribute, compare, logit_lens, measure, patch, record, rollout
 from regard.models import TextEncoder
 
 SENTENCE = "a fluffy blue creature roamed the verdant forest"
@@ -49,7 +49,7 @@ def test_one_head_of_minilm_reads_the_opinion() -> None:
     heads = patch(minilm(), GOOD, BAD, PRAISE, what="heads")
     assert divmod(int(heads.share.argmax()), 12) == (5, 9)
     assert round(float(heads.share.max()), 2) == 0.42
-    differing = record(minilm(), GOOD).compare(record(minilm(), BAD))
+    differing = compare(record(minilm(), GOOD), record(minilm(), BAD))
     assert divmod(int(differing.values.argmax()), 12) == (5, 9)
     estimate = attribute(minilm(), GOOD, PRAISE, method="gradient", corrupt=BAD)
     assert np.corrcoef(estimate.values.ravel(), heads.values.ravel())[0, 1] > 0.97

@@ -72,7 +72,7 @@ class LatentHeads(Projection, nn.Module):
     nope_dim: int
     value_dim: int
 
-    def up_maps(self) -> list[nn.Linear]:
+    def up_maps(self) -> list[nn.Module]:
         """Return the maps from latents to the keys and values of heads."""
         raise NotImplementedError
 
@@ -278,7 +278,7 @@ class LatentProjection(LatentHeads):
         nope, v = self.kv_up(c[:, 0], positions).split((self.nope_dim, self.value_dim), dim=-1)
         return torch.cat((nope, rotated.expand(-1, self.heads, -1, -1)), dim=-1), v
 
-    def up_maps(self) -> list[nn.Linear]:
+    def up_maps(self) -> list[nn.Module]:
         """Return the map from the latent to the keys and values of all heads."""
         return [self.kv_up.linear]
 
@@ -510,9 +510,9 @@ class GroupedLatentProjection(LatentHeads):
         total: Tensor = torch.unflatten(z, 1, (self.branches, self.heads)).sum(1)  # [B,H,T,E]
         return total * float(self.branches**-0.5)
 
-    def up_maps(self) -> list[nn.Linear]:
+    def up_maps(self) -> list[nn.Module]:
         """Return the map of each latent to the heads that it serves."""
-        return [m for m in self.kv_ups if isinstance(m, nn.Module)]  # type: ignore[misc]
+        return list(self.kv_ups)
 
     def absorbed_memory(self, memory: Parts) -> tuple[Tensor, Tensor]:
         """Return keys [B,n,S,r+d_rope], joined from both parts, and the latents as values
