@@ -6,7 +6,8 @@ it stay:
     full(keep=3)                 3 cases at equal distances; where these begin differs from test to
                                  test, so that tests over the same cases keep different ones
     full(keep="each")            as few cases as it takes for each value of each parameter to occur
-    full(keep=["llama", "t5"])   the cases whose ids have one of these words
+    full(keep=["llama", "t5-x"]) the cases whose ids, "-" between their words, have one of these
+                                 words or runs of words
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ def kept(cases: list[pytest.Item]) -> list[pytest.Item]:
     if isinstance(keep, str):
         raise pytest.UsageError(f"{cases[0].nodeid}: keep is {keep!r}, not 'each' or a list")
     if not isinstance(keep, int):
-        return [item for item in cases if words(item) & {*keep}]
+        return [item for item in cases if any(has_words(item, x) for x in keep)]
     n = len(cases)
     if keep == 0 or keep >= n:
         return cases if keep else []
@@ -99,9 +100,22 @@ def is_hashable(x: Any) -> bool:
     return True
 
 
-def words(item: pytest.Item) -> set[str]:
-    """The parts of a case's id."""
-    return {*item.nodeid.partition("[")[2].removesuffix("]").split("-")}
+def has_words(item: pytest.Item, wanted: str) -> bool:
+    """Whether a case's id has a word, or several in a row."""
+    found = item.nodeid.partition("[")[2].removesuffix("]")
+    return f"-{wanted}-" in f"-{found}-"
+
+
+def words_that_keep_nothing(items: Iterable[pytest.Item]) -> list[str]:
+    """The words of marks that no case of their test has."""
+    wanted: dict[tuple[str, str], bool] = {}
+    for item in items:
+        mark = item.get_closest_marker("full")
+        keep = mark.kwargs.get("keep") if mark else None
+        for word in keep if isinstance(keep, list) else ():
+            name = (item.nodeid.partition("[")[0], word)
+            wanted[name] = wanted.get(name, False) or has_words(item, word)
+    return [f"{test}: {word}" for (test, word), keeps in wanted.items() if not keeps]
 
 
 def untouched(features: Mapping[str, str], items: list[pytest.Item]) -> list[str]:

@@ -95,7 +95,7 @@ def run_page(path: Path, *, prints: bool = False) -> int:
     return len(found)
 
 
-@pytest.mark.full(keep=["README.md", "learn/02"])
+@pytest.mark.full(keep=["README.md", "docs/learn/02"])
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.relative_to(ROOT).as_posix())
 def test_the_blocks_of_a_page_run(
     page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

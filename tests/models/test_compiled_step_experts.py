@@ -123,7 +123,7 @@ def test_where_the_shares_are_exact_all_bits_are(
             assert torch.equal(one.contents()[name], other.contents()[name])  # type: ignore[arg-type]
 
 
-@pytest.mark.full(keep=["bfloat16-int4"])
+@pytest.mark.full(keep=["bfloat16-Int4Weight"])
 @pytest.mark.parametrize("form", [Int8Weight, Int4Weight])
 @pytest.mark.parametrize("dtype", DTYPES[:2], ids=lambda x: str(x).removeprefix("torch."))
 def test_stored_experts(

@@ -89,9 +89,12 @@ def test_the_cases_of_each_test_are_counted_apart() -> None:
 
 def test_cases_are_kept_by_a_word_of_their_ids() -> None:
     items = [
-        Item(f"a.py::test_a[{x}]", {"keep": ["llama", "t5"]}) for x in ("llama", "llama3", "t5-x")
+        Item(f"a.py::test_a[{x}]", {"keep": ["llama", "t5-x", "gpt"]})
+        for x in ("llama", "llama3", "1-t5-x", "t5-2-x", "t5-xl")
     ]
-    assert quick(*items) == ["a.py::test_a[llama]", "a.py::test_a[t5-x]"]
+    assert quick(*items) == ["a.py::test_a[llama]", "a.py::test_a[1-t5-x]"]
+    kept_nothing = selection.words_that_keep_nothing(items)  # type: ignore[arg-type]
+    assert kept_nothing == ["a.py::test_a: gpt"]
 
 
 def test_only_some_cases_may_be_marked() -> None:
@@ -174,6 +177,7 @@ def test_the_quick_run_touches_every_feature(request: pytest.FixtureRequest) -> 
         pytest.skip("only some files were collected")
     assert len(features()) > 300
     assert selection.untouched(features(), selection.quick(items)) == []
+    assert selection.words_that_keep_nothing(items) == []
 
 
 def test_a_feature_that_the_quick_run_leaves_out_is_found(request: pytest.FixtureRequest) -> None:

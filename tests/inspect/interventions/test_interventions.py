@@ -220,7 +220,7 @@ def kinds() -> dict[str, Model]:
     return found
 
 
-@pytest.mark.full(keep=["llama", "gemma2", "neox"])
+@pytest.mark.full(keep=["llama", "gemma2", "gpt_neox"])
 @pytest.mark.parametrize(
     "name", ["llama", "gemma2", "olmo2", "gpt_neox", "gpt2", "bloom", "mpt", "qwen3"]
 )
@@ -267,7 +267,7 @@ def encoder_decoder(kind: str) -> Seq2Seq:
 SOURCE, TARGET = torch.tensor([[5, 9, 2, 31]]), torch.tensor([[0, 9, 7]])
 
 
-@pytest.mark.full(keep=["gated", "post"])
+@pytest.mark.full(keep=["t5, gated", "post"])
 @pytest.mark.parametrize("kind", ["t5", "t5, gated", "post-norm", "pre-norm"])
 def test_direct_attribution_of_an_encoder_decoder(kind: str) -> None:
     """Heads that read the source and heads that read the target: their parts sum to the logit."""

@@ -71,7 +71,7 @@ def parts(network: nn.Module) -> dict[str, nn.Module]:
     return found
 
 
-@pytest.mark.full(keep=["llama", "gemma2", "bert", "t5", "neox"])
+@pytest.mark.full(keep=["llama", "gemma2", "bert", "t5", "gpt_neox"])
 @pytest.mark.parametrize("name", TINY)
 def test_every_block_of_every_family(name: str) -> None:
     found = family(TINY[name]["model_type"])
