@@ -48,7 +48,9 @@ def forward(module: nn.Module, x: Tensor, positions: Tensor | None = None) -> Te
     return out
 
 
-@pytest.mark.full(keep=[*(name for name in MIXERS if name not in CAUSAL), "gqa", "mla", "delta_net"])
+@pytest.mark.full(
+    keep=[*(name for name in MIXERS if name not in CAUSAL), "gqa", "mla", "delta_net"]
+)
 @pytest.mark.parametrize("name", MIXERS)
 def test_any_chunks_with_a_cache_are_one_pass_or_refused(name: str) -> None:
     module, x, refusals = example(MIXERS[name]), tokens(T), []
