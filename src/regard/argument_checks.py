@@ -62,8 +62,7 @@ def finite_checks_enabled() -> bool:
 
 
 def check_finite(**tensors: Tensor) -> None:
-    """Raise for the first tensor that contains NaN or infinity, if `checks(finite=True)` is
-    active.
+    """Raise for the first tensor that contains NaN or infinity, if `checks(finite=True)` is active.
     """
     from regard.process_state import (
         is_compiling,  # imports torch, which `import regard` must not do
@@ -188,8 +187,7 @@ def check_query_key_value(
 
 
 def _all_fit(q: object, k: object, v: object) -> bool:
-    """Return whether all conditions hold; only if they do not, the details are checked one
-    by one.
+    """Return whether all conditions hold; only if they do not, the details are checked one by one.
     """
     import torch
 
@@ -379,10 +377,7 @@ def check_device(name: str, x: Tensor, like: Tensor, other: str = "query") -> No
 
 
 def check_usable_device(device: torch.device | str) -> None:
-    """Raise unless tensors can be created on a device, and read.
-
-    >>> check_usable_device("cpu")
-    """
+    """Raise unless tensors can be created on a device, and read."""
     import torch
 
     try:

@@ -1,5 +1,4 @@
-"""Tensors in huge pages of 2 MiB, from which a CPU reads large memory faster than from 4 KiB
-pages.
+"""Tensors in huge pages of 2 MiB, from which a CPU reads large memory faster than from 4 KiB pages.
 """
 
 from __future__ import annotations
@@ -33,9 +32,6 @@ def empty(
 
     One core read the weights and caches of a decoding model at 32 instead of 23 GB/s this way (see
     LOG.md).
-
-    >>> empty((2, 3), dtype=torch.float32).shape
-    torch.Size([2, 3])
     """
     size = math.prod(shape) * dtype.itemsize
     if torch.device(device).type != "cpu" or size < HUGE_PAGE_THRESHOLD or is_compiling():
@@ -46,11 +42,7 @@ def empty(
 
 
 def empty_like(x: Tensor, shape: Sequence[int]) -> Tensor:
-    """Return an uninitialized tensor of another shape, with the dtype and device of x.
-
-    >>> empty_like(torch.zeros(3).half(), (2,)).dtype
-    torch.float16
-    """
+    """Return an uninitialized tensor of another shape, with the dtype and device of x."""
     return empty(shape, dtype=x.dtype, device=x.device)
 
 
@@ -64,11 +56,6 @@ class HugePageBlock:
     Args:
         size: how many bytes the tensors need together. The memory is only reserved; a tensor that
             does not fit, or a system without huge pages, gets memory from `empty`.
-
-    >>> block = HugePageBlock(1 << 23)
-    >>> x, y = block.empty((2, 3), dtype=torch.float32), block.copy(torch.arange(3))
-    >>> x.shape, y
-    (torch.Size([2, 3]), tensor([0, 1, 2]))
     """
 
     def __init__(self, size: int) -> None:
@@ -113,10 +100,6 @@ def _give_back(memory: mmap.mmap, first: int, last: int) -> None:
 
 def to_huge_pages(x: Tensor) -> Tensor:
     """Return a copy of a tensor in huge pages; the tensor itself if it is small or not on the CPU.
-
-    >>> x = torch.randn(2, 3)
-    >>> to_huge_pages(x) is x
-    True
     """
     return empty_like(x, x.shape).copy_(x) if x.is_cpu and x.nbytes >= HUGE_PAGE_THRESHOLD else x
 
@@ -135,12 +118,6 @@ def module_to_huge_pages(module: nn.Module) -> None:
     do not change.
 
     `regard.load` does this already.
-
-    >>> layer = nn.Linear(2048, 2048)
-    >>> before = layer.weight.detach().clone()
-    >>> module_to_huge_pages(layer)
-    >>> torch.equal(layer.weight, before)
-    True
     """
     block = HugePageBlock(aligned_bytes(module.parameters()))
     for parameter in module.parameters():  # yields a shared parameter once

@@ -45,10 +45,6 @@ class Phrase(str):
     Args:
         template: the English text; it must be in the catalogue.
         values: the value of each placeholder; a `Phrase` among them is translated, too.
-
-    >>> phrase = Phrase("at most {n}", n=3)
-    >>> phrase
-    'at most 3'
     """
 
     __slots__ = ("template", "values")
@@ -63,23 +59,14 @@ class Phrase(str):
 
 
 def counted(n: int, noun: str, nouns: str | None = None) -> Phrase:
-    """Return a count with its noun as a phrase: in English what `units.plural` returns.
-
-    >>> counted(2, "token")
-    '2 tokens'
-    """
+    """Return a count with its noun as a phrase: in English what `units.plural` returns."""
     phrase = Phrase(plural(n, noun, nouns))
     phrase.template, phrase.values = f"{{n}} {noun}", {"n": f"{n:,}"}
     return phrase
 
 
 def check_language(lang: str) -> str:
-    """Return the language if there are catalogues for it.
-
-    >>> check_language("fr")
-    Traceback (most recent call last):
-    regard.errors.ArgumentError: lang is 'fr'; it must be one of en (English), zh (简体中文)
-    """
+    """Return the language if there are catalogues for it."""
     if lang not in LANGUAGES:
         known = ", ".join(f"{code} ({name})" for code, name in LANGUAGES.items())
         raise ArgumentError(f"lang is {lang!r}; it must be one of {known}")
@@ -90,11 +77,6 @@ def language_of_locale(environment: Mapping[str, str] | None = None) -> str:
     """Return the reader's language from the first of LC_ALL, LC_MESSAGES and LANG that is set.
 
     It is English if there is no catalogue for that language.
-
-    >>> language_of_locale({"LC_ALL": "", "LANG": "zh_CN.UTF-8"})
-    'zh'
-    >>> language_of_locale({"LC_ALL": "C", "LANG": "zh_CN.UTF-8"})
-    'en'
     """
     variables = os.environ if environment is None else environment
     locale = next(filter(None, map(variables.get, ("LC_ALL", "LC_MESSAGES", "LANG"))), "")
@@ -103,22 +85,13 @@ def language_of_locale(environment: Mapping[str, str] | None = None) -> str:
 
 
 def language() -> str:
-    """Return the language of printed texts: English, except within `use_language`.
-
-    >>> language()
-    'en'
-    """
+    """Return the language of printed texts: English, except within `use_language`."""
     return _language.get()
 
 
 @contextmanager
 def use_language(lang: str) -> Iterator[None]:
-    """Print texts in a language within the block.
-
-    >>> with use_language("zh"):
-    ...     translate("parameters")
-    '参数'
-    """
+    """Print texts in a language within the block."""
     token = _language.set(check_language(lang))
     try:
         yield
@@ -128,11 +101,7 @@ def use_language(lang: str) -> Iterator[None]:
 
 @cache
 def catalogue(package: str, lang: str) -> Mapping[str, str]:
-    """Return the texts of a package in a language, by key.
-
-    >>> catalogue("regard.view.report", "en")["cell.title"]
-    'Explain one cell'
-    """
+    """Return the texts of a package in a language, by key."""
     return _read(resources.files(package) / "strings", lang)
 
 
@@ -154,16 +123,7 @@ def _read(folder: Traversable, lang: str) -> dict[str, str]:
 
 
 def translate(text: str, /, **values: object) -> str:
-    """Return a text in the current language, with its placeholders filled.
-
-    >>> translate("weights and cache are {fit}", fit="8 GiB")
-    'weights and cache are 8 GiB'
-    >>> with use_language("zh"):
-    ...     translate("weights and cache are {fit}", fit="8 GiB")
-    ...     translate(counted(2, "token"))
-    '权重和缓存共 8 GiB'
-    '2 个词元'
-    """
+    """Return a text in the current language, with its placeholders filled."""
     template, fields = (text.template, text.values) if isinstance(text, Phrase) else (text, values)
     translated = _texts().get(template)
     if translated is None and isinstance(text, Phrase):
@@ -173,14 +133,7 @@ def translate(text: str, /, **values: object) -> str:
 
 
 def translate_count(n: int, noun: str, nouns: str | None = None) -> str:
-    """Return a count with its noun in the current language, as `units.plural` does in English.
-
-    >>> translate_count(2, "token")
-    '2 tokens'
-    >>> with use_language("zh"):
-    ...     translate_count(2, "token")
-    '2 个词元'
-    """
+    """Return a count with its noun in the current language, as `units.plural` does in English."""
     return translate(counted(n, noun, nouns))
 
 

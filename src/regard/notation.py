@@ -12,11 +12,7 @@ from regard.language import language_of_locale, translate, use_language
 
 
 class Entry(NamedTuple):
-    """The meaning of a letter or word in one sentence, and other words that the field uses.
-
-    >>> GLOSSARY["lse"].synonyms
-    ('logsumexp', 'log normalizer', 'L')
-    """
+    """The meaning of a letter or word in one sentence, and other words that the field uses."""
 
     meaning: str
     synonyms: tuple[str, ...] = ()
@@ -220,9 +216,6 @@ GLOSSARY: dict[str, Entry] = {**LETTERS, **WORDS}
 def table() -> str:
     """Return the glossary as text, one entry per line: the word, its meaning, which in Chinese
     begins with the Chinese term, and other words for it.
-
-    >>> print(table().splitlines()[0])
-    B          Batch size: the number of sequences that are computed together. (N)
     """
     return "\n".join(
         f"{name:<10} {translate(entry.meaning)}"

@@ -28,9 +28,6 @@ def constant_in_graphs(function: F) -> F:
 
     This is `torch.compiler.assume_constant_result`, which imports dynamo to set the same attribute:
     half of the time in which this package is imported.
-
-    >>> constant_in_graphs(abs_of := lambda x: abs(x)) is abs_of
-    True
     """
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function
@@ -55,9 +52,6 @@ def is_compiling() -> bool:
 
     `torch.compiler.is_compiling()` is one flag for the whole process: while one thread compiles, it
     is True for all others, which would skip their checks and choose other kernels.
-
-    >>> is_compiling()
-    False
     """
     # Inside a graph, dynamo evaluates the first term to True and stops; outside it is False. The
     # flag in the second term is the one that `torch.compiler.is_compiling()` reads. It is read here
@@ -72,9 +66,6 @@ def is_compiling() -> bool:
 def is_exporting() -> bool:
     """Return whether this thread makes a program that must serve all lengths: `torch.export`,
     `torch.onnx.export` or `torch.jit.trace`. Nothing may then depend on the current lengths.
-
-    >>> is_exporting()
-    False
     """
     return torch.compiler.is_exporting() or is_jit_tracing()
 
@@ -131,8 +122,7 @@ _TRACING = (_MODES.FAKE, _MODES.PROXY, _MODES.FUNCTIONAL)
 
 
 def _this_thread_compiles() -> bool:
-    """Return whether code that runs eagerly is part of a compilation or an export of this
-    thread.
+    """Return whether code that runs eagerly is part of a compilation or an export of this thread.
     """
     if CompileContext.try_get() is not None or TracingContext.try_get() is not None:
         return True
@@ -146,9 +136,6 @@ def values_are_readable(*tensors: torch.Tensor) -> bool:
     `vmap`), where one Python call stands for many, and in forward-mode differentiation, where a
     tensor carries a tangent beside its numbers. Checks that would look at numbers are left out
     there, and kernels that need addresses refuse the call.
-
-    >>> values_are_readable(torch.ones(2)), values_are_readable(torch.ones(2, device="meta"))
-    (True, False)
     """
     if is_transformed():
         return False
@@ -193,9 +180,6 @@ def exclusive() -> Iterator[None]:
     """Block other threads from all context managers of this module while the block runs.
 
     Blocks may be nested.
-
-    >>> with exclusive(), exclusive():
-    ...     pass
     """
     with _lock:
         yield
@@ -203,14 +187,7 @@ def exclusive() -> Iterator[None]:
 
 @contextmanager
 def seeded(seed: int | None, devices: Iterable[torch.device] = ()) -> Iterator[None]:
-    """Set torch's global random seed in the block, and restore the random state afterwards.
-
-    >>> with seeded(0):
-    ...     first = torch.rand(2)
-    >>> with seeded(0):
-    ...     torch.equal(torch.rand(2), first)
-    True
-    """
+    """Set torch's global random seed in the block, and restore the random state afterwards."""
     with exclusive(), torch.random.fork_rng(devices=list(devices)):
         if seed is not None:
             torch.manual_seed(seed)
@@ -219,11 +196,7 @@ def seeded(seed: int | None, devices: Iterable[torch.device] = ()) -> Iterator[N
 
 @contextmanager
 def ignore_warnings() -> Iterator[None]:
-    """Ignore all warnings in the block, and restore the warning filters afterwards.
-
-    >>> with ignore_warnings():
-    ...     warnings.warn("unheard")
-    """
+    """Ignore all warnings in the block, and restore the warning filters afterwards."""
     with exclusive(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield

@@ -28,14 +28,6 @@ class Registry(Generic[T]):
 
     Args:
         what: the kind of the classes in messages, such as "mask".
-
-    >>> numbers: Registry[int] = Registry("number")
-    >>> numbers.register("small", int)
-    >>> numbers.find("small")
-    <class 'int'>
-    >>> numbers.find("smal")
-    Traceback (most recent call last):
-    regard.errors.ArgumentError: unknown number "smal"; did you mean 'small'? known: small
     """
 
     def __init__(self, what: str) -> None:

@@ -73,8 +73,7 @@ class Serializable:
 
     @classmethod
     def plain_arguments(cls, first: object, others: dict[str, object]) -> dict[str, object]:
-        """Return the constructor arguments from the stored fields, the first of which has no
-        name.
+        """Return the constructor arguments from the stored fields, the first of which has no name.
         """
         names = _field_names(cls)
         return {names[0]: first, **others} if names else others

@@ -117,9 +117,6 @@ def find_empty_slots(
     """Return which slots hold no token, bool `[B or 1, L]`.
 
     None means that every slot holds a token; this is known without reading a tensor.
-
-    >>> find_empty_slots(Span(-1, 3)).tolist(), find_empty_slots(Span(0, 3))
-    ([[True, False, False]], None)
     """
     if isinstance(positions, Span) and (positions.all_tokens or not positions.length):
         return None
@@ -136,9 +133,6 @@ def concat_positions(old: Positions, new: Positions) -> Positions:
     """Return the positions of two groups of slots, one after the other.
 
     The result is a `Span` if both are spans and contiguous, else a tensor.
-
-    >>> concat_positions(Span(0, 3), Span(3, 2))
-    Span(start=0, length=5)
     """
     if isinstance(old, Span) and isinstance(new, Span) and old.stop == new.start:
         return Span(old.start, old.length + new.length)
@@ -151,14 +145,7 @@ def concat_positions(old: Positions, new: Positions) -> Positions:
 
 
 def next_positions(positions: Positions, length: int) -> Positions:
-    """Return the `length` positions after the last token of each row; slots at -1 are ignored.
-
-    >>> next_positions(Span(0, 3), 2)
-    Span(start=3, length=2)
-    >>> import torch
-    >>> next_positions(torch.tensor([[-1, 0, 1], [0, 1, 2]]), 2).tolist()
-    [[2, 3], [3, 4]]
-    """
+    """Return the `length` positions after the last token of each row; slots at -1 are ignored."""
     if isinstance(positions, Span):
         return Span(positions.stop if positions.length else max(0, positions.start), length)
     import torch

@@ -10,12 +10,7 @@ from collections.abc import Callable
 
 
 def run_program(program: Callable[[], int | None]) -> int:
-    """Run a program that prints, write out what it printed, and return its exit code.
-
-    >>> run_program(lambda: print("text"))
-    text
-    0
-    """
+    """Run a program that prints, write out what it printed, and return its exit code."""
     code = 0
     try:
         code = _run(program)

@@ -18,18 +18,7 @@ def format_table(
     width: int | None = None,
     names: int = 1,
 ) -> str:
-    """Format rows as aligned lines; numbers are aligned right, and columns of names left.
-
-    >>> print(format_table([["", "cache", "kernel"], ["mha", "16.0 MiB", "cpu"]], left=(0, 2)))
-            cache  kernel
-    mha  16.0 MiB  cpu
-    >>> print(format_table([["", "cache", "kernel"], ["mha", "16.0 MiB", "cpu"]], width=15))
-            cache
-    mha  16.0 MiB
-    <BLANKLINE>
-         kernel
-    mha     cpu
-    """
+    """Format rows as aligned lines; numbers are aligned right, and columns of names left."""
     count = max(map(len, rows), default=0)
     widths = [
         max((display_width(row[i]) for row in rows if i < len(row)), default=0)
@@ -72,11 +61,7 @@ def line_width(least: int = 40) -> int:
 
 
 def display_width(text: str) -> int:
-    """Return how many columns of a terminal a text takes; Chinese characters take two.
-
-    >>> display_width("key"), display_width("注意力"), display_width("é")
-    (3, 6, 1)
-    """
+    """Return how many columns of a terminal a text takes; Chinese characters take two."""
     if text.isascii():
         return len(text)
     import unicodedata  # imported here, since most tables are ASCII

@@ -563,8 +563,7 @@ def _quoted(names: list[str]) -> str:
 
 
 def _passed_taps(opening: ActiveTrace, names: list[str]) -> str:
-    """Return a hint with the taps that were reached, and those most similar to the requested
-    names.
+    """Return a hint with the taps that were reached, and those most similar to the requested names.
     """
     if not opening.passed:
         return (

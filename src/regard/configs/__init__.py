@@ -55,11 +55,7 @@ LOADABLE = tuple(name for name in CONFIGS if name not in COUNTED_ONLY)
 
 
 def config_class(model_type: str) -> type[ModelConfig] | None:
-    """Return the config class of a `model_type`, or None if it is not supported.
-
-    >>> config_class("gemma3").__name__
-    'Gemma3Config'
-    """
+    """Return the config class of a `model_type`, or None if it is not supported."""
     if model_type not in CONFIG_MODULES:
         return None
     module = importlib.import_module(f"{__name__}.{CONFIG_MODULES[model_type]}")

@@ -74,12 +74,6 @@ class UnknownKey(ArgumentError):
     Args:
         path: the key, after the keys of the objects that contain it.
         reason: the message.
-
-    >>> raise UnknownKey(("rope_scaling", "fator"), "rope_scaling has the unknown key 'fator'")
-    Traceback (most recent call last):
-    regard.configs.base.UnknownKey: rope_scaling has the unknown key 'fator'. If it does
-    not change the computation, ignore it: regard.load(folder,
-    ignore=('rope_scaling.fator',)), or --ignore 'rope_scaling.fator'
     """
 
     def __init__(self, path: tuple[str, ...], reason: str) -> None:
@@ -140,11 +134,7 @@ def check_sizes(config: ModelConfig, *, zero: Collection[str] = ()) -> None:
 
 
 def rename_keys(raw: Raw, names: Mapping[str, str]) -> dict[str, object]:
-    """Rename keys to the family's own spelling; a null counts as absent.
-
-    >>> rename_keys({"n_embed": 64, "n_layer": 2}, {"n_embed": "hidden_size"})
-    {'n_layer': 2, 'hidden_size': 64}
-    """
+    """Rename keys to the family's own spelling; a null counts as absent."""
     renamed = dict(raw)
     for other, own in names.items():
         value = renamed.pop(other, None)
@@ -209,11 +199,6 @@ def layer_windows(
     layer i has a window: `layer_types` (layer_types[i] == "sliding_attention"),
     `sliding_window_pattern` ((i + 1) % sliding_window_pattern != 0), `max_window_layers` (i >=
     max_window_layers). Without them every layer has the window.
-
-    >>> layer_windows(4, sliding_window=512, sliding_window_pattern=2)
-    (512, None, 512, None)
-    >>> layer_windows(3, sliding_window=4096, max_window_layers=1, use_sliding_window=False)
-    (None, None, None)
 
     Source: the keys' meaning in Hugging Face's Gemma 3 and Qwen 2 configurations; windows: Beltagy
     et al. 2020 (arXiv 2004.05150).

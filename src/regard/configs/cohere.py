@@ -1,7 +1,4 @@
-"""The configs of Command R, R7B and A.
-
-Source of the keys: Hugging Face checkpoints, and transformers' configuration classes.
-"""
+"""The configs of Command R, R7B and A."""
 
 from __future__ import annotations
 

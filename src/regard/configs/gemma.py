@@ -50,8 +50,7 @@ class GemmaConfig(GroupedQueryConfig):
 
     @classmethod
     def normalize_keys(cls, raw: Raw) -> dict[str, object]:
-        """Return the keys with rotary settings in one form; head_dim is 256 if the file lacks
-        it.
+        """Return the keys with rotary settings in one form; head_dim is 256 if the file lacks it.
         """
         return normalize_rope({"head_dim": 256, **raw})
 

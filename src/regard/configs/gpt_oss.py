@@ -1,7 +1,4 @@
-"""The config of gpt-oss.
-
-Source of the keys: Hugging Face checkpoints, and transformers' configuration classes.
-"""
+"""The config of gpt-oss."""
 
 from __future__ import annotations
 
@@ -79,8 +76,7 @@ class GptOssConfig(GroupedQueryConfig):
         return keys if old_value is None else keys | {"num_experts_per_tok": old_value}
 
     def windows(self) -> tuple[int | None, ...]:
-        """Return the windows of `layer_types`; without that key, layers 0, 2, 4, ... have a
-        window.
+        """Return the windows of `layer_types`; without that key, layers 0, 2, 4, ... have a window.
         """
         if self.layer_types is None and self.sliding_window is None:
             return (None,) * self.num_hidden_layers

@@ -1,7 +1,5 @@
 """Models that mix layers with softmax attention and layers with a state of fixed size: the kinds of
 their layers, and the keys of Gated DeltaNet and of Mamba-2.
-
-Source of the keys: Hugging Face checkpoints, and transformers' configuration classes.
 """
 
 from __future__ import annotations
@@ -111,11 +109,7 @@ STEP_KEYS = frozenset(
 
 
 def step_limits(stored: StepLimits, key: str = "time_step_limit") -> tuple[float, float]:
-    """Return the limits of step sizes as two numbers.
-
-    >>> step_limits(NO_LIMITS)
-    (0.0, inf)
-    """
+    """Return the limits of step sizes as two numbers."""
     numbers = [math.inf if x == INFINITY else x for x in stored]
     if len(numbers) == 2 and all(isinstance(x, (int, float)) for x in numbers):
         smallest, largest = (float(x) for x in numbers if isinstance(x, (int, float)))

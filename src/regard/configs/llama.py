@@ -1,7 +1,4 @@
-"""The configs of Llama 1 to 3 and Llama 4.
-
-Source of the keys: Hugging Face checkpoints, and transformers' configuration classes.
-"""
+"""The configs of Llama 1 to 3 and Llama 4."""
 
 from __future__ import annotations
 
@@ -28,7 +25,6 @@ from regard.units import plural
 @dataclass(frozen=True)
 class LlamaConfig(GroupedQueryConfig):
     """Llama 1 to 3: RMS norm, rotary positions with the layout "half", grouped queries, SwiGLU.
-
     Source: Touvron et al. 2023 (arXiv 2307.09288).
     """
 

@@ -1,7 +1,5 @@
 """The configs of Mamba-2 and of Jamba, and the keys of decoders in which state-space layers see the
 order of the tokens.
-
-Source of the keys: Hugging Face checkpoints, and transformers' configuration classes.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""The configs of MiniMax-Text-01 and MiniMax-M2.
-
-Source of the keys: Hugging Face checkpoints, and transformers' configuration classes.
-"""
+"""The configs of MiniMax-Text-01 and MiniMax-M2."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""The configs of OLMo 1 to 3, OLMoE and OLMo Hybrid.
-
-Source of the keys: Hugging Face checkpoints, and transformers' configuration classes.
-"""
+"""The configs of OLMo 1 to 3, OLMoE and OLMo Hybrid."""
 
 from __future__ import annotations
 
@@ -25,9 +22,7 @@ from regard.errors import ArgumentError
 @dataclass(frozen=True)
 class OlmoConfig(RotaryDecoderConfig):
     """OLMo 1: Llama with LayerNorms that have no parameters, and in some models clipped queries,
-    keys and values.
-
-    Source: Groeneveld et al. 2024 (arXiv 2402.00838).
+    keys and values. Source: Groeneveld et al. 2024 (arXiv 2402.00838).
     """
 
     clip_qkv: float | None = None

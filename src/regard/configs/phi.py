@@ -1,7 +1,4 @@
-"""The configs of Phi 1 to 4 and Phi-3.5-MoE.
-
-Source of the keys: Hugging Face checkpoints, and transformers' configuration classes.
-"""
+"""The configs of Phi 1 to 4 and Phi-3.5-MoE."""
 
 from __future__ import annotations
 
@@ -24,9 +21,7 @@ from regard.errors import ArgumentError
 @dataclass(frozen=True)
 class PhiConfig(RotaryDecoderConfig):
     """Phi 1, 1.5 and 2: parallel sublayers that share a LayerNorm, rotary positions on a part of
-    each head, and a head with biases.
-
-    Source: Li et al. 2023 (arXiv 2309.05463).
+    each head, and a head with biases. Source: Li et al. 2023 (arXiv 2309.05463).
     """
 
     layer_norm_eps: float = 1e-5

@@ -1,7 +1,4 @@
-"""The configs of Qwen 2 to 3.5, with and without experts.
-
-Source of the keys: Hugging Face checkpoints, and transformers' configuration classes.
-"""
+"""The configs of Qwen 2 to 3.5, with and without experts."""
 
 from __future__ import annotations
 
@@ -18,9 +15,7 @@ from regard.cost.spec import ParameterCounts
 @dataclass(frozen=True)
 class Qwen2Config(GroupedQueryConfig):
     """Qwen 2 and 2.5: Llama with a bias on queries, keys and values; the upper layers may have a
-    sliding window.
-
-    Source: Yang et al. 2024 (arXiv 2407.10671).
+    sliding window. Source: Yang et al. 2024 (arXiv 2407.10671).
     """
 
     max_position_embeddings: int = 32768
@@ -51,9 +46,7 @@ SHARING_EXPERTS = Experts(
 @dataclass(frozen=True)
 class Qwen2MoeConfig(Qwen2Config):
     """Qwen1.5-MoE and Qwen2-57B: Qwen 2 with a mixture of experts in every layer, and an expert for
-    all tokens behind a gate.
-
-    Source: Yang et al. 2024 (arXiv 2407.10671), section 2.2.2.
+    all tokens behind a gate. Source: Yang et al. 2024 (arXiv 2407.10671), section 2.2.2.
     """
 
     moe_intermediate_size: int = field(kw_only=True)
@@ -81,9 +74,7 @@ class Qwen2MoeConfig(Qwen2Config):
 @dataclass(frozen=True)
 class Qwen3Config(Qwen2Config):
     """Qwen 3: Qwen 2 with a norm on each head of queries and keys, before they are rotated, in
-    place of the bias.
-
-    Source: Yang et al. 2025 (arXiv 2505.09388).
+    place of the bias. Source: Yang et al. 2025 (arXiv 2505.09388).
     """
 
     attention_bias: bool = False
@@ -97,9 +88,8 @@ class Qwen3Config(Qwen2Config):
 
 @dataclass(frozen=True)
 class Qwen3MoeConfig(Qwen3Config):
-    """Qwen 3 with a mixture of experts in every layer.
-
-    Source: Yang et al. 2025 (arXiv 2505.09388), section 2.
+    """Qwen 3 with a mixture of experts in every layer. Source: Yang et al. 2025 (arXiv 2505.09388),
+    section 2.
     """
 
     moe_intermediate_size: int = field(kw_only=True)
@@ -190,8 +180,7 @@ class QwenHybridMoeConfig(QwenHybridConfig):
 
 @dataclass(frozen=True)
 class Qwen3NextConfig(QwenHybridMoeConfig):
-    """The keys of Qwen3-Next, whose expert weights of a token sum to 1 unless a key says
-    otherwise.
+    """The keys of Qwen3-Next, whose expert weights of a token sum to 1 unless a key says otherwise.
     """
 
     norm_topk_prob: bool = True

@@ -360,12 +360,7 @@ def parse_ignoring(
 
 
 def read_sizes(raw: Raw, name: str, where: str = "config.json") -> ModelSpec:
-    """Return the sizes of the model of a parsed config.json.
-
-    >>> sizes = {"n_positions": 1024, "n_embd": 768, "n_layer": 12, "n_head": 12}
-    >>> read_sizes({"model_type": "gpt2", "vocab_size": 50257, **sizes}, "gpt2").parameters
-    124439808
-    """
+    """Return the sizes of the model of a parsed config.json."""
     model_type = raw.get("model_type")
     try:
         config = sizes_config(raw)

@@ -194,8 +194,7 @@ def _rope_type(scaling: Mapping[str, Any], where: str) -> str:
 
 
 def check_finite(where: str, value: object) -> float:
-    """Return a finite number of JSON; raise for a str, a bool, or an int that a float cannot
-    hold.
+    """Return a finite number of JSON; raise for a str, a bool, or an int that a float cannot hold.
     """
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) <= 1e300:
         raise ArgumentError(f"{where} is {shorten(value)}; it must be a finite number")
@@ -221,11 +220,7 @@ def _check_value(where: str, key: str, value: object) -> object:
 
 
 def shorten(value: object) -> str:
-    """Return the repr of a value for a message, shortened if it is long.
-
-    >>> shorten("x" * 100)[-5:]
-    'xx...'
-    """
+    """Return the repr of a value for a message, shortened if it is long."""
     text = repr(value)
     return text if len(text) <= 60 else f"{text[:60]}..."
 
@@ -239,13 +234,6 @@ def normalize_rope(raw: Mapping[str, Any], *, layered: bool = False) -> dict[str
 
     rope_theta and partial_rotary_factor are at the top level if they are given; rope_scaling is
     None, or a mapping with `rope_type` and the keys of the type; rope_parameters is removed.
-
-    >>> linear = {"rope_type": "linear", "rope_theta": 5e5, "factor": 2.0}
-    >>> normalize_rope({"rope_parameters": linear})
-    {'rope_theta': 500000.0, 'rope_scaling': {'rope_type': 'linear', 'factor': 2.0}}
-    >>> bases = {"rope_theta": 1e6, "rope_local_base_freq": 1e4}
-    >>> normalize_rope(bases, layered=True)["rope_parameters"]["sliding_attention"]
-    {'rope_theta': 10000.0, 'rope_scaling': None}
     """
     rope_keys = {*TOP_LEVEL_KEYS, "rope_scaling", "rope_parameters"}
     if layered:

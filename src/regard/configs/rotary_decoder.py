@@ -163,12 +163,6 @@ class RotaryDecoderConfig(ModelConfig):
     @classmethod
     def normalize_keys(cls, raw: Raw) -> dict[str, object]:
         """Return the keys with head_dim and num_key_value_heads, and rotary settings in one form.
-
-        >>> sizes = {"num_attention_heads": 4, "hidden_size": 32}
-        >>> raw = {**sizes, "rope_parameters": {"rope_theta": 1e6}}
-        >>> keys = RotaryDecoderConfig.normalize_keys(raw)
-        >>> keys["num_key_value_heads"], keys["head_dim"], keys["rope_theta"]
-        (4, 8, 1000000.0)
         """
         keys = normalize_rope(raw)
         heads, size = keys.get("num_attention_heads"), keys.get("hidden_size")

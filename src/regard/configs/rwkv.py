@@ -1,7 +1,4 @@
-"""The config of RWKV-4.
-
-Source of the keys: Hugging Face checkpoints, and transformers' configuration class.
-"""
+"""The config of RWKV-4."""
 
 from __future__ import annotations
 

@@ -148,11 +148,7 @@ class MechanismChoice:
 
 
 def parse_mechanism(text: str, *, any_name: bool = False) -> MechanismChoice:
-    """Return the mechanism that a text such as "gqa:8" or "mla:kv_rank=256:q_rank=768" names.
-
-    >>> parse_mechanism("window:4096")
-    MechanismChoice(label='window:4096', name='sliding_window', sizes={'window': 4096})
-    """
+    """Return the mechanism that a text such as "gqa:8" or "mla:kv_rank=256:q_rank=768" names."""
     first, *values = text.strip().split(":")
     spelled = first.lower().replace("-", "_")
     name = ALIASES.get(spelled, spelled)
@@ -201,11 +197,7 @@ LayerCounter: TypeAlias = Callable[["MechanismChoice", "BaseModel"], "CountedLay
 
 
 def reference_model(dim: int, layers: int | None = None) -> str:
-    """Return the name of the published dense model whose width is nearest to `dim`.
-
-    >>> reference_model(4096), reference_model(1000)
-    ('llama-3.1-8b', 'qwen2.5-0.5b')
-    """
+    """Return the name of the published dense model whose width is nearest to `dim`."""
     return _nearest(REFERENCE_MODELS, dim, layers)
 
 
@@ -217,9 +209,6 @@ class BaseModel:
         model: the decoder.
         heads, groups: H and G, which mechanisms have if they are given no others.
         suggested: the sizes of the decoder that were not given, with their source, or "".
-
-    >>> BaseModel.of(model_of("llama-3-8b")).groups
-    8
     """
 
     model: ModelSpec
@@ -236,10 +225,6 @@ class BaseModel:
 def base_model(known: Mapping[str, Any], groups: int | None = None) -> BaseModel:
     """Return a decoder of the given sizes; missing sizes are those of the published dense model of
     about that width.
-
-    >>> small = base_model({"dim": 1024, "layers": 4})
-    >>> small.heads, small.groups, small.suggested
-    (16, 2, 'as qwen2.5-0.5b: heads 16, ff 5,558, vocab 151,936')
     """
     name = reference_model(known["dim"], known.get("layers"))
     missing = {k: v for k, v in _sizes_like(name, known["dim"]).items() if k not in known}
@@ -261,12 +246,7 @@ def mechanism_costs(
     *,
     count_layer: LayerCounter | None = None,
 ) -> list[MechanismCost]:
-    """Return the cost of one model with each of several attention mechanisms.
-
-    >>> rows = mechanism_costs(["mha", "gqa:8"], BaseModel.of(model_of("llama-3-8b")), Setting())
-    >>> rows[0].report.kv_bytes // rows[1].report.kv_bytes
-    4
-    """
+    """Return the cost of one model with each of several attention mechanisms."""
     any_name = count_layer is not None
     choices = [parse_mechanism(name, any_name=any_name) for name in names if name.strip()]
     if not choices:

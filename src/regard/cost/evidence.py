@@ -19,9 +19,6 @@ class QualityEvidence:
     Attributes:
         finding: what was measured, in one sentence with its figures.
         source: the paper, with the table or section; empty if there is no such comparison.
-
-    >>> QUALITY_EVIDENCE["gqa"].source
-    'Ainslie et al. 2023 (arXiv 2305.13245), table 1'
     """
 
     finding: str

@@ -13,11 +13,7 @@ from regard.units import plural
 
 
 def product_flops(keys: int, heads: int, dim: int, rank: int) -> int:
-    """Return the FLOPs of the products of stored factors of some keys: 2 S R H D.
-
-    >>> product_flops(1, 32, 128, 2)
-    16384
-    """
+    """Return the FLOPs of the products of stored factors of some keys: 2 S R H D."""
     return 2 * keys * rank * heads * dim
 
 
@@ -27,10 +23,6 @@ class FactoredSpec(SoftmaxSpec):
 
     Attributes:
         ranks: the number of products R of keys and of values.
-
-    >>> layer = FactoredSpec.of_sizes(4096, 32, 128, q_rank=6, ranks=(2, 2))
-    >>> layer.values_per_token.value
-    640
 
     Source: Zhang et al. 2025 (arXiv 2501.06425), table 1.
     """
@@ -77,12 +69,7 @@ class FactoredSpec(SoftmaxSpec):
 @dataclass(frozen=True)
 class TiedSpec(SoftmaxSpec):
     """Grouped-tied attention (GTA): a cache stores the values of G heads, and one rotated half of a
-    key.
-
-    >>> TiedSpec.of_sizes(4096, 32, 8, 128).values_per_token.value
-    1088
-
-    Source: Zadouri et al. 2025 (arXiv 2505.21487), table 1.
+    key. Source: Zadouri et al. 2025 (arXiv 2505.21487), table 1.
     """
 
     @classmethod
@@ -102,12 +89,8 @@ class TiedSpec(SoftmaxSpec):
 
 def low_rank_query(dim: int, heads: int, head_dim: int, rank: int) -> SoftmaxSpec:
     """Return the spec of multi-matrix factorization attention (MFA): one key/value head, and
-    queries through a latent of `rank` values with a norm.
-
-    >>> low_rank_query(4096, 64, 256, 2048).values_per_token.value
-    512
-
-    Source: Hu et al. 2024 (arXiv 2412.19255), section 3.2.
+    queries through a latent of `rank` values with a norm. Source: Hu et al. 2024 (arXiv
+    2412.19255), section 3.2.
     """
     shape = HeadShape(heads, 1, head_dim, head_dim)
     matrices = rank * (dim + heads * head_dim) + dim * (2 + heads) * head_dim
@@ -122,10 +105,6 @@ class GroupedLatentSpec(LatentSpec):
 
     Attributes:
         latents: n, the number of latents, each of `kv_rank` values.
-
-    >>> layer = GroupedLatentSpec.of_sizes(2048, 16, 2, 256, 128, 64, 128)
-    >>> layer.values_per_token.value  # 2 latents of 256 and one rotary key of 64
-    576
 
     Source: Zadouri et al. 2025 (arXiv 2505.21487), section 3.3.2.
     """

@@ -22,14 +22,8 @@ def linear_state(
 ) -> int:
     """Return the number of values of the state, which does not depend on the length: D E for the
     matrix S of each value head (of each key/value head if `value_heads` is None), and D for a
-    normalizer z of each key head.
-
-    >>> linear_state(groups=8, D=64, E=64), linear_state(groups=8, D=64, E=64, normalized=True)
-    (32768, 33280)
-    >>> linear_state(groups=4, D=64, E=64, normalized=True, value_heads=8)
-    33024
-
-    Source: Katharopoulos et al. 2020 (arXiv 2006.16236), equations 18 and 19.
+    normalizer z of each key head. Source: Katharopoulos et al. 2020 (arXiv 2006.16236), equations
+    18 and 19.
     """
     states = groups if value_heads is None else value_heads
     return states * D * E + (groups * D if normalized else 0)
@@ -53,12 +47,6 @@ def linear_flops(
     state: D E. Reading a normalizer is z . q and a division: 2 D + E; writing it is D additions.
     Feature maps are not counted.
 
-    >>> sizes = {"heads": 2, "groups": 1, "D": 4, "E": 4}
-    >>> linear_flops(**sizes), linear_flops(**sizes, normalized=True)
-    (96, 124)
-    >>> linear_flops(**sizes, decayed=True)
-    112
-
     Source: Katharopoulos et al. 2020 (arXiv 2006.16236), section 3.4; decay: Sun et al. 2023 (arXiv
     2307.08621), equation 6.
     """
@@ -70,12 +58,7 @@ def linear_flops(
 
 def delta_state(groups: int, D: int, E: int) -> int:
     """Return the number of values of the state S, which does not depend on the length: D E per
-    key/value head.
-
-    >>> delta_state(groups=16, D=128, E=128)
-    262144
-
-    Source: Yang et al. 2024 (arXiv 2406.06484), section 2.2.
+    key/value head. Source: Yang et al. 2024 (arXiv 2406.06484), section 2.2.
     """
     return groups * D * E
 
@@ -86,10 +69,6 @@ def delta_flops(heads: int, groups: int, D: int, E: int, *, gated: bool = False)
 
     A read is S^T q: 2 D E. A correction computes S^T k (2 D E) and u = beta (v - S^T k) (2 E), and
     adds k u^T to S (2 D E). A decay multiplies the state: D E.
-
-    >>> sizes = {"heads": 2, "groups": 1, "D": 4, "E": 4}
-    >>> delta_flops(**sizes), delta_flops(**sizes, gated=True)
-    (136, 152)
 
     Source: Yang et al. 2024 (arXiv 2406.06484), equation 2; with decay: arXiv 2412.06464, equation
     10.
@@ -106,9 +85,6 @@ class ShortConvolution:
     Attributes:
         channels: c, the number of channels.
         kernel: k, the number of tokens of a filter, the present one included.
-
-    >>> ShortConvolution(8192, 4).past
-    24576
     """
 
     channels: int = 0
@@ -181,10 +157,6 @@ class LinearSpec(RecurrentSpec):
         normalized: whether the state has a normalizer.
         decayed: whether each token decays the state.
         features: F, the number of features of a head; None is D. The state has F rows.
-
-    >>> layer = linear_attention(32, HeadShape(4, 2, 8, 8))
-    >>> layer.state.value, layer.cached(10) == layer.cached(10**6), layer.weights.total
-    (144, True, 3072)
     """
 
     mechanism: str = "linear attention"
@@ -277,11 +249,6 @@ class CountedSpec(RecurrentSpec):
         mechanism: the name of the mechanism.
         values: the number of values of the state, without those of a convolution.
         work: the FLOPs of one token.
-
-    >>> three = Quantity(3 * 4 * 8, "3 G D = 3 x 4 x 8")  # the sums of RWKV-4
-    >>> shape = HeadShape(4, 4, 8, 8)
-    >>> CountedSpec(ParameterCounts(), (), shape, "RWKV-4", three, Quantity(352, "")).state.value
-    96
     """
 
     mechanism: str
@@ -305,13 +272,7 @@ class CountedSpec(RecurrentSpec):
 
 @dataclass(frozen=True)
 class ConvolutionSpec(RecurrentSpec):
-    """A short convolution between two gates, which keeps nothing but the last few tokens.
-
-    >>> ConvolutionSpec(
-    ...     ParameterCounts(), (), HeadShape(1, 1, 8, 8), convolution=ShortConvolution(8, 3)
-    ... ).state.value
-    16
-    """
+    """A short convolution between two gates, which keeps nothing but the last few tokens."""
 
     @property
     def name(self) -> str:
@@ -331,19 +292,14 @@ class ConvolutionSpec(RecurrentSpec):
 
 
 def linear_attention(dim: int, shape: HeadShape) -> LinearSpec:
-    """Return the spec of linear attention with the feature map elu + 1 and a normalizer.
-
-    Source: Katharopoulos et al. 2020 (arXiv 2006.16236).
+    """Return the spec of linear attention with the feature map elu + 1 and a normalizer. Source:
+    Katharopoulos et al. 2020 (arXiv 2006.16236).
     """
     return LinearSpec(shape.maps(dim), (), shape, normalized=True)
 
 
 def retention(dim: int, shape: HeadShape) -> LinearSpec:
     """Return the spec of retention, with an output gate and a norm with weight and bias per head.
-
-    >>> retention(32, HeadShape(4, 4, 8, 16)).state.value
-    512
-
     Source: Sun et al. 2023 (arXiv 2307.08621).
     """
     gates = shape.outputs * shape.value_dim
@@ -353,12 +309,8 @@ def retention(dim: int, shape: HeadShape) -> LinearSpec:
 
 def gated_linear(dim: int, shape: HeadShape, rank: int = 16) -> LinearSpec:
     """Return the spec of gated linear attention: decays computed through a bottleneck of size
-    `rank`, an output gate with bias, and one norm that all heads share.
-
-    >>> gated_linear(32, HeadShape(4, 4, 4, 8), rank=3).weights.total
-    4304
-
-    Source: Yang et al. 2023 (arXiv 2312.06635).
+    `rank`, an output gate with bias, and one norm that all heads share. Source: Yang et al. 2023
+    (arXiv 2312.06635).
     """
     decays, gates = shape.states * shape.head_dim, shape.outputs * shape.value_dim
     decay = ParameterCounts(rank * (dim + decays), decays)
@@ -369,12 +321,7 @@ def gated_linear(dim: int, shape: HeadShape, rank: int = 16) -> LinearSpec:
 
 def delta_net(dim: int, shape: HeadShape) -> DeltaSpec:
     """Return the spec of DeltaNet, with one beta per key/value head and one norm that all heads
-    share.
-
-    >>> delta_net(32, HeadShape(4, 4, 8, 8)).weights.total
-    4232
-
-    Source: Yang et al. 2024 (arXiv 2406.06484).
+    share. Source: Yang et al. 2024 (arXiv 2406.06484).
     """
     weights = shape.maps(dim) + ParameterCounts(dim * shape.states, norms=shape.value_dim)
     return DeltaSpec(weights, (), shape)
@@ -382,12 +329,7 @@ def delta_net(dim: int, shape: HeadShape) -> DeltaSpec:
 
 def gated_delta_net(dim: int, shape: HeadShape) -> DeltaSpec:
     """Return the spec of Gated DeltaNet, with one beta and one decay per key/value head, an output
-    gate, and one norm that all heads share.
-
-    >>> gated_delta_net(32, HeadShape(4, 4, 8, 8)).weights.total
-    5392
-
-    Source: Yang et al. 2024 (arXiv 2412.06464).
+    gate, and one norm that all heads share. Source: Yang et al. 2024 (arXiv 2412.06464).
     """
     gates = dim * (2 * shape.states + shape.outputs * shape.value_dim)
     weights = shape.maps(dim) + ParameterCounts(gates, 2 * shape.states, shape.value_dim)
@@ -447,37 +389,24 @@ def infini_flops(
 
 def segment_cache(groups: int, D: int, E: int, tokens: int, layers: int = 1) -> int:
     """Return the number of cached key and value elements of `tokens` earlier tokens, as
-    Transformer-XL caches them: (D + E) G N l.
-
-    >>> segment_cache(8, 128, 128, 2048, 12)  # the paper: "50M (3.7x)"
-    50331648
-
-    Source: Dai et al. 2019 (arXiv 1901.02860); the comparison: arXiv 2404.07143, tables 1 and 2.
+    Transformer-XL caches them: (D + E) G N l. Source: Dai et al. 2019 (arXiv 1901.02860); the
+    comparison: arXiv 2404.07143, tables 1 and 2.
     """
     return layers * groups * (D + E) * tokens
 
 
 def memorizing_cache(groups: int, D: int, E: int, tokens: int, memory: int, layers: int = 1) -> int:
     """Return `segment_cache` plus the keys and values of a large memory in one layer, as the
-    Memorizing Transformer caches them.
-
-    >>> memorizing_cache(8, 128, 128, 2048, 65000, 12)  # the paper: "183M", where 65K means 65,000
-    183451648
-
-    Source: Wu et al. 2022 (arXiv 2203.08913); the comparison: arXiv 2404.07143, tables 1 and 2.
+    Memorizing Transformer caches them. Source: Wu et al. 2022 (arXiv 2203.08913); the comparison:
+    arXiv 2404.07143, tables 1 and 2.
     """
     return segment_cache(groups, D, E, tokens, layers) + segment_cache(groups, D, E, memory)
 
 
 def memory_token_values(dim: int, tokens: int, layers: int = 1) -> int:
     """Return the number of values of the memory tokens that RMT reads and writes in each layer: 2 M
-    p l.
-
-    >>> memory_token_values(1024, 100, 12)  # the paper: "2.5M (73x)"
-    2457600
-
-    Source: Bulatov et al. 2022 (arXiv 2207.06881); the comparison: arXiv 2404.07143, tables 1 and
-    2.
+    p l. Source: Bulatov et al. 2022 (arXiv 2207.06881); the comparison: arXiv 2404.07143, tables 1
+    and 2.
     """
     return 2 * dim * tokens * layers
 
@@ -492,10 +421,6 @@ class InfiniSpec(Spec):
         segment: N, the tokens of a segment; only the open segment is cached token by token.
         delta: whether the memory is updated by the delta rule, which writes only the part of
             a value that the memory does not predict yet.
-
-    >>> layer = InfiniSpec.of(1024, HeadShape(8, 8, 128, 128), segment=2048)
-    >>> 12 * layer.state.value  # the paper's model: "1.6M (114x)"
-    1585152
 
     Source: Munkhdalai et al. 2024 (arXiv 2404.07143), table 2.
     """
@@ -517,8 +442,7 @@ class InfiniSpec(Spec):
 
     @property
     def bounded(self) -> bool:
-        """True: a full segment is moved into the memory, so the cache does not grow without
-        bound.
+        """True: a full segment is moved into the memory, so the cache does not grow without bound.
         """
         return True
 
@@ -554,8 +478,7 @@ class InfiniSpec(Spec):
         )
 
     def prefill_flops(self, context: int) -> int:
-        """Return the FLOPs of all tokens: pairs inside the segments, and memory reads and
-        writes.
+        """Return the FLOPs of all tokens: pairs inside the segments, and memory reads and writes.
         """
         H, G, D, E = self._sizes
         whole, rest = divmod(context, self.segment)

@@ -23,12 +23,7 @@ takes the form with fewer FLOPs.
 
 def latent_values(kv_rank: int, rope_dim: int) -> int:
     """Return the values cached per token by MLA: the latent, and the one rotary key that all heads
-    share.
-
-    >>> latent_values(512, 64)  # DeepSeek-V3
-    576
-
-    Source: DeepSeek-AI 2024 (arXiv 2405.04434), table 1.
+    share. Source: DeepSeek-AI 2024 (arXiv 2405.04434), table 1.
     """
     return kv_rank + rope_dim
 
@@ -36,9 +31,6 @@ def latent_values(kv_rank: int, rope_dim: int) -> int:
 def per_head_values(H: int, nope_dim: int, rope_dim: int, value_dim: int) -> int:
     """Return the values cached per token if the keys and values of every head are cached instead of
     the latent.
-
-    >>> per_head_values(128, 128, 64, 128)  # DeepSeek-V3
-    40960
     """
     return H * (nope_dim + rope_dim + value_dim)
 
@@ -46,9 +38,6 @@ def per_head_values(H: int, nope_dim: int, rope_dim: int, value_dim: int) -> int
 def latent_expansion_flops(keys: int, H: int, kv_rank: int, nope_dim: int, value_dim: int) -> int:
     """Return the FLOPs of expanding `keys` latents to keys and values of all heads: 2 S r H (d_nope
     + d_v).
-
-    >>> latent_expansion_flops(1024, 128, 512, 128, 128)
-    34359738368
     """
     return 2 * keys * kv_rank * H * (nope_dim + value_dim)
 
@@ -60,9 +49,6 @@ def expand_flops(
     mask.
 
     2 S r H (d_nope + d_v) + 2 H n (d_nope + d_rope + d_v) for n query-key pairs.
-
-    >>> expand_flops(1, 1024, 128, 512, 128, 64, 128)
-    34443624448
     """
     return latent_expansion_flops(keys, H, kv_rank, nope_dim, value_dim) + attention_flops(
         H * causal_pairs(queries, keys), nope_dim + rope_dim, value_dim
@@ -76,9 +62,6 @@ def absorb_flops(
     multiplied into that space, and results are multiplied into the values of each head.
 
     2 T H r (d_nope + d_v) + 2 H n (2 r + d_rope) for n query-key pairs.
-
-    >>> absorb_flops(1, 1024, 128, 512, 128, 64, 128)
-    318767104
     """
     return latent_expansion_flops(queries, H, kv_rank, nope_dim, value_dim) + attention_flops(
         H * causal_pairs(queries, keys), kv_rank + rope_dim, kv_rank
@@ -93,12 +76,6 @@ def absorbing_is_cheaper(
 
     r (d_nope + d_v) (S - T) > n (2 r - d_nope - d_v) for n query-key pairs. At the sizes of
     DeepSeek-V3 this holds for up to 170 queries against many keys.
-
-    >>> size = {"kv_rank": 512, "nope_dim": 128, "value_dim": 128}
-    >>> [absorbing_is_cheaper(T, 65536, **size) for T in (1, 170, 171)]
-    [True, True, False]
-    >>> absorbing_is_cheaper(1, 1, **size)
-    False
     """
     saved = kv_rank * (nope_dim + value_dim) * (keys - queries)
     return saved > causal_pairs(queries, keys) * (2 * kv_rank - nope_dim - value_dim)
@@ -119,10 +96,6 @@ class LatentSpec(Spec):
         value_dim: E.
         form: "expand", "absorb", or "auto", which takes the form with fewer FLOPs.
         visible: which keys a query attends to.
-
-    >>> layer = LatentSpec.of(7168, 128, 512, 128, 64, 128, q_rank=1536)  # DeepSeek-V3
-    >>> layer.cached(1).values_per_token, layer.weights.matrices
-    (576, 187105280)
 
     Source: DeepSeek-AI 2024 (arXiv 2405.04434), section 2.1.
     """
@@ -261,11 +234,6 @@ class IndexedLatentSpec(LatentSpec):
 
     Attributes:
         selection: J, d and topk.
-
-    >>> layer = LatentSpec.of(7168, 128, 512, 128, 64, 128, q_rank=1536)
-    >>> sparse = IndexedLatentSpec.from_latent(layer, 7168, 1536, IndexSelection(64, 128, 2048))
-    >>> sparse.cached(1).values_per_token, sparse.weights.total - layer.weights.total
-    (704, 13959424)
 
     Source: DeepSeek-AI 2025 (DeepSeek-V3.2-Exp), section 2.
     """

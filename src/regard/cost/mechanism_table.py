@@ -81,13 +81,7 @@ def replace_attention(
     options: Mapping[str, int],
     global_every: int | None = None,
 ) -> ModelSpec:
-    """Return a decoder in which every layer has another attention mechanism.
-
-    >>> from regard.cost import model_of
-    >>> llama = model_of("llama-3-8b")
-    >>> replace_attention(llama, "gqa", 32, {"groups": 8}).parameters == llama.parameters
-    True
-    """
+    """Return a decoder in which every layer has another attention mechanism."""
     local = mechanism_spec(attention, model.dim, heads, options)
     everywhere = {name: value for name, value in options.items() if name != "window"}
     full = (
@@ -99,13 +93,7 @@ def replace_attention(
 def replace_mixers(
     model: ModelSpec, local: Spec, full: Spec | None = None, global_every: int | None = None
 ) -> ModelSpec:
-    """Return a decoder in which every layer mixes its tokens by the same spec.
-
-    >>> from regard.cost import model_of
-    >>> llama = model_of("llama-3-8b")
-    >>> replace_mixers(llama, next(iter(llama.mixers))).parameters == llama.parameters
-    True
-    """
+    """Return a decoder in which every layer mixes its tokens by the same spec."""
     if model.encoder or not model.decodes:
         raise ArgumentError(
             f"{model.name} is not a decoder; the mechanisms can be compared in a decoder only"
@@ -129,14 +117,7 @@ def mechanism_cost(
     options: Mapping[str, int] | None = None,
     suggested: Mapping[str, str] | None = None,
 ) -> MechanismCost:
-    """Return the row of a model that has one mechanism.
-
-    >>> from regard.cost import Setting, machine_of, model_of
-    >>> machine = machine_of("h100-sxm")
-    >>> row = mechanism_cost("gqa", model_of("llama-3-8b"), Setting(8192), machine, evidence="gqa")
-    >>> row.max_batch  # 64.5 GiB are free, and a sequence takes 1 GiB
-    64
-    """
+    """Return the row of a model that has one mechanism."""
     report = CostReport(model, setting)
     quality = QUALITY_EVIDENCE.get(evidence, NO_COMPARISON)
     row = MechanismCost(label, report, quality, options or {}, suggested or {})

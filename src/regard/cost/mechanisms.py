@@ -397,12 +397,7 @@ MECHANISMS: dict[str, SpecBuilder] = {
 
 
 def mechanism_spec(name: str, dim: int, heads: int, options: MechanismOptions) -> Spec:
-    """Return the spec of one layer of a mechanism.
-
-    >>> options = {"kv_rank": 16, "nope_dim": 8, "rope_dim": 4, "value_dim": 8}
-    >>> mechanism_spec("mla", 32, 4, options).name
-    'MLA 4 heads, latent 16 + 4'
-    """
+    """Return the spec of one layer of a mechanism."""
     if name not in MECHANISMS:
         hint = suggest(name, MECHANISMS, cutoff=0.5, otherwise=".")
         raise ArgumentError(
@@ -471,10 +466,6 @@ class Sizes:
     Raises:
         ArgumentError: a size is less than 1, or two sizes contradict each other; the message names
             the flags.
-
-    >>> llama = Sizes(32, 4096, 32, options={"groups": 8}, ff=14336, vocab=128256)  # Llama-3-8B
-    >>> llama.model().parameters
-    8030261248
     """
 
     layers: int

@@ -42,9 +42,6 @@ class DenseSpec:
         hidden: F, the width of the hidden layer.
         gated: whether there is a gate projection, as in SwiGLU.
         bias: whether every projection has a bias.
-
-    >>> DenseSpec(4096, 14336).weights["feed-forward"].matrices
-    176160768
     """
 
     dim: int
@@ -81,14 +78,6 @@ class MoESpec:
         router_bias: how many parameters the router has besides its matrix.
         shared_gate: whether each token weighs the shared expert by a gate, a linear map to one
             number.
-
-    >>> one = DenseSpec(7168, 2048)  # DeepSeek-V3
-    >>> experts = MoESpec(one, 256, 8, shared=one, router_bias=256)
-    >>> few, many = (experts.active_weights(tokens)["experts"].matrices for tokens in (1, 32))
-    >>> experts.weights["experts"].matrices // few
-    32
-    >>> round(many / few, 2)  # 32 tokens share experts, so that this is less than 32
-    20.41
 
     Source: Shazeer et al. 2017 (arXiv 1701.06538), equation 1.
     """
@@ -177,8 +166,7 @@ class LayerSpec:
 
     @property
     def mixers(self) -> tuple[Spec, ...]:
-        """The self-attention, and the parallel mechanism and the cross-attention if there are
-        such.
+        """The self-attention, and the parallel mechanism and the cross-attention if there are such.
         """
         return tuple(x for x in (self.mixer, self.parallel, self.cross) if x is not None)
 
@@ -240,11 +228,6 @@ class ModelSpec:
         dtype: the format that its config.json names, as in `regard.cost.report.BITS`.
         stored: the size of the weights as files hold them; None if they are plain numbers.
         notes: remarks for the reader of a report.
-
-    >>> from regard.cost import model_of
-    >>> gpt2 = model_of("gpt2")
-    >>> gpt2.parameters, gpt2.layers[0].mixer.name
-    (124439808, 'MHA 12/12 heads of 64')
     """
 
     name: str

@@ -82,12 +82,6 @@ class RanksReport:
         ArgumentError: ranks is less than 1, there are fewer tokens than ranks, the link is not
             known or not above 0, or a layer is neither softmax nor latent attention.
 
-    >>> from regard.cost import CostReport, Setting, machine_of, model_of
-    >>> report = CostReport(model_of("llama-3-8b"), Setting(1 << 20))
-    >>> result = RanksReport(report, machine_of("h100-sxm"), 64)
-    >>> result.best, result.estimate("heads").why_not
-    ('exchange', '64 ranks cannot share 32 query heads')
-
     Source: Liu et al. 2023 (arXiv 2310.01889), Jacobs et al. 2023 (arXiv 2309.14509), Shoeybi et
     al. 2019 (arXiv 1909.08053), and `regard.parallel`.
     """

@@ -35,12 +35,7 @@ cache.
 
 def bits_per_value(bits: int, group: int, scale_bits: int = 16) -> Fraction:
     """Return the bits of a quantized value: its code, and its share of the scale and the zero point
-    of its group, b + 2 s / g.
-
-    >>> [float(bits_per_value(b, g)) for b, g in ((2, 32), (2, 128), (4, 64))]
-    [3.0, 2.25, 4.5]
-
-    Source: Liu et al. 2024 (arXiv 2402.02750), section 3.
+    of its group, b + 2 s / g. Source: Liu et al. 2024 (arXiv 2402.02750), section 3.
     """
     return bits + Fraction(2 * scale_bits, group)
 
@@ -63,9 +58,6 @@ class KVFormat:
 
     Raises:
         ArgumentError: a format name is not known.
-
-    >>> KVFormat("int8").bytes_per_token(CacheContents(((8, 128), (8, 128)), 1))  # 9 bits per value
-    Fraction(2304, 1)
     """
 
     name: str = "bf16"
@@ -104,8 +96,7 @@ class KVFormat:
         return BITS[self.exact if self.name in SCALED else self.name]
 
     def _group(self, cached: CacheContents) -> int:
-        """Return the largest group size that divides the width of every part with scales per
-        token.
+        """Return the largest group size that divides the width of every part with scales per token.
         """
         widths = [dims for _, dims in cached.parts]
         per_token_widths = widths[1:] if len(widths) > 1 else widths

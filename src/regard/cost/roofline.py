@@ -49,9 +49,6 @@ class Machine:
         memory: bytes of memory, or 0 if they are not known.
         source: the source of the bandwidth and the rates.
         memory_source: the source of the memory size; empty if the size is not known.
-
-    >>> MACHINES["h100-sxm"].rate("int4") == MACHINES["h100-sxm"].flops["bf16"]
-    True
     """
 
     name: str
@@ -311,10 +308,6 @@ class RooflineBound:
         bandwidth: bytes per second of the machine.
         rate: FLOPs per second of the machine.
 
-    >>> bound = RooflineBound(flops=2e12, bytes=1e9, bandwidth=1e12, rate=1e14)
-    >>> bound.seconds, bound.by, bound.intensity
-    (0.02, 'compute', 2000.0)
-
     Source: Williams et al. 2009, "Roofline: an insightful visual performance model for multicore
     architectures".
     """
@@ -341,23 +334,12 @@ class RooflineBound:
 
 
 def arithmetic_intensity(flops: float, moved: float) -> float:
-    """Return the FLOPs for each of the `moved` bytes, or 0 if no bytes are moved.
-
-    >>> arithmetic_intensity(10, 4), arithmetic_intensity(0, 0)
-    (2.5, 0.0)
-    """
+    """Return the FLOPs for each of the `moved` bytes, or 0 if no bytes are moved."""
     return flops / moved if moved else 0.0
 
 
 def roofline_bounds(report: CostReport, machine: Machine) -> dict[str, RooflineBound]:
-    """Return the roofline bounds of the prompt and of one decoded token.
-
-    >>> from regard.cost import CostReport, Setting, machine_of, model_of
-    >>> report = CostReport(model_of("llama-3-8b"), Setting(8192))
-    >>> found = roofline_bounds(report, machine_of("h100-sxm"))
-    >>> {what: bound.by for what, bound in found.items()}
-    {'prefill': 'compute', 'decode': 'memory'}
-    """
+    """Return the roofline bounds of the prompt and of one decoded token."""
     rate = machine.rate(report.setting.dtype)
     work = {"prefill": (report.prefill_flops, report.prefill_bytes)}
     if report.model.decodes:
@@ -375,10 +357,6 @@ class MemoryFit:
     Attributes:
         needed: the bytes of weights and caches.
         memory: the bytes of the machine; 0 if they are not known.
-
-    >>> MemoryFit(needed=3, memory=4).fits, MemoryFit(needed=5, memory=4).fits
-    (True, False)
-    >>> MemoryFit(needed=5, memory=0).fits  # the size is not known
     """
 
     needed: int
@@ -395,11 +373,6 @@ class MemoryFit:
 def memory_fit(report: CostReport, machine: Machine) -> MemoryFit:
     """Return whether the weights and the caches of the whole batch fit in the memory of one
     machine.
-
-    >>> from regard.cost import CostReport, Setting, machine_of, model_of
-    >>> report = CostReport(model_of("llama-3-70b"), Setting(4096))
-    >>> [memory_fit(report, machine_of(name)).fits for name in ("h200-sxm", "h100-sxm")]
-    [True, False]
     """
     return MemoryFit(report.weight_bytes + report.kv_bytes, machine.memory)
 

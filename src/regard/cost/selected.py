@@ -29,11 +29,6 @@ def block_tokens(context: int, size: int, blocks: int) -> int:
 
     The token's own block ends at the token: min(blocks - 1, earlier blocks) size + (context - 1)
     mod size + 1.
-
-    >>> block_tokens(8192, 64, 16)
-    1024
-    >>> block_tokens(65, 64, 16)  # one token in its own block, and 64 in the block before
-    65
     """
     own = context - 1
     return min(blocks - 1, own // size) * size + own % size + 1
@@ -42,9 +37,6 @@ def block_tokens(context: int, size: int, blocks: int) -> int:
 def compressed_tokens(context: int, compress: int, stride: int) -> int:
     """Return the number of compressed tokens that the last token reads, which is that of the
     complete blocks: floor((s - l) / d) + 1 for s = `context`, l = `compress` and d = `stride`.
-
-    >>> compressed_tokens(8192, 32, 16), compressed_tokens(31, 32, 16)
-    (511, 0)
     """
     return (context - compress) // stride + 1 if context >= compress else 0
 
@@ -52,9 +44,6 @@ def compressed_tokens(context: int, compress: int, stride: int) -> int:
 def block_pairs(context: int, size: int, blocks: int) -> int:
     """Return the query-key pairs of selected blocks over the first `context` tokens: the sum of
     `block_tokens`, in closed form.
-
-    >>> block_pairs(100, 8, 3) == sum(block_tokens(t, 8, 3) for t in range(1, 101))
-    True
     """
     whole, rest = divmod(context, size)
     own = whole * (size * (size + 1) // 2) + rest * (rest + 1) // 2
@@ -71,9 +60,6 @@ def compressed_pairs(context: int, compress: int, stride: int) -> int:
 
     n (s - l + 1) - d n (n - 1) / 2 for n = `compressed_tokens`, because each of the s - l - j d + 1
     queries after block j is complete reads compressed token j.
-
-    >>> compressed_pairs(100, 8, 4) == sum(compressed_tokens(t, 8, 4) for t in range(1, 101))
-    True
     """
     n = compressed_tokens(context, compress, stride)
     return n * (context - compress + 1) - stride * n * (n - 1) // 2
@@ -86,9 +72,6 @@ def nsa_tokens(context: int, stride: int, select: int, count: int, window: int) 
     No branch reads more than the context. The exact number of compressed tokens is
     `compressed_tokens`, which is less by l / d - 1.
 
-    >>> nsa_tokens(8192, 16, 64, 16, 512)
-    2048
-
     Source: Yuan et al. 2025 (arXiv 2502.11089), table 4.
     """
     return context // stride + min(context, count * select) + min(context, window)
@@ -97,28 +80,18 @@ def nsa_tokens(context: int, stride: int, select: int, count: int, window: int) 
 def compression_flops(blocks: int, compress: int, dim: int, hidden: int) -> int:
     """Return the FLOPs of a two-layer network on the l D values of each of C blocks: 2 C (l D h + h
     D).
-
-    >>> compression_flops(1, 32, 128, 128)
-    1081344
     """
     return 2 * blocks * (compress * dim * hidden + hidden * dim)
 
 
 def gate_flops(blocks: int, heads: int, dim: int) -> int:
-    """Return the FLOPs of one query's scores against the mean keys of N blocks: 2 H N D.
-
-    >>> gate_flops(64, 32, 128)
-    524288
-    """
+    """Return the FLOPs of one query's scores against the mean keys of N blocks: 2 H N D."""
     return 2 * heads * blocks * dim
 
 
 def indexer_flops(keys: int, heads: int, dim: int) -> int:
     """Return the FLOPs of one query's index scores: 2 J S d for the products, and 2 J S for the
     weighted sum.
-
-    >>> indexer_flops(1, 64, 128)
-    16512
     """
     return 2 * heads * keys * dim + 2 * heads * keys
 
@@ -158,9 +131,6 @@ class BlockSelection:
     Attributes:
         size: tokens per block.
         topk: blocks per query, its own block included.
-
-    >>> BlockSelection(512, 3).tokens(2048).value
-    1536
 
     Source: Lu et al. 2025 (arXiv 2502.13189), section 2.2.
     """
@@ -203,9 +173,6 @@ class PageSelection:
     Attributes:
         size: tokens per page.
         topk: pages per query, its own page included.
-
-    >>> PageSelection(16, 128).keys_read(32768, 8, 8), PageSelection(16, 128).summaries(32768).value
-    (2048, 4096)
 
     Source: Tang et al. 2024 (arXiv 2406.10774), sections 3.3 and 3.4.
     """
@@ -254,9 +221,6 @@ class BlockMaximumSelection:
         heads, head_dim: J and d.
         size: tokens per block.
         topk: blocks per query, the local ones included.
-
-    >>> BlockMaximumSelection(4, 128, 128, 16).tokens(32768).value
-    2048
 
     Source: MiniMax 2026 (MiniMax-M3), by its code in transformers, `MiniMaxM3VLIndexer`.
     """
@@ -307,9 +271,6 @@ class IndexSelection:
     Attributes:
         heads, head_dim: J and d.
         topk: keys per query.
-
-    >>> IndexSelection(4, 2, topk=3).tokens(100)
-    Quantity(value=3, formula='min(S, 3)')
 
     Source: DeepSeek-AI 2025 (DeepSeek-V3.2-Exp), section 2.
     """
@@ -438,11 +399,6 @@ class NSASpec(Spec):
         hidden: the widths of the networks that compress keys and values; None is D and E.
         recompress: whether each decoded token compresses all blocks again, as `regard.nn.NSA` does.
             Otherwise a block is compressed once, which is 1 / d of a block for each token.
-
-    >>> layer = NSASpec.of(2560, HeadShape(64, 4, 192, 128))  # the paper's model
-    >>> # table 4 says 5632: it counts s / d compressed tokens
-    >>> layer.read(65536).tokens, layer.cached(65536).values_per_token
-    (5631, 3840)
 
     Source: Yuan et al. 2025 (arXiv 2502.11089), section 3 and table 4.
     """

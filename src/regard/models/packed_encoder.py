@@ -59,11 +59,7 @@ class TextGroup(NamedTuple):
 
 
 def find_groups(lengths: Sequence[int]) -> list[TextGroup]:
-    """Return the runs of texts with equal length.
-
-    >>> find_groups([2, 2, 3])
-    [TextGroup(start=0, count=2, length=2), TextGroup(start=4, count=1, length=3)]
-    """
+    """Return the runs of texts with equal length."""
     groups, start = [], 0
     for length, run in groupby(lengths):
         count = len(list(run))
@@ -156,17 +152,6 @@ class PackedEncoder:
 
     Raises:
         ArgumentError: when called, if `why_not_packed_encoder` has a reason.
-
-    >>> import regard
-    >>> from regard.models.families import family
-    >>> bert = family("bert")
-    >>> network = bert.build(bert.config(9, 8, 1, 2, 16, 32)).eval()
-    >>> with torch.no_grad():
-    ...     ids = torch.tensor([[1, 2, 3, 4, 5]])
-    ...     states = PackedEncoder(network.encoder)(ids, [3, 2])
-    ...     alone = network(ids[:, 3:])
-    >>> (states[:, 3:] - alone).abs().max().item() < 1e-5
-    True
     """
 
     def __init__(self, encoder: Encoder) -> None:
@@ -271,12 +256,6 @@ def _activation_name(activation: nn.Module) -> PackedActivation | None:
 
 def why_not_packed_encoder(encoder: Encoder) -> str | None:
     """Return why a `PackedEncoder` cannot compute what the encoder computes now, or None if it can.
-
-    >>> from regard.models.families import family
-    >>> bert = family("bert")
-    >>> network = bert.build(bert.config(9, 8, 1, 2, 16, 32))
-    >>> why_not_packed_encoder(network.encoder)
-    'gradients are enabled: use torch.no_grad()'
     """
     blocks = (
         f"block {i} {why}"

@@ -70,9 +70,6 @@ class SentenceSettings:
         lowercase: whether the tokenizer first makes all letters small.
         prompts: name -> the text that is put before a text.
         default_prompt_name: the prompt of `embed` if none is named; None is no prompt.
-
-    >>> SentenceSettings().default_prompt_name is None
-    True
     """
 
     pooling: Pooling | None = None
@@ -138,9 +135,6 @@ _TOKENIZER_CONFIG_BYTES = 64 << 20
 def read_sentence_settings(folder: Path) -> SentenceSettings:
     """Read the files of a sentence-transformers folder; without them, the settings are the
     defaults.
-
-    >>> read_sentence_settings(Path("no/such/folder")) == SentenceSettings()
-    True
     """
     name = next((x for x in TRANSFORMER_FILES if checked_path_or_none(folder, x)), None)
     about_tokens = {} if name is None else read_json(folder, name)
@@ -172,11 +166,7 @@ def read_sentence_settings(folder: Path) -> SentenceSettings:
 
 
 def sentence_files(settings: SentenceSettings, dim: int) -> dict[str, object]:
-    """Return the files that say the same, without `lowercase`, which the tokenizer's file has.
-
-    >>> sorted(sentence_files(SentenceSettings(Pooling()), 8))
-    ['1_Pooling/config.json', 'modules.json']
-    """
+    """Return the files that say the same, without `lowercase`, which the tokenizer's file has."""
     pooling = settings.pooling
     assert pooling is not None, "a model has one"
     kinds = MODULES[: 3 if pooling.normalize else 2]

@@ -40,10 +40,6 @@ def pool(
 
     The computation is in fp32 or better. A text without tokens gets zeros.
 
-    >>> states = torch.tensor([[[3.0, 8.0], [5.0, 0.0], [7.0, 7.0]]])
-    >>> pool(states, torch.tensor([[0, 1, -1]]), Pooling("mean", normalize=False)).tolist()
-    [[4.0, 4.0]]
-
     Source: Reimers and Gurevych 2019 (arXiv 1908.10084), section 3.
     """
     x = states.to(torch.promote_types(states.dtype, torch.float32))
@@ -199,8 +195,7 @@ class TextEncoder(TextModel):
     def _token_rows(
         self, firsts: Sequence[str], others: Sequence[str | None], *, truncate: bool
     ) -> list[tuple[list[int], list[int]]]:
-        """Return the ids and the segments of each text or pair, checked against
-        `max_seq_length`.
+        """Return the ids and the segments of each text or pair, checked against `max_seq_length`.
         """
         rows = self.tokenizer.encode_pairs(firsts, others)
         for i, (pair, row) in enumerate(zip(zip(firsts, others, strict=True), rows, strict=True)):
@@ -427,8 +422,7 @@ class TextEncoder(TextModel):
             return why_not_packed_encoder(encoder)
 
     def _padded_states(self, rows: Sequence[tuple[list[int], list[int]]]) -> tuple[Tensor, Tensor]:
-        """Return the states of texts and their positions [B, S], by the network as it is
-        written.
+        """Return the states of texts and their positions [B, S], by the network as it is written.
         """
         ids, positions = pad_right([row[0] for row in rows], self.device)
         segments = pad_right([row[1] for row in rows], self.device)[0]

@@ -101,12 +101,8 @@ NONLINEARITIES: dict[str, Callable[[], nn.Module]] = {
 
 
 def activation(name: str, key: str = "hidden_act") -> nn.Module:
-    """Return the module of an activation in config.json.
-
-    >>> activation("gelu_new")
-    GELU(approximate='tanh')
-
-    Source: Hendrycks and Gimpel 2016 (arXiv 1606.08415), section 2, for both forms of GELU.
+    """Return the module of an activation in config.json. Source: Hendrycks and Gimpel 2016 (arXiv
+    1606.08415), section 2, for both forms of GELU.
     """
     check_activation(name, key)
     return NONLINEARITIES[ACTIVATIONS[name]]()
@@ -123,9 +119,6 @@ def rotary_module(settings: RopeSettings) -> Rotary:
     (max_positions if it is not given). The factor of LongRoPE, if it is absent, is max_positions
     divided by that length. The effect of `mscale_all_dim` on the softmax is in
     `Rotary.softmax_factor`, for families that apply it.
-
-    >>> rotary_module(RopeSettings(64, 150000.0, {"rope_type": "linear", "factor": 8.0}, 4096))
-    Rotary(64, base=150000.0, scaling=LinearScaling(factor=8.0), layout='half')
 
     Source: see `regard.positions` for each scaling.
     """
@@ -164,13 +157,6 @@ def rotary_heads(
     raise when they are read, and the prefix has to be computed again
     (`regard.nn.PrefixRecomputer`). So decoding with a cache equals one pass. Parameters have the
     same names in both cases.
-
-    >>> plain = RopeSettings(8, 1e4, None, 64)
-    >>> rotary_heads(32, 4, 2, 8, rotary_module(plain)).shape.memory
-    (16, 16)
-    >>> dynamic = plain._replace(scaling={"rope_type": "dynamic", "factor": 2.0})
-    >>> rotary_heads(32, 4, 2, 8, rotary_module(dynamic)).shape.memory
-    (16, 16, 1)
     """
     if rotary is not None and rotary.dim != head_dim:
         raise ArgumentError(f"rotary is for heads of {rotary.dim}, and head_dim is {head_dim}")
@@ -190,9 +176,6 @@ def rope_scaling(
 ) -> Scaling | None:
     """Return the scaling of a checked rope_scaling; None for default, or proportional without
     factor.
-
-    >>> rope_scaling({"rope_type": "dynamic", "factor": 2.0}, 32, 4096, None)
-    DynamicNTK(factor=2.0, original_length=4096)
     """
     kind = settings["rope_type"]
     if kind == "default":

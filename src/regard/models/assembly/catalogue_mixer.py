@@ -40,11 +40,6 @@ def with_positions(mixer: Mixer, scheme: PositionScheme, *, base: float = 10000.
     "rope": q and k are rotated by their positions, after all other steps; "alibi": s_ij - m_h (i -
     j); "none": neither
 
-    >>> from regard.nn.variants import gqa
-    >>> layer = with_positions(gqa(32, 4, groups=2), "alibi")
-    >>> layer.bias, len(layer.project.q.steps)
-    (alibi(4), 0)
-
     Source: rope: Su et al. 2021 (arXiv 2104.09864); alibi: Press et al. 2021 (arXiv 2108.12409);
     none: Haviv et al. 2022 (arXiv 2203.16634).
     """
@@ -71,27 +66,15 @@ def with_positions(mixer: Mixer, scheme: PositionScheme, *, base: float = 10000.
 
 
 def supported_schemes(mixer: Mixer) -> tuple[PositionScheme, ...]:
-    """Return the position schemes that `with_positions` can give a mechanism.
-
-    >>> from regard.nn.variants import delta_net, gqa, moba
-    >>> supported_schemes(gqa(32, 4, groups=2)), supported_schemes(delta_net(32, 4))
-    (('rope', 'alibi', 'none'), ('none',))
-    >>> supported_schemes(moba(32, 4, groups=2))
-    ()
-    """
+    """Return the position schemes that `with_positions` can give a mechanism."""
     return tuple(
         scheme for scheme in get_args(PositionScheme) if _scheme_refusal(mixer, scheme) is None
     )
 
 
 def with_window(mixer: Mixer, size: int) -> Mixer:
-    """Return a mechanism with an additional window: a query sees at most the last W keys.
-
-    >>> from regard.nn.variants import qk_norm
-    >>> print(with_window(qk_norm(32, 4, groups=2), 3).mask)
-    causal & window(3)
-
-    Source: Beltagy et al. 2020 (arXiv 2004.05150), section 3.1.
+    """Return a mechanism with an additional window: a query sees at most the last W keys. Source:
+    Beltagy et al. 2020 (arXiv 2004.05150), section 3.1.
     """
     window = Window(size)
     if type(mixer) is not Attention:  # subclasses define their own rule
@@ -179,22 +162,14 @@ LAYER_INDEX_OPTIONS = ("layer", "depth")
 
 
 def decoder_variants() -> tuple[str, ...]:
-    """Return the mechanisms of the catalogue that can be the layers of a decoder.
-
-    >>> [name in decoder_variants() for name in ("retention", "bahdanau", "prefix_lm")]
-    [True, False, False]
-    """
+    """Return the mechanisms of the catalogue that can be the layers of a decoder."""
     return tuple(
         sorted(name for name, entry in VARIANTS.items() if _decoder_refusal(entry) is None)
     )
 
 
 def find_decoder_variant(name: str) -> Variant:
-    """Return the mechanism for a decoder with this name.
-
-    >>> find_decoder_variant("gqa").family
-    'softmax'
-    """
+    """Return the mechanism for a decoder with this name."""
     entry = find_variant(name)
     if reason := _decoder_refusal(entry):
         raise ArgumentError(
@@ -205,10 +180,7 @@ def find_decoder_variant(name: str) -> Variant:
 
 
 def check_position(position: str) -> None:
-    """Check that a name is a `Position`.
-
-    >>> check_position("rope")
-    """
+    """Check that a name is a `Position`."""
     known = get_args(Position)
     if position not in known:
         raise ArgumentError(
@@ -226,11 +198,7 @@ def build_mixer(
     position: str = "catalogue",
     window: int | None = None,
 ) -> Mixer:
-    """Build the attention of one layer of a decoder: causal, x [B, T, M] -> [B, T, M].
-
-    >>> print(build_mixer("gqa", 32, 4, {"groups": 2}, window=3).mask)
-    causal & window(3)
-    """
+    """Build the attention of one layer of a decoder: causal, x [B, T, M] -> [B, T, M]."""
     entry = find_decoder_variant(name)
     check_position(position)
     names = option_names(entry)

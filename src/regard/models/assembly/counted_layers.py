@@ -27,15 +27,7 @@ WITHOUT_SIZE = OPTIONS_WITHOUT_COST | {"depth"}
 
 
 def count_layer(choice: MechanismChoice, base: BaseModel) -> CountedLayer:
-    """Return the cost of a layer of any mechanism that can be the layer of a decoder.
-
-    >>> from regard.configs.suggested_sizes import parse_mechanism
-    >>> from regard.cost import model_of
-    >>> llama = BaseModel.of(model_of("llama-3.1-8b"))
-    >>> layer = count_layer(parse_mechanism("chunked", any_name=True), llama)
-    >>> layer.options["chunk"], layer.spec.cached(32768).tokens
-    (8192, 8192)
-    """
+    """Return the cost of a layer of any mechanism that can be the layer of a decoder."""
     entry = find_decoder_variant(find_variant(choice.name).name)
     for name, value in entry.published_options.items():
         if not isinstance(value, int):

@@ -110,12 +110,7 @@ def mixer_of(config: Mamba2Hybrid, layer: int, rotary: Rotary | None, window: in
 
 
 def names(stored: str, ours: str) -> NameTable:
-    """Return the table entries of a layer of Mamba-2.
-
-    >>> table = names("mixer.", "attention.")
-    >>> table["mixer.D"]
-    'attention.rule.skip'
-    """
+    """Return the table entries of a layer of Mamba-2."""
     parts = ("gate", "project.v", "project.k", "project.q", "rule")
     taps = ours + "project.convolution."
     table: dict[str, NameEntry] = {
@@ -136,10 +131,6 @@ def names(stored: str, ours: str) -> NameTable:
 
 def filters(parameter_name: str) -> TensorRule:
     """Return the rule of the filters of a convolution, which are stored as [channels, 1, kernel].
-
-    >>> import torch
-    >>> filters("w").pack([torch.zeros(3, 4)]).shape
-    torch.Size([3, 1, 4])
     """
     return TensorRule(
         (parameter_name,), lambda stored, _: (stored[:, 0],), lambda parts: parts[0][:, None]

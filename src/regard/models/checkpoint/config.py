@@ -78,8 +78,7 @@ def read_config(
 
 
 def _check_counts(raw: Raw, tensors: int) -> None:
-    """Check that sizes are plausible, and that there are enough tensors for the layers and
-    experts.
+    """Check that sizes are plausible, and that there are enough tensors for the layers and experts.
     """
     for name, value in raw.items():
         if isinstance(value, Mapping):  # the text_config of a model that also reads images

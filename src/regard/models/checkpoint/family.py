@@ -52,11 +52,6 @@ class HeadRows:
         parameters: the names of the parameters, with {} for the numbers in the stored name.
         heads: the name of the `HeadProjection` that has these heads.
         requires, unless: as for `TensorRule`.
-
-    >>> rows = HeadRows(("q", "gate"), "project.q").rule(2)
-    >>> q, gate = torch.arange(4), torch.arange(10, 14)
-    >>> rows.pack([q, gate]).tolist()
-    [0, 1, 10, 11, 2, 3, 12, 13]
     """
 
     parameters: tuple[str, ...]
@@ -106,11 +101,7 @@ def as_stored(
 def only(
     names: NameTable, *, requires: str | None = None, unless: str | None = None
 ) -> dict[str, tuple[TensorRule | HeadRows, ...]]:
-    """Return the entries of a table with a condition, for parts that only some layers have.
-
-    >>> only({"h.{}.w": "{}.weight"}, unless="{}.norm")["h.{}.w"][0].unless
-    '{}.norm'
-    """
+    """Return the entries of a table with a condition, for parts that only some layers have."""
     return {
         name: tuple(replace(rule, requires=requires, unless=unless) for rule in _rules(entry))
         for name, entry in names.items()
@@ -125,11 +116,7 @@ def _rules(entry: NameEntry) -> tuple[TensorRule | HeadRows, ...]:
 
 
 def transposed(parameter_name: str) -> TensorRule:
-    """Return the rule of a matrix that is stored as [in, out].
-
-    >>> transposed("w").unpack(torch.zeros(2, 3), [torch.Size([3, 2])])[0].shape
-    torch.Size([3, 2])
-    """
+    """Return the rule of a matrix that is stored as [in, out]."""
     return TensorRule((parameter_name,), lambda stored, _: (stored.T,), lambda parts: parts[0].T)
 
 
@@ -147,12 +134,7 @@ def reshaped(parameter_name: str, *sizes: int) -> TensorRule:
 
 
 def stacked_rows(*parameter_names: str) -> TensorRule:
-    """Return the rule of parameters that are stored as rows of one matrix, in this order.
-
-    >>> sizes = [torch.Size([1]), torch.Size([2])]
-    >>> [x.tolist() for x in stacked_rows("a", "b").unpack(torch.arange(3), sizes)]
-    [[0], [1, 2]]
-    """
+    """Return the rule of parameters that are stored as rows of one matrix, in this order."""
     return TensorRule(
         parameter_names,
         lambda stored, sizes: stored.split_with_sizes([size[0] for size in sizes]),
@@ -195,13 +177,8 @@ class TensorBinding:
 
 
 def bind_names(model: nn.Module, names: NameTable) -> dict[str, TensorBinding]:
-    """Return stored name -> parameters, for the layers of a network; entries of parts
-    that the network lacks are left out.
-
-    >>> stacked = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-    >>> table = {"h.{}.w": "{}.weight", "h.{}.b": "{}.bias", "lm_head": "head.weight"}
-    >>> list(bind_names(stacked, table))
-    ['h.0.w', 'h.1.w', 'h.0.b', 'h.1.b']
+    """Return stored name -> parameters, for the layers of a network; entries of parts that the
+    network lacks are left out.
     """
     every = [name for name, _ in model.named_parameters(remove_duplicate=False)]
     every += [name for name, _ in stored_modules(model)]
@@ -333,12 +310,6 @@ class Family:
 
         Initial values are not drawn, because that would take most of the time: 0.2 of 0.25 seconds
         for 24 layers.
-
-        >>> from regard.models.families import family
-        >>> llama = family("llama")
-        >>> network = llama.build_empty(llama.config(9, 8, 8, 1, 2, 1, 4))
-        >>> network.head.weight.device.type, tuple(network.head.weight.shape)
-        ('meta', (9, 8))
         """
         with torch.device("meta"), _NoInitialValues():
             return self.build(config)

@@ -154,10 +154,6 @@ def dequantize_gguf(name: str, raw: UInt8[Tensor, "N bytes"]) -> Float[Tensor, "
 
     F32, F16 and BF16 are returned in their own dtype, without a copy if they need none.
 
-    >>> block = torch.tensor([[0, 60, *range(32)]], dtype=torch.uint8)  # d is 1
-    >>> dequantize_gguf("Q8_0", block)[0, :4]
-    tensor([0., 1., 2., 3.])
-
     Source: see the module's docstring.
     """
     if (dtype := _FLOATS.get(name)) is not None:
@@ -175,11 +171,6 @@ def gguf_record(name: str, raw: UInt8[Tensor, "N bytes"], dtype: torch.dtype) ->
     point 8, all of them exactly. Q4_K becomes 4-bit codes with fp32 scales d s and zero points
     dmin m / (d s), so that a value differs by the rounding of fp32 only. A group with d s = 0 has
     the same value everywhere: its codes are 0, its zero point 1 and its scale dmin m.
-
-    >>> block = torch.tensor([[0, 60, *[0x98] * 16]], dtype=torch.uint8)
-    >>> record = gguf_record("Q4_0", block, torch.float32)
-    >>> record.form, record.dequantize()[0, 15:17].tolist()
-    ('int4', [0.0, 1.0])
     """
     codes, scales, offsets = _READERS[name](raw)
     if RECORD_FORMS[name] == "int8":

@@ -26,9 +26,6 @@ AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 def unpack_words(words: Int32[Tensor, "a b"], bits: int) -> Int32[Tensor, "a c"]:
     """Return the unsigned numbers that are packed in 32-bit words along the last dimension, the
     lowest bits first.
-
-    >>> unpack_words(torch.tensor([[0x21]], dtype=torch.int32), 4)[0, :3].tolist()
-    [1, 2, 0]
     """
     if bits not in (4, 8):
         raise ArgumentError(f"bits is {bits}; supported are 4 and 8")
@@ -54,12 +51,6 @@ def dequantize_gptq(
     """Dequantize a matrix of GPTQ (AutoGPTQ, GPTQModel).
 
     w[n, m] = scales[g_idx[m], n] (q[m, n] - (qzeros[g_idx[m], n] + zero_offset) % 2^bits)
-
-    >>> words = torch.full((1, 8), 0x76543210, dtype=torch.int32)
-    >>> zeros = torch.zeros(1, 1, dtype=torch.int32)
-    >>> groups = torch.zeros(8, dtype=torch.int32)
-    >>> dequantize_gptq(words, zeros, torch.ones(1, 8), groups, bits=4)[0].tolist()
-    [-1.0, 0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0]
 
     Source: Frantar et al. 2022 (arXiv 2210.17323); the layout is that of AutoGPTQ's files.
     """
@@ -94,11 +85,6 @@ def dequantize_awq(
 
     w[n, m] = scales[g, n] (q[m, n] - qzeros[g, n]),  g = m // (M / groups)
 
-    >>> words = torch.tensor([[0x75316420]], dtype=torch.int32)
-    >>> zeros = torch.zeros(1, 1, dtype=torch.int32)
-    >>> dequantize_awq(words, zeros, torch.ones(1, 8))[:, 0].tolist()
-    [0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0]
-
     Source: Lin et al. 2023 (arXiv 2306.00978); the layout is that of AutoAWQ's files.
     """
     codes, zeros = (_in_order(unpack_words(words, 4)).T for words in (qweight, qzeros))
@@ -114,9 +100,6 @@ def dequantize_compressed(
     """Dequantize a matrix of compressed-tensors, of signed codes.
 
     w[n, m] = scales[n, g] (codes[n, m] - zeros[n, g]),  g = m // (M / groups)
-
-    >>> dequantize_compressed(torch.tensor([[3, -2]]), torch.tensor([[0.5]])).tolist()
-    [[1.5, -1.0]]
 
     Source: the compressed-tensors library, formats "pack-quantized" and "int-quantized".
     """

@@ -71,12 +71,6 @@ def stored_size(raw: Raw, where: str) -> StoredSize:
     Counted are the tensors of GPTQ, AWQ ("gemm"), "fp8" in blocks, "mxfp4", compressed-tensors
     ("pack-quantized", "int-quantized", "float-quantized"), bitsandbytes in 8 and 4 bits (without
     the JSON text beside each 4-bit matrix), and folders of this package.
-
-    >>> raw = {"model_type": "llama", "vocab_size": 8, "hidden_size": 64, "num_hidden_layers": 1}
-    >>> raw |= {"num_attention_heads": 2, "intermediate_size": 64, "torch_dtype": "float16"}
-    >>> raw["quantization_config"] = {"quant_method": "awq", "bits": 4, "group_size": 64}
-    >>> stored_size(raw, "config.json").form
-    'awq, 4 bits in groups of 64'
     """
     settings = raw.get("quantization_config")
     settings = settings if isinstance(settings, Mapping) else {}

@@ -48,14 +48,6 @@ class CheckpointTensors:
         tensors: name -> header entry, in the order of the files and of their data.
         bytes: the size of all tensors; no more is ever allocated.
         marks: the state of each file when its header was checked, to detect later changes.
-
-    >>> from safetensors.torch import save_file
-    >>> save_file({"a": torch.ones(2, 3), "b": torch.zeros(1)}, "model.safetensors")
-    >>> store = CheckpointTensors.open(Path())
-    >>> store.bytes, store.tensors["a"].shape
-    (28, (2, 3))
-    >>> dict(store.read(["b"]))
-    {'b': tensor([0.])}
     """
 
     folder: Path
@@ -66,11 +58,6 @@ class CheckpointTensors:
     @classmethod
     def open(cls, folder: Path) -> CheckpointTensors:
         """Read and check the headers of model.safetensors, or of the shards that its index names.
-
-        >>> from safetensors.torch import save_file
-        >>> save_file({"a": torch.ones(2, 3)}, "model.safetensors")
-        >>> list(CheckpointTensors.open(Path()).tensors)
-        ['a']
         """
         headers = read_headers(folder)
         entries = {x.name: x for header in headers for x in header.tensors}
@@ -88,11 +75,6 @@ class CheckpointTensors:
 
         A few tensors are read ahead. Besides what the caller keeps, the memory in use is one tensor
         or 32 MiB, whichever is larger.
-
-        >>> from safetensors.torch import save_file
-        >>> save_file({"a": torch.ones(2), "b": torch.zeros(1)}, "model.safetensors")
-        >>> [name for name, _ in CheckpointTensors.open(Path()).read()]
-        ['a', 'b']
         """
         chosen = set(self.tensors if names is None else names)
         for name in sorted(chosen - self.tensors.keys()):
@@ -106,12 +88,6 @@ def check_finite(name: str, tensor: Tensor) -> None:
     """Raise for NaN and infinity in a floating-point tensor.
 
     A contiguous tensor is checked in chunks, without a second copy of it.
-
-    >>> check_finite("a", torch.tensor([[1.0, 2.0], [float("nan"), float("inf")]]))
-    Traceback (most recent call last):
-    regard.errors.FileError: 'a' has values that are not finite: 1 of 4 NaN, 1
-    infinite, the first at [1, 0]; the file is damaged, or the training diverged: use another
-    checkpoint
     """
     if not (tensor.is_floating_point() or tensor.is_complex()):
         return
@@ -255,12 +231,7 @@ _WEIGHTS = {
 
 
 def missing_weights_error(folder: Path, names: Iterable[str]) -> FileError:
-    """Return the error for a folder without weights, with what the folder has and the next step.
-
-    >>> print(missing_weights_error(Path("a"), ["config.json", "model.gguf"]))
-    a/model.safetensors is missing; the folder has 'model.gguf', a GGUF file of llama.cpp, which
-    regard.load reads alone: give its path
-    """
+    """Return the error for a folder without weights, with what the folder has and the next step."""
     other = describe_other_weights(names)
     hint = (
         f"the folder has {other}"

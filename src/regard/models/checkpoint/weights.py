@@ -326,14 +326,6 @@ def map_names(
     "module." of training on several devices; and both with the family's own prefix in front, which
     a base model that was saved alone lacks. A file in which only some of those
     names have the prefix cannot be mapped, because it was assembled from two models.
-
-    >>> from regard.configs.base import ModelConfig
-    >>> family = Family(ModelConfig, str, {}, prefixes=("model.",))
-    >>> known = {"model.layers.0.w", "head"}.__contains__
-    >>> map_names(Path("a"), ["layers.0.w", "head"], family, known).names
-    {'layers.0.w': 'model.layers.0.w', 'head': 'head'}
-    >>> map_names(Path("a"), ["module.model.layers.0.w", "module.head"], family, known).unmatched
-    ()
     """
     ways = [
         way
@@ -356,11 +348,6 @@ def map_names(
 
 def name_matcher(family: Family) -> Callable[[str], bool]:
     """Return a function that says whether a name is in a family's table, for any number of layers.
-
-    >>> from regard.configs.base import ModelConfig
-    >>> has = name_matcher(Family(ModelConfig, str, {"h.{}.w": "layers.{}.weight"}))
-    >>> has("h.12.w"), has("h.w")
-    (True, False)
     """
     patterns = {name_pattern(name) for name in family.names}
     cached: dict[str, bool] = {}

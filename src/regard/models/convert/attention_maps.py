@@ -52,12 +52,6 @@ class AttentionMaps:
         gain: the factors [M+1] of the norm before the attention, and 1 for the bias.
         pairs: the number of rotary pairs; the other dims of a head are not rotated.
         layout: which dims form a pair.
-
-    >>> from regard.nn.variants import gqa
-    >>> norms = [PreNorm(RMSNorm(8)) for _ in range(2)]
-    >>> layer = AttentionMaps.of(Block(gqa(8, 4, groups=2), nn.Linear(8, 8), *norms))
-    >>> layer.k.shape, layer.o.shape, layer.pairs
-    (torch.Size([2, 2, 9]), torch.Size([4, 8, 2]), 1)
     """
 
     q: Tensor
@@ -141,8 +135,7 @@ class AttentionMaps:
         return float((self.value_gram() * (x @ x.mT)).sum().clamp(min=0).sqrt())
 
     def errors(self, k: Float[Tensor, "G d m"], v: Float[Tensor, "G e m"]) -> LayerErrors:
-        """Return the relative errors of scores and outputs for these residuals of keys and
-        values.
+        """Return the relative errors of scores and outputs for these residuals of keys and values.
         """
         totals = self.key_norm(self.k), self.value_norm(self.v)
         return LayerErrors(

@@ -72,10 +72,6 @@ def mean_rotation(inv_freq: Float[Tensor, " p"], length: int) -> Complex[Tensor,
     """Return the mean of exp(-i theta d) over distances 0 <= d < length, weighted by 1 / (d + 1).
 
     sum_d exp(-i theta d) / (d + 1) / sum_d 1 / (d + 1)
-
-    >>> rotation = mean_rotation(torch.tensor([1.0, 0.0], dtype=torch.float64), 256).abs()
-    >>> [round(x, 3) for x in rotation.tolist()]
-    [0.175, 1.0]
     """
     total = torch.zeros(len(inv_freq), dtype=torch.complex128, device="cpu")
     for start in range(0, length, _DISTANCES_PER_BLOCK):

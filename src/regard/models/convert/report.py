@@ -100,11 +100,6 @@ def evaluation_windows(model: Model, text: str | None, length: int, limit: int) 
     The built-in text is the documentation of Python's language topics that `pydoc` prints, which
     every Python contains: about 465,000 characters of English and examples. The windows are spread
     evenly over it. Of a given text the beginning is used.
-
-    >>> import regard
-    >>> ids, text = evaluation_windows(regard.load("tiny"), None, 64, 128)
-    >>> ids.shape, text.startswith("the topics of pydoc")
-    (torch.Size([2, 64]), True)
     """
     for name, value in (("length", length), ("tokens", limit)):
         if value < MIN_TOKENS:
@@ -129,11 +124,7 @@ def evaluation_windows(model: Model, text: str | None, length: int, limit: int) 
 
 
 def pydoc_topics() -> str:
-    """Return the text of the language topics of `pydoc`, in the order of their names.
-
-    >>> len(pydoc_topics()) > 100_000
-    True
-    """
+    """Return the text of the language topics of `pydoc`, in the order of their names."""
     try:
         from pydoc_data.topics import topics
     except ImportError as error:
@@ -225,8 +216,7 @@ def _rows(ids: Tensor, length: int) -> Tensor:
 
 
 def _spread(ids: Tensor, length: int, rows: int) -> Tensor:
-    """Return windows spread evenly over the ids, without overlap: `rows`, or as many as there
-    are.
+    """Return windows spread evenly over the ids, without overlap: `rows`, or as many as there are.
     """
     rows = max(1, min(rows, len(ids) // length))
     starts = [i * len(ids) // rows for i in range(rows)]

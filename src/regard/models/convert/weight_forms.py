@@ -67,11 +67,6 @@ def hidden_errors(
 ) -> tuple[float, ...]:
     """Return how much the hidden states after each layer change: the norm of the difference over
     the norm, on one window.
-
-    >>> import regard
-    >>> decoder = regard.load("tiny").decoder
-    >>> hidden_errors(decoder, decoder, torch.arange(8)[None])
-    (0.0, 0.0, 0.0, 0.0)
     """
     old, new = (_hidden_states(model, ids[:1]) for model in (before, after))
     return tuple(

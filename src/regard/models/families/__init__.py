@@ -25,12 +25,7 @@ FAMILIES = LOADABLE
 
 
 def family(model_type: str) -> Family:
-    """Return the family of a `model_type`.
-
-    >>> llama = family("llama")
-    >>> llama.architecture, llama.config.__name__
-    ('decoder', 'LlamaConfig')
-    """
+    """Return the family of a `model_type`."""
     its_family = find_family(model_type)
     if its_family is None:
         raise ArgumentError(

@@ -92,11 +92,7 @@ BUFFERS = (*llama_like.BUFFERS, r"model\.layers\.61\..*")
 
 
 def groups(n_group: int | None, topk_group: int | None, best: int) -> ExpertGroups:
-    """Return the groups of experts of a config.
-
-    >>> groups(8, 4, 2)
-    ExpertGroups(count=8, topk=4, best=2)
-    """
+    """Return the groups of experts of a config."""
     if n_group is None or topk_group is None:
         raise ArgumentError(f"n_group is {n_group} and topk_group {topk_group}; groups need both")
     return ExpertGroups(n_group, topk_group, best)

@@ -1,7 +1,6 @@
 """gpt-oss: learned attention sinks, a sliding window in every second layer, and mixtures of experts
-with clipped SwiGLU.
-
-Source: OpenAI 2025 (arXiv 2508.10925), section 2.2; key names as in Hugging Face checkpoints.
+with clipped SwiGLU. Source: OpenAI 2025 (arXiv 2508.10925), section 2.2; key names as in Hugging
+Face checkpoints.
 """
 
 from __future__ import annotations

@@ -1,6 +1,5 @@
 """Granite 3 MoE, Granite 4.0 H and Bamba: Granite 3 with mixtures of experts whose matrices are
 stored in one tensor for all experts, and models with Mamba-2 in most layers and attention in a few.
-
 Source: IBM 2024, "Granite 3.0 Language Models"; IBM 2025, "Granite 4.0 Language Models"; IBM,
 Princeton, CMU and UIUC 2024, "Bamba"; key names as in Hugging Face checkpoints.
 """

@@ -75,14 +75,8 @@ def encoder_block(
     feed_forward: nn.Module,
     norm: Callable[[], nn.Module],
 ) -> Block:
-    """Build a pre-norm block of the encoder.
-
-    >>> bias = stack_bias(T5AttentionSizes(8, 2, 4), 32, 128, bidirectional=True)
-    >>> sizes, feed_forward = T5AttentionSizes(8, 2, 4), nn.Linear(8, 8)
-    >>> encoder_block(sizes, bias, feed_forward, lambda: nn.LayerNorm(8)).attention.scale
-    1.0
-
-    Source: Raffel et al. 2020 (arXiv 1910.10683), section 2.1.
+    """Build a pre-norm block of the encoder. Source: Raffel et al. 2020 (arXiv 1910.10683), section
+    2.1.
     """
     own = Attention(*sizes.parts(), scale=1.0, bias=bias)
     return Block(own, feed_forward, PreNorm(norm()), PreNorm(norm()))
@@ -94,14 +88,8 @@ def decoder_block(
     feed_forward: nn.Module,
     norm: Callable[[], nn.Module],
 ) -> DecoderBlock:
-    """Build a pre-norm block of the decoder; its cross-attention has no bias.
-
-    >>> bias = stack_bias(T5AttentionSizes(8, 2, 4), 32, 128, bidirectional=False)
-    >>> sizes, feed_forward = T5AttentionSizes(8, 2, 4), nn.Linear(8, 8)
-    >>> decoder_block(sizes, bias, feed_forward, lambda: nn.LayerNorm(8)).attention.mask
-    Causal()
-
-    Source: Raffel et al. 2020 (arXiv 1910.10683), section 2.1.
+    """Build a pre-norm block of the decoder; its cross-attention has no bias. Source: Raffel et al.
+    2020 (arXiv 1910.10683), section 2.1.
     """
     own = Attention(*sizes.parts(), mask=Causal(), scale=1.0, bias=bias)
     cross = CrossAttention(*sizes.parts(), scale=1.0)

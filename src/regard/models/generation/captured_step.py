@@ -241,15 +241,6 @@ def why_not_captured(decoder: Decoder, caches: Sequence[Cache]) -> list[str]:
     """Return why the step of a decoder with these caches cannot be captured; empty if it can.
 
     A module or a cache says so itself, in `static_step_refusal`.
-
-    >>> import regard
-    >>> decoder = regard.load("tiny").decoder
-    >>> why_not_captured(decoder, decoder.new_caches())
-    []
-    >>> from regard.caches import Paged
-    >>> reason, = why_not_captured(decoder, [Paged(16, 8) for _ in decoder.layers])
-    >>> reason[:40]
-    'the cache of layer 0, a Paged, cannot: P'
     """
     reasons: dict[str, str] = {}
     for name, module in decoder.named_modules():

@@ -198,12 +198,7 @@ class DecodeSession:
 def pad_left(
     rows: Sequence[Sequence[int]], start: int = 0
 ) -> tuple[Int[Tensor, "B T"], Positions | None]:
-    """Stack rows of ids into one tensor, padded on the left.
-
-    >>> ids, positions = pad_left([[7, 8, 9], [5]])
-    >>> ids.tolist(), positions.tolist()
-    ([[7, 8, 9], [0, 0, 5]], [[0, 1, 2], [-1, -1, 0]])
-    """
+    """Stack rows of ids into one tensor, padded on the left."""
     T = max(len(row) for row in rows)
     ids = torch.tensor(
         [[0] * (T - len(row)) + list(row) for row in rows], dtype=torch.int64, device="cpu"

@@ -295,8 +295,7 @@ class _GenerationLoop:
 
     @property
     def tokens_per_second(self) -> float:
-        """The new tokens of all rows per second of model time, including the pass over the
-        prompts.
+        """The new tokens of all rows per second of model time, including the pass over the prompts.
         """
         tokens = sum(len(row.ids) for row in self.rows)
         return tokens / self.seconds if self.seconds else 0.0
@@ -308,8 +307,7 @@ class _GenerationLoop:
 
     @property
     def decode_tokens_per_second(self) -> float:
-        """The tokens of all rows per second after the first of each row; 0 if there was only
-        one.
+        """The tokens of all rows per second after the first of each row; 0 if there was only one.
         """
         return self._decoded_tokens / self.decode_seconds if self.decode_seconds else 0.0
 

@@ -290,8 +290,7 @@ def _keep_ids(x: Tensor, ids: Tensor) -> Tensor:
 
 
 def _nucleus(x: Tensor, top_p: float) -> Tensor:
-    """Return x for the most likely tokens until their sum reaches top_p, and -inf for the
-    others.
+    """Return x for the most likely tokens until their sum reaches top_p, and -inf for the others.
     """
     p = x.softmax(1)
     # on a CPU these are enough for most rows, and much cheaper than a full sort
