@@ -1,8 +1,5 @@
-"""Checks of arguments that raise errors with the actual values, made before torch is called.
-
-torch's fused CPU kernel reads past the keys when lengths differ. Each check says what is wrong,
-where, which value was passed, what is allowed, and the next step. Constructors and the public
-functions of `ops` check their arguments; internal functions rely on this.
+"""Checks of arguments that raise errors with the actual values, before torch's fused CPU kernel can
+read past the keys: constructors and public functions check, internal ones rely on it.
 """
 
 from __future__ import annotations
@@ -82,12 +79,7 @@ def check_finite(**tensors: Tensor) -> None:
 
 
 def check_keyword_names(function: str, names: Collection[str], allowed: Collection[str]) -> None:
-    """Raise if a keyword argument is not one of those that a function accepts.
-
-    >>> check_keyword_names("record", ["head"], ["heads", "rows"])
-    Traceback (most recent call last):
-    regard.errors.ArgumentTypeError: record() has no argument 'head'; did you mean 'heads'? ...
-    """
+    """Raise if a keyword argument is not one of those that a function accepts."""
     for name in names:
         if name not in allowed:
             hint = suggest(name, allowed, otherwise=".")
@@ -233,11 +225,7 @@ def check_groups(heads: int, groups: int) -> None:
 
 
 def resolve_head_dim(dim: int, heads: int, head_dim: int | None) -> int:
-    """Return `head_dim` if it is given, else dim / heads.
-
-    >>> resolve_head_dim(32, 4, None)
-    8
-    """
+    """Return `head_dim` if it is given, else dim / heads."""
     if head_dim is not None:
         return head_dim
     if heads < 1 or dim % heads:
@@ -252,11 +240,7 @@ def resolve_head_dim(dim: int, heads: int, head_dim: int | None) -> int:
 
 
 def divisors(n: int) -> list[int]:
-    """Return the divisors of a number in increasing order; none for n < 1 or n >= 2^40.
-
-    >>> divisors(12)
-    [1, 2, 3, 4, 6, 12]
-    """
+    """Return the divisors of a number in increasing order; none for n < 1 or n >= 2^40."""
     if not 1 <= n < 1 << 40:
         return []
     small = [i for i in range(1, math.isqrt(n) + 1) if n % i == 0]
@@ -324,12 +308,8 @@ def check_choice(name: str, value: object, allowed: Iterable[object]) -> None:
 
 
 def check_sizes(**tensors: tuple[Tensor, str]) -> dict[str, int]:
-    """Check that tensors agree in the dimensions that have the same letter, and are on one device.
-
-    >>> import torch
-    >>> check_sizes(scores=(torch.ones(2, 3), "T S"), visible=(torch.ones(2, 4), "T S"))
-    Traceback (most recent call last):
-    regard.errors.ArgumentError: visible is (2, 4), which is [T, S], but S is 3 in scores ...
+    """Check that tensors agree in the dimensions that have the same letter, and are on one
+    device.
     """
     import torch
 

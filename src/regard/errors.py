@@ -1,9 +1,5 @@
-"""The exceptions that regard raises; each one is also a built-in exception that callers catch.
-
-A message says what went wrong, where (argument, index, file), which value was passed, what is
-allowed, and the next step. An error also carries these as fields, as far as the code that raises it
-knows them: a program, such as the command line, finds the wrong argument without reading the
-message.
+"""The exceptions that regard raises; each is also a built-in one, and carries what its message says
+(argument, file, allowed values) as fields.
 """
 
 

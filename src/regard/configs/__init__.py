@@ -1,7 +1,5 @@
-"""Config classes that read config.json, one for each family of models; none imports torch.
-
-`regard.load` and `regard cost` use the same classes. `regard.load` checks every key of config.json
-(`reader.parse`); `regard cost` checks only the keys that change sizes (`reader.read_sizes`).
+"""Config classes that read config.json without torch; `regard.load` checks every key
+(`reader.parse`), `regard cost` those that change sizes (`reader.read_sizes`).
 """
 
 from __future__ import annotations

@@ -1,8 +1,4 @@
-"""The configs of Gemma, Gemma 2, Gemma 3 and Gemma 3n (text).
-
-From the config.json of a model with image input (`model_type` "gemma3" and "gemma3n"), only
-`text_config` is used.
-"""
+"""The configs of Gemma, Gemma 2, Gemma 3 and Gemma 3n, of which only `text_config` is used."""
 
 from __future__ import annotations
 
@@ -211,11 +207,7 @@ PER_LAYER_NORMS = 7
 
 @dataclass(frozen=True)
 class AugmentedDenseSpec(DenseSpec):
-    """A dense layer together with the small matrices that Gemma 3n has beside it.
-
-    Attributes:
-        beside: the number of values of these matrices.
-    """
+    """A dense layer together with the small matrices of Gemma 3n, of `beside` values in all."""
 
     beside: int = 0
 

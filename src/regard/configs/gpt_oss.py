@@ -1,4 +1,4 @@
-"""The config of gpt-oss."""
+"""The config of gpt-oss models."""
 
 from __future__ import annotations
 
@@ -59,9 +59,8 @@ class GptOssConfig(GroupedQueryConfig):
 
     @classmethod
     def normalize_keys(cls, raw: Raw) -> dict[str, object]:
-        """Return the keys with the default rotary scaling if the file has none, as in transformers.
-
-        experts_per_token is an older spelling of num_experts_per_tok.
+        """Return the keys with transformers' default of the rotary scaling; experts_per_token is an
+        older spelling.
         """
         keys = normalize_rope(raw)
         if keys["rope_scaling"] is None:

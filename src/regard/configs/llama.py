@@ -118,10 +118,8 @@ class Llama4Config(GroupedQueryConfig):
 
     @classmethod
     def normalize_keys(cls, raw: Raw) -> dict[str, object]:
-        """Return the keys of the language model, also from the file of a model that reads images.
-
-        The first files have a number in attn_temperature_tuning, which is true unless it is 0, and
-        an empty list in no_rope_layers, which is no list.
+        """Return the keys of the language model; the first files have numbers for truth in
+        attn_temperature_tuning, and an empty list for no list in no_rope_layers.
         """
         if raw.get("model_type") == "llama4":
             text = raw.get("text_config")

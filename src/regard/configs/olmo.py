@@ -153,10 +153,8 @@ class OlmoHybridConfig(GatedDeltaConfig):
 
     @classmethod
     def normalize_keys(cls, raw: Raw) -> dict[str, object]:
-        """Return the keys with all sizes, and with rope_parameters for a model without positions
-        only.
-
-        A rope_theta of null, inside of rope_parameters or instead of them, means no positions.
+        """Return the keys with all sizes; a rope_theta of null, in rope_parameters or without them,
+        means no positions.
         """
         places = (raw.get("rope_parameters"), raw)
         place = next(x for x in places if isinstance(x, Mapping))

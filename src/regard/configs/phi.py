@@ -94,11 +94,8 @@ MSCALES = ("short_mscale", "long_mscale")
 
 @dataclass(frozen=True)
 class PhimoeConfig(RotaryDecoderConfig):
-    """The keys of Phi-3.5-MoE: LayerNorms, and two experts for each token, whose weights are each a
-    softmax over the experts with nearly the same score.
-
-    Attributes:
-        router_jitter_noise: the tolerance of that softmax. It acts in inference, too.
+    """The keys of Phi-3.5-MoE: LayerNorms, and two experts a token, each weighed by a softmax over
+    the experts whose scores are within `router_jitter_noise`, in inference, too.
     """
 
     rms_norm_eps: float = 1e-5  # of LayerNorms, in spite of its name

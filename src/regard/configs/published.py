@@ -1,7 +1,4 @@
-"""The sizes of published models, as keys of their config.json; `model_of` finds one by name.
-
-The table is `published.json`, whose entries `regard.configs.reader` reads as any config.json.
-"""
+"""The sizes of published models in `published.json`, as keys of their config.json."""
 
 from __future__ import annotations
 
@@ -18,12 +15,8 @@ from regard.errors import ArgumentError
 
 @dataclass(frozen=True)
 class PublishedModel:
-    """The sizes of a published model, and their source.
-
-    Attributes:
-        config: the keys of its config.json that define sizes.
-        source: the paper or the file that states them.
-        note: a remark for readers, or "".
+    """The keys of a published model's config.json that define sizes, and the paper or file that
+    states them.
     """
 
     config: Mapping[str, object]

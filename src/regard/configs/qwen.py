@@ -227,9 +227,8 @@ loaded.
 
 @dataclass(frozen=True)
 class Qwen35Config(QwenHybridConfig):
-    """The keys of the language model of Qwen3.5 with dense feed-forward layers.
-
-    The config.json of a model that also reads images has them in `text_config`.
+    """The keys of the language model of Qwen3.5 with dense layers; a model that reads images has
+    them in `text_config`.
     """
 
     model_types = ("qwen3_5_text", "qwen3_5")

@@ -1,9 +1,5 @@
-"""Functions that read a config.json; a key that is not supported raises an error that names it.
-
-`parse` returns the config of a family from a parsed file and checks every key; `regard.load` uses
-it. `read_sizes` returns the sizes of the model from the same config; `regard cost` uses it.
-`read_sizes` ignores keys that are unknown or that change no size, and the settings of rotary
-positions. So it also counts models that `regard.load` does not support.
+"""Functions that read a config.json: `parse` checks every key, and `read_sizes` counts models that
+`regard.load` does not support, too, as it ignores what changes no size.
 """
 
 from __future__ import annotations
@@ -45,21 +41,13 @@ published model.
 
 
 def largest_value(name: str) -> int:
-    """Return the largest whole number that a key may have.
-
-    >>> largest_value("num_hidden_layers"), largest_value("vocab_size_per_layer_input")
-    (512, 16777216)
-    """
+    """Return the largest whole number that a key may have."""
     last = name.rpartition(".")[2].lower()
     return next(limit for word, limit in _LARGEST_VALUES if word in last)
 
 
 def counts_layers_or_experts(name: str) -> bool:
-    """Return whether a whole number of this key can be a number of layers or of experts.
-
-    >>> counts_layers_or_experts("n_layer"), counts_layers_or_experts("shared_expert_size")
-    (True, False)
-    """
+    """Return whether a whole number of this key can be a number of layers or of experts."""
     return largest_value(name) in (MAX_LAYERS, 1 << 14)
 
 
@@ -277,11 +265,7 @@ QUANTIZED_NOTE = (
 
 
 def is_tool_key(key: str) -> bool:
-    """Return whether other tools write this key into any folder.
-
-    >>> is_tool_key("_attn_implementation_autoset"), is_tool_key("attention")
-    (True, False)
-    """
+    """Return whether other tools write this key into any folder."""
     return any(fnmatchcase(key, pattern) for pattern in TOOL_KEYS)
 
 
@@ -294,10 +278,8 @@ Config = TypeVar("Config", bound=ModelConfig)
 
 
 def parse(kind: type[Config], raw: Raw) -> Config:
-    """Return the config of a family; every key is checked.
-
-    Three kinds of keys are accepted: fields of the config class, keys that are known to change
-    nothing, and keys with a supported value. Any other key raises.
+    """Return the config of a family; a key raises that is no field, not known to change nothing,
+    and has no supported value.
     """
     check_code(kind, raw)
     return _parse(kind, raw, sizes_only=False)
@@ -519,13 +501,8 @@ INPUT_CLASS_KEYS = frozenset(
 
 
 def check_code(kind: type[ModelConfig], raw: Raw) -> None:
-    """Check an `auto_map`, which may name only tokenizers and the family's published code.
-
-    No code that it names is run.
-
-    >>> from regard.configs.phi import Phi3Config
-    >>> check_code(Phi3Config, {"auto_map": {"AutoConfig": "configuration_phi3.Phi3Config"}})
-    >>> check_code(Phi3Config, {"auto_map": {"AutoTokenizer": ["mine.Tokenizer", None]}})
+    """Check an `auto_map`, which may name only tokenizers and the family's published code; none is
+    run.
     """
     auto_map = raw.get("auto_map")
     if auto_map is None:

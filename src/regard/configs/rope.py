@@ -1,8 +1,5 @@
-"""The rotary settings of a config.json: checks, and conversion to one form.
-
-The base, the rotated fraction of each head and the scaling can be at the top level of a file, in
-`rope_scaling`, or in `rope_parameters`. `normalize_rope` converts all of these to one form;
-`regard.models.assembly.building_blocks` builds the rotary modules.
+"""The rotary settings of a config.json, which stand at the top level, in `rope_scaling` or in
+`rope_parameters`: checks, and conversion to one form.
 """
 
 from __future__ import annotations
@@ -19,11 +16,8 @@ ORIGINAL = "original_max_position_embeddings"
 
 
 class RopeTypeKeys(NamedTuple):
-    """The keys of a rope type, without the type itself and the keys that `normalize_rope` moves up.
-
-    Attributes:
-        required: keys that must be given.
-        optional: keys that may be given.
+    """The keys of a rope type, without the type itself and the keys that `normalize_rope` moves
+    up.
     """
 
     required: tuple[str, ...] = ()
@@ -67,11 +61,7 @@ class RopeSettings(NamedTuple):
     """The part of a config that `regard.models.assembly.building_blocks.rotary_module` needs.
 
     Attributes:
-        head_dim: the head dim D.
-        theta: rope_theta, the base.
         scaling: rope_scaling, as `normalize_rope` or a file has it; None is no scaling.
-        max_positions: max_position_embeddings.
-        partial: partial_rotary_factor, the fraction of each head that is rotated.
         layout: which dims form a pair.
         original: original_max_position_embeddings at the top level, where Phi-3 has it.
     """
@@ -91,12 +81,8 @@ class RopeSettings(NamedTuple):
 
 
 def check_rope(settings: RopeSettings) -> Mapping[str, object]:
-    """Check the keys of rotary settings and the types of their values.
-
-    The ranges of the scaling's numbers are checked when the rotary module is built.
-
-    >>> check_rope(RopeSettings(64, 1e4, {"type": "linear", "factor": 4.0}, 2048))
-    {'rope_type': 'linear', 'factor': 4.0}
+    """Check the keys of rotary settings and the types of values; building the module checks their
+    ranges.
     """
     check_finite("rope_theta", settings.theta)
     partial = settings.partial
@@ -108,12 +94,8 @@ def check_rope(settings: RopeSettings) -> Mapping[str, object]:
 
 
 def normalize_scaling(scaling: Mapping[str, object], where: str) -> dict[str, object] | None:
-    """Return a rope_scaling with checked keys and its type as `rope_type`; None if default.
-
-    Keys with null are left out, except the factor of yarn, which then follows from the lengths.
-
-    >>> normalize_scaling({"type": "linear", "factor": 4.0}, "rope_scaling")
-    {'rope_type': 'linear', 'factor': 4.0}
+    """Return a rope_scaling with checked keys and its type as `rope_type`; None if default. A null
+    is left out, except the factor of yarn, which then follows from the lengths.
     """
     kind = _rope_type(scaling, where)
     required, known = (
@@ -230,10 +212,8 @@ TOP_LEVEL_KEYS = ("rope_theta", "partial_rotary_factor")
 
 
 def normalize_rope(raw: Mapping[str, Any], *, layered: bool = False) -> dict[str, Any]:
-    """Return the keys of a config.json with its rotary settings converted to one form.
-
-    rope_theta and partial_rotary_factor are at the top level if they are given; rope_scaling is
-    None, or a mapping with `rope_type` and the keys of the type; rope_parameters is removed.
+    """Return the keys with rope_theta and partial_rotary_factor at the top level, and rope_scaling
+    None or a mapping with `rope_type`; rope_parameters goes.
     """
     rope_keys = {*TOP_LEVEL_KEYS, "rope_scaling", "rope_parameters"}
     if layered:
@@ -325,11 +305,7 @@ def _merge_settings(
 
 
 def rotated_share(keys: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the keys with `partial_rotary_factor` in place of `rotary_dim`.
-
-    >>> rotated_share({"head_dim": 128, "rotary_dim": 64})
-    {'head_dim': 128, 'partial_rotary_factor': 0.5}
-    """
+    """Return the keys with `partial_rotary_factor` in place of `rotary_dim`."""
     rest = dict(keys)
     rotated, dim = rest.pop("rotary_dim", None), rest.get("head_dim")
     if isinstance(rotated, int) and isinstance(dim, int) and dim > 0:

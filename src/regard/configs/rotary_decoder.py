@@ -1,7 +1,5 @@
 """Decoders with grouped queries and rotary positions: the keys that they share, and
-`DecoderRecipe`, which says in which parts a family differs from Llama.
-
-`models/assembly/llama_like.py` builds the network from the same recipe from which `sizes` counts.
+`DecoderRecipe`, from which the network is built and `sizes` counts.
 """
 
 from __future__ import annotations
@@ -43,10 +41,7 @@ class Experts:
         router: how experts are scored; "sigmoid" has a correction for each expert.
         normalized: whether the weights of the chosen experts are divided by their sum.
         shared: the attribute with the width of an expert for all tokens; None if there is none.
-        shared_gate: whether a gate weighs that expert.
         dense: the attribute with the number of first layers that have no experts; None if all have.
-        stored: the name of the mixture in checkpoints.
-        parts: the names of an expert's gate, up and down projection in checkpoints.
     """
 
     count: str
@@ -69,19 +64,13 @@ class DecoderRecipe:
         norm: the kind of all norms: RMS norms, or LayerNorms with weight and bias, without bias, or
             without any parameter; "1 + w" is the weight itself plus 1.
         norms: whether a sublayer has a norm before it, after it, or both.
-        parallel: whether both sublayers of a block read the result of one norm.
-        eps: the eps of the norms.
         head_norms: whether queries and keys have a norm on each head, or one over all heads.
         qkv_bias, output_bias, ff_bias, head_bias: which maps have biases.
         gated, activation: the feed-forward layer; a config's own `hidden_act` comes first.
         layout, partial: the pairs of the rotary positions, and the rotated share of a head.
         window_pattern: without the keys that name the layers with a window, every n-th layer has
             full attention.
-        sinks: whether each head has a learned attention sink.
         clip: the largest absolute value of queries, keys and values.
-        embedding_scale, score_scale, residual_scale, logit_scale: factors.
-        score_cap, logit_cap: soft caps.
-        experts: mixtures of experts in place of the feed-forward layers.
         stored: Llama's name of a part in checkpoints -> this family's, where they differ.
         fused: the maps whose rows are stored in one tensor: "qkv_proj", "gate_up_proj".
     """
@@ -119,11 +108,6 @@ class DecoderRecipe:
 class RotaryDecoderConfig(ModelConfig):
     """The keys that decoders with grouped queries and rotary positions share, whatever their norms
     and feed-forward layers.
-
-    Raises:
-        ArgumentError: a size is less than 1, num_key_value_heads does not divide
-            num_attention_heads, a token uses more experts than there are, or the keys of the
-            activation, of rotary positions or of windows are not supported.
     """
 
     vocab_size: int
@@ -295,10 +279,7 @@ class GroupedQueryConfig(RotaryDecoderConfig):
 
 
 def check_experts(key: str, experts: int, per_token: int) -> None:
-    """Check that a token uses no more experts than there are.
-
-    >>> check_experts("num_experts", 8, 2)
-    """
+    """Check that a token uses no more experts than there are."""
     if per_token > experts:
         raise ArgumentError(
             f"num_experts_per_tok is {per_token}, and {key} is {experts}; it must be at most that"

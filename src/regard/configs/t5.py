@@ -43,9 +43,8 @@ class T5Config(ModelConfig):
 
     @classmethod
     def normalize_keys(cls, raw: Raw) -> dict[str, object]:
-        """Return the keys without the newer ones that repeat feed_forward_proj, which are checked.
-
-        Where scale_decoder_outputs is missing, tie_word_embeddings decides it.
+        """Return the keys without the newer ones that repeat feed_forward_proj; tie_word_embeddings
+        stands in for scale_decoder_outputs.
         """
         keys = dict(raw)
         proj = str(keys.get("feed_forward_proj", "relu"))

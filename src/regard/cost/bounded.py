@@ -32,9 +32,7 @@ class EvictingSpec(Spec):
     `interval` tokens when it is full.
 
     Attributes:
-        shape: H, G, D and E.
         budget: the tokens that stay.
-        interval: the tokens between two evictions.
         observed: the number of last queries that the rule looks at; the cache stores them.
         accumulates: whether every query adds its weights to sums, which the cache stores.
         expects: whether the cache stores the mean and the covariance of the queries.

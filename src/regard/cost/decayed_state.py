@@ -1,7 +1,5 @@
-"""Count what recurrences with decayed sums store and compute: lightning attention, HGRN2, LightNet,
-Mamba-2, RWKV-4, RWKV-6, the matrix memory of xLSTM, gated slots, and kernels of the score.
-
-As in `fixed_state`, FLOPs are those of one token in the recurrent form; gates are not counted.
+"""Count what recurrences with decayed sums store and compute per token, without gates: lightning
+attention, HGRN2, LightNet, Mamba-2, RWKV-4, RWKV-6, xLSTM, gated slots and kernels of the score.
 """
 
 from __future__ import annotations
@@ -13,12 +11,9 @@ from regard.cost.spec import HeadShape, ParameterCounts, Quantity
 
 
 def rwkv4_spec(weights: ParameterCounts, shape: HeadShape) -> CountedSpec:
-    """Return the spec of RWKV-4: three numbers per channel, two decayed sums and one maximum.
-
-    Each channel adds the bonus (1), adds the token to both sums (3), divides (1), decays both sums
-    (2), adds the token (3), and applies the receptance (1).
-
-    Source: Peng et al. 2023 (arXiv 2305.13048), equations 20 to 25.
+    """Return the spec of RWKV-4: per channel bonus (1), token to both sums (3), division (1),
+    decays (2), token (3), receptance (1). Source: Peng et al. 2023 (arXiv 2305.13048), equations 20
+    to 25.
     """
     G, D = shape.groups, shape.head_dim
     state = Quantity(3 * G * D, f"3 G D = 3 x {G} x {D}")
@@ -54,13 +49,8 @@ def rwkv6_spec(weights: ParameterCounts, shape: HeadShape) -> CountedSpec:
 
 
 def mlstm_spec(weights: ParameterCounts, shape: HeadShape) -> CountedSpec:
-    """Return the spec of the matrix memory of xLSTM: a matrix, a sum of keys and a maximum per
-    head.
-
-    A read is C^T q, n . q and a division: 2 D E + 2 D + E. A write decays C and n, and adds the
-    token to both: 3 D E + 3 D.
-
-    Source: Beck et al. 2024 (arXiv 2405.04517), equations 19 to 27.
+    """Return the spec of xLSTM's matrix memory: a read (C^T q, n . q, a division) takes 2 D E + 2 D
+    + E, a write 3 D E + 3 D. Source: Beck et al. 2024 (arXiv 2405.04517), equations 19 to 27.
     """
     O, N, D, E = shape.outputs, shape.states, shape.head_dim, shape.value_dim
     letter = "G" if shape.groups == N else "N"
@@ -73,12 +63,8 @@ def mlstm_spec(weights: ParameterCounts, shape: HeadShape) -> CountedSpec:
 def slots_spec(
     weights: ParameterCounts, shape: HeadShape, slots: int, *, summed: bool = False
 ) -> CountedSpec:
-    """Return the spec of gated slots: m keys and values per head, and with `summed` a running
-    log-sum-exp per slot.
-
-    Two reads per query head, 2 m (D + E); two decays and writes per key/value head, 3 m (D + E).
-
-    Source: Zhang et al. 2024 (arXiv 2409.07146), section 3.
+    """Return the spec of gated slots, m keys and values per head: two reads per query head, 2 m (D
+    + E), and two writes per key/value head, 3 m (D + E). Source: arXiv 2409.07146, section 3.
     """
     H, G, D, E, m = shape.heads, shape.groups, shape.head_dim, shape.value_dim, slots
     each = f"(D + E{' + 1' if summed else ''})"

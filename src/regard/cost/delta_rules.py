@@ -1,8 +1,5 @@
-"""Count the layers of the delta rules with a short convolution and gates per channel, of the layers
-that fit a regression, and of the short convolution alone.
-
-Each function returns the spec of one layer as the catalogue builds it; `shape` has as many key
-heads as query heads.
+"""Count the layers of the delta rules with a short convolution and gates per channel, of those that
+fit a regression, and of the short convolution alone.
 """
 
 from __future__ import annotations

@@ -19,12 +19,8 @@ def product_flops(keys: int, heads: int, dim: int, rank: int) -> int:
 
 @dataclass(frozen=True)
 class FactoredSpec(SoftmaxSpec):
-    """Tensor product attention (TPA): a cache stores the two factors of keys and of values.
-
-    Attributes:
-        ranks: the number of products R of keys and of values.
-
-    Source: Zhang et al. 2025 (arXiv 2501.06425), table 1.
+    """Tensor product attention (TPA): a cache stores the two factors of keys and of values, of R
+    products each. Source: Zhang et al. 2025 (arXiv 2501.06425), table 1.
     """
 
     ranks: tuple[int, int] = field(kw_only=True)
@@ -100,13 +96,9 @@ def low_rank_query(dim: int, heads: int, head_dim: int, rank: int) -> SoftmaxSpe
 
 @dataclass(frozen=True)
 class GroupedLatentSpec(LatentSpec):
-    """Latent attention with n latents per token, each read by some of the heads, or by all heads in
-    branches whose results are added; `heads` counts the heads of all branches.
-
-    Attributes:
-        latents: n, the number of latents, each of `kv_rank` values.
-
-    Source: Zadouri et al. 2025 (arXiv 2505.21487), section 3.3.2.
+    """Latent attention with n latents of `kv_rank` values per token, each read by some heads, or by
+    all heads in branches that are added. Source: Zadouri et al. 2025 (arXiv 2505.21487), section
+    3.3.2.
     """
 
     latents: int = field(kw_only=True)

@@ -1,10 +1,5 @@
-"""Count what mechanisms with a state of fixed size store and compute: linear attention, retention,
-gated linear attention, the delta rule, and Infini-attention, with the mechanisms that its paper
-compares it with.
-
-The functions take sizes and return exact integers for one token of the recurrent form. A prompt
-counts as its tokens one after another. The chunked form, which kernels use for prompts, has more
-FLOPs, but as matrix products that run faster.
+"""Count what mechanisms with a state of fixed size store and compute, exactly, for one token of the
+recurrent form; the chunked form has more FLOPs, which run faster.
 """
 
 from __future__ import annotations
@@ -39,16 +34,10 @@ def linear_flops(
     decayed: bool = False,
     value_heads: int | None = None,
 ) -> int:
-    """Return the FLOPs of one token after its projections in the recurrent form: one read per query
-    head, and one write per key/value head. With N value heads, there are N writes and max(H, N)
-    reads, and one normalizer per key head.
-
-    A read is S^T q: 2 D E. A write computes k v^T and adds it to S: 2 D E. A decay multiplies the
-    state: D E. Reading a normalizer is z . q and a division: 2 D + E; writing it is D additions.
-    Feature maps are not counted.
-
-    Source: Katharopoulos et al. 2020 (arXiv 2006.16236), section 3.4; decay: Sun et al. 2023 (arXiv
-    2307.08621), equation 6.
+    """Return the FLOPs of one token in the recurrent form: a read S^T q is 2 D E, a write 2 D E, a
+    decay D E, reading a normalizer 2 D + E, writing it D; feature maps are not counted. N value
+    heads make N writes and max(H, N) reads. Source: arXiv 2006.16236, section 3.4; decay: arXiv
+    2307.08621, equation 6.
     """
     read = 2 * D * E + (2 * D + E if normalized else 0)
     write = 2 * D * E + (D * E if decayed else 0)
@@ -64,27 +53,17 @@ def delta_state(groups: int, D: int, E: int) -> int:
 
 
 def delta_flops(heads: int, groups: int, D: int, E: int, *, gated: bool = False) -> int:
-    """Return the FLOPs of one token after its projections in the recurrent form: one read per query
-    head, and one correction per key/value head.
-
-    A read is S^T q: 2 D E. A correction computes S^T k (2 D E) and u = beta (v - S^T k) (2 E), and
-    adds k u^T to S (2 D E). A decay multiplies the state: D E.
-
-    Source: Yang et al. 2024 (arXiv 2406.06484), equation 2; with decay: arXiv 2412.06464, equation
-    10.
+    """Return the FLOPs of one token: a read S^T q is 2 D E; a correction is S^T k (2 D E), u = beta
+    (v - S^T k) (2 E) and k u^T (2 D E); a decay is D E. Source: arXiv 2406.06484, equation 2; arXiv
+    2412.06464, equation 10.
     """
     return heads * 2 * D * E + groups * (4 * D * E + 2 * E + (D * E if gated else 0))
 
 
 @dataclass(frozen=True)
 class ShortConvolution:
-    """A causal convolution over the last few tokens, with one filter per channel.
-
-    Its weights are among the matrices of a layer, because a token multiplies each of them once.
-
-    Attributes:
-        channels: c, the number of channels.
-        kernel: k, the number of tokens of a filter, the present one included.
+    """A causal convolution of c channels over the last k tokens; its weights count as matrices,
+    because a token multiplies each of them once.
     """
 
     channels: int = 0
@@ -98,12 +77,7 @@ class ShortConvolution:
 
 @dataclass(frozen=True)
 class RecurrentSpec(Spec):
-    """A mechanism with a state of fixed size and the same FLOPs for each token.
-
-    Attributes:
-        shape: H, G, D and E, and N if there are more value heads than key heads.
-        convolution: the convolution before the recurrence; by default there is none.
-    """
+    """A mechanism with a state of fixed size and the same FLOPs for each token."""
 
     shape: HeadShape
     convolution: ShortConvolution = field(default=ShortConvolution(), kw_only=True)
@@ -150,13 +124,8 @@ class RecurrentSpec(Spec):
 
 @dataclass(frozen=True)
 class LinearSpec(RecurrentSpec):
-    """Linear attention, with or without a normalizer, and with or without a decay of the state.
-
-    Attributes:
-        mechanism: the name of the mechanism.
-        normalized: whether the state has a normalizer.
-        decayed: whether each token decays the state.
-        features: F, the number of features of a head; None is D. The state has F rows.
+    """Linear attention, with or without a normalizer, and with or without a decay; the state has F
+    rows, D without `features`.
     """
 
     mechanism: str = "linear attention"
@@ -209,12 +178,7 @@ class LinearSpec(RecurrentSpec):
 
 @dataclass(frozen=True)
 class DeltaSpec(RecurrentSpec):
-    """The delta rule, with or without a decay of the state.
-
-    Attributes:
-        gated: whether each token decays the state.
-        mechanism: the name of the mechanism; "" is that of the rule.
-    """
+    """The delta rule, with or without a decay of the state."""
 
     gated: bool = False
     mechanism: str = ""
@@ -243,12 +207,8 @@ class DeltaSpec(RecurrentSpec):
 
 @dataclass(frozen=True)
 class CountedSpec(RecurrentSpec):
-    """A recurrence whose state and whose FLOPs per token were counted from its sizes.
-
-    Attributes:
-        mechanism: the name of the mechanism.
-        values: the number of values of the state, without those of a convolution.
-        work: the FLOPs of one token.
+    """A recurrence whose state (without that of a convolution) and whose FLOPs per token were
+    counted.
     """
 
     mechanism: str
@@ -417,7 +377,6 @@ class InfiniSpec(Spec):
     all earlier segments.
 
     Attributes:
-        shape: H, G, D and E.
         segment: N, the tokens of a segment; only the open segment is cached token by token.
         delta: whether the memory is updated by the delta rule, which writes only the part of
             a value that the memory does not predict yet.

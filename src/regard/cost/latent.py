@@ -1,7 +1,5 @@
 """Count what multi-head latent attention (MLA) caches and computes in its two forms, "expand" and
 "absorb".
-
-The functions take sizes and return exact integers; `LatentSpec` combines them for one layer.
 """
 
 from __future__ import annotations
@@ -15,9 +13,8 @@ from regard.cost.spec import CacheContents, ParameterCounts, Quantity, Spec
 from regard.language import Phrase, counted
 
 Form: TypeAlias = Literal["auto", "expand", "absorb"]
-"""How queries attend to the latents, as in `regard.nn.Latent`: "expand" turns latents into keys and
-values of every head, "absorb" multiplies queries by the expanding matrices instead, and "auto"
-takes the form with fewer FLOPs.
+"""How queries attend to the latents: "expand" makes keys and values of them, "absorb" multiplies
+queries by the expanding matrices, and "auto" takes the form with fewer FLOPs.
 """
 
 
@@ -45,10 +42,8 @@ def latent_expansion_flops(keys: int, H: int, kv_rank: int, nope_dim: int, value
 def expand_flops(
     queries: int, keys: int, H: int, kv_rank: int, nope_dim: int, rope_dim: int, value_dim: int
 ) -> int:
-    """Return the FLOPs of expanding all latents and attending with the last queries under a causal
-    mask.
-
-    2 S r H (d_nope + d_v) + 2 H n (d_nope + d_rope + d_v) for n query-key pairs.
+    """Return the FLOPs of the form "expand" with n causal pairs: 2 S r H (d_nope + d_v) + 2 H n
+    (d_nope + d_rope + d_v).
     """
     return latent_expansion_flops(keys, H, kv_rank, nope_dim, value_dim) + attention_flops(
         H * causal_pairs(queries, keys), nope_dim + rope_dim, value_dim
@@ -58,10 +53,8 @@ def expand_flops(
 def absorb_flops(
     queries: int, keys: int, H: int, kv_rank: int, nope_dim: int, rope_dim: int, value_dim: int
 ) -> int:
-    """Return the FLOPs of attending in the space of the latents under a causal mask: queries are
-    multiplied into that space, and results are multiplied into the values of each head.
-
-    2 T H r (d_nope + d_v) + 2 H n (2 r + d_rope) for n query-key pairs.
+    """Return the FLOPs of the form "absorb" with n causal pairs: 2 T H r (d_nope + d_v) + 2 H n (2
+    r + d_rope).
     """
     return latent_expansion_flops(queries, H, kv_rank, nope_dim, value_dim) + attention_flops(
         H * causal_pairs(queries, keys), kv_rank + rope_dim, kv_rank
@@ -71,11 +64,8 @@ def absorb_flops(
 def absorbing_is_cheaper(
     queries: int, keys: int, *, kv_rank: int, nope_dim: int, value_dim: int
 ) -> bool:
-    """Return whether `absorb_flops` is less than `expand_flops`; the number of heads and the rotary
-    width cancel out.
-
-    r (d_nope + d_v) (S - T) > n (2 r - d_nope - d_v) for n query-key pairs. At the sizes of
-    DeepSeek-V3 this holds for up to 170 queries against many keys.
+    """Return whether r (d_nope + d_v) (S - T) > n (2 r - d_nope - d_v) for n causal pairs, that is
+    absorb_flops < expand_flops: for up to 170 queries at the sizes of DeepSeek-V3.
     """
     saved = kv_rank * (nope_dim + value_dim) * (keys - queries)
     return saved > causal_pairs(queries, keys) * (2 * kv_rank - nope_dim - value_dim)
@@ -94,8 +84,6 @@ class LatentSpec(Spec):
         kv_rank: r, the size of the latent.
         nope_dim, rope_dim: widths of a query and key head without and with rotary position.
         value_dim: E.
-        form: "expand", "absorb", or "auto", which takes the form with fewer FLOPs.
-        visible: which keys a query attends to.
 
     Source: DeepSeek-AI 2024 (arXiv 2405.04434), section 2.1.
     """
@@ -231,9 +219,6 @@ class IndexedLatentSpec(LatentSpec):
 
     A cache stores one index key per token beside the latent. Attention is computed in the form
     "absorb", because the queries of a prompt select different latents.
-
-    Attributes:
-        selection: J, d and topk.
 
     Source: DeepSeek-AI 2025 (DeepSeek-V3.2-Exp), section 2.
     """

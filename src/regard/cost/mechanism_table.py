@@ -1,8 +1,5 @@
-"""The cost of one model with each of several attention mechanisms: one row a mechanism.
-
-All rows have the same width, layers, feed-forward layers and vocabulary, so that they differ by
-their attention only. A row has the parameters, the cache, the FLOPs and bytes of a prompt and of a
-token, and with a machine the least times, the largest batch and the longest context that fit.
+"""The cost of one model with each of several attention mechanisms, all of the same width, layers,
+feed-forward layers and vocabulary: one row a mechanism.
 """
 
 from __future__ import annotations
@@ -29,10 +26,6 @@ class MechanismCost:
     """The cost of a model with one mechanism.
 
     Attributes:
-        label: the name of the row.
-        report: the cost of the model at the context and batch of the table.
-        evidence: what is published about the quality of the mechanism.
-        options: the sizes of the mechanism.
         suggested: the sizes that were not given, with the source of each.
         prefill_seconds, decode_seconds: the least times of a prompt and of one token; None without
             a machine.

@@ -1,9 +1,5 @@
-"""Build a `Spec` from the name and the options of a mechanism in the catalogue of `regard.nn`, and
-the sizes of a model that a user gives by hand, as the flags of `regard cost` do.
-
-Names and options are those of `regard describe`; `MECHANISMS` lists the mechanisms whose cost can
-be counted. A model given by hand is a decoder with RMS norms, any of these mechanisms, and
-feed-forward layers or experts.
+"""Build a `Spec` from the name and the options of a mechanism in the catalogue, and the sizes of a
+decoder from the flags of `regard cost`.
 """
 
 from __future__ import annotations
@@ -40,12 +36,8 @@ MechanismOptions = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class SpecBuilder:
-    """A function that builds the spec of one mechanism, and the options that it takes.
-
-    Attributes:
-        build: a function of M, H and the options that returns the spec.
-        required: the options that must be given.
-        optional: the options that may be given.
+    """A function of M, H and options that builds the spec of one mechanism, and the options that it
+    takes.
     """
 
     build: Callable[[int, int, MechanismOptions], Spec]
@@ -446,26 +438,14 @@ class Sizes:
     """The sizes of a decoder, given one by one.
 
     Attributes:
-        layers: the number of layers.
         dim: M, the width of the model.
-        heads: H, the number of query heads.
         attention: a name in `MECHANISMS`; None is MHA, GQA or MQA, according to the number of
             key/value heads.
         options: options of the mechanism: groups, head_dim, window, kv_rank and so on.
         global_every: with a window, every n-th layer has full attention.
         ff: F, the hidden width of the feed-forward layers; None is 4 M.
-        gated: whether the feed-forward layers have a gate (SwiGLU).
-        vocab: V, the number of tokens in the vocabulary.
-        tied: whether the output head is the embedding.
         experts: the number of experts; None is a dense model.
-        active: how many experts a token uses.
         expert_ff: the hidden width of an expert; None is `ff`.
-        shared: the number of experts that all tokens use.
-        dense_layers: the number of first layers without experts.
-
-    Raises:
-        ArgumentError: a size is less than 1, or two sizes contradict each other; the message names
-            the flags.
     """
 
     layers: int

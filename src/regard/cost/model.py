@@ -25,23 +25,16 @@ class FeedForwardSpec(Protocol):
         ...
 
     def active_weights(self, tokens: int) -> dict[str, ParameterCounts]:
-        """Return the parameters that `tokens` tokens use together, by part.
-
-        For experts this is the expected number under routers that choose uniformly, rounded up.
+        """Return the parameters that `tokens` tokens use, by part; for experts the expected number,
+        rounded up.
         """
         ...
 
 
 @dataclass(frozen=True)
 class DenseSpec:
-    """A dense layer: an up projection (M F), a down projection (F M), and a gate projection (M F)
-    if it is gated.
-
-    Attributes:
-        dim: M, the width of the model.
-        hidden: F, the width of the hidden layer.
-        gated: whether there is a gate projection, as in SwiGLU.
-        bias: whether every projection has a bias.
+    """A dense layer: an up projection (M F), a down projection (F M), and if gated a gate
+    projection (M F), each with or without a bias.
     """
 
     dim: int
@@ -71,9 +64,6 @@ class MoESpec:
     """A mixture of experts (MoE): a router chooses `active` of the experts for each token.
 
     Attributes:
-        expert: the sizes of each expert.
-        count: how many experts there are.
-        active: how many experts each token uses.
         shared: an expert that all tokens use; None if there is none.
         router_bias: how many parameters the router has besides its matrix.
         shared_gate: whether each token weighs the shared expert by a gate, a linear map to one
@@ -95,10 +85,8 @@ class MoESpec:
         return self._parts(self.count)
 
     def active_weights(self, tokens: int) -> dict[str, ParameterCounts]:
-        """Return the parameters that `tokens` tokens are expected to use together.
-
-        If n tokens choose k of E experts independently and uniformly, they use E (1 - (1 - k /
-        E)^n) experts on average.
+        """Return the parameters that n tokens are expected to use: E (1 - (1 - k / E)^n) of the E
+        experts.
         """
         unused_by_one = 1 - Fraction(self.active, self.count)
         if tokens <= 64:  # the exact power has few digits
@@ -147,15 +135,8 @@ NO_PARAMETERS = ParameterCounts()
 
 @dataclass(frozen=True)
 class LayerSpec:
-    """The sizes of one block of a model.
-
-    Attributes:
-        mixer: its attention, or the mechanism that replaces attention; None if it has a
-            feed-forward layer only.
-        feed_forward: its feed-forward layer; None if it has none.
-        norms: the parameters of its norms.
-        cross: its cross-attention to another sequence; None if it has none.
-        parallel: a second mechanism that reads the same input as `mixer`; None if there is none.
+    """The sizes of one block of a model; None is a part that it has not, and `parallel` reads the
+    input of `mixer`.
     """
 
     mixer: Spec | None
@@ -173,10 +154,8 @@ class LayerSpec:
 
 @dataclass(frozen=True)
 class PartCount:
-    """The parameters of one part of a model, and those of them that are active for one token.
-
-    A token uses one row of an embedding or of a table of positions. A tied output head has no
-    parameters of its own, and all parameters of its matrix are active.
+    """The parameters of one part, and those active for one token: one row of an embedding, and all
+    of a tied head, which has no parameters of its own.
     """
 
     name: str
@@ -186,13 +165,8 @@ class PartCount:
 
 @dataclass(frozen=True)
 class StoredSize:
-    """The size of a model's weights in the form in which its files hold them.
-
-    Attributes:
-        form: the name of the form, such as "awq, 4 bits in groups of 128".
-        bytes: the bytes of all tensors: codes, scales, zero points, and the weights that stay wide.
-        bits: the bits per number of the "embedding" and of the "experts", of which a token reads
-            only a part, and under "" those of all other weights together.
+    """The bytes of a model's weights as its files hold them, and the bits per number of
+    "embedding", "experts" (of which a token reads a part) and "", the rest.
     """
 
     form: str
@@ -210,17 +184,11 @@ class ModelSpec:
     """The sizes of a decoder, of an encoder, or of both.
 
     Attributes:
-        name: the name of the model.
-        vocab, dim: V and M.
         layers: the layers of the decoder; for a model with an encoder only, those of the encoder.
-        encoder: the layers of the encoder of an encoder-decoder.
         positions: the number of values in learned tables of positions and segments.
         position_rows: how many rows of those tables one token uses.
         token_tables: rows and width of a second table of embeddings, of which a token uses one row;
             (0, 0) if there is none.
-        norms: the parameters of the norms outside the layers.
-        head: whether there is an output matrix to logits.
-        tied: whether that matrix is the embedding.
         pooler: the parameters of a pooler, or of other modules before the first layer or after the
             last one.
         decodes: whether the model generates token by token.
@@ -258,8 +226,6 @@ class ModelSpec:
     def parts_for(self, tokens: int) -> tuple[PartCount, ...]:
         """Return parameters by part, where the active ones are those that `tokens` tokens use
         together.
-
-        Several tokens together use more experts than one token does.
         """
         whole, active = self._sums(None), self._sums(tokens)
         head = self.vocab * self.dim if self.head else 0

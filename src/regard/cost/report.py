@@ -1,10 +1,6 @@
-"""The cost of a whole model at a context length: bytes, in any number format of the
-cache, and the FLOPs of a prompt and of one token.
-
-A multiplication and an addition are two FLOPs. The counts include matrix products, the scores and
-weighted sums of the query-key pairs that the mask allows, and the steps of recurrences. They do not
-include embeddings, norms, biases, activations and the softmax itself, as is usual. The count of a
-prompt includes the logits of its last token only, because generation computes no others.
+"""The cost of a whole model at a context length. A multiplication and an addition are two FLOPs;
+embeddings, norms, biases, activations and the softmax are not counted, and a prompt has the logits
+of its last token only.
 """
 
 from __future__ import annotations
@@ -51,13 +47,9 @@ class KVFormat:
     with a window, whose caches are small, are not quantized in any format.
 
     Attributes:
-        name: a name in `BITS`.
         exact: the format of values that are not quantized, and of scales.
         residual: the minimum number of most recent tokens that are not quantized.
         group: the maximum number of values that share a scale.
-
-    Raises:
-        ArgumentError: a format name is not known.
     """
 
     name: str = "bf16"

@@ -1,19 +1,14 @@
 """Machines and the roofline model: the least time that a model needs on a machine, and whether it
 fits in the memory.
 
-Each number of a machine has its source beside it.
-
 The rates of GPUs are those of dense matrix products in the vendor's data sheet. If the data sheet
 gives the doubled rate of sparse matrices, the table has half of it. The memory of a GPU is the
 total that its driver reports (`memory.total` of nvidia-smi, or the pool that rocminfo lists), in
 MiB, with ECC in its default state. This is neither the number in the data sheet times 10^9 nor that
 number times 2^30: a GPU that is sold with 141 GB reports 143,771 MiB, which is 140.4 GiB, and a GPU
 that is sold with 80 GB reports 79.6 GiB (H100) or 80 GiB (A100). CUDA itself takes a few hundred
-MiB of it.
-
-The numbers of CPUs are channels x transfers per second x 8 bytes, and cores x FLOPs per cycle x
-base clock, from the vendor's product page. No program reaches these numbers; `regard cost --machine
-here` measures what this machine reaches.
+MiB of it. The numbers of CPUs are channels x transfers per second x 8 bytes, and cores x FLOPs per
+cycle x base clock, which no program reaches; `regard cost --machine here` measures.
 """
 
 from __future__ import annotations
@@ -40,15 +35,8 @@ codes are dequantized first, and fp16 is as fast as bf16.
 
 @dataclass(frozen=True)
 class Machine:
-    """A processor with its memory.
-
-    Attributes:
-        name: the name of the processor.
-        bandwidth: memory bandwidth in bytes per second.
-        flops: FLOPs per second, by number format.
-        memory: bytes of memory, or 0 if they are not known.
-        source: the source of the bandwidth and the rates.
-        memory_source: the source of the memory size; empty if the size is not known.
+    """A processor: bytes per second, FLOPs per second by number format, and bytes of memory (0 if
+    they are not known), with the sources of these numbers.
     """
 
     name: str
@@ -59,9 +47,7 @@ class Machine:
     memory_source: str = ""
 
     def rate(self, dtype: str) -> float:
-        """Return the FLOPs per second with weights in a number format.
-
-        If the machine has no rate for the format, this is the rate of the format that it is
+        """Return the FLOPs per second with weights in a number format, or of the format it is
         computed in.
         """
         while dtype not in self.flops:
@@ -299,17 +285,8 @@ def machine_of(name: str) -> Machine:
 
 @dataclass(frozen=True)
 class RooflineBound:
-    """A lower bound on the time of a computation: max(bytes / bandwidth, FLOPs / rate), as memory
-    and arithmetic can overlap.
-
-    Attributes:
-        flops: the FLOPs of the computation.
-        bytes: the bytes that it reads and writes.
-        bandwidth: bytes per second of the machine.
-        rate: FLOPs per second of the machine.
-
-    Source: Williams et al. 2009, "Roofline: an insightful visual performance model for multicore
-    architectures".
+    """A lower bound on a time: max(bytes / bandwidth, FLOPs / rate), as memory and arithmetic
+    overlap. Source: Williams et al. 2009, "Roofline".
     """
 
     flops: float
@@ -352,11 +329,8 @@ def roofline_bounds(report: CostReport, machine: Machine) -> dict[str, RooflineB
 
 @dataclass(frozen=True)
 class MemoryFit:
-    """Whether weights and caches fit in the memory of a machine.
-
-    Attributes:
-        needed: the bytes of weights and caches.
-        memory: the bytes of the machine; 0 if they are not known.
+    """Whether weights and caches (`needed` bytes) fit in the memory of a machine, 0 if not
+    known.
     """
 
     needed: int

@@ -1,8 +1,5 @@
 """Count attention to selected keys (MoBA, Quest, MSA, DSA, NSA): how many keys each query reads,
 and the cost of selecting them.
-
-The functions take sizes and return exact integers; `SelectedSpec` and `NSASpec` combine them for
-one layer.
 """
 
 from __future__ import annotations
@@ -24,11 +21,8 @@ from regard.units import plural
 
 
 def block_tokens(context: int, size: int, blocks: int) -> int:
-    """Return the number of keys that the last token reads in its own block and in at most `blocks`
-    - 1 earlier ones.
-
-    The token's own block ends at the token: min(blocks - 1, earlier blocks) size + (context - 1)
-    mod size + 1.
+    """Return the keys that the last token reads in its own block and in `blocks` - 1 earlier ones:
+    min(blocks - 1, earlier blocks) size + (context - 1) mod size + 1.
     """
     own = context - 1
     return min(blocks - 1, own // size) * size + own % size + 1
@@ -55,24 +49,17 @@ def block_pairs(context: int, size: int, blocks: int) -> int:
 
 
 def compressed_pairs(context: int, compress: int, stride: int) -> int:
-    """Return the query-key pairs of compressed tokens over the first `context` tokens: the sum of
-    `compressed_tokens`.
-
-    n (s - l + 1) - d n (n - 1) / 2 for n = `compressed_tokens`, because each of the s - l - j d + 1
-    queries after block j is complete reads compressed token j.
+    """Return the causal pairs of compressed tokens: n (s - l + 1) - d n (n - 1) / 2 for n tokens,
+    because s - l - j d + 1 queries after block j read it.
     """
     n = compressed_tokens(context, compress, stride)
     return n * (context - compress + 1) - stride * n * (n - 1) // 2
 
 
 def nsa_tokens(context: int, stride: int, select: int, count: int, window: int) -> int:
-    """Return the number of tokens that one decoding step of native sparse attention reads, as the
-    paper counts them: s / d + n l' + w.
-
-    No branch reads more than the context. The exact number of compressed tokens is
-    `compressed_tokens`, which is less by l / d - 1.
-
-    Source: Yuan et al. 2025 (arXiv 2502.11089), table 4.
+    """Return the tokens that a decoding step of NSA reads as the paper counts them, s / d + n l' +
+    w, l / d - 1 more than `compressed_tokens`. Source: Yuan et al. 2025 (arXiv 2502.11089), table
+    4.
     """
     return context // stride + min(context, count * select) + min(context, window)
 
@@ -125,14 +112,8 @@ class KeySelection(Protocol):
 
 @dataclass(frozen=True)
 class BlockSelection:
-    """The selection of MoBA: the query's own block, and the earlier blocks whose mean keys have the
-    highest scores.
-
-    Attributes:
-        size: tokens per block.
-        topk: blocks per query, its own block included.
-
-    Source: Lu et al. 2025 (arXiv 2502.13189), section 2.2.
+    """The selection of MoBA: `topk` blocks a query, its own and the earlier ones whose mean keys
+    score highest. Source: Lu et al. 2025 (arXiv 2502.13189), section 2.2.
     """
 
     size: int
@@ -167,14 +148,9 @@ class BlockSelection:
 
 @dataclass(frozen=True)
 class PageSelection:
-    """The selection of Quest: the query's own page, and the earlier pages with the largest bounds.
-    A cache stores two vectors per page and key head.
-
-    Attributes:
-        size: tokens per page.
-        topk: pages per query, its own page included.
-
-    Source: Tang et al. 2024 (arXiv 2406.10774), sections 3.3 and 3.4.
+    """The selection of Quest: `topk` pages a query, its own and the earlier ones with the largest
+    bounds; a cache stores two vectors per page and key head. Source: Tang et al. 2024 (arXiv
+    2406.10774), sections 3.3 and 3.4.
     """
 
     size: int
@@ -214,15 +190,9 @@ class PageSelection:
 
 @dataclass(frozen=True)
 class BlockMaximumSelection:
-    """The selection of MSA: local blocks, and the earlier blocks whose best key has the largest
-    index score, computed by J heads of width d. A cache stores one index key per token.
-
-    Attributes:
-        heads, head_dim: J and d.
-        size: tokens per block.
-        topk: blocks per query, the local ones included.
-
-    Source: MiniMax 2026 (MiniMax-M3), by its code in transformers, `MiniMaxM3VLIndexer`.
+    """The selection of MSA: local blocks, and the earlier ones whose best key has the largest index
+    score of J heads of width d; a cache stores an index key per token. Source: MiniMax-M3,
+    `MiniMaxM3VLIndexer` of transformers.
     """
 
     heads: int
@@ -265,14 +235,8 @@ class BlockMaximumSelection:
 
 @dataclass(frozen=True)
 class IndexSelection:
-    """The selection of DSA: the `topk` keys with the highest index scores, computed by J heads of
-    width d. A cache stores one index key per token.
-
-    Attributes:
-        heads, head_dim: J and d.
-        topk: keys per query.
-
-    Source: DeepSeek-AI 2025 (DeepSeek-V3.2-Exp), section 2.
+    """The selection of DSA: the `topk` keys with the highest index scores of J heads of width d; a
+    cache stores an index key per token. Source: DeepSeek-AI 2025 (DeepSeek-V3.2-Exp), section 2.
     """
 
     heads: int
@@ -311,12 +275,7 @@ class IndexSelection:
 
 @dataclass(frozen=True)
 class SelectedSpec(Spec):
-    """Softmax attention to keys that are selected for each query; a cache stores all keys.
-
-    Attributes:
-        shape: H, G, D and E.
-        selection: the rule that selects keys.
-    """
+    """Softmax attention to keys that are selected for each query; a cache stores all keys."""
 
     shape: HeadShape
     selection: KeySelection
@@ -390,7 +349,6 @@ class NSASpec(Spec):
     once per token.
 
     Attributes:
-        shape: H, G, D and E of each branch.
         compress: l, the number of tokens that one compressed token represents.
         stride: d, the distance between the starts of two compressed blocks.
         select: l', the number of tokens of a selected block.

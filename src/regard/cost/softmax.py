@@ -1,8 +1,5 @@
 """Count softmax attention: the FLOPs and bytes of its kernels, and the specs of MHA, GQA, MQA and
 cross-attention.
-
-The functions take sizes and return exact integers. Pairs are (query, key) pairs that the mask
-allows.
 """
 
 from __future__ import annotations
@@ -39,24 +36,15 @@ def attention_flops(pairs: int, D: int, E: int) -> int:
 
 def training_flops(pairs: int, D: int, E: int) -> int:
     """Return the FLOPs of attention and its gradient, which computes the scores again: n (8 D + 6
-    E) for n pairs.
-
-    The forward pass is q k^T and p v; the backward pass is q k^T, dO v^T, p^T dO, ds k and ds^T q.
-    For D = E the sum is 3.5 times the forward pass.
-
-    Source: Dao 2023 (arXiv 2307.08691), section 4.1: a backward pass is 2.5 times the forward.
+    E) for n pairs. Source: Dao 2023 (arXiv 2307.08691), section 4.1: a backward pass is 2.5 times
+    the forward.
     """
     return pairs * (8 * D + 6 * E)
 
 
 def additive_flops(pairs: int, A: int, E: int) -> int:
-    """Return the FLOPs of additive scores and of the weighted sum for a number of query-key pairs,
-    over all batch rows and heads.
-
-    Each pair takes A additions, 2 A for the product with the score vector, and 2 E for p v. The
-    tanh and the softmax are not counted.
-
-    Source: Bahdanau et al. 2015 (arXiv 1409.0473), appendix A.1.2.
+    """Return the FLOPs of additive scores and of the weighted sum: A additions, 2 A and 2 E a pair,
+    without tanh and softmax. Source: Bahdanau et al. 2015 (arXiv 1409.0473), appendix A.1.2.
     """
     return pairs * (3 * A + 2 * E)
 
@@ -123,14 +111,8 @@ class VisibleKeys(Protocol):
 
 @dataclass(frozen=True)
 class CausalKeys:
-    """The visible keys under a causal mask, with or without a window of W keys, or under no mask.
-
-    Attributes:
-        window: W, the maximum number of keys that a query attends to, its own included; None is no
-            window.
-        causal: whether a query attends only to its own key and earlier ones.
-        chunked: whether the window does not slide: the text is divided into chunks of W tokens, and
-            a query attends to the earlier keys of its own chunk.
+    """The visible keys under a causal mask, with a window of W keys, the query's own included, in
+    chunks of W tokens if `chunked`; or under no mask.
     """
 
     window: int | None = None
@@ -162,11 +144,7 @@ class CausalKeys:
 
 @dataclass(frozen=True)
 class NearbyKeys:
-    """The visible keys of an encoder's layer: those up to some distance on both sides, or all.
-
-    Attributes:
-        distance: the largest distance w of a visible key; None is no limit.
-    """
+    """The visible keys of an encoder's layer: those up to some distance on both sides, or all."""
 
     distance: int | None = None
 
@@ -197,10 +175,6 @@ class SoftmaxSpec(Spec):
     The matrices have M H D + M G (D + E) + H E M values. A cache stores G (D + E) values per token,
     of the last W tokens if there is a window. A token that attends to n keys takes 2 H n (D + E)
     FLOPs.
-
-    Attributes:
-        shape: H, G, D and E.
-        visible: which keys a query attends to.
 
     Source: Vaswani et al. 2017 (arXiv 1706.03762); groups: Ainslie et al. 2023 (arXiv 2305.13245).
     """
@@ -305,16 +279,9 @@ class SharedKeysSpec(SoftmaxSpec):
 
 @dataclass(frozen=True)
 class CrossSpec(Spec):
-    """Softmax attention from one sequence to the keys and values of another, which are computed
-    once.
-
-    The matrices that compute keys and values are `counted_separately`, because a decoded token does
-    not use them.
-
-    Attributes:
-        shape: H, G, D and E.
-
-    Source: Vaswani et al. 2017 (arXiv 1706.03762), section 3.2.3.
+    """Softmax attention to the keys and values of another sequence, whose matrices are
+    `counted_separately`, as a decoded token does not use them. Source: Vaswani et al. 2017 (arXiv
+    1706.03762), section 3.2.3.
     """
 
     shape: HeadShape

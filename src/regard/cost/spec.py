@@ -1,12 +1,5 @@
-"""The class `Spec`, which gives the cost of one layer of a mechanism, and the records that its
-methods return.
-
-A `Spec` describes one layer of one mechanism by its sizes alone, without torch. The modules of
-`regard.nn` have one as `module.spec` and use it for `describe()`; `regard cost` builds specs from a
-config.json or from flags. Each mechanism has one subclass: `SoftmaxSpec`, `CrossSpec`,
-`AdditiveSpec`, `LatentSpec`, `LinearSpec`, `DeltaSpec`, `InfiniSpec`, `SelectedSpec` and `NSASpec`.
-
-A multiplication and an addition are two FLOPs.
+"""The class `Spec`, the cost of one layer of a mechanism from its sizes alone, without torch, and
+the records that its methods return.
 """
 
 from __future__ import annotations
@@ -94,9 +87,7 @@ class ParameterCounts:
     """How many parameters a layer has, by kind.
 
     Attributes:
-        matrices: values of linear maps.
         biases: values of biases; sinks and gates count as biases.
-        norms: values of norms.
         counted_separately: how many of the values in `matrices` a decoded token does not multiply
             exactly once. Their FLOPs depend on the context, and `Spec.step` counts them.
     """
@@ -133,11 +124,7 @@ class CacheContents:
     of fixed size.
 
     Attributes:
-        parts: the number of heads and their width for each part of a token: keys and values, or a
-            latent.
-        tokens: how many tokens are cached.
         state: cached values whose number does not depend on the length.
-        bounded: whether old tokens are dropped.
         from_source: whether the tokens are those of another sequence, so that a generated token
             adds nothing.
         others: further contents with another number of tokens.
@@ -166,13 +153,6 @@ class CacheContents:
 class HeadShape:
     """The heads of a mechanism: H query heads of width D, G key heads of width D, and G value heads
     of width E; a recurrence may have N value heads, more than G.
-
-    Attributes:
-        heads: H, the number of query heads.
-        groups: G, the number of key/value heads.
-        head_dim: D, the width of a query and key head.
-        value_dim: E, the width of a value head.
-        value_heads: N, the number of value heads; None is G.
     """
 
     heads: int

@@ -1,11 +1,6 @@
-"""Count state-space layers (Mamba, Mamba-2) and the linear layers of published hybrid models, with
-their short convolutions, gates and norms.
-
-A state-space layer is linear attention whose decay depends on the token: B is the key, C the query
-and x the value. So each function returns a `LinearSpec` or a `DeltaSpec` with the parameters of its
-own projections.
-
-Source: Dao & Gu 2024 (arXiv 2405.21060), section 3, for the equality with linear attention.
+"""Count state-space layers, linear attention whose decay depends on the token (B is the key, C the
+query, x the value), and linear layers of published hybrid models. Source: arXiv 2405.21060, section
+3.
 """
 
 from __future__ import annotations

@@ -12,11 +12,7 @@ from regard.cost.spec import CacheContents, ParameterCounts, Quantity, Spec
 
 @dataclass(frozen=True)
 class SummedSpec(Spec):
-    """Several mechanisms beside each other in one layer.
-
-    Attributes:
-        mixers: the mechanisms; `of` returns the spec from them.
-    """
+    """Several mechanisms beside each other in one layer."""
 
     mixers: tuple[Spec, ...]
 
@@ -68,11 +64,8 @@ class SummedSpec(Spec):
 
 @dataclass(frozen=True)
 class TokenwiseSpec(Spec):
-    """A layer that mixes no tokens: nothing is cached.
-
-    Attributes:
-        used: how many of the matrix values that are counted separately a token multiplies, such as
-            those of the experts that it uses.
+    """A layer that mixes no tokens and caches nothing; `used` counts the separately counted matrix
+    values, such as experts', that a token multiplies.
     """
 
     used: int = 0

@@ -86,9 +86,8 @@ def contexts_within_positions(contexts: list[int], *models: ModelSpec) -> list[i
 def sweep(
     model: ModelSpec, setting: Setting, contexts: list[int], machine: Machine | None = None
 ) -> list[dict[str, object]]:
-    """Return a row for each context: cache bytes, and the cost of a prompt and of a token. With a
-    machine, a row also has lower bounds in seconds, and whether weights and caches fit in its
-    memory.
+    """Return for each context the cache bytes and the cost of a prompt and of a token, and with a
+    machine the least seconds and whether it fits.
     """
     rows = []
     for context in contexts:
@@ -108,11 +107,8 @@ def sweep(
 def compare_models(
     reports: Sequence[CostReport], machine: Machine | None = None
 ) -> dict[str, object]:
-    """Return the figures of several models, and those of the first divided by those of each other
-    one; null if a divisor is 0.
-
-    With a machine, the ratios include the seconds too; they are null if one of the models does not
-    fit in its memory.
+    """Return the figures of several models and their ratios to the first, null where a divisor is 0
+    or a model does not fit.
     """
     models = [model_figures(report, machine) for report in reports]
     first, *others = reports

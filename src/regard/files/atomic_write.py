@@ -1,10 +1,5 @@
-"""Writing of files and folders, completely or not at all: written in a temporary folder beside the
-target, synced, then renamed.
-
-One process at a time writes a folder, and folders that killed processes left behind are
-distinguished from those in use: a lock is the system's `flock` on the folder itself; it needs no
-extra file, and it ends with the process that holds it. On a system or file system without such
-locks, no folder is refused.
+"""Writing of files and folders completely or not at all: in a temporary folder beside the target,
+synced, then renamed, under the system's `flock`, which ends with its process.
 """
 
 from __future__ import annotations
@@ -108,9 +103,8 @@ def short_label(name: str) -> str:
 
 @contextmanager
 def temporary_folder(target: Path, *, alone: bool = False) -> Iterator[Path]:
-    """Create a folder beside a target, and delete it at the end of the block unless it was renamed.
-
-    Folders that killed processes left behind are deleted first.
+    """Create a folder beside a target, and delete it at the end unless it was renamed; what killed
+    processes left goes first.
     """
     delete_abandoned(target.parent, target.name)
     folder, handle = _locked_new_folder(target, alone=alone)
@@ -141,10 +135,8 @@ def _locked_new_folder(target: Path, *, alone: bool) -> tuple[Path, int]:
 
 @contextmanager
 def write_atomically(path: Path) -> Iterator[Path]:
-    """Yield a path to write a file to, which is then synced and renamed; an error leaves the old
-    file.
-
-    A file that is replaced keeps its permissions.
+    """Yield a path to write a file to, then sync and rename it with the old permissions; an error
+    leaves the old file.
     """
     with temporary_folder(path) as workspace:
         new_file = workspace / path.name
@@ -170,13 +162,7 @@ def write_user_file(path: Path) -> Iterator[Path]:
 
 
 def check_is_file_name(path: Path) -> None:
-    """Raise unless a path names a file in an existing folder.
-
-    >>> check_is_file_name(Path("no such folder/page.html"))
-    Traceback (most recent call last):
-    regard.errors.FileError: no such folder/page.html: there is no folder
-    'no such folder'; make it first
-    """
+    """Raise unless a path names a file in an existing folder."""
     if path.exists() and not (path.is_dir() or path.is_file()):
         raise FileError(f"{path} is a device or a pipe; give the name of a file")
     if path.is_dir():
