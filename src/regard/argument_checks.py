@@ -59,8 +59,7 @@ def finite_checks_enabled() -> bool:
 
 
 def check_finite(**tensors: Tensor) -> None:
-    """Raise for the first tensor that contains NaN or infinity, if `checks(finite=True)` is active.
-    """
+    """Raise for the first tensor with NaN or infinity, if `checks(finite=True)` is active."""
     from regard.process_state import (
         is_compiling,  # imports torch, which `import regard` must not do
     )
@@ -107,9 +106,7 @@ def check_tensor(name: str, x: object) -> None:
 
 
 def check_query_key(q: Tensor, k: Tensor) -> None:
-    """Raise unless q `[B, H, T, D]` and k `[B, G, S, D]` fit together: one batch, D > 0, G
-    divides H.
-    """
+    """Raise unless q `[B, H, T, D]` and k `[B, G, S, D]` fit: one batch, D > 0, G divides H."""
     for name, x in (("query", q), ("key", k)):
         check_tensor(name, x)
         if x.ndim != 4:
@@ -179,8 +176,7 @@ def check_query_key_value(
 
 
 def _all_fit(q: object, k: object, v: object) -> bool:
-    """Return whether all conditions hold; only if they do not, the details are checked one by one.
-    """
+    """Return whether all conditions hold; only if not, each detail is checked."""
     import torch
 
     if not (
@@ -248,9 +244,7 @@ def divisors(n: int) -> list[int]:
 
 
 def check_positions(name: str, positions: Positions, batch: int, length: int) -> None:
-    """Raise unless positions are a `Span` of the length, or an integer tensor `[batch or 1,
-    length]`.
-    """
+    """Raise unless positions are a `Span` of the length, or integers `[batch or 1, length]`."""
     import torch
 
     if isinstance(positions, Span):
@@ -308,9 +302,7 @@ def check_choice(name: str, value: object, allowed: Iterable[object]) -> None:
 
 
 def check_sizes(**tensors: tuple[Tensor, str]) -> dict[str, int]:
-    """Check that tensors agree in the dimensions that have the same letter, and are on one
-    device.
-    """
+    """Check that dimensions with the same letter agree, and tensors are on one device."""
     import torch
 
     sizes: dict[str, tuple[int, str]] = {"1": (1, "")}
@@ -371,9 +363,7 @@ def check_usable_device(device: torch.device | str) -> None:
 
 
 def check_sink(sink: Tensor | None, heads: int, like: Tensor) -> None:
-    """Raise unless the sink is None or one logit per query head: a float tensor `[H]` on the device
-    of `like`.
-    """
+    """Raise unless the sink is None or a float tensor `[H]` on the device of `like`."""
     if sink is None:
         return
     check_tensor("sink", sink)
@@ -393,9 +383,7 @@ def _dtype(x: Tensor) -> str:
 
 
 def check_value_heads(heads: int, groups: int, value_heads: int) -> None:
-    """Raise unless H query heads, G key heads and N value heads fit together: G divides N, and of H
-    and N one divides the other.
-    """
+    """Raise unless G divides N, and of H and N, query and value heads, one divides the other."""
     if value_heads < 1 or value_heads % groups:
         raise ArgumentError(
             f"value heads {value_heads} must be a multiple of key heads {groups}, because each key "

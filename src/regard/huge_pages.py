@@ -1,5 +1,4 @@
-"""Tensors in huge pages of 2 MiB, from which a CPU reads large memory faster than from 4 KiB pages.
-"""
+"""Tensors in huge pages of 2 MiB, which a CPU reads faster than pages of 4 KiB."""
 
 from __future__ import annotations
 
@@ -27,11 +26,8 @@ CACHE_LINE = 64
 def empty(
     shape: Sequence[int], *, dtype: torch.dtype, device: torch.device | str = "cpu"
 ) -> Tensor:
-    """Return an uninitialized tensor like `torch.empty`, in huge pages if it is large and on the
-    CPU.
-
-    One core read the weights and caches of a decoding model at 32 instead of 23 GB/s this way (see
-    LOG.md).
+    """Return an uninitialized tensor, in huge pages if it is large and on the CPU: 32 instead of 23
+    GB/s per core (LOG.md).
     """
     size = math.prod(shape) * dtype.itemsize
     if torch.device(device).type != "cpu" or size < HUGE_PAGE_THRESHOLD or is_compiling():
@@ -47,15 +43,8 @@ def empty_like(x: Tensor, shape: Sequence[int]) -> Tensor:
 
 
 class HugePageBlock:
-    """Memory in huge pages from which tensors are cut one after another.
-
-    Memory of its own begins anywhere in a huge page, so that half of a matrix of 9 MB lies in pages
-    of 4 KiB. The weights of a model of 0.5 billion parameters were read a tenth faster from one
-    block (LOG.md). When a tensor is freed, its pages go back to the operating system.
-
-    Args:
-        size: how many bytes the tensors need together. The memory is only reserved; a tensor that
-            does not fit, or a system without huge pages, gets memory from `empty`.
+    """Memory in huge pages from which tensors of `size` bytes in all are cut one after another; a
+    tensor that does not fit, or a system without huge pages, gets memory from `empty`.
     """
 
     def __init__(self, size: int) -> None:
@@ -99,26 +88,17 @@ def _give_back(memory: mmap.mmap, first: int, last: int) -> None:
 
 
 def to_huge_pages(x: Tensor) -> Tensor:
-    """Return a copy of a tensor in huge pages; the tensor itself if it is small or not on the CPU.
-    """
+    """Return a copy of a tensor in huge pages; itself if it is small or not on the CPU."""
     return empty_like(x, x.shape).copy_(x) if x.is_cpu and x.nbytes >= HUGE_PAGE_THRESHOLD else x
 
 
 def aligned_bytes(tensors: Iterable[Tensor]) -> int:
-    """Return how many bytes some tensors need in a `HugePageBlock`.
-
-    >>> aligned_bytes([torch.ones(3), torch.zeros(17)])
-    192
-    """
+    """Return how many bytes some tensors need in a `HugePageBlock`."""
     return sum(x.nbytes + -x.nbytes % CACHE_LINE for x in tensors)
 
 
 def module_to_huge_pages(module: nn.Module) -> None:
-    """Move the CPU parameters of a module together into huge pages, one after another; their values
-    do not change.
-
-    `regard.load` does this already.
-    """
+    """Move the CPU parameters of a module into huge pages, as `regard.load` does."""
     block = HugePageBlock(aligned_bytes(module.parameters()))
     for parameter in module.parameters():  # yields a shared parameter once
         if parameter.is_cpu:

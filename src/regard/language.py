@@ -1,15 +1,5 @@
-"""The language of what a person reads: which one it is, and the catalogues of texts.
-
-There is one form of catalogue: a folder `strings` with a JSON file, or a folder of JSON files, for
-each language, {key: text}. A text may have placeholders, `{name}`. A page has a catalogue for each
-language, and its keys are short names, because its scripts name them. The commands have English
-sentences in their code, and these are the keys of `regard/strings/zh/*.json`, so that the code
-stays readable: `translate("parameters")`.
-
-A result that is printed later, such as a finding or the name of a quantity, is a `Phrase`: an
-English string that remembers its text and values. Errors that functions of the package raise are
-English, because programs and their authors read them; a command frames them in the reader's
-language. `tests/surface/test_language.py` finds every text that has no Chinese.
+"""The reader's language, and catalogues of texts: JSON files {key: text} in a folder `strings` for
+each language, where commands have English sentences as keys; the package's errors are English.
 """
 
 from __future__ import annotations
@@ -40,12 +30,7 @@ _added: list[Path] = []
 
 
 class Phrase(str):
-    """An English text that remembers its template and values, so that it can be translated.
-
-    Args:
-        template: the English text; it must be in the catalogue.
-        values: the value of each placeholder; a `Phrase` among them is translated, too.
-    """
+    """An English text of a catalogue, with its values, so that it can be translated."""
 
     __slots__ = ("template", "values")
     template: str
@@ -74,10 +59,7 @@ def check_language(lang: str) -> str:
 
 
 def language_of_locale(environment: Mapping[str, str] | None = None) -> str:
-    """Return the reader's language from the first of LC_ALL, LC_MESSAGES and LANG that is set.
-
-    It is English if there is no catalogue for that language.
-    """
+    """Return the language of the first of LC_ALL, LC_MESSAGES and LANG; English by default."""
     variables = os.environ if environment is None else environment
     locale = next(filter(None, map(variables.get, ("LC_ALL", "LC_MESSAGES", "LANG"))), "")
     code = re.split(r"[_.@-]", locale)[0].lower()

@@ -1,8 +1,4 @@
-"""The glossary: the letters and words of regard, their meaning, and other words for the same thing.
-
-Use these words in code and documents, and add a new word here before you use it.
-`python -m regard.notation` prints the table in the language of the locale.
-"""
+"""The glossary: letters, words, their meaning, other words for the same; add a word here first."""
 
 from __future__ import annotations
 

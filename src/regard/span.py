@@ -1,8 +1,5 @@
-"""Positions of queries and keys: an integer tensor, or a `Span`, which is contiguous.
-
-A position is an absolute index in the sequence. `EMPTY` (-1) marks a slot without a token: padding,
-or a cache slot that was not written yet. From a `Span`, a kernel knows how queries and keys are
-aligned without reading a tensor.
+"""Positions of queries and keys, absolute indices: an integer tensor, with `EMPTY` (-1) for a slot
+without a token, or a contiguous `Span`, which says without reading how they are aligned.
 """
 
 from __future__ import annotations
@@ -91,9 +88,7 @@ class Span:
 
 
 Positions: TypeAlias = "Span | Tensor"
-"""A `Span`, or an integer tensor `[B or 1, L]` of absolute positions, `EMPTY` for slots without a
-token.
-"""
+"""A `Span`, or an integer tensor `[B or 1, L]` of positions, `EMPTY` without a token."""
 
 
 def _index(i: int, length: int) -> int:
@@ -114,10 +109,7 @@ def slice_positions(positions: Positions, where: slice) -> Positions:
 def find_empty_slots(
     positions: Positions, device: torch.device | str | None = None
 ) -> Tensor | None:
-    """Return which slots hold no token, bool `[B or 1, L]`.
-
-    None means that every slot holds a token; this is known without reading a tensor.
-    """
+    """Return which slots hold no token, bool `[B or 1, L]`; None, known unread, is no such."""
     if isinstance(positions, Span) and (positions.all_tokens or not positions.length):
         return None
     tensor = as_tensor(positions, device)
@@ -130,10 +122,7 @@ def slot_count(positions: Positions) -> int:
 
 
 def concat_positions(old: Positions, new: Positions) -> Positions:
-    """Return the positions of two groups of slots, one after the other.
-
-    The result is a `Span` if both are spans and contiguous, else a tensor.
-    """
+    """Return the positions of two groups of slots: a `Span` if both are and join, else a tensor."""
     if isinstance(old, Span) and isinstance(new, Span) and old.stop == new.start:
         return Span(old.start, old.length + new.length)
     import torch
@@ -166,8 +155,6 @@ _FOLLOWS = "_regard_follows"
 def follow_by_construction(positions: Positions) -> bool:
     """Return whether it is known without reading a tensor that every slot holds a token, at a
     position behind those that a cache holds: `next_positions` computed them from the cache.
-
-    A copy or a slice of such a tensor is not known any more.
 
     >>> import torch
     >>> stored = torch.tensor([[-1, 0], [0, 1]])

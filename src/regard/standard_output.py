@@ -1,6 +1,4 @@
-"""How a program of the package ends: a reader that closed the pipe is not an error, and a full disk
-is one line.
-"""
+"""How a program ends: a closed pipe is not an error, and a full disk is one line."""
 
 from __future__ import annotations
 
@@ -40,7 +38,5 @@ def _run(program: Callable[[], int | None]) -> int:
 
 
 def _drop_output() -> None:
-    """Discard output that is not written yet, which Python would otherwise write at its end and
-    report as an error.
-    """
+    """Discard output that is not written, which Python would report as an error at its end."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

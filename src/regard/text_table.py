@@ -47,13 +47,8 @@ def format_table(
 
 
 def line_width(least: int = 40) -> int:
-    """Return how many columns a line of output may have.
-
-    This is the width of the terminal or of the variable COLUMNS, but at least `least`. Output to a
-    file or a pipe is not wrapped, unless COLUMNS is set: its lines may be 10,000 columns wide.
-
-    >>> line_width() >= 40
-    True
+    """Return the columns that an output line may have: those of COLUMNS or the terminal, at least
+    `least`; 10,000 for a file or a pipe without COLUMNS.
     """
     if sys.stdout.isatty() or os.environ.get("COLUMNS", "").isdecimal():
         return max(least, shutil.get_terminal_size().columns)
@@ -114,11 +109,7 @@ _PIECES = re.compile(
 
 
 def pad_cells(text: str, width: int) -> str:
-    """Pad a text on the right to a width in terminal cells.
-
-    >>> pad_cells("论断", 6)
-    '论断  '
-    """
+    """Pad a text on the right to a width in terminal cells."""
     return _pad(text, width, on_the_left=True)
 
 

@@ -2,9 +2,8 @@
 
     max|x - ref|  <=  factor * max|plain - ref|  +  2 * max|((ref + 0.3) - 0.3) - ref|
 
-`x` is the result. `ref` is its definition, computed in a wider dtype. `plain` is a straightforward
-computation in the dtype of `x`; an implementation may have a few times its error. The last term is
-computed in the dtype of `x`. It is twice the error of one rounded addition.
+`ref` is the definition of the result `x` in a wider dtype, `plain` a straightforward computation in
+the dtype of `x`; the last term, in that dtype too, is twice the error of one rounded addition.
 """
 
 from __future__ import annotations
@@ -28,11 +27,9 @@ def allowed_error(
 
 
 def two_roundings(reference: Tensor, dtype: torch.dtype) -> float:
-    """Return twice the largest error of adding 0.3 to a finite reference value and subtracting it
-    again.
-
-    If few values are compared, this error may be 0 by chance. In that case the result is the
-    distance from the largest value to the next number of the dtype, which bounds the two roundings.
+    """Return twice the largest error of adding 0.3 to a finite reference and subtracting it; by
+    chance 0 for few values, and then the distance from the largest one to the next number of the
+    dtype.
     """
     values = reference[reference.isfinite()].to(dtype)
     if not values.numel():

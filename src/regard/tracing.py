@@ -563,8 +563,7 @@ def _quoted(names: list[str]) -> str:
 
 
 def _passed_taps(opening: ActiveTrace, names: list[str]) -> str:
-    """Return a hint with the taps that were reached, and those most similar to the requested names.
-    """
+    """Return a hint with the taps that were reached, and those most like the requested."""
     if not opening.passed:
         return (
             "no tap was reached at all: run the model within the `with` block, in the same thread"

@@ -1,8 +1,5 @@
-"""Formatting of numbers with units, the same in every command and message of regard.
-
-Memory sizes have binary units: 1 KiB is 1024 bytes, 1 MiB is 1024 KiB, 1 GiB is 1024 MiB. All other
-quantities have decimal units, as in data sheets: 1 GB/s is 1e9 bytes per second, 1 TFLOP is 1e12
-operations. A number has three significant digits; JSON output has exact numbers.
+"""Formatting of numbers with units: memory is binary (1 KiB is 1024 bytes), all other units
+decimal; three significant digits, exact numbers in JSON.
 """
 
 from __future__ import annotations
@@ -18,8 +15,7 @@ _SECONDS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"), (1e-9, "ns"))
 
 
 def digits(x: float) -> str:
-    """Format a number with three significant digits; larger ones keep all digits before the point.
-    """
+    """Format a number with three significant digits, or all before the point."""
     if x == 0 or not math.isfinite(x):
         return f"{x:.0f}"
     exponent = int(f"{abs(x):.2e}".partition("e")[2])

@@ -1,7 +1,5 @@
-"""Safe display of text from untrusted files, prompts and models, without control characters.
-
-Text that reaches a terminal, a page or an error message passes through `short_repr` or
-`escape_controls`. So it cannot move the cursor, be invisible, or change the writing direction.
+"""Safe display of text from untrusted files, prompts and models: through `short_repr` or
+`escape_controls`, it cannot move the cursor, be invisible, or change the direction.
 """
 
 from __future__ import annotations
@@ -24,8 +22,7 @@ _CONTROLS = re.compile(
 
 
 def escape_controls(text: str, *, keep: str = "") -> str:
-    """Replace control characters, and marks that change the writing direction, by their code in ‹›.
-    """
+    """Replace control characters and marks of writing direction by their code in ‹›."""
 
     def number(match: re.Match[str]) -> str:
         return match[0] if match[0] in keep else f"‹{ord(match[0]):02X}›"
@@ -34,9 +31,7 @@ def escape_controls(text: str, *, keep: str = "") -> str:
 
 
 def short_repr(value: object, longest: int = MAX_LENGTH) -> str:
-    """Return the `repr` of an untrusted value, with control characters escaped and of bounded
-    length.
-    """
+    """Return the `repr` of an untrusted value, escaped and of bounded length."""
     if isinstance(value, str):
         return repr(value) if len(value) <= longest else f"{value[:longest]!r}..."
     if isinstance(value, int) and value.bit_length() > 4 * longest:
@@ -46,10 +41,7 @@ def short_repr(value: object, longest: int = MAX_LENGTH) -> str:
 
 
 def error_text(message: object, longest: int = 600) -> str:
-    """Return the message of another error on one line, safe to display and of bounded length.
-
-    Use it in an error that replaces one which quotes an untrusted file.
-    """
+    """Return the message of another error on one safe and bounded line."""
     reason = message.strerror if isinstance(message, OSError) and message.strerror else message
     text = " ".join(str(reason).split("\n"))
     if len(text) > longest:
@@ -58,9 +50,7 @@ def error_text(message: object, longest: int = 600) -> str:
 
 
 def parse_integer(text: str) -> int | None:
-    """Return the integer that a text represents, or None: at most 18 digits, with an optional
-    minus.
-    """
+    """Return the integer that a text is, or None: at most 18 digits, perhaps a minus."""
     return int(text) if _INTEGER.fullmatch(text) else None
 
 

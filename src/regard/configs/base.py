@@ -45,9 +45,7 @@ families in which it does not follow from other sizes.
 
 
 def with_absent_sizes(raw: Raw) -> dict[str, object]:
-    """Return the keys of a config.json and of its text_config, with sizes of `ABSENT_SIZES` that it
-    lacks.
-    """
+    """Return the keys of a config.json and its text_config, completed from `ABSENT_SIZES`."""
     kind, text = raw.get("model_type"), raw.get("text_config")
     keys = {key: values[kind] for key, values in ABSENT_SIZES.items() if kind in values} | dict(raw)
     if isinstance(text, Mapping):

@@ -65,9 +65,7 @@ class BertConfig(ModelConfig):
         check_activation(self.hidden_act)
 
     def sizes(self, name: str) -> ModelSpec:
-        """Return the sizes of the encoder with its tables and its pooler, without a head for masked
-        words.
-        """
+        """Return the sizes of the encoder with its pooler, without a head for masked words."""
         M, H = self.hidden_size, self.num_attention_heads
         D, norm = resolve_head_dim(M, H, None), ParameterCounts(norms=2 * M)
         layer = LayerSpec(
@@ -170,9 +168,7 @@ class DistilBertConfig(ModelConfig):
         return rename_keys(raw, names)
 
     def sizes(self, name: str) -> ModelSpec:
-        """Return the sizes of the encoder with its table of positions, without a head for masked
-        words.
-        """
+        """Return the sizes of the encoder, without a head for masked words."""
         M, H = self.dim, self.n_heads
         D, norm = resolve_head_dim(M, H, None), ParameterCounts(norms=2 * M)
         layer = LayerSpec(

@@ -39,8 +39,8 @@ class CohereConfig(RotaryDecoderConfig):
 
 @dataclass(frozen=True)
 class Cohere2Config(CohereConfig):
-    """The keys of Command R7B and A: a window in three of four layers; the others have no
-    positions (NoPE).
+    """The keys of Command R7B and A: three of four layers have a window, the others no
+    positions.
     """
 
     rope_theta: float = 10000.0

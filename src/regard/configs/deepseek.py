@@ -67,9 +67,7 @@ class DeepseekConfig(ModelConfig, ABC):
 
     @classmethod
     def normalize_keys(cls, raw: Raw) -> dict[str, object]:
-        """Return the keys with num_key_value_heads, and without head_dim and qk_head_dim, which
-        follow.
-        """
+        """Return the keys with num_key_value_heads, without head_dim and qk_head_dim."""
         keys = normalize_rope(raw)
         if keys.get("num_key_value_heads") is None:
             keys["num_key_value_heads"] = keys.get("num_attention_heads")
@@ -161,9 +159,7 @@ class DeepseekV3Config(DeepseekConfig):
 
     @property
     def rope(self) -> RopeSettings:
-        """The settings of the rotary positions; adjacent dims form a pair, unless rope_interleave
-        is false.
-        """
+        """The rotary settings; adjacent dims form a pair, unless rope_interleave is false."""
         return super().rope._replace(layout="interleaved" if self.rope_interleave else "half")
 
 

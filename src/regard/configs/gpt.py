@@ -136,8 +136,7 @@ class GPT2Config(ModelConfig):
 
 @dataclass(frozen=True)
 class GPTBigCodeConfig(GPT2Config):
-    """The keys of GPT-BigCode (SantaCoder, StarCoder): GPT-2 whose heads share a key and a value.
-    """
+    """The keys of GPT-BigCode (SantaCoder, StarCoder): GPT-2 with one key/value head."""
 
     activation_function: str = "gelu_pytorch_tanh"
     multi_query: bool = True

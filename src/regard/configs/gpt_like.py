@@ -62,8 +62,7 @@ class BloomConfig(ModelConfig):
 
     @classmethod
     def normalize_keys(cls, raw: Raw) -> dict[str, object]:
-        """Return the keys with BLOOM's spelling; n_embed and the general names are accepted, too.
-        """
+        """Return the keys with BLOOM's spelling, also from n_embed and the general names."""
         names = {
             "n_embed": "hidden_size",
             "num_attention_heads": "n_head",

@@ -59,9 +59,7 @@ class GptOssConfig(GroupedQueryConfig):
 
     @classmethod
     def normalize_keys(cls, raw: Raw) -> dict[str, object]:
-        """Return the keys with transformers' default of the rotary scaling; experts_per_token is an
-        older spelling.
-        """
+        """Return the keys with transformers' rotary scaling, also from experts_per_token."""
         keys = normalize_rope(raw)
         if keys["rope_scaling"] is None:
             scaling = raw.get("rope_scaling") or raw.get("rope_parameters")
@@ -75,8 +73,7 @@ class GptOssConfig(GroupedQueryConfig):
         return keys if old_value is None else keys | {"num_experts_per_tok": old_value}
 
     def windows(self) -> tuple[int | None, ...]:
-        """Return the windows of `layer_types`; without that key, layers 0, 2, 4, ... have a window.
-        """
+        """Return the windows of `layer_types`, or else one in layers 0, 2, 4, ..."""
         if self.layer_types is None and self.sliding_window is None:
             return (None,) * self.num_hidden_layers
         return super().windows()

@@ -143,9 +143,7 @@ class Llama4Config(GroupedQueryConfig):
         )
 
     def chunked(self) -> tuple[bool, ...]:
-        """Return whether each layer attends inside chunks; without `layer_types`, those with rotary
-        positions do.
-        """
+        """Return which layers attend inside chunks: by default those with rotary positions."""
         layers, rotated = self.num_hidden_layers, self.rotated()
         if self.layer_types is None:
             return rotated

@@ -82,9 +82,7 @@ class Phi3Config(GroupedQueryConfig):
 
     @property
     def rope(self) -> RopeSettings:
-        """The rotary settings: LongRoPE uses `short_factor` up to the trained length and
-        `long_factor` beyond it.
-        """
+        """The rotary settings: `short_factor` up to the trained length, `long_factor` beyond."""
         return super().rope._replace(original=self.original_max_position_embeddings)
 
 

@@ -15,9 +15,7 @@ from regard.errors import ArgumentError
 
 @dataclass(frozen=True)
 class PublishedModel:
-    """The keys of a published model's config.json that define sizes, and the paper or file that
-    states them.
-    """
+    """The keys of a published model's config.json that define sizes, and their source."""
 
     config: Mapping[str, object]
     source: str

@@ -123,7 +123,7 @@ FIXED: dict[str, tuple[object, ...]] = {
 
 @dataclass(frozen=True)
 class QwenHybridConfig(GatedDeltaConfig):
-    """The keys of Qwen3-Next and Qwen3.5: a layer of gated attention after every few of Gated
+    """The keys of Qwen3-Next and Qwen3.5: a layer of gated attention after some of Gated
     DeltaNet.
     """
 
@@ -138,9 +138,7 @@ class QwenHybridConfig(GatedDeltaConfig):
     )
 
     def kinds(self) -> tuple[str, ...]:
-        """Return the kinds of `layer_types`, or attention in every `full_attention_interval`-th
-        layer.
-        """
+        """Return the kinds of `layer_types`, or of `full_attention_interval`."""
         if self.layer_types is not None:
             return named_kinds(self.layer_types, self.num_hidden_layers)
         n = self.full_attention_interval
@@ -171,17 +169,14 @@ class QwenHybridMoeConfig(QwenHybridConfig):
 
     @classmethod
     def normalize_keys(cls, raw: Raw) -> dict[str, object]:
-        """Return the keys as for the dense model; no layer uses intermediate_size, which may be
-        missing.
-        """
+        """Return the keys as for the dense model; intermediate_size may be missing."""
         width = raw.get("moe_intermediate_size")
         return super().normalize_keys({"intermediate_size": width, **raw})
 
 
 @dataclass(frozen=True)
 class Qwen3NextConfig(QwenHybridMoeConfig):
-    """The keys of Qwen3-Next, whose expert weights of a token sum to 1 unless a key says otherwise.
-    """
+    """The keys of Qwen3-Next; by default the expert weights of a token sum to 1."""
 
     norm_topk_prob: bool = True
 
@@ -220,16 +215,12 @@ def _language_model(raw: Raw) -> dict[str, object]:
 
 
 _IGNORED = frozenset({"mamba_ssm_dtype", "mtp_num_hidden_layers", "mtp_use_dedicated_embeddings"})
-"""The dtype of the state in other code, and the layer that predicts a second token, which is not
-loaded.
-"""
+"""Another code's dtype of the state, and the layer that predicts a second token: not loaded."""
 
 
 @dataclass(frozen=True)
 class Qwen35Config(QwenHybridConfig):
-    """The keys of the language model of Qwen3.5 with dense layers; a model that reads images has
-    them in `text_config`.
-    """
+    """The keys of Qwen3.5 with dense layers, in `text_config` if the model reads images."""
 
     model_types = ("qwen3_5_text", "qwen3_5")
     ignored = _IGNORED

@@ -35,9 +35,7 @@ _LARGEST_VALUES = (
     ("head", 1 << 16),
     ("", 1 << 20),
 )
-"""Part of a key's name -> the largest whole number that is accepted: at least ten times that of any
-published model.
-"""
+"""Part of a key's name -> the largest whole number, ten times that of any published model."""
 
 
 def largest_value(name: str) -> int:
@@ -192,9 +190,7 @@ TOOL_KEYS = (
     "use_flash_attention",
     "use_flash_attention_2",
 )
-"""Patterns of keys that other tools add to a config.json: their choice of kernel, and their
-names.
-"""
+"""Patterns of keys that other tools add to a config.json: their kernels and their names."""
 
 FIXED_VALUES: dict[str, tuple[object, ...]] = {
     "add_cross_attention": (False,),
@@ -229,9 +225,7 @@ SIZE_KEYS = frozenset(
         "pruned_heads",
     }
 )
-"""Keys that change sizes: values that a family does not support also raise when a model is
-counted.
-"""
+"""Keys that change sizes: unsupported values also raise when a model is counted."""
 ROPE_KEYS = frozenset(
     {
         "partial_rotary_factor",
@@ -254,9 +248,7 @@ UNCOUNTED_KEYS = (
     "num_nextn_predict_layers",
     "mtp_num_hidden_layers",
 )
-"""Keys of parts that are not counted: encoders of images and sound, and layers that predict further
-tokens.
-"""
+"""Keys of parts that are not counted, such as encoders of images and sound."""
 NOT_COUNTED = "not counted: {parts}"
 QUANTIZED_NOTE = (
     "config.json has a quantization_config: the weights in the files are smaller than what is "
@@ -278,9 +270,7 @@ Config = TypeVar("Config", bound=ModelConfig)
 
 
 def parse(kind: type[Config], raw: Raw) -> Config:
-    """Return the config of a family; a key raises that is no field, not known to change nothing,
-    and has no supported value.
-    """
+    """Return the config of a family; a key that is not known to change nothing raises."""
     check_code(kind, raw)
     return _parse(kind, raw, sizes_only=False)
 
@@ -363,9 +353,7 @@ def read_sizes(raw: Raw, name: str, where: str = "config.json") -> ModelSpec:
 
 
 def sizes_config(raw: Raw) -> ModelConfig:
-    """Return the config of a parsed config.json, of which only the keys that change sizes are
-    checked.
-    """
+    """Return the config of a parsed config.json, checked where keys change sizes."""
     model_type = raw.get("model_type")
     kind = config_class(model_type) if isinstance(model_type, str) else None
     if kind is None:
@@ -389,9 +377,7 @@ def _without_rope(raw: Raw) -> dict[str, object]:
 
 
 SizeCount: TypeAlias = Callable[[Raw, str], StoredSize | None]
-"""(keys of a config.json, its name for messages) -> the size of the stored weights; None counts
-them as plain numbers.
-"""
+"""(keys of a config.json, its name for messages) -> size of stored weights; None: plain ones."""
 
 
 def read_sizes_file(path: Path, count_stored: SizeCount | None = None) -> ModelSpec:
@@ -501,9 +487,7 @@ INPUT_CLASS_KEYS = frozenset(
 
 
 def check_code(kind: type[ModelConfig], raw: Raw) -> None:
-    """Check an `auto_map`, which may name only tokenizers and the family's published code; none is
-    run.
-    """
+    """Check an `auto_map`, which may name only tokenizers and the family's code; none is run."""
     auto_map = raw.get("auto_map")
     if auto_map is None:
         return

@@ -16,9 +16,7 @@ ORIGINAL = "original_max_position_embeddings"
 
 
 class RopeTypeKeys(NamedTuple):
-    """The keys of a rope type, without the type itself and the keys that `normalize_rope` moves
-    up.
-    """
+    """The keys of a rope type, without those that `normalize_rope` moves up."""
 
     required: tuple[str, ...] = ()
     optional: tuple[str, ...] = ()
@@ -81,9 +79,7 @@ class RopeSettings(NamedTuple):
 
 
 def check_rope(settings: RopeSettings) -> Mapping[str, object]:
-    """Check the keys of rotary settings and the types of values; building the module checks their
-    ranges.
-    """
+    """Check the keys of rotary settings and the types of values, not their ranges."""
     check_finite("rope_theta", settings.theta)
     partial = settings.partial
     if not 0 < check_finite("partial_rotary_factor", partial) <= 1:
@@ -176,8 +172,7 @@ def _rope_type(scaling: Mapping[str, Any], where: str) -> str:
 
 
 def check_finite(where: str, value: object) -> float:
-    """Return a finite number of JSON; raise for a str, a bool, or an int that a float cannot hold.
-    """
+    """Return a finite number of JSON; raise for a str, a bool, or an int beyond floats."""
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) <= 1e300:
         raise ArgumentError(f"{where} is {shorten(value)}; it must be a finite number")
     return value

@@ -106,9 +106,7 @@ class DecoderRecipe:
 
 @dataclass(frozen=True)
 class RotaryDecoderConfig(ModelConfig):
-    """The keys that decoders with grouped queries and rotary positions share, whatever their norms
-    and feed-forward layers.
-    """
+    """The keys that decoders with grouped queries and rotary positions share."""
 
     vocab_size: int
     hidden_size: int
@@ -146,8 +144,7 @@ class RotaryDecoderConfig(ModelConfig):
 
     @classmethod
     def normalize_keys(cls, raw: Raw) -> dict[str, object]:
-        """Return the keys with head_dim and num_key_value_heads, and rotary settings in one form.
-        """
+        """Return the keys with all sizes of heads, and rotary settings in one form."""
         keys = normalize_rope(raw)
         heads, size = keys.get("num_attention_heads"), keys.get("hidden_size")
         if isinstance(heads, int) and isinstance(size, int) and heads > 0:
@@ -269,9 +266,7 @@ WINDOW_KEYS = (
 
 @dataclass(frozen=True)
 class GroupedQueryConfig(RotaryDecoderConfig):
-    """The keys that Llama, its relatives and the Gemmas share: those of `RotaryDecoderConfig`, with
-    RMS norms.
-    """
+    """The keys that Llama, its relatives and the Gemmas share, with RMS norms."""
 
     rms_norm_eps: float = 1e-6
 
@@ -287,9 +282,7 @@ def check_experts(key: str, experts: int, per_token: int) -> None:
 
 
 def rotated_by_flag(flags: tuple[int, ...] | None, layers: int, interval: int) -> tuple[bool, ...]:
-    """Return whether each layer has rotary positions: a 1 in `no_rope_layers`, or without that key
-    all layers but every n-th.
-    """
+    """Return which layers have rotary positions: by `no_rope_layers`, or all but every n-th."""
     if flags is None:
         return tuple((i + 1) % interval != 0 for i in range(layers))
     if len(flags) != layers or not set(flags) <= {0, 1}:

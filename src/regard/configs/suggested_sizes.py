@@ -161,9 +161,7 @@ def parse_mechanism(text: str, *, any_name: bool = False) -> MechanismChoice:
 
 @dataclass(frozen=True)
 class CountedLayer:
-    """What the layer of a mechanism costs, with its sizes, and the source of those in
-    `suggested`.
-    """
+    """What a layer of a mechanism costs, its sizes, and the source of those in `suggested`."""
 
     name: str
     spec: Spec
@@ -182,9 +180,7 @@ def reference_model(dim: int, layers: int | None = None) -> str:
 
 @dataclass(frozen=True)
 class BaseModel:
-    """A decoder whose attention is to be replaced, its H and G, and the source of the sizes that
-    were not given.
-    """
+    """A decoder whose attention is to be replaced, its H and G, and the source of other sizes."""
 
     model: ModelSpec
     heads: int
@@ -198,9 +194,7 @@ class BaseModel:
 
 
 def base_model(known: Mapping[str, Any], groups: int | None = None) -> BaseModel:
-    """Return a decoder of the given sizes; missing sizes are those of the published dense model of
-    about that width.
-    """
+    """Return a decoder of these sizes; missing ones are those of a published dense model."""
     name = reference_model(known["dim"], known.get("layers"))
     missing = {k: v for k, v in _sizes_like(name, known["dim"]).items() if k not in known}
     sizes = Sizes(**{**missing, **known})

@@ -92,8 +92,6 @@ class T5Config(ModelConfig):
 
 
 def _activation(proj: str) -> tuple[bool, str]:
-    """Return whether there is a gate, and the nonlinearity; gated-gelu means the tanh
-    approximation.
-    """
+    """Return whether there is a gate, and the nonlinearity; gated-gelu is the tanh form."""
     name = proj.removeprefix("gated-")
     return name != proj, "gelu_new" if proj == "gated-gelu" else name

@@ -76,8 +76,8 @@ class EvictingSpec(Spec):
         return CacheContents(self.parts, n, bounded=True)
 
     def step(self, context: int) -> Quantity:
-        """Return the FLOPs of attention to the held tokens, of the weights that are summed, and of
-        the share of an eviction.
+        """Return the FLOPs of attention to held tokens, summed weights, and a share of an
+        eviction.
         """
         n = held_tokens(context, self.budget, self.interval)
         H, D, E = self.shape.heads, self.shape.head_dim, self.shape.value_dim

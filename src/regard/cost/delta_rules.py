@@ -28,9 +28,7 @@ def _weights(dim: int, shape: HeadShape, kernel: int, own: ParameterCounts) -> P
 
 
 def _channel_gates(dim: int, shape: HeadShape, rank: int) -> ParameterCounts:
-    """Return the parameters of a decay per channel and of an output gate, each through a
-    bottleneck.
-    """
+    """Return the parameters of a decay per channel and of an output gate, in bottlenecks."""
     channels, gates = shape.states * shape.head_dim, shape.outputs * shape.value_dim
     return ParameterCounts(rank * (2 * dim + channels + gates), channels + shape.states)
 
@@ -100,9 +98,7 @@ def preconditioned_delta(dim: int, shape: HeadShape, kernel: int, rank: int) -> 
 
 
 def preconditioned_spec(weights: ParameterCounts, shape: HeadShape) -> CountedSpec:
-    """Return the spec of the preconditioned delta rule with these parameters; its second state has
-    a value per key channel.
-    """
+    """Return the spec of the preconditioned delta rule, with a second state [D] per key head."""
     N, D, E = shape.states, shape.head_dim, shape.value_dim
     flops = N * (7 * D * E + 2 * E + 12 * D)
     formula = f"{N} x (7 D E + 2 E + 12 D), D = {D}, E = {E}"
@@ -176,9 +172,7 @@ def mesa(dim: int, shape: HeadShape, kernel: int) -> CountedSpec:
 
 
 def mesa_spec(weights: ParameterCounts, shape: HeadShape) -> CountedSpec:
-    """Return the spec of the Mesa rule with these parameters: two states, and a Cholesky solve per
-    token and head.
-    """
+    """Return the spec of the Mesa rule: two states, and a Cholesky solve per token and head."""
     H, D, E = shape.heads, shape.head_dim, shape.value_dim
     flops = H * (5 * D * D + 5 * D * E + D**3 // 3)
     formula = f"{H} x (5 D^2 + 5 D E + D^3 / 3), D = {D}, E = {E}"

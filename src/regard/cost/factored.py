@@ -44,9 +44,7 @@ class FactoredSpec(SoftmaxSpec):
         return f"TPA {heads} of {self.shape.head_dim}, ranks {self.ranks}"
 
     def step(self, context: int) -> Quantity:
-        """Return the FLOPs of one query: the products of all visible keys and values, and attention
-        to them.
-        """
+        """Return the FLOPs of a query: the products of visible keys and values, and attention."""
         attention, n = super().step(context), self.visible_keys(context)
         H, D, E = self.shape.heads, self.shape.head_dim, self.shape.value_dim
         R_k, R_v = self.ranks

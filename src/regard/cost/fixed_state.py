@@ -124,9 +124,7 @@ class RecurrentSpec(Spec):
 
 @dataclass(frozen=True)
 class LinearSpec(RecurrentSpec):
-    """Linear attention, with or without a normalizer, and with or without a decay; the state has F
-    rows, D without `features`.
-    """
+    """Linear attention with F features (D by default), with or without normalizer and decay."""
 
     mechanism: str = "linear attention"
     normalized: bool = False
@@ -162,9 +160,7 @@ class LinearSpec(RecurrentSpec):
         return self._with_past(Quantity(value, f"{letters} = {N} x {D} x {each}"))
 
     def token(self) -> Quantity:
-        """Return the FLOPs of one read per query head and one write per key/value head, without
-        feature maps.
-        """
+        """Return the FLOPs of a read per query head and a write per key/value head."""
         (H, G, D, E), N, d = self._sizes, self.shape.states, self._letter
         flops = linear_flops(
             H, G, D, E, normalized=self.normalized, decayed=self.decayed, value_heads=N
@@ -207,9 +203,7 @@ class DeltaSpec(RecurrentSpec):
 
 @dataclass(frozen=True)
 class CountedSpec(RecurrentSpec):
-    """A recurrence whose state (without that of a convolution) and whose FLOPs per token were
-    counted.
-    """
+    """A recurrence whose state (without a convolution's) and FLOPs per token were counted."""
 
     mechanism: str
     values: Quantity
@@ -425,9 +419,7 @@ class InfiniSpec(Spec):
         return CacheContents(self.parts, self._keys_read(context), self.state.value, bounded=True)
 
     def step(self, context: int) -> Quantity:
-        """Return the FLOPs of softmax attention inside the segment, memory reads and a memory
-        write.
-        """
+        """Return the FLOPs of softmax in the segment, memory reads and a memory write."""
         H, G, D, E = self._sizes
         n, reads = self._keys_read(context), f"({H} + {G})" if self.delta else f"{H}"
         return Quantity(
@@ -437,8 +429,7 @@ class InfiniSpec(Spec):
         )
 
     def prefill_flops(self, context: int) -> int:
-        """Return the FLOPs of all tokens: pairs inside the segments, and memory reads and writes.
-        """
+        """Return the FLOPs of all tokens: pairs in segments, memory reads and writes."""
         H, G, D, E = self._sizes
         whole, rest = divmod(context, self.segment)
         pairs = whole * causal_pairs(self.segment, self.segment) + causal_pairs(rest, rest)

@@ -1,6 +1,4 @@
-"""Count what multi-head latent attention (MLA) caches and computes in its two forms, "expand" and
-"absorb".
-"""
+"""Count what latent attention (MLA) caches and computes in the forms "expand" and "absorb"."""
 
 from __future__ import annotations
 
@@ -26,16 +24,12 @@ def latent_values(kv_rank: int, rope_dim: int) -> int:
 
 
 def per_head_values(H: int, nope_dim: int, rope_dim: int, value_dim: int) -> int:
-    """Return the values cached per token if the keys and values of every head are cached instead of
-    the latent.
-    """
+    """Return the values cached per token if keys and values of every head are cached."""
     return H * (nope_dim + rope_dim + value_dim)
 
 
 def latent_expansion_flops(keys: int, H: int, kv_rank: int, nope_dim: int, value_dim: int) -> int:
-    """Return the FLOPs of expanding `keys` latents to keys and values of all heads: 2 S r H (d_nope
-    + d_v).
-    """
+    """Return the FLOPs of expanding S latents to all heads: 2 S r H (d_nope + d_v)."""
     return 2 * keys * kv_rank * H * (nope_dim + value_dim)
 
 
@@ -155,9 +149,7 @@ class LatentSpec(Spec):
         return Quantity(min(context, bound), f"min(S, {bound})")
 
     def absorbs(self, queries: int, keys: int) -> bool:
-        """Return whether `queries` queries against `keys` cached tokens are computed in the form
-        "absorb".
-        """
+        """Return whether `queries` against `keys` are computed in the form "absorb"."""
         if self.form == "auto":
             return absorbing_is_cheaper(
                 queries,
@@ -273,9 +265,7 @@ class IndexedLatentSpec(LatentSpec):
         return self.step(context).value
 
     def step(self, context: int) -> Quantity:
-        """Return the FLOPs of absorption, of attention to the selected latents, and of the index
-        scores.
-        """
+        """Return the FLOPs of absorption, attention to selected latents, and index scores."""
         H, r, rope = self.heads, self.kv_rank, self.rope_dim
         read = self.selection.tokens(context).value
         scores = self.selection.flops(context, H, r)
@@ -286,9 +276,7 @@ class IndexedLatentSpec(LatentSpec):
         return Quantity(flops, f"{up} (absorption) + {attention} + {scores.formula}")
 
     def prefill_flops(self, context: int) -> int:
-        """Return the FLOPs of all queries: absorption, selected pairs, and index scores of all
-        pairs.
-        """
+        """Return the FLOPs of absorption, selected pairs, and index scores of all pairs."""
         H, r, J, d = self.heads, self.kv_rank, self.selection.heads, self.selection.head_dim
         absorption = latent_expansion_flops(context, H, r, self.nope_dim, self.value_dim)
         attention = attention_flops(H * self.selection.pairs(context), r + self.rope_dim, r)

@@ -36,9 +36,7 @@ MechanismOptions = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class SpecBuilder:
-    """A function of M, H and options that builds the spec of one mechanism, and the options that it
-    takes.
-    """
+    """A function of M, H and options that builds a mechanism's spec, and its options."""
 
     build: Callable[[int, int, MechanismOptions], Spec]
     required: frozenset[str] = frozenset()
@@ -53,9 +51,7 @@ def _head_shape(
     value_factor: int = 1,
     head_dim_divisor: int = 1,
 ) -> HeadShape:
-    """Return H, G, D and E; by default, D is M / (H `head_dim_divisor`) and E is D times
-    `value_factor`.
-    """
+    """Return H, G, D and E; by default, D is M / (H `head_dim_divisor`) and E D `value_factor`."""
     groups, D = options.get("groups", heads), options.get("head_dim")
     if heads % groups:
         allowed = ", ".join(map(str, divisors(heads)))

@@ -15,9 +15,7 @@ from regard.cost.spec import ParameterCounts, Spec
 
 
 class FeedForwardSpec(Protocol):
-    """The protocol of a feed-forward layer: how many parameters it has, and how many of them are
-    active.
-    """
+    """The protocol of a feed-forward layer: its parameters, and how many are active."""
 
     @property
     def weights(self) -> dict[str, ParameterCounts]:
@@ -25,9 +23,7 @@ class FeedForwardSpec(Protocol):
         ...
 
     def active_weights(self, tokens: int) -> dict[str, ParameterCounts]:
-        """Return the parameters that `tokens` tokens use, by part; for experts the expected number,
-        rounded up.
-        """
+        """Return the parameters that `tokens` use, by part; the expected number for experts."""
         ...
 
 
@@ -85,8 +81,8 @@ class MoESpec:
         return self._parts(self.count)
 
     def active_weights(self, tokens: int) -> dict[str, ParameterCounts]:
-        """Return the parameters that n tokens are expected to use: E (1 - (1 - k / E)^n) of the E
-        experts.
+        """Return the parameters that n tokens use, of E experts E (1 - (1 - k / E)^n) on
+        average.
         """
         unused_by_one = 1 - Fraction(self.active, self.count)
         if tokens <= 64:  # the exact power has few digits
@@ -126,18 +122,14 @@ PART_NAMES = (
     "norms",
     "head",
 )
-"""The rows of a table of parameters, in their order. "biases" are those of all layers, including
-attention sinks and gates.
-"""
+"""The rows of a table of parameters in order; "biases" include attention sinks and gates."""
 
 NO_PARAMETERS = ParameterCounts()
 
 
 @dataclass(frozen=True)
 class LayerSpec:
-    """The sizes of one block of a model; None is a part that it has not, and `parallel` reads the
-    input of `mixer`.
-    """
+    """The sizes of one block; None is a missing part, and `parallel` reads the input of `mixer`."""
 
     mixer: Spec | None
     feed_forward: FeedForwardSpec | None = None
@@ -147,8 +139,7 @@ class LayerSpec:
 
     @property
     def mixers(self) -> tuple[Spec, ...]:
-        """The self-attention, and the parallel mechanism and the cross-attention if there are such.
-        """
+        """The self-attention, the parallel mechanism and the cross-attention, if present."""
         return tuple(x for x in (self.mixer, self.parallel, self.cross) if x is not None)
 
 
@@ -218,15 +209,11 @@ class ModelSpec:
 
     @property
     def parts(self) -> tuple[PartCount, ...]:
-        """All parameters and active parameters by part; parts that the model does not have are left
-        out.
-        """
+        """All parameters and active parameters by part, without parts that are missing."""
         return self.parts_for(1)
 
     def parts_for(self, tokens: int) -> tuple[PartCount, ...]:
-        """Return parameters by part, where the active ones are those that `tokens` tokens use
-        together.
-        """
+        """Return parameters by part, those that `tokens` use together being active."""
         whole, active = self._sums(None), self._sums(tokens)
         head = self.vocab * self.dim if self.head else 0
         rows, width = self.token_tables
@@ -274,9 +261,7 @@ class ModelSpec:
         return (*self.encoder, *self.layers)
 
     def _sums(self, tokens: int | None) -> Counter[str]:
-        """Return parameters by part, without embeddings: those active for `tokens` tokens, or all
-        if it is None.
-        """
+        """Return parameters by part without embeddings, active for `tokens`, or all if None."""
         sums: Counter[str] = Counter()
         for layer, times in Counter(self._all).items():
             own = [("attention", mixer.weights) for mixer in layer.mixers]

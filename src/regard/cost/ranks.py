@@ -224,9 +224,7 @@ class RanksReport:
         return keys * self._key_bytes(spec, t) + self._all_reduces(B * n, t)
 
     def _all_reduces(self, tokens: int, t: int) -> int:
-        """Return the bytes that each of t ranks sends for the two sums of a layer over [tokens, M],
-        as rings do.
-        """
+        """Return the bytes that a rank of t sends for a layer's two sums, as rings do."""
         return 4 * (t - 1) * tokens * self.report.model.dim * self._value_bytes // t
 
     def _token_sent(self, spec: Spec, t: int) -> int:

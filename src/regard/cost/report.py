@@ -24,9 +24,7 @@ QUANTIZED = ("int8", "int4", "int2")
 SCALED = (*QUANTIZED, "fp8")
 """Formats of a cache that store scales; layers with a window do not use them."""
 STATE_BYTES = 4
-"""Bytes per value of a recurrent state, which is stored in fp32 whatever the format of the KV
-cache.
-"""
+"""Bytes per value of a recurrent state, which is fp32 whatever the format of the KV cache."""
 
 
 def bits_per_value(bits: int, group: int, scale_bits: int = 16) -> Fraction:
@@ -88,8 +86,7 @@ class KVFormat:
         return BITS[self.exact if self.name in SCALED else self.name]
 
     def _group(self, cached: CacheContents) -> int:
-        """Return the largest group size that divides the width of every part with scales per token.
-        """
+        """Return the largest group that divides the width of parts with scales per token."""
         widths = [dims for _, dims in cached.parts]
         per_token_widths = widths[1:] if len(widths) > 1 else widths
         sizes = range(1, self.group + 1)

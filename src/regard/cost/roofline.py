@@ -47,9 +47,7 @@ class Machine:
     memory_source: str = ""
 
     def rate(self, dtype: str) -> float:
-        """Return the FLOPs per second with weights in a number format, or of the format it is
-        computed in.
-        """
+        """Return the FLOPs per second in a number format, or in the one it is computed in."""
         while dtype not in self.flops:
             dtype = COMPUTE_FORMAT.get(dtype, next(iter(self.flops)))
         return self.flops[dtype]
@@ -70,9 +68,7 @@ def _gpu(
 def _cpu(
     channels: int, rate: int, cores: int, per_cycle: int, clock: float, source: str
 ) -> tuple[float, dict[str, float], int, str, str]:
-    """Return the fields of a CPU from its memory channels of 8 bytes, MT/s, cores, fp32 FLOPs per
-    cycle and core, and GHz.
-    """
+    """Return a CPU's fields from memory channels, MT/s, cores, FLOPs per cycle and core, GHz."""
     formula = (
         f"{channels} x {rate} MT/s x 8 bytes; {cores} cores x {per_cycle} fp32 FLOPs x {clock} GHz"
     )
@@ -88,9 +84,7 @@ def _cpu(
 def _chip(
     bandwidth: float, source: str, **teraflops: float
 ) -> tuple[float, dict[str, float], int, str, str]:
-    """Return the fields of a chip whose memory depends on the machine it is sold in, or is not
-    reported by a driver.
-    """
+    """Return the fields of a chip whose memory is not known."""
     return bandwidth * 1e9, {k: v * 1e12 for k, v in teraflops.items()}, 0, source, ""
 
 
@@ -329,9 +323,7 @@ def roofline_bounds(report: CostReport, machine: Machine) -> dict[str, RooflineB
 
 @dataclass(frozen=True)
 class MemoryFit:
-    """Whether weights and caches (`needed` bytes) fit in the memory of a machine, 0 if not
-    known.
-    """
+    """Whether weights and caches (`needed` bytes) fit in a memory, 0 if it is not known."""
 
     needed: int
     memory: int
@@ -345,16 +337,12 @@ class MemoryFit:
 
 
 def memory_fit(report: CostReport, machine: Machine) -> MemoryFit:
-    """Return whether the weights and the caches of the whole batch fit in the memory of one
-    machine.
-    """
+    """Return whether the weights and the caches of the batch fit in one machine's memory."""
     return MemoryFit(report.weight_bytes + report.kv_bytes, machine.memory)
 
 
 def as_json(report: CostReport, machine: Machine) -> dict[str, object]:
-    """Return the machine, the bounds, and whether weights and caches fit in its memory; null if
-    that is not known.
-    """
+    """Return the machine, the bounds, and whether the memory suffices, null if not known."""
     memory = memory_fit(report, machine)
     return {
         "machine": machine.name,

@@ -65,9 +65,7 @@ def nsa_tokens(context: int, stride: int, select: int, count: int, window: int) 
 
 
 def compression_flops(blocks: int, compress: int, dim: int, hidden: int) -> int:
-    """Return the FLOPs of a two-layer network on the l D values of each of C blocks: 2 C (l D h + h
-    D).
-    """
+    """Return the FLOPs of a two-layer network on the l D values of C blocks: 2 C (l D h + h D)."""
     return 2 * blocks * (compress * dim * hidden + hidden * dim)
 
 
@@ -77,16 +75,12 @@ def gate_flops(blocks: int, heads: int, dim: int) -> int:
 
 
 def indexer_flops(keys: int, heads: int, dim: int) -> int:
-    """Return the FLOPs of one query's index scores: 2 J S d for the products, and 2 J S for the
-    weighted sum.
-    """
+    """Return the FLOPs of a query's index scores: 2 J S d for products, 2 J S for the sum."""
     return 2 * heads * keys * dim + 2 * heads * keys
 
 
 class KeySelection(Protocol):
-    """The protocol of a rule that selects keys: the number of selected keys, and the cost of
-    selecting them.
-    """
+    """The protocol of a rule that selects keys: how many, and the cost of selecting them."""
 
     @property
     def values_per_token(self) -> int:
@@ -102,9 +96,7 @@ class KeySelection(Protocol):
         """Return the query-key pairs of one head over the first `context` tokens."""
 
     def summaries(self, context: int) -> Quantity:
-        """Return how many further vectors of the width of a key the cache keeps for each key head,
-        which the last token reads.
-        """
+        """Return how many more vectors per key head are cached, and read by a token."""
 
     def keys_read(self, context: int, heads: int, groups: int) -> int:
         """Return how many keys of a key/value head the last of `context` tokens reads at most."""
@@ -180,9 +172,7 @@ class PageSelection:
         return Quantity(2 * pages, f"2 vectors x {plural(pages, 'page')}")
 
     def keys_read(self, context: int, heads: int, groups: int) -> int:
-        """Return the keys that the H/G query heads of a key/value head read if they choose
-        different pages.
-        """
+        """Return the keys that H/G query heads read if they choose different pages."""
         own = (context - 1) % self.size + 1
         earlier = self.tokens(context).value - own
         return min(context, own + heads // groups * earlier)
@@ -286,9 +276,7 @@ class SelectedSpec(Spec):
         return f"{type(self.selection).__name__}, {self.shape.label}"
 
     def summaries(self, context: int) -> Quantity:
-        """Return how many values a cache stores beside those of each token, such as the bounds of
-        pages.
-        """
+        """Return how many values are cached beside those of tokens, such as bounds of pages."""
         G, D, vectors = self.shape.groups, self.shape.head_dim, self.selection.summaries(context)
         if not vectors.value:
             return NO_QUANTITY
@@ -313,9 +301,7 @@ class SelectedSpec(Spec):
         return (CacheContents(((shape.groups, shape.head_dim),), vectors),) if vectors else ()
 
     def describe(self, context: int, name: str | None = None) -> Description:
-        """Return all figures at a context; what a cache stores beside its tokens counts as its
-        state at this context.
-        """
+        """Return all figures; what is cached beside tokens counts as the state there."""
         described = super().describe(context, name)
         contents = self.read(context)
         per_token = " + ".join(f"{n} x {d}" for n, d in contents.parts)
@@ -424,9 +410,7 @@ class NSASpec(Spec):
         return self._blocks(context) + chosen + min(context, self.window)
 
     def step(self, context: int) -> Quantity:
-        """Return the FLOPs of one query in all branches, of the block importance scores, and of
-        compression.
-        """
+        """Return the FLOPs of a query: all branches, block importance, compression."""
         C, n = self._blocks(context), self._keys_read(context)
         if self.recompress:
             phi, remark = self._compression(C), "all blocks compressed again"
@@ -445,9 +429,7 @@ class NSASpec(Spec):
         return self._attention_flops(pairs, compressed) + self._compression(self._blocks(context))
 
     def _attention_flops(self, keys: int, compressed: int) -> int:
-        """Return the FLOPs of attention to `keys` keys, and of the importance scores of
-        `compressed` blocks.
-        """
+        """Return the FLOPs of attention to `keys`, and of the importance of `compressed`."""
         H, D, E = self.shape.heads, self.shape.head_dim, self.shape.value_dim
         return attention_flops(H * keys, D, E) + 2 * H * compressed * D
 

@@ -1,4 +1,4 @@
-"""Count softmax attention: the FLOPs and bytes of its kernels, and the specs of MHA, GQA, MQA and
+"""Count softmax attention: FLOPs and bytes of kernels, specs of MHA, GQA, MQA and
 cross-attention.
 """
 
@@ -52,22 +52,17 @@ def additive_flops(pairs: int, A: int, E: int) -> int:
 def attention_bytes(
     *, B: int, H: int, G: int, T: int, S: int, D: int, E: int, itemsize: int
 ) -> int:
-    """Return the bytes of q, k, v and the output, each moved once: itemsize B (T H + S G) (D + E).
-    """
+    """Return the bytes of q, k, v and out, moved once: itemsize B (T H + S G) (D + E)."""
     return itemsize * B * (T * H + S * G) * (D + E)
 
 
 def training_bytes(*, B: int, H: int, G: int, T: int, S: int, D: int, E: int, itemsize: int) -> int:
-    """Return the bytes of attention and its gradient: q, k, v and out twice, and as many again for
-    dO, dq, dk and dv.
-    """
+    """Return the bytes with the gradient: q, k, v, out twice, and as many for dO, dq, dk, dv."""
     return 3 * attention_bytes(B=B, H=H, G=G, T=T, S=S, D=D, E=E, itemsize=itemsize)
 
 
 def causal_pairs(queries: int, keys: int) -> int:
-    """Return the query-key pairs of the last T of S tokens under a causal mask: T S - T (T - 1) /
-    2, for T at most S.
-    """
+    """Return the causal pairs of the last T of S tokens: T S - T (T - 1) / 2, T at most S."""
     return queries * keys - queries * (queries - 1) // 2
 
 

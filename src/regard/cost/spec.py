@@ -112,9 +112,7 @@ class ParameterCounts:
 
     @property
     def multiplied_once(self) -> int:
-        """The number of matrix values that every token multiplies exactly once, whatever the
-        context.
-        """
+        """The number of matrix values that every token multiplies exactly once."""
         return self.matrices - self.counted_separately
 
 
@@ -177,14 +175,11 @@ class HeadShape:
         return (self.groups, self.head_dim), (self.states, self.value_dim)
 
     def query_maps(self, dim: int) -> int:
-        """Return the number of values in the matrices that compute queries and the output: M (H D +
-        max(H, N) E).
-        """
+        """Return the values of query and output matrices: M (H D + max(H, N) E)."""
         return dim * (self.heads * self.head_dim + self.outputs * self.value_dim)
 
     def key_maps(self, dim: int) -> int:
-        """Return the number of values in the matrices that compute keys and values: M (G D + N E).
-        """
+        """Return the values of key and value matrices: M (G D + N E)."""
         return dim * (self.groups * self.head_dim + self.states * self.value_dim)
 
     def maps(self, dim: int) -> ParameterCounts:

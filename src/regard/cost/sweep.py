@@ -1,6 +1,4 @@
-"""Figures of one model over a range of contexts (`sweep`), and of several models side by side
-(`compare_models`).
-"""
+"""Figures of a model over contexts (`sweep`), and of models side by side (`compare_models`)."""
 
 from __future__ import annotations
 
@@ -47,9 +45,7 @@ def parse_tokens(text: str) -> int:
 
 
 def parse_context_range(text: str) -> list[int]:
-    """Return the contexts of a range such as "context=1k..1M": doubled from the first on, with the
-    last one always included.
-    """
+    """Return the contexts of a range such as "context=1k..1M": doubled, and the last one."""
     name, _, span = text.partition("=")
     first, dots, last = span.partition("..")
     if name.strip() != "context" or not dots:
@@ -107,8 +103,8 @@ def sweep(
 def compare_models(
     reports: Sequence[CostReport], machine: Machine | None = None
 ) -> dict[str, object]:
-    """Return the figures of several models and their ratios to the first, null where a divisor is 0
-    or a model does not fit.
+    """Return the figures of models and ratios to the first; null for 0, or where one does not
+    fit.
     """
     models = [model_figures(report, machine) for report in reports]
     first, *others = reports

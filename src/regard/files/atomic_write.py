@@ -181,9 +181,7 @@ def check_writable(path: Path) -> None:
 
 
 def sync_to_disk(path: Path) -> None:
-    """Flush a file or folder to disk, so that a rename is never on disk before the renamed
-    contents.
-    """
+    """Flush a file or folder to disk, so that a rename never comes before the contents."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

@@ -127,9 +127,7 @@ class GgufTensor:
 
 @dataclass(frozen=True)
 class GgufHeader:
-    """The checked header of a GGUF file: tensors in the order of the data, and the file's state
-    then.
-    """
+    """The checked header of a GGUF file, tensors in the order of data, and the file's state."""
 
     file: Path
     metadata: Mapping[str, MetadataValue]

@@ -1,6 +1,4 @@
-"""Writing GGUF files, with plain numbers or in blocks of Q8_0 and Q4_0, for benchmarks against
-llama.cpp.
-"""
+"""Writing GGUF files in plain numbers, Q8_0 or Q4_0, for benchmarks against llama.cpp."""
 
 from __future__ import annotations
 

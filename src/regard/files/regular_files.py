@@ -28,14 +28,7 @@ _KINDS = (
 
 @dataclass(frozen=True)
 class FileState:
-    """Values that change when a file is replaced or written.
-
-    Attributes:
-        device: the device of the file.
-        inode: its inode.
-        size: its size in bytes.
-        changed: the time of its last change, in nanoseconds.
-    """
+    """The device, inode, size and time of a file, which change when it is replaced or written."""
 
     device: int
     inode: int
@@ -44,12 +37,9 @@ class FileState:
 
 
 def checked_path(folder: Path, name: str) -> Path:
-    """Return the path of a regular file in a model folder; the name may be untrusted.
-
-    The name must not contain a separator, "..", a drive or a control character. A link may point to
-    a file of the same folder or, as in the Hugging Face cache, from `models--x--y/snapshots/z/` to
-    `models--x--y/blobs/`, and from there to the store that all repositories of that cache share,
-    `blobs/12/1234...`. Any other link is refused.
+    """Return the path of a regular file in a model folder, whose name has no separator, "..", drive
+    or control character; a link may point into its folder or Hugging Face's cache
+    (`models--x--y/blobs/`, `blobs/12/1234...`).
     """
     check_file_name(folder, name)
     path = folder / name
@@ -111,10 +101,7 @@ def _unreadable(path: Path, error: Exception) -> FileError:
 
 
 def checked_path_or_none(folder: Path, name: str) -> Path | None:
-    """Return the checked path of an optional file, or None if there is no entry with this name.
-
-    A broken link counts as an entry.
-    """
+    """Return the checked path of an optional file, or None; a broken link counts as an entry."""
     try:
         (folder / name).lstat()
     except (OSError, ValueError):
@@ -124,10 +111,7 @@ def checked_path_or_none(folder: Path, name: str) -> Path | None:
 
 @contextmanager
 def open_regular(path: Path) -> Iterator[tuple[FileIO, FileState]]:
-    """Open a regular file for reading, unbuffered.
-
-    A pipe without a writer is refused at once.
-    """
+    """Open a regular file for reading, unbuffered; a pipe without a writer is refused at once."""
     flags = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
     try:
         _check_regular(path, path.stat())

@@ -41,11 +41,8 @@ def read_json(
 
 
 def parse_json(raw: bytes, kind: type[object] = dict, *, infinity: bool = False) -> Any:
-    """Parse a JSON object or list, strictly.
-
-    The text must be UTF-8, without repeated keys, NaN, numbers of unbounded length, too many parts
-    or too deep nesting. Python's parser needs up to 25 bytes of memory per bracket, so that their
-    number is checked first.
+    """Parse a JSON object or list strictly: UTF-8, no repeated keys, no NaN, bounded numbers and
+    nesting, and parts counted first, as Python needs up to 25 bytes per bracket.
     """
     marks = sum(raw.count(mark) for mark in (b"{", b"[", b","))
     if marks > _MAX_PARTS:

@@ -26,9 +26,6 @@ class Decoder(nn.Module):
     """A decoder-only network: ids -> embedding -> blocks -> norm -> head -> logits.
 
     Args:
-        embed: the input embedding, called as embed(ids, positions).
-        layers: the blocks, called as block(x, positions, cache).
-        norm: the norm after the last block; an `nn.Identity` for post-norm blocks.
         head: a module [B, T, M] -> [B, T, V], which may share the embedding's weight. None, as in a
             base model that was saved alone, gives hidden states only.
         memory_from: for each layer the number of the earlier layer whose keys and values it reads

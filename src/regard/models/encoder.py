@@ -1,6 +1,4 @@
-"""`Encoder`, a network whose blocks see the whole sequence, and `HeadedEncoder`, which adds
-a pooler and a head.
-"""
+"""`Encoder`, whose blocks see the whole sequence, and `HeadedEncoder`, with pooler and head."""
 
 from __future__ import annotations
 

@@ -204,11 +204,7 @@ def load(
 
 
 def gguf_file(source: str | Path, revision: str | None = None) -> Path | None:
-    """Return the GGUF file that a source names, or None if it names something else.
-
-    >>> gguf_file("tiny") is None
-    True
-    """
+    """Return the GGUF file that a source names, or None if it names something else."""
     named = revision is not None or hub.repository_of(source) is not None
     return None if named or source in BUNDLED_MODELS else find_gguf(Path(source))
 
@@ -226,10 +222,7 @@ class _Checkpoint(NamedTuple):
     """A model's files, of which the headers are checked.
 
     Attributes:
-        family: the family of the model.
-        raw: the keys of its config.json.
         file: where the keys are, for messages.
-        store: the plain tensors.
         records: the weights that are stored in fewer bits, or None.
         default_dtype: returns the dtype of the computation if the caller gives none.
         ignored: what was ignored so far.
@@ -358,8 +351,7 @@ def _check_adapter_files(folder: Path, ignore: Sequence[str]) -> tuple[str, ...]
 def _complete_config(
     its_family: Family, config: Any, raw: Raw, store: CheckpointTensors
 ) -> tuple[Any, bool]:
-    """Return the config, completed from the stored tensors, and whether the network gets no head.
-    """
+    """Return the config as the stored tensors complete it, and whether a head is missing."""
     if its_family.names is SAME_NAMES:
         return its_family.complete_config(config, raw, store.tensors), False
     mapping = map_names(store.folder, store.tensors, its_family, name_matcher(its_family))
@@ -460,10 +452,8 @@ def resolve_source(
     revision: str | None = None,
     check: Callable[[Path], None] | None = None,
 ) -> Path:
-    """Return the folder that a source names; a repository is downloaded into Hugging Face's cache.
-
-    `"hub:org/name"` is always downloaded; `"org/name"` only where neither that folder nor a folder
-    "org" exists: a mistyped path must not become a request to a server.
+    """Return the folder that a source names, downloading "hub:org/name", and "org/name" only if
+    neither that folder nor "org" exists: a mistyped path must not become a request.
     """
     repository = hub.repository_of(source)
     if repository is not None:

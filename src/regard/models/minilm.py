@@ -1,8 +1,4 @@
-"""all-MiniLM-L6-v2, a trained BERT for sentence vectors, from a package that contains its weights.
-
-Only the weights in that package are read; their folder is found through the package's list of
-files. Its code is never imported.
-"""
+"""all-MiniLM-L6-v2, a trained BERT for sentence vectors, from a package: its weights alone."""
 
 from __future__ import annotations
 

@@ -32,12 +32,7 @@ CELLS: dict[str, Callable[..., nn.RNNBase]] = {"rnn": nn.RNN, "gru": nn.GRU, "ls
 
 
 class EncoderOutput(NamedTuple):
-    """The result of the recurrent encoder.
-
-    Attributes:
-        source: the hidden state of each slot, and their positions.
-        hidden: the initial state of the decoder, each part [layers, B, R].
-    """
+    """The recurrent encoder's result: states, and the decoder's first one, parts [layers, B, R]."""
 
     source: EncodedSource
     hidden: HiddenState

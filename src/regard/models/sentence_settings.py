@@ -1,8 +1,5 @@
-"""What the files of a sentence-transformers folder say about the vector of a text: read from them,
-and written to them.
-
-Every key of every file is read, or known to change nothing here, or refused by name. The files are
-read as data; no code that they name is imported.
+"""What the files of a sentence-transformers folder say about the vector of a text: every key is
+read, known to change nothing, or refused, and no code is imported.
 """
 
 from __future__ import annotations
@@ -21,9 +18,8 @@ from regard.models.checkpoint.config import read_json
 from regard.untrusted_text import escape_controls, short_repr
 
 PoolingMode: TypeAlias = Literal["cls", "max", "mean", "mean_sqrt_len"]
-"""How the token states become one vector: "cls" takes the state of the first token, "max" the
-maximum of each dimension, "mean" the mean, and "mean_sqrt_len" the sum divided by the square root
-of the number of tokens.
+"""How the token states become one vector: of the first token, the maximum of each dimension, the
+mean, or the sum divided by the square root of the number of tokens.
 """
 
 
@@ -67,8 +63,6 @@ class SentenceSettings:
         pooling: how `embed` computes one vector for a text; None is the normalized mean over
             tokens.
         max_seq_length: the largest number of tokens of a text; None is no limit.
-        lowercase: whether the tokenizer first makes all letters small.
-        prompts: name -> the text that is put before a text.
         default_prompt_name: the prompt of `embed` if none is named; None is no prompt.
     """
 
@@ -133,9 +127,7 @@ _TOKENIZER_CONFIG_BYTES = 64 << 20
 
 
 def read_sentence_settings(folder: Path) -> SentenceSettings:
-    """Read the files of a sentence-transformers folder; without them, the settings are the
-    defaults.
-    """
+    """Read the files of a sentence-transformers folder; without them, settings are defaults."""
     name = next((x for x in TRANSFORMER_FILES if checked_path_or_none(folder, x)), None)
     about_tokens = {} if name is None else read_json(folder, name)
     where = folder / (name or "")
@@ -237,10 +229,7 @@ def _read_pooling(folder: Path, truncate_dim: int | None) -> Pooling | None:
 
 
 def _modules(folder: Path) -> list[tuple[str, str]] | None:
-    """Return the class and the folder of each module in modules.json; None without that file.
-
-    The class has no package in front if it is one of the library.
-    """
+    """Return the class, without the library's package, and the folder of each module, or None."""
     path = checked_path_or_none(folder, "modules.json")
     if path is None:
         return None
@@ -313,10 +302,7 @@ def _prompts(file: Path, keys: Mapping[str, object]) -> tuple[dict[str, str], st
 
 
 def _length_of_tokenizer(folder: Path) -> int | None:
-    """Return model_max_length of tokenizer_config.json, which is the limit since version 6.
-
-    "No limit" is a number of 31 digits there, which strict JSON refuses.
-    """
+    """Return model_max_length, or None for 31 digits ("no limit"), which strict JSON refuses."""
     path = checked_path_or_none(folder, "tokenizer_config.json")
     if path is None:
         return None

@@ -19,14 +19,6 @@ from regard.span import Positions, Span
 class SpeechEncoder(Encoder):
     """An encoder of speech: log-mel features -> convolutions and positions -> blocks -> norm.
 
-    Args:
-        embed: a `LogMelEmbedding`.
-        layers: the blocks, called as block(x, positions).
-        norm: the norm after the last block.
-
-    Raises:
-        ArgumentError: when called: as in `LogMelEmbedding`, or segments are given.
-
     >>> from regard.positions import LearnedPositions
     >>> embed = LogMelEmbedding(80, 4, LearnedPositions(1500, 4))
     >>> SpeechEncoder(embed, [], torch.nn.Identity())(torch.zeros(1, 80, 6)).shape

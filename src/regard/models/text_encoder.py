@@ -92,7 +92,6 @@ class TokenBatch(NamedTuple):
     """The tokens of a batch of texts, padded to one length.
 
     Attributes:
-        ids: token ids [B, S].
         positions: positions [B, S], -1 in the padding after a shorter text.
         segments: segment ids (token_type_ids) [B, S]: 0 for a text, 1 for the second one of a pair.
     """
@@ -195,8 +194,7 @@ class TextEncoder(TextModel):
     def _token_rows(
         self, firsts: Sequence[str], others: Sequence[str | None], *, truncate: bool
     ) -> list[tuple[list[int], list[int]]]:
-        """Return the ids and the segments of each text or pair, checked against `max_seq_length`.
-        """
+        """Return the ids and segments of texts or pairs, checked against `max_seq_length`."""
         rows = self.tokenizer.encode_pairs(firsts, others)
         for i, (pair, row) in enumerate(zip(zip(firsts, others, strict=True), rows, strict=True)):
             over = 0 if self.max_seq_length is None else len(row[0]) - self.max_seq_length
@@ -422,8 +420,7 @@ class TextEncoder(TextModel):
             return why_not_packed_encoder(encoder)
 
     def _padded_states(self, rows: Sequence[tuple[list[int], list[int]]]) -> tuple[Tensor, Tensor]:
-        """Return the states of texts and their positions [B, S], by the network as it is written.
-        """
+        """Return the states of texts and positions [B, S], by the network as written."""
         ids, positions = pad_right([row[0] for row in rows], self.device)
         segments = pad_right([row[1] for row in rows], self.device)[0]
         return self.hidden(ids, positions, segments), positions

@@ -1,6 +1,4 @@
-"""The base class of `Model`, `TextEncoder` and `Seq2Seq`: tokenizer, device, dtype, decoding,
-saving.
-"""
+"""The base class of `Model`, `TextEncoder` and `Seq2Seq`: tokenizer, device, dtype, saving."""
 
 from __future__ import annotations
 
@@ -27,14 +25,7 @@ class TextModel:
     `forward`, `encode`, `decode`, `device`, `dtype` and `save`.
 
     Args:
-        network: the module that computes.
-        tokenizer: converts texts to ids and back; None raises where one is needed.
-        config: the frozen config of the network's family.
-        newly_initialized: names of weights that the checkpoint lacked.
-        ignored: parts of the checkpoint that were not used.
-
     Attributes:
-        config: the frozen config of the network's family.
         newly_initialized: names of weights that the checkpoint lacked and was allowed to lack. They
             have random values and are not trained.
         ignored: keys of config.json, tensors and files that the checkpoint has and that were not
@@ -128,12 +119,7 @@ class TextModel:
         return texts if ids.ndim == 2 else texts[0]
 
     def save(self, folder: str | Path) -> Path:
-        """Write the model to a folder that `regard.load` and transformers can read.
-
-        The folder holds config.json, model.safetensors, and tokenizer.json if the model has a
-        tokenizer. The folder is complete or it is not there: it is written under another name first
-        and then renamed.
-        """
+        """Write a complete folder, or none, that `regard.load` and transformers read."""
         return save_model(
             self._network,
             self.config,
@@ -144,10 +130,7 @@ class TextModel:
         )
 
     def taps(self, *, patterns: bool = True) -> tuple[str, ...]:
-        """List the taps of the model: the names that `regard.Trace` captures and edits.
-
-        The model runs once, on two tokens.
-        """
+        """List the taps of the model for `regard.Trace`, by a run on two tokens."""
         return list_taps(self._example_run(), patterns=patterns)
 
     def _example_run(self) -> Callable[[], object]:
@@ -162,11 +145,7 @@ class TextModel:
 
 
 def as_text_list(texts: str | Sequence[str], name: str = "texts") -> list[str]:
-    """Return one text, or several, as a list.
-
-    >>> as_text_list("one"), as_text_list(["one", "two"])
-    (['one'], ['one', 'two'])
-    """
+    """Return one text, or several, as a list."""
     text_list = [texts] if isinstance(texts, str) else list(texts)
     if not text_list:
         raise ArgumentError(f"{name} is empty; give at least one text")
@@ -179,11 +158,7 @@ def as_text_list(texts: str | Sequence[str], name: str = "texts") -> list[str]:
 def pad_right(
     rows: Sequence[Sequence[int]], device: torch.device | None = None
 ) -> tuple[Int[Tensor, "B S"], Int[Tensor, "B S"]]:
-    """Stack rows of different length into one tensor, with zeros after the shorter ones.
-
-    >>> pad_right([[5, 6, 7], [8]])[0].tolist(), pad_right([[5, 6, 7], [8]])[1].tolist()
-    ([[5, 6, 7], [8, 0, 0]], [[0, 1, 2], [0, -1, -1]])
-    """
+    """Stack rows of different length into one tensor, with zeros after the shorter ones."""
     longest = max(map(len, rows))
     sizes = torch.tensor([len(row) for row in rows], device=device)[:, None]
     padded = [[*row, *[0] * (longest - len(row))] for row in rows]

@@ -35,13 +35,9 @@ grows with the distance, and "none" uses no positions.
 
 
 def with_positions(mixer: Mixer, scheme: PositionScheme, *, base: float = 10000.0) -> Mixer:
-    """Return a mechanism with another position scheme instead of its rotary positions or ALiBi.
-
-    "rope": q and k are rotated by their positions, after all other steps; "alibi": s_ij - m_h (i -
-    j); "none": neither
-
-    Source: rope: Su et al. 2021 (arXiv 2104.09864); alibi: Press et al. 2021 (arXiv 2108.12409);
-    none: Haviv et al. 2022 (arXiv 2203.16634).
+    """Return a mechanism with other positions: "rope" rotates q and k after all other steps,
+    "alibi" subtracts m_h (i - j), "none" does neither. Source: arXiv 2104.09864; arXiv 2108.12409;
+    arXiv 2203.16634.
     """
     if scheme not in get_args(PositionScheme):
         raise ArgumentError(
@@ -121,9 +117,7 @@ def _plain_projections(mixer: Mixer) -> Sequence[HeadProjection | FusedQKV] | No
 
 
 def _without_finishes(project: Projection) -> Projection:
-    """Return the projection inside gates and other steps on the result, unless a step is defined
-    together with the positions.
-    """
+    """Return the projection inside gates and other steps that are not bound to positions."""
     if isinstance(project, GatedProjection):
         return project.project
     if isinstance(project, FinishedProjection) and not any(
@@ -148,9 +142,8 @@ def _with_mask_and_bias(attention: Attention, mask: Mask | None, bias: Bias | No
 
 
 Position: TypeAlias = Literal["catalogue", "rope", "alibi", "learned", "sinusoidal", "none"]
-"""The source of positions in a decoder: "catalogue" leaves the mechanism as it is; "rope" rotates
-queries and keys, "alibi" adds a bias to the scores, "learned" and "sinusoidal" add vectors to the
-embedding, and "none" uses no positions.
+"""The source of positions in a decoder: "catalogue" leaves the mechanism as it is, "rope" and
+"alibi" change it, "learned" and "sinusoidal" add vectors to the embedding.
 """
 
 EMBEDDING_POSITIONS = ("learned", "sinusoidal")

@@ -1,7 +1,5 @@
-"""What a layer costs in `regard cost --mechanisms` if its mechanism is not counted without torch.
-
-The layer is built without memory for its weights, and says what it stores and computes; that is
-what `regard describe` prints of it.
+"""What a layer costs in `regard cost --mechanisms` if its mechanism is not counted without torch:
+it is built without memory for its weights.
 """
 
 from __future__ import annotations

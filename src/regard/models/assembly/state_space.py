@@ -46,9 +46,7 @@ from regard.positions import Rotary
 
 Mamba2Hybrid: TypeAlias = BambaConfig | GraniteHybridConfig
 FLOAT32 = ("*.rule.A_log", "*.rule.dt_bias", "*.rule.skip")
-"""Parameters of the recurrence that stay in float32 or better: an error of a decay grows with the
-number of tokens.
-"""
+"""Parameters that stay in float32 or better: errors of decays grow with the tokens."""
 
 
 def mixer(
@@ -130,8 +128,7 @@ def names(stored: str, ours: str) -> NameTable:
 
 
 def filters(parameter_name: str) -> TensorRule:
-    """Return the rule of the filters of a convolution, which are stored as [channels, 1, kernel].
-    """
+    """Return the rule of the filters of a convolution, stored as [channels, 1, kernel]."""
     return TensorRule(
         (parameter_name,), lambda stored, _: (stored[:, 0],), lambda parts: parts[0][:, None]
     )

@@ -1,8 +1,5 @@
-"""`convert`: convert a checkpoint folder into another, with other heads, positions or another
-dtype, and report what changed.
-
-The new folder is written completely or not at all, with every file of the source that is not a
-weight.
+"""`convert`: write a checkpoint folder completely or not at all as another one, with other heads,
+positions or another dtype, and report what changed.
 """
 
 from __future__ import annotations
@@ -495,13 +492,7 @@ def _finetuned(
 
 
 def check_out(source: Path, out: Path) -> None:
-    """Check that a conversion would not overwrite anything.
-
-    >>> check_out(Path("a"), Path("a"))
-    Traceback (most recent call last):
-    regard.errors.ArgumentError: out is a, which is the source or is inside it; a
-    conversion never writes there: give another folder
-    """
+    """Check that a conversion would not overwrite anything."""
     if out.resolve() == source.resolve() or source.resolve() in out.resolve().parents:
         raise ArgumentError(
             f"out is {out}, which is the source or is inside it; a conversion never writes there: "
@@ -516,10 +507,7 @@ def check_out(source: Path, out: Path) -> None:
 
 @contextmanager
 def staging_folder(source: Path, out: Path) -> Iterator[Path]:
-    """Create a folder next to `out` that is to become it, and that no other process uses.
-
-    After an error the folder is deleted. Folders that a killed conversion left are deleted, too.
-    """
+    """Create a folder next to `out` that is to become it, or goes after an error."""
     check_out(source, out)
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
@@ -544,9 +532,7 @@ def rename_to(folder: Path, out: Path) -> None:
 
 
 def write_checkpoint(checkpoint: Checkpoint, source: Path, raw: Raw, folder: Path) -> None:
-    """Write a converted checkpoint into a folder, with every file of the source that is not a
-    weight.
-    """
+    """Write a converted checkpoint, with every file of the source that is not a weight."""
     assert checkpoint.network.head is not None  # `convert` raises for a model without one
     head = checkpoint.network.head
     record = getattr(head, "stored_weight", None)  # its weight would be dequantized to be read

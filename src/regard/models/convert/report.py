@@ -28,12 +28,7 @@ the loss by 0.6 nats appeared as 0.02.
 
 
 class EvalWindows(NamedTuple):
-    """Token ids on which models are evaluated.
-
-    Attributes:
-        ids: ids [N, T], N windows of T tokens.
-        text: a description of the text; empty if the ids are random.
-    """
+    """Token ids [N, T] on which models are evaluated; `text` is empty if they are random."""
 
     ids: Int[Tensor, "N T"]
     text: str
@@ -94,12 +89,9 @@ class ModelComparison:
 
 
 def evaluation_windows(model: Model, text: str | None, length: int, limit: int) -> EvalWindows:
-    """Return ids for an evaluation; without a tokenizer and a text they are random, and have no
-    loss.
-
-    The built-in text is the documentation of Python's language topics that `pydoc` prints, which
-    every Python contains: about 465,000 characters of English and examples. The windows are spread
-    evenly over it. Of a given text the beginning is used.
+    """Return ids for an evaluation, random ones without a loss if tokenizer or text is missing; the
+    built-in text is Python's language topics of `pydoc`, 465,000 characters, over which windows are
+    spread.
     """
     for name, value in (("length", length), ("tokens", limit)):
         if value < MIN_TOKENS:
@@ -216,8 +208,7 @@ def _rows(ids: Tensor, length: int) -> Tensor:
 
 
 def _spread(ids: Tensor, length: int, rows: int) -> Tensor:
-    """Return windows spread evenly over the ids, without overlap: `rows`, or as many as there are.
-    """
+    """Return `rows` windows spread evenly over the ids, or as many as there are."""
     rows = max(1, min(rows, len(ids) // length))
     starts = [i * len(ids) // rows for i in range(rows)]
     return torch.stack([ids[a : a + length] for a in starts])
@@ -256,14 +247,7 @@ class FinetuneResult:
 
 @dataclass(frozen=True)
 class ModelSummary:
-    """A model's family, dtype and sizes.
-
-    Attributes:
-        model_type: the `model_type` of its family.
-        dtype: the dtype of most parameters.
-        parameters: the number of parameters.
-        cached_values: the number of values that its caches store per token, over all layers.
-    """
+    """A model's family, dtype and sizes; `cached_values` are those per token over all layers."""
 
     model_type: str
     dtype: str

@@ -1,9 +1,5 @@
-"""Conversions of rotary positions: to the other layout, that is, which dims of a head form a pair,
-and to a longer context by rotary scaling.
-
-"half" pairs dims (i, i + d/2), as in Hugging Face's Llama; "interleaved" pairs (2i, 2i + 1), as in
-Meta's files and GPT-J. Both rotate pair i by the same angle, so that the same permutation of the
-rows of queries and keys converts one into the other exactly. Values and outputs do not change.
+"""Conversions of rotary positions: to the other layout ("half" pairs dims (i, i + d/2),
+"interleaved" (2i, 2i + 1)) by an exact permutation of query and key rows, and to a longer context.
 """
 
 from __future__ import annotations
@@ -107,13 +103,7 @@ def to_layout(
 
 
 def row_order(pairs: int, layout: Layout) -> Int[Tensor, " d"]:
-    """Return, for each row of this layout, the index of its row in the other layout.
-
-    >>> row_order(2, "interleaved").tolist(), row_order(2, "half").tolist()
-    ([0, 2, 1, 3], [0, 2, 1, 3])
-    >>> row_order(3, "interleaved").tolist(), row_order(3, "half").tolist()
-    ([0, 3, 1, 4, 2, 5], [0, 2, 4, 1, 3, 5])
-    """
+    """Return, for each row of this layout, the index of its row in the other layout."""
     shape = (2, pairs) if layout == "interleaved" else (pairs, 2)
     return torch.arange(2 * pairs, device="cpu").view(shape).T.flatten()
 

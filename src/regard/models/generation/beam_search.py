@@ -156,9 +156,7 @@ def _check(first: Tensor, limit: int, beams: int, length_penalty: float) -> None
 
 
 class _BeamSearch:
-    """The state of a beam search: candidates [B, R, n], the sums [B, R] of their log probabilities,
-    and the texts found so far.
-    """
+    """The state of a beam search: candidates [B, R, n], log probabilities [B, R], found texts."""
 
     def __init__(
         self, rows: int, beams: int, limit: int, length_penalty: float, end_ids: Tensor
@@ -200,9 +198,7 @@ class _BeamSearch:
         return rows.flatten(), token.gather(1, next_beams).flatten()
 
     def _keep(self, texts: Tensor, value: Tensor, whole: Tensor, ended: Tensor) -> None:
-        """Store the complete texts among the first `beams` continuations; a row keeps its best
-        ones.
-        """
+        """Store the complete texts among the first `beams`; a row keeps its best ones."""
         size = texts.shape[2] ** self.length_penalty
         for b, best_texts in enumerate(self.hypotheses):
             if not self._open[b]:
@@ -256,11 +252,8 @@ class BeamSearchResult:
     """The result of a beam search for a prompt, with its cost.
 
     Attributes:
-        completions: at most `beams` texts, best first.
-        seconds: the time of the whole search.
         prefill_seconds, prompt_tokens: the time for reading the prompt, and the number of tokens
             read: all but the last, with which the search begins.
-        steps: the number of decoding steps.
         cache_bytes: the number of bytes in the caches of all beams at the end.
     """
 

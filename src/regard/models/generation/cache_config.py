@@ -278,9 +278,7 @@ class CacheConfig:
     def _choosing(
         self, i: int, attention: Attention, number: int, layers: int
     ) -> EvictingAttention | QuestAttention:
-        """Return the attention of layer i with the rule of this cache; it is layer `number` of
-        those that keep every token.
-        """
+        """Return layer i's attention with this rule; it is the `number`-th that can have it."""
         assert self.max_context is not None, "the constructor requires it"
         plain = type(attention) is Attention and attention.mask == Causal()
         if not plain or attention.bias is not None or attention.score is not None:
@@ -330,9 +328,7 @@ class CacheConfig:
 
 
 def _with_mask(attention: Attention, mask: Mask, *, in_place: bool = False) -> Attention:
-    """Add a mask to the attention, or make it a `StreamingAttention` where that is possible, unless
-    `in_place`.
-    """
+    """Add a mask to the attention, or if possible and not `in_place`, make it streaming."""
     bound = mask.reach()
     if not in_place and bound.sinks and attention.mask == Causal() and attention.bias is None:
         try:

@@ -28,9 +28,7 @@ workspaces; `torch.cuda.make_graphed_callables` runs as many. They are steps of 
 """
 
 Step: TypeAlias = Callable[[], Tensor]
-"""A decoding step without arguments: it reads and writes memory that stays where it is, and returns
-the logits.
-"""
+"""A decoding step on memory that stays where it is, which returns the logits."""
 
 
 class StepRecorder(Protocol):
@@ -46,11 +44,7 @@ class StepRecorder(Protocol):
 
 
 class CudaGraphRecorder:
-    """Captures a step as a `torch.cuda.CUDAGraph`, on a stream of its own.
-
-    Args:
-        device: a CUDA device.
-    """
+    """Captures a step as a `torch.cuda.CUDAGraph`, on a stream of its own."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -238,10 +232,7 @@ def check_captured(session: DecodeSession, *, has_recorder: bool = False) -> Non
 
 
 def why_not_captured(decoder: Decoder, caches: Sequence[Cache]) -> list[str]:
-    """Return why the step of a decoder with these caches cannot be captured; empty if it can.
-
-    A module or a cache says so itself, in `static_step_refusal`.
-    """
+    """Return why the step of a decoder with these caches cannot be captured; empty if it can."""
     reasons: dict[str, str] = {}
     for name, module in decoder.named_modules():
         if module._forward_hooks or module._forward_pre_hooks:

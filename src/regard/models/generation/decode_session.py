@@ -321,14 +321,7 @@ def check_prefix(
 def encode_prompt(
     model: LanguageModel, prompt: Prompt, prefix: PrefixCache | None = None
 ) -> list[int]:
-    """Convert a prompt to ids: a text with special tokens unless it continues a prefix, and ids as
-    they are.
-
-    >>> import regard, torch
-    >>> model = regard.load("tiny")
-    >>> encode_prompt(model, torch.tensor([[5, 6]])), encode_prompt(model, "To be") == [5, 6]
-    ([5, 6], False)
-    """
+    """Convert a prompt to ids: a text gets special tokens unless it continues a prefix."""
     if isinstance(prompt, str):
         if prefix is None:
             ids = model.encode(prompt)[0].tolist()
@@ -363,11 +356,7 @@ def _ids_of(prompt: object) -> list[int]:
 
 
 def is_single_prompt(prompt: object) -> bool:
-    """Return whether an argument is one prompt, and not a list or tuple of prompts.
-
-    >>> is_single_prompt([5, 6]), is_single_prompt([[5, 6]]), is_single_prompt("to")
-    (True, False, True)
-    """
+    """Return whether an argument is one prompt, and not a list or tuple of prompts."""
     if not isinstance(prompt, (list, tuple)):
         return True
     return bool(prompt) and all(isinstance(index, int) for index in prompt)

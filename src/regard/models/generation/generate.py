@@ -235,8 +235,6 @@ class _GenerationLoop:
     """The generation loop of `BatchGeneration` and `Generation`, with its measurements.
 
     Attributes:
-        rows: a `Continuation` for each prompt.
-        seconds: the time in the model so far.
         prefill_seconds: the part of it for reading the prompts.
         decode_seconds: the part of it after the first token of each row, which the pass over the
             prompt gives.
@@ -295,8 +293,7 @@ class _GenerationLoop:
 
     @property
     def tokens_per_second(self) -> float:
-        """The new tokens of all rows per second of model time, including the pass over the prompts.
-        """
+        """The new tokens of all rows per second of model time, prompts included."""
         tokens = sum(len(row.ids) for row in self.rows)
         return tokens / self.seconds if self.seconds else 0.0
 
@@ -307,8 +304,7 @@ class _GenerationLoop:
 
     @property
     def decode_tokens_per_second(self) -> float:
-        """The tokens of all rows per second after the first of each row; 0 if there was only one.
-        """
+        """The tokens per second after the first of each row; 0 if there was only one."""
         return self._decoded_tokens / self.decode_seconds if self.decode_seconds else 0.0
 
     def _checked_config(self) -> CacheConfig:
