@@ -26,8 +26,7 @@ _finite: ContextVar[bool] = ContextVar("finite", default=False)
 def checks(*, finite: bool = True) -> Iterator[None]:
     """Check the inputs of every attention call in the block for NaN and infinities.
 
-    This is off by default, because it reads every input once more; a NaN in a visible value then
-    propagates to the output.
+    Off by default, because it reads every input once more.
 
     Args:
         finite: whether q, k and v must be finite.
@@ -36,8 +35,7 @@ def checks(*, finite: bool = True) -> Iterator[None]:
         None.
 
     Raises:
-        ArgumentError: from the attention call, with the name of the tensor, the number of
-            non-finite values and the index of the first.
+        ArgumentError: from the attention call, which names the tensor and the first index.
 
     >>> import torch, regard
     >>> q = torch.full((1, 1, 2, 4), float("nan"))

@@ -16,8 +16,6 @@ class RegardError(Exception):
     >>> error = ArgumentError(argument="rank", value=9, allowed="at most 2")
     >>> str(error), error.argument
     ('rank is 9; it must be at most 2', 'rank')
-    >>> ArgumentError("rank is 9, above dim 2", argument="rank").argument
-    'rank'
     """
 
     argument: str | None

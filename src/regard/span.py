@@ -21,10 +21,9 @@ EMPTY = -1
 class Span:
     """The positions start, start + 1, ..., start + length - 1, the same for every batch row.
 
-    A position below 0 is a slot without a token, as in a tensor, unless `tokens` is True. This is
-    the case when no positions are given and there are more queries than keys: the queries end where
-    the keys end, so that the first queries are tokens before every key. They see nothing under a
-    causal mask, and everything without one.
+    A position below 0 is a slot without a token, unless `tokens` is True, as where no positions are
+    given and there are more queries than keys: the first queries are tokens before every key, which
+    see nothing under a causal mask, and everything without one.
 
     Args:
         start: the first position; it may be negative.

@@ -44,14 +44,14 @@ def model_of(source: str, count_stored: SizeCount | None = None) -> ModelSpec:
     """Return the sizes of a published model, of a config.json, or of a folder with one.
 
     Args:
-        source: a name in `PUBLISHED_MODELS`, in upper or lower case; `tiny`; or a path.
-        count_stored: counts the weights of a quantized folder, as for `read_sizes_file`.
+        source: a name in `PUBLISHED_MODELS`, in any case; `tiny`; or a path.
+        count_stored: counts the weights of a quantized folder as stored.
 
     Returns:
         The sizes, with their source as a note.
 
     Raises:
-        ArgumentError: neither a model nor a file has this name; the message has similar names.
+        ArgumentError: neither a model nor a file has this name.
         FileError: the path has no readable config.json.
 
     >>> model_of("gpt3").attention_parameters

@@ -291,8 +291,7 @@ def gated_delta_net(dim: int, shape: HeadShape) -> DeltaSpec:
 
 
 def infini_state(groups: int, D: int, E: int, layers: int = 1) -> int:
-    """Return the number of values in the compressive memory, M and z, which does not depend on the
-    length: D (E + 1) per key/value head and layer.
+    """Return the number of values in the compressive memory M and z, D (E + 1) per key/value head.
 
     Args:
         groups: G, the number of key/value heads.
@@ -314,11 +313,11 @@ def infini_state(groups: int, D: int, E: int, layers: int = 1) -> int:
 def infini_flops(
     heads: int, groups: int, local_keys: int, D: int, E: int, *, delta: bool = False
 ) -> int:
-    """Return the FLOPs of one token after its projections: local softmax attention over
-    `local_keys` keys, one memory read per query head, and one memory write per key/value head.
+    """Return the FLOPs of one token after its projections: local softmax attention, one memory read
+    per query head, and one memory write per key/value head.
 
-    A read computes sigma(q) M and sigma(q) z: 2 D (E + 1). A write adds sigma(k)^T v to M and
-    sigma(k) to z: 2 D E + D. Under the delta rule, every key reads the memory too.
+    A read computes sigma(q) M and sigma(q) z: 2 D (E + 1); a write adds sigma(k)^T v and sigma(k):
+    2 D E + D. Under the delta rule, every key reads the memory too.
 
     Args:
         heads: H, the number of query heads.
@@ -395,8 +394,7 @@ class InfiniSpec(Spec):
 
     @property
     def bounded(self) -> bool:
-        """True: a full segment is moved into the memory, so the cache does not grow without bound.
-        """
+        """True: a full segment is moved into the memory, so that the cache stays bounded."""
         return True
 
     @property

@@ -113,12 +113,11 @@ class Setting:
     """The conditions under which a model runs: context length, batch size and number formats.
 
     Args:
-        context: the context length. For a prompt, it is the number of tokens; for decoding, it is
-            the number of tokens up to and including the decoded one.
+        context: the tokens of a prompt, or those up to and including the decoded one.
         batch: the number of sequences that run together.
         dtype: the number format of weights.
-        kv_dtype: the number format of the KV cache; None is the format of weights, or bf16 if that
-            has fewer than 16 bits.
+        kv_dtype: that of the KV cache; None is that of weights, or bf16 if it has fewer than 16
+            bits.
 
     Raises:
         ArgumentError: context or batch is less than 1, or a format is not known.
@@ -153,8 +152,8 @@ class CostReport:
     """The cost of a model under a setting; `as_json()` returns all figures.
 
     Args:
-        model: the sizes of the model, as `regard.cost.model_of` returns them.
-        setting: context length, batch size and number formats.
+        model: the sizes of the model, from `regard.cost.model_of`.
+        setting: the conditions.
 
     Raises:
         ArgumentError: the context is longer than the model's learned positions.
@@ -186,10 +185,7 @@ class CostReport:
 
     @cached_property
     def kv_bytes_per_token(self) -> int:
-        """Bytes that one token adds to the caches of all layers.
-
-        Layers with a window drop the token later.
-        """
+        """Bytes that one token adds to the caches; layers with a window drop it later."""
         return self._token_bytes(lambda cached: not cached.from_source)
 
     @cached_property
@@ -245,7 +241,7 @@ class CostReport:
         return _round_up(Fraction(self.model.parameters * BITS[self.setting.dtype], 8))
 
     def active_bytes(self, tokens: int) -> int:
-        """Return the bytes of the parameters that some tokens use together, each read once.
+        """Return the bytes of the parameters that some tokens use together.
 
         Args:
             tokens: the number of tokens.
@@ -294,9 +290,8 @@ class CostReport:
 
     @property
     def decode_flops(self) -> int:
-        """FLOPs of the token at position context - 1, for the whole batch.
-
-        Latent attention counts in the form with fewer FLOPs.
+        """FLOPs of the token at position context - 1 for the batch, in latent attention's cheaper
+        form.
         """
         return self._decode(None)
 
@@ -336,7 +331,7 @@ class CostReport:
         """Return all figures by name, as plain values for JSON.
 
         Returns:
-            A dictionary of numbers, strings and dictionaries; memory in bytes, work in FLOPs.
+            Numbers, strings and dictionaries; memory in bytes, work in FLOPs.
         """
         model, setting = self.model, self.setting
         return {

@@ -13,10 +13,9 @@ from regard.units import plural
 
 
 def attention_flops(pairs: int, D: int, E: int) -> int:
-    """Return the FLOPs of the scores and of the weighted sum of values for a number of query-key
-    pairs.
+    """Return the FLOPs of scores and weighted sums for a number of query-key pairs.
 
-    2 pairs D for q k^T and 2 pairs E for p v. The softmax itself is not counted, as is usual.
+    2 pairs D for q k^T and 2 pairs E for p v, without the softmax, as is usual.
 
     Args:
         pairs: the number of query-key pairs, over all batch rows and query heads.

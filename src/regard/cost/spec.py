@@ -18,9 +18,6 @@ class Quantity:
     Args:
         value: the number.
         formula: the formula, with its numbers filled in; empty if there is none.
-
-    >>> print(Quantity(2048, "2 G D = 2 x 8 x 128"))
-    2,048 = 2 G D = 2 x 8 x 128
     """
 
     value: int
@@ -35,8 +32,7 @@ NO_QUANTITY = Quantity(0, "")
 
 @dataclass(frozen=True)
 class Description:
-    """The cost of one layer at a context of `context` tokens, for batch 1, as `describe()` returns
-    it.
+    """The cost of one layer at a context, for batch 1, as `describe()` returns it.
 
     Args:
         name: the mechanism.
@@ -207,10 +203,8 @@ class Spec(ABC):
     """The cost of one layer of a mechanism, as a function of its sizes and of the context.
 
     Args:
-        weights: the parameters of the layer: computed from sizes by the classmethod `of`, or
-            counted in a built module.
-        parts: the number of heads and their width for each cached part of a token; empty if nothing
-            is cached by token.
+        weights: the parameters, computed from sizes by `of`, or counted in a built module.
+        parts: heads and their width for each cached part of a token; empty without such.
     """
 
     weights: ParameterCounts
@@ -225,8 +219,6 @@ class Spec(ABC):
     def step(self, context: int) -> Quantity:
         """Return the FLOPs of the decoded token at position context - 1, without linear maps.
 
-        Linear maps take 2 more FLOPs for each value of `weights.multiplied_once`.
-
         Args:
             context: the number of tokens up to and including the decoded one.
 
@@ -237,8 +229,6 @@ class Spec(ABC):
     @abstractmethod
     def prefill_flops(self, context: int) -> int:
         """Return the FLOPs of the first `context` tokens at once, without linear maps.
-
-        Linear maps take 2 more FLOPs for each value of `weights.multiplied_once` and each token.
 
         Args:
             context: the number of tokens.

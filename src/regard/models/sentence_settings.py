@@ -29,8 +29,7 @@ class Pooling:
 
     Args:
         mode: a `PoolingMode`.
-        normalize: whether the vector is divided by its length, so that the dot product of two
-            vectors is their cosine similarity.
+        normalize: whether the vector is divided by its length.
         include_prompt: whether the tokens of a prompt before the text count.
         truncate_dim: the number of dimensions that are kept, after the division; None is all.
 

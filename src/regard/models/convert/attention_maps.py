@@ -219,7 +219,7 @@ class ConversionStep:
     Args:
         what: a description.
         layers: the errors of each layer; empty if no weight changed.
-        curve: rank -> relative error, as root mean square over layers; empty if there is no rank.
+        curve: rank -> relative error, a root mean square over layers; empty without ranks.
         notes: remarks on the result.
     """
 

@@ -38,12 +38,11 @@ def to_groups(
 ) -> tuple[Checkpoint, ConversionStep]:
     """Change the number G of key/value heads; the number of query heads stays.
 
-    More heads: each is repeated, k_h = k_{h // (G'/G)}, which is exact. Fewer, "mean": the maps of
-    neighbours are averaged, for keys and for values (Ainslie et al.). Fewer, "svd": k_j ~ C_j k
-    where C_j is moved into the query maps, and v_j ~ C_j v, where C_j is moved into the output
-    maps. This choice minimizes sum_h |W_q,h^T W_k - W_q,h'^T W_k'|^2 and sum_h |W_o,h W_v - W_o,h'
-    W_v'|^2. A map of keys must commute with the rotation, so C_j is one complex number for each
-    rotary pair, and any matrix where dims are not rotated.
+    More heads: each is repeated, k_h = k_{h // (G'/G)}, exactly. Fewer, "mean": the maps of
+    neighbours are averaged. Fewer, "svd": k_j ~ C_j k and v_j ~ C_j v, with C_j moved into query
+    and output maps, minimize sum_h |W_q,h^T W_k - W_q,h'^T W_k'|^2 and sum_h |W_o,h W_v - W_o,h'
+    W_v'|^2; for keys C_j commutes with the rotation: one complex number for each rotary pair, and
+    any matrix where dims are not rotated.
 
     Args:
         checkpoint: a decoder whose attention has separate maps.

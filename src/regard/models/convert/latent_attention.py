@@ -151,8 +151,8 @@ def to_latent(checkpoint: Checkpoint, rank: int | None = None) -> tuple[Checkpoi
 
     [c; k_r] = W_dkv x;  k_h = [W_uk,h c; R_s k_r], v_h = W_uv,h c;  q_h = [q_h; R_t conj(c_h) q_h]
 
-    DeepSeek's layer applies an RMS norm to c. One number of c is a constant that is much larger
-    than the others, so that the norm divides every token by nearly the same number.
+    DeepSeek's layer applies an RMS norm to c, in which one large constant makes the norm divide
+    every token by nearly the same number.
 
     Args:
         checkpoint: a decoder of pre-norm blocks with causal grouped queries and SwiGLU: llama,

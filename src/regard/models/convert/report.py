@@ -38,22 +38,19 @@ class EvalWindows(NamedTuple):
 class ModelComparison:
     """Two models compared on the same ids.
 
-    Each window is read separately, and the standard error of a mean over n windows is s / sqrt(n),
-    with s their standard deviation (with n - 1); it is NaN for one window. The standard error of a
-    difference is computed from the differences per window, so that a window that is
-    difficult for both models does not increase it.
+    Each window is read separately. A standard error over n windows is s / sqrt(n) (NaN for one),
+    that of a difference from the differences per window.
 
     Args:
         tokens: the number of predicted tokens.
         rows, length: the number of windows, and the tokens of each.
-        divergence, divergence_error: the mean KL(before | after) in nats per token, and its
-            standard error.
+        divergence, divergence_error: the mean KL(before | after) in nats per token, and its error.
         agreement, agreement_error: how often both models have the same most likely token.
         loss_before, loss_after: the mean loss in nats per token; NaN without a text.
         loss_change, loss_change_error: after - before.
         largest: the largest absolute difference of a logit.
-        relative: the norm of the differences of the logits, divided by the norm of the logits; the
-            mean over the vocabulary, which softmax ignores, is subtracted first.
+        relative: the norm of the differences of the logits over the norm of the logits, each
+            without its mean over the vocabulary.
         text: a description of the text; empty if the ids are random.
     """
 
@@ -136,8 +133,7 @@ def compare_models(
     Args:
         before, after: functions from ids [1, T] to logits [1, T, V].
         ids: the windows [N, T].
-        text: a description of the text; empty if the ids are random, in which case there is no
-            loss.
+        text: a description of the text; empty if the ids are random, without a loss.
 
     Returns:
         The comparison.
@@ -227,8 +223,7 @@ class FinetuneResult:
             tokens per row, and the random seed of their order.
         tokens: the number of tokens of the training text.
         loss_before, loss_after: the mean loss on it in nats per token.
-        held_tokens: the number of tokens of its last part, which is held out; 0 if the text is too
-            short.
+        held_tokens: the number of tokens of its last part, which is held out, or 0.
         held_before, held_after: the mean loss on that part in nats per token, NaN without one.
     """
 
@@ -266,8 +261,7 @@ class ConversionReport:
         measured: both models compared on a text; the second one as loaded from the folder written.
         finetuning: the training steps after the conversion, or None.
         ignored: parts of the source's folder that were ignored; the result does not have them.
-        hidden_errors: the relative change of the hidden states after each layer, where weights are
-            stored in fewer bits; otherwise empty.
+        hidden_errors: the relative change of hidden states by layer, for stored weights; or empty.
     """
 
     source: str

@@ -79,9 +79,8 @@ class CudaGraphRecorder:
 class CapturedSession:
     """A `DecodeSession` that has read its prompts, as one captured step with static caches.
 
-    The first steps run without capture, the next one is captured, and all later ones run again from
-    the captured graph: the same function in the same memory. Rows that are finished stay in it, and
-    what they compute is not returned.
+    The first steps run without capture, the next one is captured, and later ones run from the
+    graph, in the same memory. Finished rows stay in it, and what they compute is not returned.
 
     Args:
         session: a session that has read the prompts; its caches are copied.
@@ -186,8 +185,8 @@ class CapturedSession:
 
     @torch.inference_mode()
     def refill(self, session: DecodeSession) -> None:
-        """Start again from another session that has read its prompts, in the same memory, so that a
-        captured step stays as it is.
+        """Start again from another session that has read its prompts, in the memory of the captured
+        step.
 
         Args:
             session: a session of the same decoder, with as many rows, and no more tokens.

@@ -55,9 +55,8 @@ class LanguageModel(Protocol):
 class DecodeSession:
     """A decoder with the caches of a batch; each token is computed once.
 
-    A decoder whose rotary frequencies depend on the length runs in a `regard.nn.PrefixRecomputer`.
-    It computes the prefix again when the frequencies change, so that decoding with a cache gives
-    the same result as one pass. Such a prompt is read in one pass.
+    Where rotary frequencies depend on the length, it runs in a `regard.nn.PrefixRecomputer`, which
+    computes the prefix again when they change, so that decoding equals one pass.
 
     Args:
         decoder: the network.
@@ -113,10 +112,9 @@ class DecodeSession:
 
         Args:
             ids: token ids [B, T], T at least 1.
-            positions: positions [B, T], -1 for padding; None continues from the last token of each
-                row.
-            chunk: the number of tokens per forward pass; None is one pass. It does not change the
-                result.
+            positions: positions [B, T], -1 for padding; None continues each row.
+            chunk: the number of tokens per forward pass, without influence on the result; None is
+                one.
 
         Returns:
             Logits [B, V] for the token after the last slot of each row.
@@ -215,9 +213,8 @@ def pad_left(
 class PrefixCache:
     """A prompt that a model has read, whose caches several continuations share (prefix caching).
 
-    `model.cache_prefix` creates it. The ids of a continuation are the ids of the prefix, followed
-    by those of the new text. The two texts are tokenized separately, so that a word across the
-    border may have other tokens than in the joined text.
+    `model.cache_prefix` creates it. Prefix and continuation are tokenized separately, so that a
+    word across the border may have other tokens than in the joined text.
 
     Args:
         model: the model that reads.

@@ -44,8 +44,7 @@ class SamplingParams:
         top_k: at least 1; None keeps all.
         top_p: above 0 and at most 1; None keeps all.
         min_p: 0 to 1; None keeps all.
-        repetition_penalty: above 0; 1 changes nothing, a larger value makes repetitions less
-            likely.
+        repetition_penalty: above 0; 1 changes nothing.
         seed: random seed of the first row of a batch; row i has seed + i.
 
     Raises:
@@ -109,8 +108,7 @@ def distribution(
 
     p = softmax(steps(logits)), with the steps of `SamplingParams` in their order
 
-    transformers' TopKLogitsWarper keeps every token that ties with the k-th, and so more than k;
-    here exactly k remain.
+    Exactly k tokens remain; transformers' TopKLogitsWarper also keeps those that tie with the k-th.
 
     Args:
         logits: logits [B, V]; a token with -inf cannot be drawn.
