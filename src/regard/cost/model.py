@@ -81,9 +81,7 @@ class MoESpec:
         return self._parts(self.count)
 
     def active_weights(self, tokens: int) -> dict[str, ParameterCounts]:
-        """Return the parameters that n tokens use, of E experts E (1 - (1 - k / E)^n) on
-        average.
-        """
+        """Return the parameters that n tokens use: those of E (1 - (1 - k / E)^n) experts."""
         unused_by_one = 1 - Fraction(self.active, self.count)
         if tokens <= 64:  # the exact power has few digits
             unused_by_all = unused_by_one**tokens

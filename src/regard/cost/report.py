@@ -116,8 +116,7 @@ class Setting:
         context: the tokens of a prompt, or those up to and including the decoded one.
         batch: the number of sequences that run together.
         dtype: the number format of weights.
-        kv_dtype: that of the KV cache; None is that of weights, or bf16 if it has fewer than 16
-            bits.
+        kv_dtype: that of the KV cache; None is that of weights, but at least bf16.
 
     Raises:
         ArgumentError: context or batch is less than 1, or a format is not known.
@@ -290,9 +289,7 @@ class CostReport:
 
     @property
     def decode_flops(self) -> int:
-        """FLOPs of the token at position context - 1 for the batch, in latent attention's cheaper
-        form.
-        """
+        """FLOPs of the batch's token at context - 1; latent attention in its cheaper form."""
         return self._decode(None)
 
     @property

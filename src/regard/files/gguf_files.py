@@ -11,6 +11,9 @@ A file is little-endian and consists of
 where a string is a uint64 length and UTF-8. Sizes are stored with the innermost dimension first, so
 that a matrix [N, M] is stored as (M, N). Rows are stored one after the other, each in blocks.
 
+Nothing is allocated for a number before the file was found to have that many bytes, and tensors
+fill the data without gaps; other versions, byte orders, several parts and repeated names raise.
+
 Source: the GGUF specification of ggml, versions 2 and 3.
 """
 

@@ -38,7 +38,7 @@ class FileState:
 
 def checked_path(folder: Path, name: str) -> Path:
     """Return the path of a regular file in a model folder, whose name has no separator, "..", drive
-    or control character; a link may point into its folder or Hugging Face's cache
+    or control character; a link may only point into its folder or Hugging Face's cache
     (`models--x--y/blobs/`, `blobs/12/1234...`).
     """
     check_file_name(folder, name)
