@@ -1,8 +1,5 @@
-"""Checks of arguments that raise errors with the actual values, made before torch is called.
-
-torch's fused CPU kernel reads past the keys when lengths differ. Each check says what is wrong,
-where, which value was passed, what is allowed, and the next step. Constructors and the public
-functions of `ops` check their arguments; internal functions rely on this.
+"""Checks of arguments that raise errors with the actual values, before torch's fused CPU kernel can
+read past the keys: constructors and public functions check, internal ones rely on it.
 """
 
 from __future__ import annotations
@@ -29,8 +26,7 @@ _finite: ContextVar[bool] = ContextVar("finite", default=False)
 def checks(*, finite: bool = True) -> Iterator[None]:
     """Check the inputs of every attention call in the block for NaN and infinities.
 
-    This is off by default, because it reads every input once more; a NaN in a visible value then
-    propagates to the output.
+    Off by default, because it reads every input once more.
 
     Args:
         finite: whether q, k and v must be finite.
@@ -39,8 +35,7 @@ def checks(*, finite: bool = True) -> Iterator[None]:
         None.
 
     Raises:
-        ArgumentError: from the attention call, with the name of the tensor, the number of
-            non-finite values and the index of the first.
+        ArgumentError: from the attention call, which names the tensor and the first index.
 
     >>> import torch, regard
     >>> q = torch.full((1, 1, 2, 4), float("nan"))
@@ -62,9 +57,7 @@ def finite_checks_enabled() -> bool:
 
 
 def check_finite(**tensors: Tensor) -> None:
-    """Raise for the first tensor that contains NaN or infinity, if `checks(finite=True)` is
-    active.
-    """
+    """Raise for the first tensor with NaN or infinity, if `checks(finite=True)` is active."""
     from regard.process_state import (
         is_compiling,  # imports torch, which `import regard` must not do
     )
@@ -83,12 +76,7 @@ def check_finite(**tensors: Tensor) -> None:
 
 
 def check_keyword_names(function: str, names: Collection[str], allowed: Collection[str]) -> None:
-    """Raise if a keyword argument is not one of those that a function accepts.
-
-    >>> check_keyword_names("record", ["head"], ["heads", "rows"])
-    Traceback (most recent call last):
-    regard.errors.ArgumentTypeError: record() has no argument 'head'; did you mean 'heads'? ...
-    """
+    """Raise if a keyword argument is not one of those that a function accepts."""
     for name in names:
         if name not in allowed:
             hint = suggest(name, allowed, otherwise=".")
@@ -116,9 +104,7 @@ def check_tensor(name: str, x: object) -> None:
 
 
 def check_query_key(q: Tensor, k: Tensor) -> None:
-    """Raise unless q `[B, H, T, D]` and k `[B, G, S, D]` fit together: one batch, D > 0, G
-    divides H.
-    """
+    """Raise unless q `[B, H, T, D]` and k `[B, G, S, D]` fit: one batch, D > 0, G divides H."""
     for name, x in (("query", q), ("key", k)):
         check_tensor(name, x)
         if x.ndim != 4:
@@ -188,9 +174,7 @@ def check_query_key_value(
 
 
 def _all_fit(q: object, k: object, v: object) -> bool:
-    """Return whether all conditions hold; only if they do not, the details are checked one
-    by one.
-    """
+    """Return whether all conditions hold; only if not, each detail is checked."""
     import torch
 
     if not (
@@ -235,11 +219,7 @@ def check_groups(heads: int, groups: int) -> None:
 
 
 def resolve_head_dim(dim: int, heads: int, head_dim: int | None) -> int:
-    """Return `head_dim` if it is given, else dim / heads.
-
-    >>> resolve_head_dim(32, 4, None)
-    8
-    """
+    """Return `head_dim` if it is given, else dim / heads."""
     if head_dim is not None:
         return head_dim
     if heads < 1 or dim % heads:
@@ -254,11 +234,7 @@ def resolve_head_dim(dim: int, heads: int, head_dim: int | None) -> int:
 
 
 def divisors(n: int) -> list[int]:
-    """Return the divisors of a number in increasing order; none for n < 1 or n >= 2^40.
-
-    >>> divisors(12)
-    [1, 2, 3, 4, 6, 12]
-    """
+    """Return the divisors of a number in increasing order; none for n < 1 or n >= 2^40."""
     if not 1 <= n < 1 << 40:
         return []
     small = [i for i in range(1, math.isqrt(n) + 1) if n % i == 0]
@@ -266,9 +242,7 @@ def divisors(n: int) -> list[int]:
 
 
 def check_positions(name: str, positions: Positions, batch: int, length: int) -> None:
-    """Raise unless positions are a `Span` of the length, or an integer tensor `[batch or 1,
-    length]`.
-    """
+    """Raise unless positions are a `Span` of the length, or integers `[batch or 1, length]`."""
     import torch
 
     if isinstance(positions, Span):
@@ -326,13 +300,7 @@ def check_choice(name: str, value: object, allowed: Iterable[object]) -> None:
 
 
 def check_sizes(**tensors: tuple[Tensor, str]) -> dict[str, int]:
-    """Check that tensors agree in the dimensions that have the same letter, and are on one device.
-
-    >>> import torch
-    >>> check_sizes(scores=(torch.ones(2, 3), "T S"), visible=(torch.ones(2, 4), "T S"))
-    Traceback (most recent call last):
-    regard.errors.ArgumentError: visible is (2, 4), which is [T, S], but S is 3 in scores ...
-    """
+    """Check that dimensions with the same letter agree, and tensors are on one device."""
     import torch
 
     sizes: dict[str, tuple[int, str]] = {"1": (1, "")}
@@ -379,10 +347,7 @@ def check_device(name: str, x: Tensor, like: Tensor, other: str = "query") -> No
 
 
 def check_usable_device(device: torch.device | str) -> None:
-    """Raise unless tensors can be created on a device, and read.
-
-    >>> check_usable_device("cpu")
-    """
+    """Raise unless tensors can be created on a device, and read."""
     import torch
 
     try:
@@ -396,9 +361,7 @@ def check_usable_device(device: torch.device | str) -> None:
 
 
 def check_sink(sink: Tensor | None, heads: int, like: Tensor) -> None:
-    """Raise unless the sink is None or one logit per query head: a float tensor `[H]` on the device
-    of `like`.
-    """
+    """Raise unless the sink is None or a float tensor `[H]` on the device of `like`."""
     if sink is None:
         return
     check_tensor("sink", sink)
@@ -418,9 +381,7 @@ def _dtype(x: Tensor) -> str:
 
 
 def check_value_heads(heads: int, groups: int, value_heads: int) -> None:
-    """Raise unless H query heads, G key heads and N value heads fit together: G divides N, and of H
-    and N one divides the other.
-    """
+    """Raise unless G divides N, and of H and N, query and value heads, one divides the other."""
     if value_heads < 1 or value_heads % groups:
         raise ArgumentError(
             f"value heads {value_heads} must be a multiple of key heads {groups}, because each key "

@@ -13,13 +13,7 @@ MAX_COMPARED = 100
 def suggest(
     name: object, known: Iterable[str], *, most: int = 1, cutoff: float = 0.6, otherwise: str = ""
 ) -> str:
-    """Return the text "; did you mean 'window'?", or `otherwise` if no name is similar.
-
-    >>> suggest("widow", ["window", "groups"])
-    "; did you mean 'window'?"
-    >>> suggest("x", ["window"], otherwise=".")
-    '.'
-    """
+    """Return the text "; did you mean 'window'?", or `otherwise` if no name is similar."""
     from regard.untrusted_text import short_repr
 
     matches = close_matches(name, known, most=most, cutoff=cutoff)
@@ -27,11 +21,7 @@ def suggest(
 
 
 def did_you_mean(names: Sequence[str]) -> str:
-    """Return the text "; did you mean a or b?" as a phrase; "" without names.
-
-    >>> did_you_mean(["a", "b"])
-    '; did you mean a or b?'
-    """
+    """Return the text "; did you mean a or b?" as a phrase; "" without names."""
     if not names:
         return ""
     joined, *others = names
@@ -48,11 +38,7 @@ def close_matches(
     cutoff: float = 0.6,
     longest: int = MAX_COMPARED,
 ) -> list[str]:
-    """Return the known names that are most similar to a given one, the most similar first.
-
-    >>> close_matches("fourty", ["forty", "four", "two"], most=2)
-    ['forty', 'four']
-    """
+    """Return the known names that are most similar to a given one, the most similar first."""
     import difflib  # imported here, since only errors need it
 
     return difflib.get_close_matches(str(name)[:longest], list(known), most, cutoff)

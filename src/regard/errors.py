@@ -1,9 +1,5 @@
-"""The exceptions that regard raises; each one is also a built-in exception that callers catch.
-
-A message says what went wrong, where (argument, index, file), which value was passed, what is
-allowed, and the next step. An error also carries these as fields, as far as the code that raises it
-knows them: a program, such as the command line, finds the wrong argument without reading the
-message.
+"""The exceptions that regard raises; each is also a built-in one, and carries what its message says
+(argument, file, allowed values) as fields.
 """
 
 
@@ -20,8 +16,6 @@ class RegardError(Exception):
     >>> error = ArgumentError(argument="rank", value=9, allowed="at most 2")
     >>> str(error), error.argument
     ('rank is 9; it must be at most 2', 'rank')
-    >>> ArgumentError("rank is 9, above dim 2", argument="rank").argument
-    'rank'
     """
 
     argument: str | None

@@ -15,11 +15,7 @@ def _trim() -> Any:
 
 
 def give_back_freed_memory() -> None:
-    """Give freed memory back to the system, where the C library has such a function (glibc).
-
-    Tensors of some megabytes that are freed one after another leave holes in the heap, which count
-    as memory of the process until they are used again.
-    """
+    """Give freed memory back to the system (glibc): freed tensors leave holes in the heap."""
     trim = _trim()
     if trim is not None:
         trim(0)

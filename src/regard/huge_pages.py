@@ -1,6 +1,4 @@
-"""Tensors in huge pages of 2 MiB, from which a CPU reads large memory faster than from 4 KiB
-pages.
-"""
+"""Tensors in huge pages of 2 MiB, which a CPU reads faster than pages of 4 KiB."""
 
 from __future__ import annotations
 
@@ -28,14 +26,8 @@ CACHE_LINE = 64
 def empty(
     shape: Sequence[int], *, dtype: torch.dtype, device: torch.device | str = "cpu"
 ) -> Tensor:
-    """Return an uninitialized tensor like `torch.empty`, in huge pages if it is large and on the
-    CPU.
-
-    One core read the weights and caches of a decoding model at 32 instead of 23 GB/s this way (see
-    LOG.md).
-
-    >>> empty((2, 3), dtype=torch.float32).shape
-    torch.Size([2, 3])
+    """Return an uninitialized tensor, in huge pages if it is large and on the CPU: 32 instead of 23
+    GB/s per core (LOG.md).
     """
     size = math.prod(shape) * dtype.itemsize
     if torch.device(device).type != "cpu" or size < HUGE_PAGE_THRESHOLD or is_compiling():
@@ -46,29 +38,13 @@ def empty(
 
 
 def empty_like(x: Tensor, shape: Sequence[int]) -> Tensor:
-    """Return an uninitialized tensor of another shape, with the dtype and device of x.
-
-    >>> empty_like(torch.zeros(3).half(), (2,)).dtype
-    torch.float16
-    """
+    """Return an uninitialized tensor of another shape, with the dtype and device of x."""
     return empty(shape, dtype=x.dtype, device=x.device)
 
 
 class HugePageBlock:
-    """Memory in huge pages from which tensors are cut one after another.
-
-    Memory of its own begins anywhere in a huge page, so that half of a matrix of 9 MB lies in pages
-    of 4 KiB. The weights of a model of 0.5 billion parameters were read a tenth faster from one
-    block (LOG.md). When a tensor is freed, its pages go back to the operating system.
-
-    Args:
-        size: how many bytes the tensors need together. The memory is only reserved; a tensor that
-            does not fit, or a system without huge pages, gets memory from `empty`.
-
-    >>> block = HugePageBlock(1 << 23)
-    >>> x, y = block.empty((2, 3), dtype=torch.float32), block.copy(torch.arange(3))
-    >>> x.shape, y
-    (torch.Size([2, 3]), tensor([0, 1, 2]))
+    """Memory in huge pages from which tensors of `size` bytes in all are cut one after another; a
+    tensor that does not fit, or a system without huge pages, gets memory from `empty`.
     """
 
     def __init__(self, size: int) -> None:
@@ -112,36 +88,17 @@ def _give_back(memory: mmap.mmap, first: int, last: int) -> None:
 
 
 def to_huge_pages(x: Tensor) -> Tensor:
-    """Return a copy of a tensor in huge pages; the tensor itself if it is small or not on the CPU.
-
-    >>> x = torch.randn(2, 3)
-    >>> to_huge_pages(x) is x
-    True
-    """
+    """Return a copy of a tensor in huge pages; itself if it is small or not on the CPU."""
     return empty_like(x, x.shape).copy_(x) if x.is_cpu and x.nbytes >= HUGE_PAGE_THRESHOLD else x
 
 
 def aligned_bytes(tensors: Iterable[Tensor]) -> int:
-    """Return how many bytes some tensors need in a `HugePageBlock`.
-
-    >>> aligned_bytes([torch.ones(3), torch.zeros(17)])
-    192
-    """
+    """Return how many bytes some tensors need in a `HugePageBlock`."""
     return sum(x.nbytes + -x.nbytes % CACHE_LINE for x in tensors)
 
 
 def module_to_huge_pages(module: nn.Module) -> None:
-    """Move the CPU parameters of a module together into huge pages, one after another; their values
-    do not change.
-
-    `regard.load` does this already.
-
-    >>> layer = nn.Linear(2048, 2048)
-    >>> before = layer.weight.detach().clone()
-    >>> module_to_huge_pages(layer)
-    >>> torch.equal(layer.weight, before)
-    True
-    """
+    """Move the CPU parameters of a module into huge pages, as `regard.load` does."""
     block = HugePageBlock(aligned_bytes(module.parameters()))
     for parameter in module.parameters():  # yields a shared parameter once
         if parameter.is_cpu:

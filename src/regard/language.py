@@ -1,15 +1,5 @@
-"""The language of what a person reads: which one it is, and the catalogues of texts.
-
-There is one form of catalogue: a folder `strings` with a JSON file, or a folder of JSON files, for
-each language, {key: text}. A text may have placeholders, `{name}`. A page has a catalogue for each
-language, and its keys are short names, because its scripts name them. The commands have English
-sentences in their code, and these are the keys of `regard/strings/zh/*.json`, so that the code
-stays readable: `translate("parameters")`.
-
-A result that is printed later, such as a finding or the name of a quantity, is a `Phrase`: an
-English string that remembers its text and values. Errors that functions of the package raise are
-English, because programs and their authors read them; a command frames them in the reader's
-language. `tests/surface/test_language.py` finds every text that has no Chinese.
+"""The reader's language, and catalogues of texts: JSON files {key: text} in a folder `strings` for
+each language, where commands have English sentences as keys; the package's errors are English.
 """
 
 from __future__ import annotations
@@ -40,16 +30,7 @@ _added: list[Path] = []
 
 
 class Phrase(str):
-    """An English text that remembers its template and values, so that it can be translated.
-
-    Args:
-        template: the English text; it must be in the catalogue.
-        values: the value of each placeholder; a `Phrase` among them is translated, too.
-
-    >>> phrase = Phrase("at most {n}", n=3)
-    >>> phrase
-    'at most 3'
-    """
+    """An English text of a catalogue, with its values, so that it can be translated."""
 
     __slots__ = ("template", "values")
     template: str
@@ -63,23 +44,14 @@ class Phrase(str):
 
 
 def counted(n: int, noun: str, nouns: str | None = None) -> Phrase:
-    """Return a count with its noun as a phrase: in English what `units.plural` returns.
-
-    >>> counted(2, "token")
-    '2 tokens'
-    """
+    """Return a count with its noun as a phrase: in English what `units.plural` returns."""
     phrase = Phrase(plural(n, noun, nouns))
     phrase.template, phrase.values = f"{{n}} {noun}", {"n": f"{n:,}"}
     return phrase
 
 
 def check_language(lang: str) -> str:
-    """Return the language if there are catalogues for it.
-
-    >>> check_language("fr")
-    Traceback (most recent call last):
-    regard.errors.ArgumentError: lang is 'fr'; it must be one of en (English), zh (简体中文)
-    """
+    """Return the language if there are catalogues for it."""
     if lang not in LANGUAGES:
         known = ", ".join(f"{code} ({name})" for code, name in LANGUAGES.items())
         raise ArgumentError(f"lang is {lang!r}; it must be one of {known}")
@@ -87,15 +59,7 @@ def check_language(lang: str) -> str:
 
 
 def language_of_locale(environment: Mapping[str, str] | None = None) -> str:
-    """Return the reader's language from the first of LC_ALL, LC_MESSAGES and LANG that is set.
-
-    It is English if there is no catalogue for that language.
-
-    >>> language_of_locale({"LC_ALL": "", "LANG": "zh_CN.UTF-8"})
-    'zh'
-    >>> language_of_locale({"LC_ALL": "C", "LANG": "zh_CN.UTF-8"})
-    'en'
-    """
+    """Return the language of the first of LC_ALL, LC_MESSAGES and LANG; English by default."""
     variables = os.environ if environment is None else environment
     locale = next(filter(None, map(variables.get, ("LC_ALL", "LC_MESSAGES", "LANG"))), "")
     code = re.split(r"[_.@-]", locale)[0].lower()
@@ -103,22 +67,13 @@ def language_of_locale(environment: Mapping[str, str] | None = None) -> str:
 
 
 def language() -> str:
-    """Return the language of printed texts: English, except within `use_language`.
-
-    >>> language()
-    'en'
-    """
+    """Return the language of printed texts: English, except within `use_language`."""
     return _language.get()
 
 
 @contextmanager
 def use_language(lang: str) -> Iterator[None]:
-    """Print texts in a language within the block.
-
-    >>> with use_language("zh"):
-    ...     translate("parameters")
-    '参数'
-    """
+    """Print texts in a language within the block."""
     token = _language.set(check_language(lang))
     try:
         yield
@@ -128,11 +83,7 @@ def use_language(lang: str) -> Iterator[None]:
 
 @cache
 def catalogue(package: str, lang: str) -> Mapping[str, str]:
-    """Return the texts of a package in a language, by key.
-
-    >>> catalogue("regard.view.report", "en")["cell.title"]
-    'Explain one cell'
-    """
+    """Return the texts of a package in a language, by key."""
     return _read(resources.files(package) / "strings", lang)
 
 
@@ -154,16 +105,7 @@ def _read(folder: Traversable, lang: str) -> dict[str, str]:
 
 
 def translate(text: str, /, **values: object) -> str:
-    """Return a text in the current language, with its placeholders filled.
-
-    >>> translate("weights and cache are {fit}", fit="8 GiB")
-    'weights and cache are 8 GiB'
-    >>> with use_language("zh"):
-    ...     translate("weights and cache are {fit}", fit="8 GiB")
-    ...     translate(counted(2, "token"))
-    '权重和缓存共 8 GiB'
-    '2 个词元'
-    """
+    """Return a text in the current language, with its placeholders filled."""
     template, fields = (text.template, text.values) if isinstance(text, Phrase) else (text, values)
     translated = _texts().get(template)
     if translated is None and isinstance(text, Phrase):
@@ -173,14 +115,7 @@ def translate(text: str, /, **values: object) -> str:
 
 
 def translate_count(n: int, noun: str, nouns: str | None = None) -> str:
-    """Return a count with its noun in the current language, as `units.plural` does in English.
-
-    >>> translate_count(2, "token")
-    '2 tokens'
-    >>> with use_language("zh"):
-    ...     translate_count(2, "token")
-    '2 个词元'
-    """
+    """Return a count with its noun in the current language, as `units.plural` does in English."""
     return translate(counted(n, noun, nouns))
 
 

@@ -1,8 +1,4 @@
-"""The glossary: the letters and words of regard, their meaning, and other words for the same thing.
-
-Use these words in code and documents, and add a new word here before you use it.
-`python -m regard.notation` prints the table in the language of the locale.
-"""
+"""The glossary: letters, words, their meaning, other words for the same; add a word here first."""
 
 from __future__ import annotations
 
@@ -12,11 +8,7 @@ from regard.language import language_of_locale, translate, use_language
 
 
 class Entry(NamedTuple):
-    """The meaning of a letter or word in one sentence, and other words that the field uses.
-
-    >>> GLOSSARY["lse"].synonyms
-    ('logsumexp', 'log normalizer', 'L')
-    """
+    """The meaning of a letter or word in one sentence, and other words that the field uses."""
 
     meaning: str
     synonyms: tuple[str, ...] = ()
@@ -220,9 +212,6 @@ GLOSSARY: dict[str, Entry] = {**LETTERS, **WORDS}
 def table() -> str:
     """Return the glossary as text, one entry per line: the word, its meaning, which in Chinese
     begins with the Chinese term, and other words for it.
-
-    >>> print(table().splitlines()[0])
-    B          Batch size: the number of sequences that are computed together. (N)
     """
     return "\n".join(
         f"{name:<10} {translate(entry.meaning)}"

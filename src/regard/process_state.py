@@ -1,9 +1,5 @@
-"""State that torch and Python keep per process: random numbers, compilation flag, warning filters.
-
-Saving such a state, changing it and restoring it is correct in one thread only: two threads that do
-this at once see each other's random numbers, and may leave a change behind. All code of this
-package that changes such a state does it through this module, one thread at a time. Code outside
-the package is not blocked.
+"""State that torch and Python keep per process (random numbers, compilation flag, warning filters),
+changed through this module by one thread at a time, as threads would see each other's.
 """
 
 from __future__ import annotations
@@ -24,13 +20,8 @@ F = TypeVar("F", bound=Callable[..., object])
 
 
 def constant_in_graphs(function: F) -> F:
-    """Mark a function that dynamo calls once, while it traces a graph, instead of tracing it.
-
-    This is `torch.compiler.assume_constant_result`, which imports dynamo to set the same attribute:
-    half of the time in which this package is imported.
-
-    >>> constant_in_graphs(abs_of := lambda x: abs(x)) is abs_of
-    True
+    """Mark a function that dynamo calls once per traced graph, as
+    `torch.compiler.assume_constant_result` does, without importing dynamo.
     """
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function
@@ -50,14 +41,8 @@ if hasattr(os, "register_at_fork"):
 
 
 def is_compiling() -> bool:
-    """Return whether this thread compiles, exports or traces a graph, so that tensor values
-    cannot be read.
-
-    `torch.compiler.is_compiling()` is one flag for the whole process: while one thread compiles, it
-    is True for all others, which would skip their checks and choose other kernels.
-
-    >>> is_compiling()
-    False
+    """Return whether this thread compiles, exports or traces a graph, so that values cannot be
+    read; `torch.compiler.is_compiling()` is one flag for all threads.
     """
     # Inside a graph, dynamo evaluates the first term to True and stops; outside it is False. The
     # flag in the second term is the one that `torch.compiler.is_compiling()` reads. It is read here
@@ -72,20 +57,12 @@ def is_compiling() -> bool:
 def is_exporting() -> bool:
     """Return whether this thread makes a program that must serve all lengths: `torch.export`,
     `torch.onnx.export` or `torch.jit.trace`. Nothing may then depend on the current lengths.
-
-    >>> is_exporting()
-    False
     """
     return torch.compiler.is_exporting() or is_jit_tracing()
 
 
 def is_exporting_onnx() -> bool:
-    """Return whether this thread makes an ONNX file (`torch.onnx.export`), which is for inference,
-    and whose operators differ from torch's.
-
-    >>> is_exporting_onnx()
-    False
-    """
+    """Return whether this thread makes an ONNX file by `torch.onnx.export`, for inference."""
     return is_exporting() and _in_onnx_export()
 
 
@@ -98,31 +75,17 @@ def _in_onnx_export() -> bool:
 
 
 def drops_conditions() -> bool:
-    """Return whether this thread records a graph without the conditions under which it is right:
-    the exporters of ONNX drop them, and `torch.jit.trace` sees none.
-
-    >>> drops_conditions()
-    False
-    """
+    """Return whether this thread records a graph without its conditions: ONNX, jit.trace."""
     return is_jit_tracing() or is_exporting_onnx()
 
 
 def is_jit_tracing() -> bool:
-    """Return whether this thread runs `torch.jit.trace`, or `torch.onnx.export(dynamo=False)`.
-
-    >>> is_jit_tracing()
-    False
-    """
+    """Return whether this thread runs `torch.jit.trace`, or `torch.onnx.export(dynamo=False)`."""
     return torch._C._get_tracing_state() is not None
 
 
 def is_tracing_onnx() -> bool:
-    """Return whether this thread makes an ONNX file by `torch.onnx.export(dynamo=False)`, which
-    knows fewer operators than the other exporter.
-
-    >>> is_tracing_onnx()
-    False
-    """
+    """Return whether `torch.onnx.export(dynamo=False)` runs, which knows fewer operators."""
     return is_jit_tracing() and torch.onnx.is_in_onnx_export()
 
 
@@ -131,24 +94,15 @@ _TRACING = (_MODES.FAKE, _MODES.PROXY, _MODES.FUNCTIONAL)
 
 
 def _this_thread_compiles() -> bool:
-    """Return whether code that runs eagerly is part of a compilation or an export of this
-    thread.
-    """
+    """Return whether eager code is part of a compilation or an export of this thread."""
     if CompileContext.try_get() is not None or TracingContext.try_get() is not None:
         return True
     return any(torch._C._get_dispatch_mode(mode) is not None for mode in _TRACING)
 
 
 def values_are_readable(*tensors: torch.Tensor) -> bool:
-    """Return whether Python may look at the numbers in these tensors.
-
-    It may not on the device "meta", in a fake tensor, under a transform of `torch.func` (such as
-    `vmap`), where one Python call stands for many, and in forward-mode differentiation, where a
-    tensor carries a tangent beside its numbers. Checks that would look at numbers are left out
-    there, and kernels that need addresses refuse the call.
-
-    >>> values_are_readable(torch.ones(2)), values_are_readable(torch.ones(2, device="meta"))
-    (True, False)
+    """Return whether Python may look at the numbers in these tensors: not on "meta", in a fake
+    tensor, under a transform of `torch.func`, or in forward-mode differentiation.
     """
     if is_transformed():
         return False
@@ -160,57 +114,32 @@ def values_are_readable(*tensors: torch.Tensor) -> bool:
 
 @constant_in_graphs
 def is_in_transform() -> bool:
-    """Return whether a transform of `torch.func`, such as `vmap`, runs this code.
-
-    >>> is_in_transform()
-    False
-    """
+    """Return whether a transform of `torch.func`, such as `vmap`, runs this code."""
     return torch._C._functorch.peek_interpreter_stack() is not None
 
 
 def is_transformed() -> bool:
-    """Return whether this thread runs under a transform of `torch.func`, such as `vmap`, or
-    differentiates in forward mode: tensors then stand for more than the numbers at their address.
-
-    >>> is_transformed(), torch.func.vmap(lambda x: x + is_transformed())(torch.zeros(2))
-    (False, tensor([1., 1.]))
+    """Return whether this thread runs under a transform of `torch.func` or in forward mode, where
+    tensors stand for more than the numbers at their address.
     """
     return is_in_transform() or differentiates_forward()
 
 
 def differentiates_forward() -> bool:
-    """Return whether derivatives are computed in forward mode: `torch.func.jvp`, `jacfwd`, or a
-    dual level of `torch.autograd.forward_ad`.
-
-    >>> differentiates_forward()
-    False
-    """
+    """Return whether derivatives are computed in forward mode (`jvp`, `jacfwd`, `forward_ad`)."""
     return forward_ad._current_level >= 0
 
 
 @contextmanager
 def exclusive() -> Iterator[None]:
-    """Block other threads from all context managers of this module while the block runs.
-
-    Blocks may be nested.
-
-    >>> with exclusive(), exclusive():
-    ...     pass
-    """
+    """Block other threads from the context managers of this module; blocks may be nested."""
     with _lock:
         yield
 
 
 @contextmanager
 def seeded(seed: int | None, devices: Iterable[torch.device] = ()) -> Iterator[None]:
-    """Set torch's global random seed in the block, and restore the random state afterwards.
-
-    >>> with seeded(0):
-    ...     first = torch.rand(2)
-    >>> with seeded(0):
-    ...     torch.equal(torch.rand(2), first)
-    True
-    """
+    """Set torch's global random seed in the block, and restore the random state afterwards."""
     with exclusive(), torch.random.fork_rng(devices=list(devices)):
         if seed is not None:
             torch.manual_seed(seed)
@@ -219,11 +148,7 @@ def seeded(seed: int | None, devices: Iterable[torch.device] = ()) -> Iterator[N
 
 @contextmanager
 def ignore_warnings() -> Iterator[None]:
-    """Ignore all warnings in the block, and restore the warning filters afterwards.
-
-    >>> with ignore_warnings():
-    ...     warnings.warn("unheard")
-    """
+    """Ignore all warnings in the block, and restore the warning filters afterwards."""
     with exclusive(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield

@@ -1,8 +1,4 @@
-"""Registries of classes by name; masks, biases and caches register when they are defined.
-
-A class of a user registers in the same way as one of this package, so that every lookup by name
-finds it.
-"""
+"""Registries of classes by name, in which masks, biases and caches enter when defined."""
 
 from __future__ import annotations
 
@@ -21,21 +17,8 @@ T = TypeVar("T")
 
 
 class Registry(Generic[T]):
-    """Classes by name, in the order in which they were defined.
-
-    A name of a class of this package cannot be replaced. Any other name refers to the class that
-    registered last, so that a notebook cell can run again.
-
-    Args:
-        what: the kind of the classes in messages, such as "mask".
-
-    >>> numbers: Registry[int] = Registry("number")
-    >>> numbers.register("small", int)
-    >>> numbers.find("small")
-    <class 'int'>
-    >>> numbers.find("smal")
-    Traceback (most recent call last):
-    regard.errors.ArgumentError: unknown number "smal"; did you mean 'small'? known: small
+    """Classes by name, in order of definition; a name of this package cannot be replaced, any other
+    is that of the last class, so that a notebook cell can run again.
     """
 
     def __init__(self, what: str) -> None:

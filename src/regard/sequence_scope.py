@@ -1,7 +1,5 @@
-"""The scope in which attention modules run on a sequence that lies on several ranks.
-
-`regard.parallel.sequence` opens such a scope in this thread. `attend` and `Mixer` ask for it and,
-if one is open, pass their call to it instead of computing on this rank's tokens alone.
+"""The scope in which attention modules run on a sequence that lies on several ranks: where
+`regard.parallel.sequence` opened one, `attend` and `Mixer` pass their call to it.
 """
 
 from __future__ import annotations
@@ -63,11 +61,7 @@ _state = _ThreadScope()
 
 
 def current_scope() -> SequenceScope | None:
-    """Return the scope that is open in this thread, or None.
-
-    >>> current_scope() is None
-    True
-    """
+    """Return the scope that is open in this thread, or None."""
     return _state.scope
 
 

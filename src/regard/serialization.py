@@ -1,9 +1,6 @@
-"""Conversion of masks, biases and score rules to plain data and back, and what biases and score
-rules share. Nothing in the data is executed.
-
-An object becomes a dict. The name of its class maps to its first field, and each other field has
-its own name. A tensor becomes the name under which it is stored, a string becomes {"word": ...}, a
-sequence a list, and a nested mask or bias a dict.
+"""Conversion of masks, biases and score rules to plain data and back, executing nothing: the class
+maps to its first field, a tensor becomes its stored name, a string {"word": ...}, a nested rule a
+dict.
 """
 
 from __future__ import annotations
@@ -35,17 +32,13 @@ class NotSerializable(TypeError):
 
 
 class Serializable:
-    """Base class of masks, biases and score rules: frozen dataclasses that can be stored as plain
-    data.
-    """
+    """Base class of masks, biases and score rules: frozen dataclasses, stored as plain data."""
 
     kind: ClassVar[str]
     """The name of the class in text and in files."""
 
     _custom_code: ClassVar[bool | None] = None
-    """What `has_custom_code` found in an instance, which a model passes for every layer and token;
-    None before it was asked.
-    """
+    """What `has_custom_code` found in an instance, asked per layer and token; None before."""
 
     @property
     def has_custom_code(self) -> bool:
@@ -73,19 +66,14 @@ class Serializable:
 
     @classmethod
     def plain_arguments(cls, first: object, others: dict[str, object]) -> dict[str, object]:
-        """Return the constructor arguments from the stored fields, the first of which has no
-        name.
-        """
+        """Return constructor arguments from stored fields, the first without a name."""
         names = _field_names(cls)
         return {names[0]: first, **others} if names else others
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class RuleWithTensors(Serializable):
-    """Base class of biases and score rules, whose fields may be tensors that require gradients.
-
-    Such rules compare and hash by their fields, tensors by identity.
-    """
+    """Base class of biases and score rules, whose tensors compare by identity."""
 
     def tensors(self) -> tuple[Tensor, ...]:
         """Return the tensors of the rule, which may require gradients."""

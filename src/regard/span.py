@@ -1,8 +1,5 @@
-"""Positions of queries and keys: an integer tensor, or a `Span`, which is contiguous.
-
-A position is an absolute index in the sequence. `EMPTY` (-1) marks a slot without a token: padding,
-or a cache slot that was not written yet. From a `Span`, a kernel knows how queries and keys are
-aligned without reading a tensor.
+"""Positions of queries and keys, absolute indices: an integer tensor, with `EMPTY` (-1) for a slot
+without a token, or a contiguous `Span`, which says without reading how they are aligned.
 """
 
 from __future__ import annotations
@@ -24,10 +21,9 @@ EMPTY = -1
 class Span:
     """The positions start, start + 1, ..., start + length - 1, the same for every batch row.
 
-    A position below 0 is a slot without a token, as in a tensor, unless `tokens` is True. This is
-    the case when no positions are given and there are more queries than keys: the queries end where
-    the keys end, so that the first queries are tokens before every key. They see nothing under a
-    causal mask, and everything without one.
+    A position below 0 is a slot without a token, unless `tokens` is True, as where no positions are
+    given and there are more queries than keys: the first queries are tokens before every key, which
+    see nothing under a causal mask, and everything without one.
 
     Args:
         start: the first position; it may be negative.
@@ -91,9 +87,7 @@ class Span:
 
 
 Positions: TypeAlias = "Span | Tensor"
-"""A `Span`, or an integer tensor `[B or 1, L]` of absolute positions, `EMPTY` for slots without a
-token.
-"""
+"""A `Span`, or an integer tensor `[B or 1, L]` of positions, `EMPTY` without a token."""
 
 
 def _index(i: int, length: int) -> int:
@@ -114,13 +108,7 @@ def slice_positions(positions: Positions, where: slice) -> Positions:
 def find_empty_slots(
     positions: Positions, device: torch.device | str | None = None
 ) -> Tensor | None:
-    """Return which slots hold no token, bool `[B or 1, L]`.
-
-    None means that every slot holds a token; this is known without reading a tensor.
-
-    >>> find_empty_slots(Span(-1, 3)).tolist(), find_empty_slots(Span(0, 3))
-    ([[True, False, False]], None)
-    """
+    """Return which slots hold no token, bool `[B or 1, L]`; None, known unread, is no such."""
     if isinstance(positions, Span) and (positions.all_tokens or not positions.length):
         return None
     tensor = as_tensor(positions, device)
@@ -133,13 +121,7 @@ def slot_count(positions: Positions) -> int:
 
 
 def concat_positions(old: Positions, new: Positions) -> Positions:
-    """Return the positions of two groups of slots, one after the other.
-
-    The result is a `Span` if both are spans and contiguous, else a tensor.
-
-    >>> concat_positions(Span(0, 3), Span(3, 2))
-    Span(start=0, length=5)
-    """
+    """Return the positions of two groups of slots: a `Span` if both are and join, else a tensor."""
     if isinstance(old, Span) and isinstance(new, Span) and old.stop == new.start:
         return Span(old.start, old.length + new.length)
     import torch
@@ -151,14 +133,7 @@ def concat_positions(old: Positions, new: Positions) -> Positions:
 
 
 def next_positions(positions: Positions, length: int) -> Positions:
-    """Return the `length` positions after the last token of each row; slots at -1 are ignored.
-
-    >>> next_positions(Span(0, 3), 2)
-    Span(start=3, length=2)
-    >>> import torch
-    >>> next_positions(torch.tensor([[-1, 0, 1], [0, 1, 2]]), 2).tolist()
-    [[2, 3], [3, 4]]
-    """
+    """Return the `length` positions after the last token of each row; slots at -1 are ignored."""
     if isinstance(positions, Span):
         return Span(positions.stop if positions.length else max(0, positions.start), length)
     import torch
@@ -179,8 +154,6 @@ _FOLLOWS = "_regard_follows"
 def follow_by_construction(positions: Positions) -> bool:
     """Return whether it is known without reading a tensor that every slot holds a token, at a
     position behind those that a cache holds: `next_positions` computed them from the cache.
-
-    A copy or a slice of such a tensor is not known any more.
 
     >>> import torch
     >>> stored = torch.tensor([[-1, 0], [0, 1]])

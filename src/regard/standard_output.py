@@ -1,6 +1,4 @@
-"""How a program of the package ends: a reader that closed the pipe is not an error, and a full disk
-is one line.
-"""
+"""How a program ends: a closed pipe is not an error, and a full disk is one line."""
 
 from __future__ import annotations
 
@@ -10,12 +8,7 @@ from collections.abc import Callable
 
 
 def run_program(program: Callable[[], int | None]) -> int:
-    """Run a program that prints, write out what it printed, and return its exit code.
-
-    >>> run_program(lambda: print("text"))
-    text
-    0
-    """
+    """Run a program that prints, write out what it printed, and return its exit code."""
     code = 0
     try:
         code = _run(program)
@@ -45,7 +38,5 @@ def _run(program: Callable[[], int | None]) -> int:
 
 
 def _drop_output() -> None:
-    """Discard output that is not written yet, which Python would otherwise write at its end and
-    report as an error.
-    """
+    """Discard output that is not written, which Python would report as an error at its end."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -18,18 +18,7 @@ def format_table(
     width: int | None = None,
     names: int = 1,
 ) -> str:
-    """Format rows as aligned lines; numbers are aligned right, and columns of names left.
-
-    >>> print(format_table([["", "cache", "kernel"], ["mha", "16.0 MiB", "cpu"]], left=(0, 2)))
-            cache  kernel
-    mha  16.0 MiB  cpu
-    >>> print(format_table([["", "cache", "kernel"], ["mha", "16.0 MiB", "cpu"]], width=15))
-            cache
-    mha  16.0 MiB
-    <BLANKLINE>
-         kernel
-    mha     cpu
-    """
+    """Format rows as aligned lines; numbers are aligned right, and columns of names left."""
     count = max(map(len, rows), default=0)
     widths = [
         max((display_width(row[i]) for row in rows if i < len(row)), default=0)
@@ -58,13 +47,8 @@ def format_table(
 
 
 def line_width(least: int = 40) -> int:
-    """Return how many columns a line of output may have.
-
-    This is the width of the terminal or of the variable COLUMNS, but at least `least`. Output to a
-    file or a pipe is not wrapped, unless COLUMNS is set: its lines may be 10,000 columns wide.
-
-    >>> line_width() >= 40
-    True
+    """Return the columns that an output line may have: those of COLUMNS or the terminal, at least
+    `least`; 10,000 for a file or a pipe without COLUMNS.
     """
     if sys.stdout.isatty() or os.environ.get("COLUMNS", "").isdecimal():
         return max(least, shutil.get_terminal_size().columns)
@@ -72,11 +56,7 @@ def line_width(least: int = 40) -> int:
 
 
 def display_width(text: str) -> int:
-    """Return how many columns of a terminal a text takes; Chinese characters take two.
-
-    >>> display_width("key"), display_width("注意力"), display_width("é")
-    (3, 6, 1)
-    """
+    """Return how many columns of a terminal a text takes; Chinese characters take two."""
     if text.isascii():
         return len(text)
     import unicodedata  # imported here, since most tables are ASCII
@@ -129,11 +109,7 @@ _PIECES = re.compile(
 
 
 def pad_cells(text: str, width: int) -> str:
-    """Pad a text on the right to a width in terminal cells.
-
-    >>> pad_cells("论断", 6)
-    '论断  '
-    """
+    """Pad a text on the right to a width in terminal cells."""
     return _pad(text, width, on_the_left=True)
 
 

@@ -2,9 +2,8 @@
 
     max|x - ref|  <=  factor * max|plain - ref|  +  2 * max|((ref + 0.3) - 0.3) - ref|
 
-`x` is the result. `ref` is its definition, computed in a wider dtype. `plain` is a straightforward
-computation in the dtype of `x`; an implementation may have a few times its error. The last term is
-computed in the dtype of `x`. It is twice the error of one rounded addition.
+`ref` is the definition of the result `x` in a wider dtype, `plain` a straightforward computation in
+the dtype of `x`; the last term, in that dtype too, is twice the error of one rounded addition.
 """
 
 from __future__ import annotations
@@ -21,28 +20,16 @@ ERROR_FACTOR, GRADIENT_ERROR_FACTOR = 2.0, 3.0
 def allowed_error(
     plains: Sequence[Tensor], reference: Tensor, factor: float = ERROR_FACTOR
 ) -> float:
-    """Return the largest error that the rule allows, where the reference is finite.
-
-    >>> reference = torch.tensor([1.0, 2.0], dtype=torch.float64)
-    >>> allowed_error([torch.tensor([1.0, 2.5])], reference) > 1.0
-    True
-    """
+    """Return the largest error that the rule allows, where the reference is finite."""
     finite = reference.isfinite()
     errors = [_largest((plain.to(reference) - reference)[finite]) for plain in plains]
     return factor * max(errors) + two_roundings(reference, plains[0].dtype)
 
 
 def two_roundings(reference: Tensor, dtype: torch.dtype) -> float:
-    """Return twice the largest error of adding 0.3 to a finite reference value and subtracting it
-    again.
-
-    If few values are compared, this error may be 0 by chance. In that case the result is the
-    distance from the largest value to the next number of the dtype, which bounds the two roundings.
-
-    >>> two_roundings(torch.tensor([64.0]), torch.bfloat16) >= 0.5
-    True
-    >>> two_roundings(torch.tensor([torch.inf]), torch.bfloat16)
-    0.0
+    """Return twice the largest error of adding 0.3 to a finite reference and subtracting it; by
+    chance 0 for few values, and then the distance from the largest one to the next number of the
+    dtype.
     """
     values = reference[reference.isfinite()].to(dtype)
     if not values.numel():

@@ -72,7 +72,7 @@ _state = _ThreadState()
 
 
 class ActiveTrace:
-    """A trace while one thread has it open. Names of scopes begin at the point where it was opened.
+    """A trace while one thread has it open; names of scopes begin where it was opened.
 
     Attributes:
         trace: the trace.
@@ -104,27 +104,22 @@ class Trace:
     Traces may be nested. The edits of all of them apply, those of the outermost trace first, and
     every capture contains the tensor after all edits.
 
-    `trace[name]` is the last captured tensor, by its full name, or by its bare name if it was
-    captured in one scope only. `trace.every(name)` returns one tensor per call (for example, per
-    decoded token). Captured tensors are detached, unless `gradients` is True.
+    `trace[name]` is the last captured tensor, by its full name, or by its bare name if one scope
+    captured it; `trace.every(name)` returns one tensor per call (for example, per decoded token).
 
     Args:
-        *names: the taps to capture: a bare name (`"pattern"`, in every scope), a full one
-            (`"layers.0.pattern"`), or a pattern of full names (`"layers.*.z"`), in which * and ?
-            stand for any characters.
-        edit: functions by tap name, with the same names. Each takes a tensor and returns its
-            replacement, of the same shape, dtype and device. Keys and values are passed as copies,
-            since a cache may own the originals.
-        missing: what to do if a name was never captured when the block ends: "warn" or "ignore". An
-            edit that was never executed is always an error.
-        gradients: whether captured tensors stay part of the graph of autograd, so that
-            `gradient(name)` returns their gradient after `backward()`. A floating-point tensor
-            that no parameter has produced becomes a leaf. Run the model without `torch.no_grad()`.
+        *names: the taps to capture: a bare name (`"pattern"`), a full one (`"layers.0.pattern"`),
+            or a pattern of full names with * and ? (`"layers.*.z"`).
+        edit: functions by such names, from a tensor to its replacement of the same shape, dtype and
+            device. Keys and values are copies, since a cache may own the originals.
+        missing: "warn" or "ignore" a name that was never captured when the block ends; an edit that
+            was never executed is always an error.
+        gradients: whether captured tensors stay part of the graph of autograd, for `gradient(name)`
+            after `backward()`. Run the model without `torch.no_grad()`.
 
     Raises:
         ArgumentError: a name is not a tap; `trace[name]` was not captured, or is ambiguous; an edit
-            returned another shape, dtype or device; an edit was never executed (raised when the
-            block ends without another exception).
+            returned another shape, dtype or device, or was never executed.
         ArgumentTypeError: an edit did not return a tensor.
 
     >>> import torch, regard
@@ -204,7 +199,7 @@ class Trace:
         """Return all tensors that were captured under a name.
 
         Args:
-            name: the full name of a tap, or its bare name if it was captured in one scope only.
+            name: the full name of a tap, or its bare name if one scope captured it.
 
         Returns:
             The tensors in the order of the calls.
@@ -212,8 +207,7 @@ class Trace:
         return list(self._captured[self._resolve(name)])
 
     def on_attention_call(self, call: object, result: object, kernel: str) -> None:
-        """Receive an attention call after a kernel has run it; called only if `observes_calls` is
-        True.
+        """Receive an attention call after a kernel has run it, if `observes_calls` is True.
 
         Args:
             call: the checked call, a `regard.ops.softmax.call.Call`.
@@ -246,18 +240,16 @@ class Trace:
         return None
 
     def gradient(self, name: str) -> Tensor:
-        """Return the gradient of a captured tensor, after `backward()` of a number that depends on
-        it; for several calls, that of the last one.
+        """Return the gradient of a captured tensor, of its last call, after `backward()`.
 
         Args:
-            name: the full name of a tap, or its bare name if it was captured in one scope only.
+            name: as in `every`.
 
         Returns:
             The gradient, of the shape of the tensor.
 
         Raises:
-            ArgumentError: the trace was made without `gradients=True`, the tensor was not captured,
-                or no gradient has reached it.
+            ArgumentError: there was no `gradients=True`, no capture, or no gradient.
 
         >>> import torch
         >>> with Trace("z", gradients=True) as trace:
@@ -399,8 +391,7 @@ def is_running_kernel() -> bool:
 
 
 def named_scope(name: str) -> AbstractContextManager[None]:
-    """Return a context manager in which taps are named `name.<tap>`; it does nothing without a
-    trace.
+    """Return a context manager in which taps are named `name.<tap>`, if a trace is open.
 
     Args:
         name: the name of the scope, such as `layers.3`.
@@ -422,8 +413,8 @@ def list_taps(run: Callable[[], object], *, patterns: bool = True) -> tuple[str,
 
     Args:
         run: runs a model once.
-        patterns: whether `scores` and `pattern` are requested, so that the reference kernel runs. A
-            mechanism that has no pattern is run again without this request.
+        patterns: whether `scores` and `pattern` are requested, from the reference kernel. A
+            mechanism without a pattern is run again without this request.
 
     Returns:
         The names, in the order of the computation.
@@ -563,9 +554,7 @@ def _quoted(names: list[str]) -> str:
 
 
 def _passed_taps(opening: ActiveTrace, names: list[str]) -> str:
-    """Return a hint with the taps that were reached, and those most similar to the requested
-    names.
-    """
+    """Return a hint with the taps that were reached, and those most like the requested."""
     if not opening.passed:
         return (
             "no tap was reached at all: run the model within the `with` block, in the same thread"

@@ -1,8 +1,5 @@
-"""Formatting of numbers with units, the same in every command and message of regard.
-
-Memory sizes have binary units: 1 KiB is 1024 bytes, 1 MiB is 1024 KiB, 1 GiB is 1024 MiB. All other
-quantities have decimal units, as in data sheets: 1 GB/s is 1e9 bytes per second, 1 TFLOP is 1e12
-operations. A number has three significant digits; JSON output has exact numbers.
+"""Formatting of numbers with units: memory is binary (1 KiB is 1024 bytes), all other units
+decimal; three significant digits, exact numbers in JSON.
 """
 
 from __future__ import annotations
@@ -18,11 +15,7 @@ _SECONDS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"), (1e-9, "ns"))
 
 
 def digits(x: float) -> str:
-    """Format a number with three significant digits; larger ones keep all digits before the point.
-
-    >>> digits(1.0), digits(33.333), digits(139.4), digits(1023.0), digits(0.01234)
-    ('1.00', '33.3', '139', '1023', '0.0123')
-    """
+    """Format a number with three significant digits, or all before the point."""
     if x == 0 or not math.isfinite(x):
         return f"{x:.0f}"
     exponent = int(f"{abs(x):.2e}".partition("e")[2])
@@ -30,11 +23,7 @@ def digits(x: float) -> str:
 
 
 def size(n: float | None) -> str:
-    """Format a memory size in bytes, KiB, MiB, GiB and so on; None is a dash.
-
-    >>> size(512), size(33792), size(32 << 20), size(143771 * 2**20), size(None)
-    ('512 B', '33.0 KiB', '32.0 MiB', '140 GiB', '-')
-    """
+    """Format a memory size in bytes, KiB, MiB, GiB and so on; None is a dash."""
     if n is None:
         return ABSENT
     step = 0
@@ -44,11 +33,7 @@ def size(n: float | None) -> str:
 
 
 def count(n: float | None, unit: str = "") -> str:
-    """Format a count with a decimal prefix and a unit; None is a dash.
-
-    >>> count(1.5e12, "FLOP"), count(630e9, "FLOP/s"), count(262144), count(999, "B/s")
-    ('1.50 TFLOP', '630 GFLOP/s', '262 k', '999 B/s')
-    """
+    """Format a count with a decimal prefix and a unit; None is a dash."""
     if n is None:
         return ABSENT
     step = 0
@@ -59,20 +44,12 @@ def count(n: float | None, unit: str = "") -> str:
 
 
 def rate(bytes_per_second: float | None) -> str:
-    """Format a bandwidth in GB/s, whatever its size; 1 GB is 1e9 bytes, and None is a dash.
-
-    >>> rate(23e9), rate(3.35e12), rate(None)
-    ('23.0 GB/s', '3350 GB/s', '-')
-    """
+    """Format a bandwidth in GB/s, whatever its size; 1 GB is 1e9 bytes, and None is a dash."""
     return ABSENT if bytes_per_second is None else f"{digits(bytes_per_second / 1e9)} GB/s"
 
 
 def seconds(t: float | None) -> str:
-    """Format a duration in s, ms, µs or ns, such that the number is at least 1; None is a dash.
-
-    >>> seconds(2.5), seconds(0.0123), seconds(2e-6), seconds(0.0), seconds(None)
-    ('2.50 s', '12.3 ms', '2.00 µs', '0 s', '-')
-    """
+    """Format a duration in s, ms, µs or ns, such that the number is at least 1; None is a dash."""
     if t is None:
         return ABSENT
     if t == 0:
@@ -82,24 +59,14 @@ def seconds(t: float | None) -> str:
 
 
 def span(low: float, high: float) -> str:
-    """Format two durations in the unit of the larger one, with at most two decimals.
-
-    >>> span(0.0120, 0.0125), span(0.9, 2.5)
-    ('12.0..12.5 ms', '0.90..2.50 s')
-    """
+    """Format two durations in the unit of the larger one, with at most two decimals."""
     scale, unit = _unit_of(high)
     first = digits(low / scale) if low >= scale else f"{low / scale:.2f}"
     return f"{first}..{digits(high / scale)} {unit}"
 
 
 def plural(n: int, noun: str, nouns: str | None = None) -> str:
-    """Return a count with its noun, in the singular for exactly 1.
-
-    >>> plural(1, "layer"), plural(12, "layer"), plural(0, "query"), plural(1200, "key")
-    ('1 layer', '12 layers', '0 queries', '1,200 keys')
-    >>> plural(2, "matrix", "matrices")
-    '2 matrices'
-    """
+    """Return a count with its noun, in the singular for exactly 1."""
     if nouns is None:
         consonant_y = noun.endswith("y") and noun[-2:-1] not in "aeiou"
         nouns = f"{noun[:-1]}ies" if consonant_y else f"{noun}s"
@@ -107,11 +74,7 @@ def plural(n: int, noun: str, nouns: str | None = None) -> str:
 
 
 def tokens(n: int) -> str:
-    """Format a number of tokens; multiples of 1024 are written in k = 1024 or M = 1024 k.
-
-    >>> tokens(8192), tokens(1 << 20), tokens(4000), tokens(512)
-    ('8k', '1M', '4,000', '512')
-    """
+    """Format a number of tokens; multiples of 1024 are written in k = 1024 or M = 1024 k."""
     for scale, letter in ((1 << 20, "M"), (1 << 10, "k")):
         if n >= scale and n % scale == 0:
             return f"{n // scale:,}{letter}"

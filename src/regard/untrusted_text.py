@@ -1,7 +1,5 @@
-"""Safe display of text from untrusted files, prompts and models, without control characters.
-
-Text that reaches a terminal, a page or an error message passes through `short_repr` or
-`escape_controls`. So it cannot move the cursor, be invisible, or change the writing direction.
+"""Safe display of text from untrusted files, prompts and models: through `short_repr` or
+`escape_controls`, it cannot move the cursor, be invisible, or change the direction.
 """
 
 from __future__ import annotations
@@ -24,13 +22,7 @@ _CONTROLS = re.compile(
 
 
 def escape_controls(text: str, *, keep: str = "") -> str:
-    """Replace control characters, and marks that change the writing direction, by their code in ‹›.
-
-    >>> escape_controls("a\\x1b[31m\\u202e")
-    'a‹1B›[31m‹202E›'
-    >>> escape_controls("two\\nlines\\r", keep=MULTILINE)
-    'two\\nlines‹0D›'
-    """
+    """Replace control characters and marks of writing direction by their code in ‹›."""
 
     def number(match: re.Match[str]) -> str:
         return match[0] if match[0] in keep else f"‹{ord(match[0]):02X}›"
@@ -39,14 +31,7 @@ def escape_controls(text: str, *, keep: str = "") -> str:
 
 
 def short_repr(value: object, longest: int = MAX_LENGTH) -> str:
-    """Return the `repr` of an untrusted value, with control characters escaped and of bounded
-    length.
-
-    >>> print(short_repr("a" + chr(27) + "[2J"))
-    'a\\x1b[2J'
-    >>> short_repr(["b" * 200])
-    "['bbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbb..."
-    """
+    """Return the `repr` of an untrusted value, escaped and of bounded length."""
     if isinstance(value, str):
         return repr(value) if len(value) <= longest else f"{value[:longest]!r}..."
     if isinstance(value, int) and value.bit_length() > 4 * longest:
@@ -56,13 +41,7 @@ def short_repr(value: object, longest: int = MAX_LENGTH) -> str:
 
 
 def error_text(message: object, longest: int = 600) -> str:
-    """Return the message of another error on one line, safe to display and of bounded length.
-
-    Use it in an error that replaces one which quotes an untrusted file.
-
-    >>> error_text(ValueError("a" + chr(27) + "b")), len(error_text("x" * 9999, 100))
-    ('a‹1B›b', 105)
-    """
+    """Return the message of another error on one safe and bounded line."""
     reason = message.strerror if isinstance(message, OSError) and message.strerror else message
     text = " ".join(str(reason).split("\n"))
     if len(text) > longest:
@@ -71,12 +50,7 @@ def error_text(message: object, longest: int = 600) -> str:
 
 
 def parse_integer(text: str) -> int | None:
-    """Return the integer that a text represents, or None: at most 18 digits, with an optional
-    minus.
-
-    >>> parse_integer("-12"), parse_integer("²"), parse_integer("9" * 5000)
-    (-12, None, None)
-    """
+    """Return the integer that a text is, or None: at most 18 digits, perhaps a minus."""
     return int(text) if _INTEGER.fullmatch(text) else None
 
 

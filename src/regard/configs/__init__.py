@@ -1,7 +1,5 @@
-"""Config classes that read config.json, one for each family of models; none imports torch.
-
-`regard.load` and `regard cost` use the same classes. `regard.load` checks every key of config.json
-(`reader.parse`); `regard cost` checks only the keys that change sizes (`reader.read_sizes`).
+"""Config classes that read config.json without torch; `regard.load` checks every key
+(`reader.parse`), `regard cost` those that change sizes (`reader.read_sizes`).
 """
 
 from __future__ import annotations
@@ -55,11 +53,7 @@ LOADABLE = tuple(name for name in CONFIGS if name not in COUNTED_ONLY)
 
 
 def config_class(model_type: str) -> type[ModelConfig] | None:
-    """Return the config class of a `model_type`, or None if it is not supported.
-
-    >>> config_class("gemma3").__name__
-    'Gemma3Config'
-    """
+    """Return the config class of a `model_type`, or None if it is not supported."""
     if model_type not in CONFIG_MODULES:
         return None
     module = importlib.import_module(f"{__name__}.{CONFIG_MODULES[model_type]}")

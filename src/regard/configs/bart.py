@@ -88,12 +88,7 @@ class StackedConfig(ModelConfig):
 
 @dataclass(frozen=True)
 class BartConfig(StackedConfig):
-    """The keys of BART, and a flag that only the stored tensors determine: `logits_bias`.
-
-    Attributes:
-        scale_embedding: whether the token embedding is multiplied by sqrt(d_model).
-        logits_bias: whether a bias for the logits is stored (`final_logits_bias`).
-    """
+    """The keys of BART, and a flag that only the stored tensors determine: `logits_bias`."""
 
     max_position_embeddings: int = 1024
     scale_embedding: bool = False
@@ -130,13 +125,8 @@ class BartConfig(StackedConfig):
 
 @dataclass(frozen=True)
 class MarianConfig(StackedConfig):
-    """The keys of Marian, and a flag that only the stored tensors determine: `logits_bias`.
-
-    Attributes:
-        max_position_embeddings: the rows of the table of sinusoids that transformers keeps; nothing
-            here depends on it.
-        scale_embedding: whether the token embedding is multiplied by sqrt(d_model).
-        logits_bias: whether a bias for the logits is stored (`final_logits_bias`).
+    """The keys of Marian; `logits_bias` follows from the stored tensors, and nothing depends on
+    `max_position_embeddings`, the rows of transformers' table of sinusoids.
     """
 
     pad_token_id: int = 58100
@@ -174,13 +164,8 @@ NOTE = "the states of the encoder are counted with the same length as the decode
 
 @dataclass(frozen=True)
 class WhisperConfig(StackedConfig):
-    """The keys of Whisper: BART's, without a bias in the maps to keys, and the sizes of the input.
-
-    Attributes:
-        num_mel_bins: the number of log-mel features of a frame.
-        max_source_positions: the length of the encoder's table of positions; the input has twice as
-            many frames at most.
-        max_target_positions: the length of the decoder's table of positions.
+    """The keys of Whisper: BART's, without a bias in the maps to keys; the input has at most 2
+    `max_source_positions` frames.
     """
 
     pad_token_id: int = 50256

@@ -1,11 +1,5 @@
-"""`ModelConfig`, the base class of all configs, and what their classes share: checks, and the
-sliding window of each layer.
-
-A config is a frozen dataclass whose fields are the keys of config.json that change the network. It
-needs no torch: `regard.load` builds a network from it, and `regard cost` uses its `sizes`.
-
-The sliding window of each layer follows from five keys of config.json, which `regard.load` and
-`regard cost` both read here.
+"""`ModelConfig`, the base class of all configs, and what their classes share without torch: checks,
+and the sliding window of each layer.
 """
 
 from __future__ import annotations
@@ -51,12 +45,7 @@ families in which it does not follow from other sizes.
 
 
 def with_absent_sizes(raw: Raw) -> dict[str, object]:
-    """Return the keys of a config.json, and of its text_config, with the sizes of `ABSENT_SIZES`
-    that it lacks.
-
-    >>> with_absent_sizes({"model_type": "qwen3_moe"})
-    {'num_key_value_heads': 4, 'model_type': 'qwen3_moe'}
-    """
+    """Return the keys of a config.json and its text_config, completed from `ABSENT_SIZES`."""
     kind, text = raw.get("model_type"), raw.get("text_config")
     keys = {key: values[kind] for key, values in ABSENT_SIZES.items() if kind in values} | dict(raw)
     if isinstance(text, Mapping):
@@ -69,18 +58,7 @@ MAX_LAYERS = 1 << 9
 
 
 class UnknownKey(ArgumentError):
-    """A key of config.json that its family does not know; a caller may choose to ignore it.
-
-    Args:
-        path: the key, after the keys of the objects that contain it.
-        reason: the message.
-
-    >>> raise UnknownKey(("rope_scaling", "fator"), "rope_scaling has the unknown key 'fator'")
-    Traceback (most recent call last):
-    regard.configs.base.UnknownKey: rope_scaling has the unknown key 'fator'. If it does
-    not change the computation, ignore it: regard.load(folder,
-    ignore=('rope_scaling.fator',)), or --ignore 'rope_scaling.fator'
-    """
+    """A key of config.json that its family does not know; a caller may choose to ignore it."""
 
     def __init__(self, path: tuple[str, ...], reason: str) -> None:
         self.path = path
@@ -100,10 +78,8 @@ class UnknownKey(ArgumentError):
 class ModelConfig(ABC):
     """The config of one family: its fields are the keys of config.json that change the network.
 
-    The names are those of Hugging Face. A field without a default is required. `__post_init__`
-    raises for sizes that contradict each other. Values that only the parts of the network can
-    check, such as the numbers of a rotary scaling, are checked when the network is built, and by
-    `regard.models.checkpoint.family.Family.check` when a folder is read.
+    Names are those of Hugging Face; a field without a default is required. What only parts of the
+    network can check, such as rotary scalings, is checked when it is built or a folder is read.
 
     Attributes:
         model_types: the values of `model_type` that this class reads. The first one is written.
@@ -140,11 +116,7 @@ def check_sizes(config: ModelConfig, *, zero: Collection[str] = ()) -> None:
 
 
 def rename_keys(raw: Raw, names: Mapping[str, str]) -> dict[str, object]:
-    """Rename keys to the family's own spelling; a null counts as absent.
-
-    >>> rename_keys({"n_embed": 64, "n_layer": 2}, {"n_embed": "hidden_size"})
-    {'n_layer': 2, 'hidden_size': 64}
-    """
+    """Rename keys to the family's own spelling; a null counts as absent."""
     renamed = dict(raw)
     for other, own in names.items():
         value = renamed.pop(other, None)
@@ -180,10 +152,7 @@ its approximation with tanh.
 
 
 def check_activation(name: str, key: str = "hidden_act") -> None:
-    """Check that a name in config.json is that of a nonlinearity.
-
-    >>> check_activation("gelu_new")
-    """
+    """Check that a name in config.json is that of a nonlinearity."""
     if name not in ACTIVATIONS:
         raise ArgumentError(
             f"{key} is {name!r}; supported are {', '.join(sorted(ACTIVATIONS))}"
@@ -209,14 +178,6 @@ def layer_windows(
     layer i has a window: `layer_types` (layer_types[i] == "sliding_attention"),
     `sliding_window_pattern` ((i + 1) % sliding_window_pattern != 0), `max_window_layers` (i >=
     max_window_layers). Without them every layer has the window.
-
-    >>> layer_windows(4, sliding_window=512, sliding_window_pattern=2)
-    (512, None, 512, None)
-    >>> layer_windows(3, sliding_window=4096, max_window_layers=1, use_sliding_window=False)
-    (None, None, None)
-
-    Source: the keys' meaning in Hugging Face's Gemma 3 and Qwen 2 configurations; windows: Beltagy
-    et al. 2020 (arXiv 2004.05150).
     """
     _at_least("num_hidden_layers", num_hidden_layers, 1)
     _at_least("sliding_window", sliding_window, 1)

@@ -28,11 +28,6 @@ from regard.units import plural
 class BertConfig(ModelConfig):
     """The keys of a BERT config.json that change the network, and two flags that only the stored
     tensors determine: `pooler` and `masked_words`.
-
-    Attributes:
-        pooler: whether there is a pooler.
-        masked_words: whether there is a head for masked language modelling; its matrix is the
-            embedding.
     """
 
     vocab_size: int
@@ -70,11 +65,7 @@ class BertConfig(ModelConfig):
         check_activation(self.hidden_act)
 
     def sizes(self, name: str) -> ModelSpec:
-        """Return the sizes of the encoder with its tables of positions and segments, and its
-        pooler.
-
-        A head for masked language modelling is not counted.
-        """
+        """Return the sizes of the encoder with its pooler, without a head for masked words."""
         M, H = self.hidden_size, self.num_attention_heads
         D, norm = resolve_head_dim(M, H, None), ParameterCounts(norms=2 * M)
         layer = LayerSpec(
@@ -142,12 +133,7 @@ class RobertaConfig(BertConfig):
 
 @dataclass(frozen=True)
 class DistilBertConfig(ModelConfig):
-    """The keys of DistilBERT, and a flag that only the stored tensors determine: `masked_words`.
-
-    Attributes:
-        masked_words: whether there is a head for masked language modelling; its matrix is the
-            embedding.
-    """
+    """The keys of DistilBERT, and a flag that only the stored tensors determine: `masked_words`."""
 
     vocab_size: int
     dim: int
@@ -182,10 +168,7 @@ class DistilBertConfig(ModelConfig):
         return rename_keys(raw, names)
 
     def sizes(self, name: str) -> ModelSpec:
-        """Return the sizes of the encoder with its table of positions.
-
-        A head for masked language modelling is not counted.
-        """
+        """Return the sizes of the encoder, without a head for masked words."""
         M, H = self.dim, self.n_heads
         D, norm = resolve_head_dim(M, H, None), ParameterCounts(norms=2 * M)
         layer = LayerSpec(
@@ -214,14 +197,8 @@ PERIOD = "global_attn_every_n_layers"
 
 @dataclass(frozen=True)
 class ModernBertConfig(ModelConfig):
-    """The keys of ModernBERT, and a flag that only the stored tensors determine: `masked_words`.
-
-    Attributes:
-        local_attention: the width of the window of a local layer, which sees local_attention // 2
-            keys on each side and the query's own.
-        pad_token_id: changes nothing here; transformers refuses a saved folder without it if its
-            vocabulary is smaller than the released one.
-        masked_words: whether there is a head for masked language modelling.
+    """The keys of ModernBERT, where a local layer sees local_attention // 2 keys on each side and
+    the query's own; nothing depends on `pad_token_id`, which transformers wants in a saved folder.
     """
 
     vocab_size: int
@@ -304,9 +281,8 @@ class ModernBertConfig(ModelConfig):
         return keys
 
     def distances(self) -> tuple[int | None, ...]:
-        """Return the largest distance of a visible key in each layer, or None for a global layer.
-
-        Without `layer_types`, layers 0, 3, 6, ... are global.
+        """Return the largest distance of a visible key in each layer, or None for a global one, as
+        layers 0, 3, 6, ... are without `layer_types`.
         """
         kinds = self.layer_types or tuple(
             SLIDING if i % 3 else FULL for i in range(self.num_hidden_layers)

@@ -1,7 +1,4 @@
-"""The configs of Command R, R7B and A.
-
-Source of the keys: Hugging Face checkpoints, and transformers' configuration classes.
-"""
+"""The configs of Command R, R7B and A."""
 
 from __future__ import annotations
 
@@ -42,8 +39,8 @@ class CohereConfig(RotaryDecoderConfig):
 
 @dataclass(frozen=True)
 class Cohere2Config(CohereConfig):
-    """The keys of Command R7B and A: a window in three of four layers; the others have no
-    positions (NoPE).
+    """The keys of Command R7B and A: three of four layers have a window, the others no
+    positions.
     """
 
     rope_theta: float = 10000.0

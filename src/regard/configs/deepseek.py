@@ -67,10 +67,7 @@ class DeepseekConfig(ModelConfig, ABC):
 
     @classmethod
     def normalize_keys(cls, raw: Raw) -> dict[str, object]:
-        """Return the keys with num_key_value_heads, and without head_dim and qk_head_dim.
-
-        Newer files contain these two, which follow from the dims of the two parts of a head.
-        """
+        """Return the keys with num_key_value_heads, without head_dim and qk_head_dim."""
         keys = normalize_rope(raw)
         if keys.get("num_key_value_heads") is None:
             keys["num_key_value_heads"] = keys.get("num_attention_heads")
@@ -162,9 +159,7 @@ class DeepseekV3Config(DeepseekConfig):
 
     @property
     def rope(self) -> RopeSettings:
-        """The settings of the rotary positions; adjacent dims form a pair, unless rope_interleave
-        is false.
-        """
+        """The rotary settings; adjacent dims form a pair, unless rope_interleave is false."""
         return super().rope._replace(layout="interleaved" if self.rope_interleave else "half")
 
 
@@ -299,11 +294,8 @@ class KimiLinearConfig(ModelConfig):
 
     @classmethod
     def normalize_keys(cls, raw: Raw) -> dict[str, object]:
-        """Return the keys with one name each, and with a kind for each layer.
-
-        The makers' files have `linear_attn_config`, in which layers are numbered from 1, and
-        `first_k_dense_replace`; transformers writes `layer_types` and `mlp_layer_types`. The sizes
-        of a head that follow from other keys are left out.
+        """Return the keys with one name each and a kind for each layer; the makers number layers
+        from 1 in `linear_attn_config`, and transformers writes `layer_types` and `mlp_layer_types`.
         """
         left_out = ("head_dim", "qk_head_dim", "linear_attn_config", "mlp_layer_types")
         keys = rename_keys({k: v for k, v in raw.items() if k not in left_out}, KIMI_NAMES)

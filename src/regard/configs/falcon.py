@@ -1,7 +1,4 @@
-"""The configs of Falcon and Falcon-H1.
-
-Source of the keys: Hugging Face checkpoints, and transformers' configuration classes.
-"""
+"""The configs of Falcon and Falcon-H1."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""The configs of Gemma, Gemma 2, Gemma 3 and Gemma 3n (text).
-
-From the config.json of a model with image input (`model_type` "gemma3" and "gemma3n"), only
-`text_config` is used.
-"""
+"""The configs of Gemma, Gemma 2, Gemma 3 and Gemma 3n, of which only `text_config` is used."""
 
 from __future__ import annotations
 
@@ -50,9 +46,7 @@ class GemmaConfig(GroupedQueryConfig):
 
     @classmethod
     def normalize_keys(cls, raw: Raw) -> dict[str, object]:
-        """Return the keys with rotary settings in one form; head_dim is 256 if the file lacks
-        it.
-        """
+        """Return the keys with rotary settings in one form, and head_dim 256 by default."""
         return normalize_rope({"head_dim": 256, **raw})
 
     @property
@@ -162,9 +156,7 @@ class Gemma3Config(WindowedGemmaConfig):
 
     @classmethod
     def normalize_keys(cls, raw: Raw) -> dict[str, object]:
-        """Return the keys with both rotary bases at the top level, and with `layer_types` in place
-        of sliding_window_pattern.
-        """
+        """Return the keys with both rotary bases, and `layer_types` for sliding_window_pattern."""
         if raw.get("model_type") == "gemma3":
             raw = _text(raw)
         keys = normalize_rope({"head_dim": 256, **raw}, layered=True)
@@ -212,11 +204,7 @@ PER_LAYER_NORMS = 7
 
 @dataclass(frozen=True)
 class AugmentedDenseSpec(DenseSpec):
-    """A dense layer together with the small matrices that Gemma 3n has beside it.
-
-    Attributes:
-        beside: the number of values of these matrices.
-    """
+    """A dense layer together with the small matrices of Gemma 3n, of `beside` values in all."""
 
     beside: int = 0
 
@@ -289,9 +277,7 @@ class Gemma3nConfig(Gemma3Config):
         return keys
 
     def feed_forward(self, layer: int) -> FeedForwardSpec:
-        """Return the sizes of the feed-forward layer, with the matrices of AltUp, LAuReL and of the
-        layer's own embeddings.
-        """
+        """Return the feed-forward sizes with AltUp, LAuReL and the layer's own embeddings."""
         M, n = self.hidden_size, self.altup_num_inputs
         altup = n * n + n**3 + n * M
         # the low-rank branch, and the maps of the layer's embedding: its input, gate and output

@@ -1,7 +1,4 @@
-"""The configs of GLM-4 to GLM-4.7; GLM-5 is in `deepseek`.
-
-Source of the keys: Hugging Face checkpoints, and transformers' configuration classes.
-"""
+"""The configs of GLM-4 to GLM-4.7; GLM-5 is in `deepseek`."""
 
 from __future__ import annotations
 

@@ -1,7 +1,5 @@
 """The configs of GPT-2, GPT-BigCode, GPT-J, GPT-Neo and GPT-NeoX, and the sizes of decoders with
 LayerNorms and feed-forward layers without a gate.
-
-Source of the keys: Hugging Face checkpoints, and transformers' configuration classes.
 """
 
 from __future__ import annotations
@@ -138,9 +136,7 @@ class GPT2Config(ModelConfig):
 
 @dataclass(frozen=True)
 class GPTBigCodeConfig(GPT2Config):
-    """The keys of GPT-BigCode (SantaCoder, StarCoder): GPT-2 whose heads share a key and a
-    value.
-    """
+    """The keys of GPT-BigCode (SantaCoder, StarCoder): GPT-2 with one key/value head."""
 
     activation_function: str = "gelu_pytorch_tanh"
     multi_query: bool = True

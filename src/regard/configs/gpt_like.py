@@ -1,7 +1,4 @@
-"""The configs of BLOOM, MPT and OPT.
-
-Source of the keys: Hugging Face checkpoints, and transformers' configuration classes.
-"""
+"""The configs of BLOOM, MPT and OPT."""
 
 from __future__ import annotations
 
@@ -65,9 +62,7 @@ class BloomConfig(ModelConfig):
 
     @classmethod
     def normalize_keys(cls, raw: Raw) -> dict[str, object]:
-        """Return the keys with BLOOM's spelling; n_embed and the general names are accepted,
-        too.
-        """
+        """Return the keys with BLOOM's spelling, also from n_embed and the general names."""
         names = {
             "n_embed": "hidden_size",
             "num_attention_heads": "n_head",

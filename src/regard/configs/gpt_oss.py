@@ -1,7 +1,4 @@
-"""The config of gpt-oss.
-
-Source of the keys: Hugging Face checkpoints, and transformers' configuration classes.
-"""
+"""The config of gpt-oss models."""
 
 from __future__ import annotations
 
@@ -62,10 +59,7 @@ class GptOssConfig(GroupedQueryConfig):
 
     @classmethod
     def normalize_keys(cls, raw: Raw) -> dict[str, object]:
-        """Return the keys with the default rotary scaling if the file has none, as in transformers.
-
-        experts_per_token is an older spelling of num_experts_per_tok.
-        """
+        """Return the keys with transformers' rotary scaling, also from experts_per_token."""
         keys = normalize_rope(raw)
         if keys["rope_scaling"] is None:
             scaling = raw.get("rope_scaling") or raw.get("rope_parameters")
@@ -79,9 +73,7 @@ class GptOssConfig(GroupedQueryConfig):
         return keys if old_value is None else keys | {"num_experts_per_tok": old_value}
 
     def windows(self) -> tuple[int | None, ...]:
-        """Return the windows of `layer_types`; without that key, layers 0, 2, 4, ... have a
-        window.
-        """
+        """Return the windows of `layer_types`, or else one in layers 0, 2, 4, ..."""
         if self.layer_types is None and self.sliding_window is None:
             return (None,) * self.num_hidden_layers
         return super().windows()

@@ -1,7 +1,4 @@
-"""The configs of Granite 3 and 4.0 H, and of Bamba, on which IBM worked, too.
-
-Source of the keys: Hugging Face checkpoints, and transformers' configuration classes.
-"""
+"""The configs of Granite 3 and 4.0 H, and of Bamba, on which IBM worked, too."""
 
 from __future__ import annotations
 

@@ -1,7 +1,5 @@
 """Models that mix layers with softmax attention and layers with a state of fixed size: the kinds of
 their layers, and the keys of Gated DeltaNet and of Mamba-2.
-
-Source of the keys: Hugging Face checkpoints, and transformers' configuration classes.
 """
 
 from __future__ import annotations
@@ -31,11 +29,7 @@ Names: TypeAlias = tuple[str, ...] | None
 
 
 def named_kinds(names: Sequence[str], layers: int, key: str = "layer_types") -> tuple[str, ...]:
-    """Return the kind of each layer from the names in config.json.
-
-    >>> named_kinds(["mamba", "attention"], 2)
-    ('linear_attention', 'full_attention')
-    """
+    """Return the kind of each layer from the names in config.json."""
     if len(names) != layers:
         raise ArgumentError(
             f"{key} has {plural(len(names), 'entry')} and num_hidden_layers is {layers}; give one "
@@ -111,11 +105,7 @@ STEP_KEYS = frozenset(
 
 
 def step_limits(stored: StepLimits, key: str = "time_step_limit") -> tuple[float, float]:
-    """Return the limits of step sizes as two numbers.
-
-    >>> step_limits(NO_LIMITS)
-    (0.0, inf)
-    """
+    """Return the limits of step sizes as two numbers."""
     numbers = [math.inf if x == INFINITY else x for x in stored]
     if len(numbers) == 2 and all(isinstance(x, (int, float)) for x in numbers):
         smallest, largest = (float(x) for x in numbers if isinstance(x, (int, float)))
@@ -128,19 +118,8 @@ def step_limits(stored: StepLimits, key: str = "time_step_limit") -> tuple[float
 
 @dataclass(frozen=True)
 class Mamba2Sizes:
-    """The sizes of a layer of Mamba-2.
-
-    Attributes:
-        dim: M, the width of the model.
-        heads, head_dim: the number of value heads N and their width E.
-        groups, state: the number of query and key heads G (of C and B), and their width D.
-        kernel: the number of tokens of the convolution.
-        bias, output_bias, conv_bias: whether the input map, the output map and the convolution
-            have biases.
-        normed: whether the output is normalized.
-
-    >>> Mamba2Sizes(4096, 128, 64, 1, 128, 4).spec().state.value  # a layer of Granite 4.0 H Small
-    1073920
+    """The sizes of a layer of Mamba-2: M, N value heads of width E, G query and key heads (C and B)
+    of width D, and the tokens of the convolution.
     """
 
     dim: int
@@ -188,11 +167,7 @@ def check_width(expand: float, dim: int, sizes: Mamba2Sizes, names: str) -> None
 
 
 def with_step_limits(raw: Raw) -> dict[str, Any]:
-    """Return the keys without a time_step_limit that is null, which is none.
-
-    >>> with_step_limits({"time_step_limit": None})
-    {}
-    """
+    """Return the keys without a time_step_limit that is null, which is none."""
     return {k: v for k, v in raw.items() if k != "time_step_limit" or v is not None}
 
 

@@ -1,7 +1,4 @@
-"""The configs of Llama 1 to 3 and Llama 4.
-
-Source of the keys: Hugging Face checkpoints, and transformers' configuration classes.
-"""
+"""The configs of Llama 1 to 3 and Llama 4."""
 
 from __future__ import annotations
 
@@ -28,7 +25,6 @@ from regard.units import plural
 @dataclass(frozen=True)
 class LlamaConfig(GroupedQueryConfig):
     """Llama 1 to 3: RMS norm, rotary positions with the layout "half", grouped queries, SwiGLU.
-
     Source: Touvron et al. 2023 (arXiv 2307.09288).
     """
 
@@ -122,10 +118,8 @@ class Llama4Config(GroupedQueryConfig):
 
     @classmethod
     def normalize_keys(cls, raw: Raw) -> dict[str, object]:
-        """Return the keys of the language model, also from the file of a model that reads images.
-
-        The first files have a number in attn_temperature_tuning, which is true unless it is 0, and
-        an empty list in no_rope_layers, which is no list.
+        """Return the keys of the language model; the first files have numbers for truth in
+        attn_temperature_tuning, and an empty list for no list in no_rope_layers.
         """
         if raw.get("model_type") == "llama4":
             text = raw.get("text_config")
@@ -149,9 +143,7 @@ class Llama4Config(GroupedQueryConfig):
         )
 
     def chunked(self) -> tuple[bool, ...]:
-        """Return whether each layer attends inside chunks; without `layer_types`, those with rotary
-        positions do.
-        """
+        """Return which layers attend inside chunks: by default those with rotary positions."""
         layers, rotated = self.num_hidden_layers, self.rotated()
         if self.layer_types is None:
             return rotated

@@ -1,7 +1,5 @@
 """The configs of decoders like Llama whose makers have one family here: Arcee, ERNIE 4.5, EXAONE 4,
 Helium, Seed-OSS, SmolLM3, StableLM and StarCoder2.
-
-Source of the keys: Hugging Face checkpoints, and transformers' configuration classes.
 """
 
 from __future__ import annotations
@@ -23,9 +21,8 @@ from regard.errors import ArgumentError
 
 @dataclass(frozen=True)
 class ArceeConfig(LlamaConfig):
-    """Arcee's AFM: Llama with a squared ReLU in place of the gated feed-forward layer.
-
-    Source: Arcee AI 2025, "Announcing Arcee Foundation Models".
+    """Arcee's AFM: Llama with a squared ReLU in place of the gated feed-forward layer. Source:
+    Arcee AI 2025, "Announcing Arcee Foundation Models".
     """
 
     rms_norm_eps: float = 1e-5
@@ -45,9 +42,8 @@ class ArceeConfig(LlamaConfig):
 
 @dataclass(frozen=True)
 class Ernie45Config(GroupedQueryConfig):
-    """ERNIE 4.5, the dense models: Llama that rotates pairs of neighbours.
-
-    Source: Baidu 2025, "ERNIE 4.5 Technical Report".
+    """ERNIE 4.5, the dense models: Llama that rotates pairs of neighbours. Source: Baidu 2025,
+    "ERNIE 4.5 Technical Report".
     """
 
     head_dim: int = 128
@@ -66,9 +62,7 @@ class Ernie45Config(GroupedQueryConfig):
 @dataclass(frozen=True)
 class Exaone4Config(GroupedQueryConfig):
     """EXAONE 4: norms after each sublayer and on each head of queries and keys; in models with a
-    window, layers without one have no positions.
-
-    Source: LG AI Research 2025 (arXiv 2507.11407).
+    window, layers without one have no positions. Source: LG AI Research 2025 (arXiv 2507.11407).
     """
 
     rms_norm_eps: float = 1e-5
@@ -116,10 +110,7 @@ class Exaone4Config(GroupedQueryConfig):
 
 @dataclass(frozen=True)
 class HeliumConfig(GroupedQueryConfig):
-    """Helium: Llama that rotates pairs of neighbours.
-
-    Source: Kyutai 2025, "Helium 1".
-    """
+    """Helium: Llama that rotates pairs of neighbours. Source: Kyutai 2025, "Helium 1"."""
 
     head_dim: int = 128
     rms_norm_eps: float = 1e-8
@@ -142,9 +133,8 @@ class HeliumConfig(GroupedQueryConfig):
 
 @dataclass(frozen=True)
 class SeedOssConfig(GroupedQueryConfig):
-    """Seed-OSS: Llama with separate keys for the biases of its maps.
-
-    Source: ByteDance Seed 2025, "Seed-OSS Open-Source Models".
+    """Seed-OSS: Llama with separate keys for the biases of its maps. Source: ByteDance Seed 2025,
+    "Seed-OSS Open-Source Models".
     """
 
     head_dim: int = 128
@@ -161,9 +151,8 @@ class SeedOssConfig(GroupedQueryConfig):
 
 @dataclass(frozen=True)
 class SmolLM3Config(LlamaConfig):
-    """SmolLM3: Llama without positions in every fourth layer (NoPE).
-
-    Source: Hugging Face 2025, "SmolLM3"; NoPE: Yang et al. 2025 (arXiv 2501.18795).
+    """SmolLM3: Llama without positions in every fourth layer (NoPE). Source: Hugging Face 2025,
+    "SmolLM3"; NoPE: Yang et al. 2025 (arXiv 2501.18795).
     """
 
     rope_theta: float = 2000000.0
@@ -202,9 +191,7 @@ class SmolLM3Config(LlamaConfig):
 @dataclass(frozen=True)
 class StableLmConfig(RotaryDecoderConfig):
     """StableLM: LayerNorms and rotary positions on a part of each head; in some models, parallel
-    sublayers that share a norm.
-
-    Source: Bellagente et al. 2024 (arXiv 2402.17834).
+    sublayers that share a norm. Source: Bellagente et al. 2024 (arXiv 2402.17834).
     """
 
     layer_norm_eps: float = 1e-5
@@ -226,9 +213,8 @@ class StableLmConfig(RotaryDecoderConfig):
 
 @dataclass(frozen=True)
 class Starcoder2Config(RotaryDecoderConfig):
-    """StarCoder2: LayerNorms, biases everywhere, and a feed-forward layer without a gate.
-
-    Source: Lozhkov et al. 2024 (arXiv 2402.19173).
+    """StarCoder2: LayerNorms, biases everywhere, and a feed-forward layer without a gate. Source:
+    Lozhkov et al. 2024 (arXiv 2402.19173).
     """
 
     norm_epsilon: float = 1e-5

@@ -1,8 +1,4 @@
-"""The configs of Mamba-2 and of Jamba, and the keys of decoders in which state-space layers see the
-order of the tokens.
-
-Source of the keys: Hugging Face checkpoints, and transformers' configuration classes.
-"""
+"""The configs of Mamba-2 and Jamba, and the keys of decoders without positions."""
 
 from __future__ import annotations
 
@@ -107,9 +103,7 @@ class Mamba2Config(ModelConfig):
 
 @dataclass(frozen=True)
 class PositionlessConfig(ModelConfig, ABC):
-    """The keys of decoders with grouped queries and without positions, where state-space layers see
-    the order of the tokens.
-    """
+    """The keys of decoders without positions, where state-space layers see the order of tokens."""
 
     vocab_size: int
     hidden_size: int

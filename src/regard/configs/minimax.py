@@ -1,7 +1,4 @@
-"""The configs of MiniMax-Text-01 and MiniMax-M2.
-
-Source of the keys: Hugging Face checkpoints, and transformers' configuration classes.
-"""
+"""The configs of MiniMax-Text-01 and MiniMax-M2."""
 
 from __future__ import annotations
 
@@ -54,10 +51,8 @@ class MiniMaxConfig(MixtralConfig, HybridConfig):
 
     @classmethod
     def normalize_keys(cls, raw: Raw) -> dict[str, object]:
-        """Return the keys as for Llama, also with the names of the makers' code.
-
-        attn_type_list has a 1 for each layer with softmax attention, and rotary_dim is the number
-        of rotated dims of a head.
+        """Return the keys as for Llama, also with the makers' names: attn_type_list has a 1 for
+        each layer with softmax attention, and rotary_dim counts the rotated dims of a head.
         """
         keys = super().normalize_keys(rename_keys(raw, MAKERS_NAMES))
         keys = rotated_share(keys)

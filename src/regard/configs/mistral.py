@@ -1,7 +1,4 @@
-"""The configs of Mistral, Ministral 3 and Mixtral.
-
-Source of the keys: Hugging Face checkpoints, and transformers' configuration classes.
-"""
+"""The configs of Mistral, Ministral 3 and Mixtral."""
 
 from __future__ import annotations
 
@@ -12,9 +9,8 @@ from regard.configs.rotary_decoder import DecoderRecipe, Experts, GroupedQueryCo
 
 @dataclass(frozen=True)
 class MistralConfig(GroupedQueryConfig):
-    """Mistral: Llama, in the first version with a sliding window in every layer.
-
-    Source: Jiang et al. 2023 (arXiv 2310.06825).
+    """Mistral: Llama, in the first version with a sliding window in every layer. Source: Jiang et
+    al. 2023 (arXiv 2310.06825).
     """
 
     max_position_embeddings: int = 131072
@@ -40,9 +36,8 @@ MIXTRAL_EXPERTS = Experts("num_local_experts", stored="block_sparse_moe", parts=
 
 @dataclass(frozen=True)
 class MixtralConfig(MistralConfig):
-    """Mixtral: Mistral whose feed-forward layers are mixtures of experts.
-
-    Source: Jiang et al. 2024 (arXiv 2401.04088).
+    """Mixtral: Mistral whose feed-forward layers are mixtures of experts. Source: Jiang et al. 2024
+    (arXiv 2401.04088).
     """
 
     rms_norm_eps: float = 1e-5

@@ -1,7 +1,4 @@
-"""The configs of Nemotron 3 and 4, and of Nemotron-H.
-
-Source of the keys: Hugging Face checkpoints, and transformers' configuration classes.
-"""
+"""The configs of Nemotron 3 and 4, and of Nemotron-H."""
 
 from __future__ import annotations
 
@@ -28,9 +25,7 @@ from regard.units import plural
 @dataclass(frozen=True)
 class NemotronConfig(RotaryDecoderConfig):
     """Nemotron 3, 4 and Minitron: LayerNorms with weight 1 + w, a squared ReLU, and rotary
-    positions on a part of each head.
-
-    Source: Parmar et al. 2024 (arXiv 2402.16819).
+    positions on a part of each head. Source: Parmar et al. 2024 (arXiv 2402.16819).
     """
 
     norm_eps: float = 1e-5

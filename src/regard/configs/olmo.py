@@ -1,7 +1,4 @@
-"""The configs of OLMo 1 to 3, OLMoE and OLMo Hybrid.
-
-Source of the keys: Hugging Face checkpoints, and transformers' configuration classes.
-"""
+"""The configs of OLMo 1 to 3, OLMoE and OLMo Hybrid."""
 
 from __future__ import annotations
 
@@ -25,9 +22,7 @@ from regard.errors import ArgumentError
 @dataclass(frozen=True)
 class OlmoConfig(RotaryDecoderConfig):
     """OLMo 1: Llama with LayerNorms that have no parameters, and in some models clipped queries,
-    keys and values.
-
-    Source: Groeneveld et al. 2024 (arXiv 2402.00838).
+    keys and values. Source: Groeneveld et al. 2024 (arXiv 2402.00838).
     """
 
     clip_qkv: float | None = None
@@ -109,9 +104,7 @@ class Olmo3Config(Olmo2Config):
 
 @dataclass(frozen=True)
 class OlmoeConfig(GroupedQueryConfig):
-    """The keys of OLMoE: a mixture of experts in every layer, and norms over all query heads and
-    over all key heads.
-    """
+    """The keys of OLMoE: experts in every layer, and norms over all query and all key heads."""
 
     num_experts: int = field(kw_only=True)
     rms_norm_eps: float = 1e-5
@@ -133,9 +126,7 @@ class OlmoeConfig(GroupedQueryConfig):
 
 @dataclass(frozen=True)
 class OlmoHybridConfig(GatedDeltaConfig):
-    """The keys of OLMo Hybrid: layers of Gated DeltaNet, and the attention of OLMo 3, with rotary
-    positions or without.
-    """
+    """The keys of OLMo Hybrid: layers of Gated DeltaNet, and the attention of OLMo 3."""
 
     max_position_embeddings: int = 65536
     attention_bias: bool = False
@@ -158,11 +149,7 @@ class OlmoHybridConfig(GatedDeltaConfig):
 
     @classmethod
     def normalize_keys(cls, raw: Raw) -> dict[str, object]:
-        """Return the keys with all sizes, and with rope_parameters for a model without positions
-        only.
-
-        A rope_theta of null, inside of rope_parameters or instead of them, means no positions.
-        """
+        """Return the keys with all sizes; a rope_theta of null means no positions."""
         places = (raw.get("rope_parameters"), raw)
         place = next(x for x in places if isinstance(x, Mapping))
         has_none = "rope_theta" in place and place["rope_theta"] is None
@@ -184,9 +171,7 @@ class OlmoHybridConfig(GatedDeltaConfig):
         return keys
 
     def kinds(self) -> tuple[str, ...]:
-        """Return the kinds of `layer_types`; without them every fourth layer has attention, or the
-        last one if there are fewer.
-        """
+        """Return the kinds of `layer_types`, or attention in every fourth or in the last layer."""
         if self.layer_types is not None:
             return named_kinds(self.layer_types, self.num_hidden_layers)
         n = min(4, self.num_hidden_layers)

@@ -1,7 +1,4 @@
-"""The configs of Phi 1 to 4 and Phi-3.5-MoE.
-
-Source of the keys: Hugging Face checkpoints, and transformers' configuration classes.
-"""
+"""The configs of Phi 1 to 4 and Phi-3.5-MoE."""
 
 from __future__ import annotations
 
@@ -24,9 +21,7 @@ from regard.errors import ArgumentError
 @dataclass(frozen=True)
 class PhiConfig(RotaryDecoderConfig):
     """Phi 1, 1.5 and 2: parallel sublayers that share a LayerNorm, rotary positions on a part of
-    each head, and a head with biases.
-
-    Source: Li et al. 2023 (arXiv 2309.05463).
+    each head, and a head with biases. Source: Li et al. 2023 (arXiv 2309.05463).
     """
 
     layer_norm_eps: float = 1e-5
@@ -87,9 +82,7 @@ class Phi3Config(GroupedQueryConfig):
 
     @property
     def rope(self) -> RopeSettings:
-        """The rotary settings: LongRoPE uses `short_factor` up to the trained length and
-        `long_factor` beyond it.
-        """
+        """The rotary settings: `short_factor` up to the trained length, `long_factor` beyond."""
         return super().rope._replace(original=self.original_max_position_embeddings)
 
 
@@ -99,11 +92,8 @@ MSCALES = ("short_mscale", "long_mscale")
 
 @dataclass(frozen=True)
 class PhimoeConfig(RotaryDecoderConfig):
-    """The keys of Phi-3.5-MoE: LayerNorms, and two experts for each token, whose weights are each a
-    softmax over the experts with nearly the same score.
-
-    Attributes:
-        router_jitter_noise: the tolerance of that softmax. It acts in inference, too.
+    """The keys of Phi-3.5-MoE: LayerNorms, and two experts a token, each weighed by a softmax over
+    the experts whose scores are within `router_jitter_noise`, in inference, too.
     """
 
     rms_norm_eps: float = 1e-5  # of LayerNorms, in spite of its name

@@ -1,7 +1,4 @@
-"""The sizes of published models, as keys of their config.json; `model_of` finds one by name.
-
-The table is `published.json`, whose entries `regard.configs.reader` reads as any config.json.
-"""
+"""The sizes of published models in `published.json`, as keys of their config.json."""
 
 from __future__ import annotations
 
@@ -18,13 +15,7 @@ from regard.errors import ArgumentError
 
 @dataclass(frozen=True)
 class PublishedModel:
-    """The sizes of a published model, and their source.
-
-    Attributes:
-        config: the keys of its config.json that define sizes.
-        source: the paper or the file that states them.
-        note: a remark for readers, or "".
-    """
+    """The keys of a published model's config.json that define sizes, and their source."""
 
     config: Mapping[str, object]
     source: str
@@ -53,14 +44,14 @@ def model_of(source: str, count_stored: SizeCount | None = None) -> ModelSpec:
     """Return the sizes of a published model, of a config.json, or of a folder with one.
 
     Args:
-        source: a name in `PUBLISHED_MODELS`, in upper or lower case; `tiny`; or a path.
-        count_stored: counts the weights of a quantized folder, as for `read_sizes_file`.
+        source: a name in `PUBLISHED_MODELS`, in any case; `tiny`; or a path.
+        count_stored: counts the weights of a quantized folder as stored.
 
     Returns:
         The sizes, with their source as a note.
 
     Raises:
-        ArgumentError: neither a model nor a file has this name; the message has similar names.
+        ArgumentError: neither a model nor a file has this name.
         FileError: the path has no readable config.json.
 
     >>> model_of("gpt3").attention_parameters

@@ -1,7 +1,4 @@
-"""The configs of Qwen 2 to 3.5, with and without experts.
-
-Source of the keys: Hugging Face checkpoints, and transformers' configuration classes.
-"""
+"""The configs of Qwen 2 to 3.5, with and without experts."""
 
 from __future__ import annotations
 
@@ -18,9 +15,7 @@ from regard.cost.spec import ParameterCounts
 @dataclass(frozen=True)
 class Qwen2Config(GroupedQueryConfig):
     """Qwen 2 and 2.5: Llama with a bias on queries, keys and values; the upper layers may have a
-    sliding window.
-
-    Source: Yang et al. 2024 (arXiv 2407.10671).
+    sliding window. Source: Yang et al. 2024 (arXiv 2407.10671).
     """
 
     max_position_embeddings: int = 32768
@@ -51,9 +46,7 @@ SHARING_EXPERTS = Experts(
 @dataclass(frozen=True)
 class Qwen2MoeConfig(Qwen2Config):
     """Qwen1.5-MoE and Qwen2-57B: Qwen 2 with a mixture of experts in every layer, and an expert for
-    all tokens behind a gate.
-
-    Source: Yang et al. 2024 (arXiv 2407.10671), section 2.2.2.
+    all tokens behind a gate. Source: Yang et al. 2024 (arXiv 2407.10671), section 2.2.2.
     """
 
     moe_intermediate_size: int = field(kw_only=True)
@@ -81,9 +74,7 @@ class Qwen2MoeConfig(Qwen2Config):
 @dataclass(frozen=True)
 class Qwen3Config(Qwen2Config):
     """Qwen 3: Qwen 2 with a norm on each head of queries and keys, before they are rotated, in
-    place of the bias.
-
-    Source: Yang et al. 2025 (arXiv 2505.09388).
+    place of the bias. Source: Yang et al. 2025 (arXiv 2505.09388).
     """
 
     attention_bias: bool = False
@@ -97,9 +88,8 @@ class Qwen3Config(Qwen2Config):
 
 @dataclass(frozen=True)
 class Qwen3MoeConfig(Qwen3Config):
-    """Qwen 3 with a mixture of experts in every layer.
-
-    Source: Yang et al. 2025 (arXiv 2505.09388), section 2.
+    """Qwen 3 with a mixture of experts in every layer. Source: Yang et al. 2025 (arXiv 2505.09388),
+    section 2.
     """
 
     moe_intermediate_size: int = field(kw_only=True)
@@ -133,7 +123,7 @@ FIXED: dict[str, tuple[object, ...]] = {
 
 @dataclass(frozen=True)
 class QwenHybridConfig(GatedDeltaConfig):
-    """The keys of Qwen3-Next and Qwen3.5: a layer of gated attention after every few of Gated
+    """The keys of Qwen3-Next and Qwen3.5: a layer of gated attention after some of Gated
     DeltaNet.
     """
 
@@ -148,9 +138,7 @@ class QwenHybridConfig(GatedDeltaConfig):
     )
 
     def kinds(self) -> tuple[str, ...]:
-        """Return the kinds of `layer_types`, or attention in every `full_attention_interval`-th
-        layer.
-        """
+        """Return the kinds of `layer_types`, or of `full_attention_interval`."""
         if self.layer_types is not None:
             return named_kinds(self.layer_types, self.num_hidden_layers)
         n = self.full_attention_interval
@@ -181,18 +169,14 @@ class QwenHybridMoeConfig(QwenHybridConfig):
 
     @classmethod
     def normalize_keys(cls, raw: Raw) -> dict[str, object]:
-        """Return the keys as for the dense model; no layer uses intermediate_size, which may be
-        missing.
-        """
+        """Return the keys as for the dense model; intermediate_size may be missing."""
         width = raw.get("moe_intermediate_size")
         return super().normalize_keys({"intermediate_size": width, **raw})
 
 
 @dataclass(frozen=True)
 class Qwen3NextConfig(QwenHybridMoeConfig):
-    """The keys of Qwen3-Next, whose expert weights of a token sum to 1 unless a key says
-    otherwise.
-    """
+    """The keys of Qwen3-Next; by default the expert weights of a token sum to 1."""
 
     norm_topk_prob: bool = True
 
@@ -231,17 +215,12 @@ def _language_model(raw: Raw) -> dict[str, object]:
 
 
 _IGNORED = frozenset({"mamba_ssm_dtype", "mtp_num_hidden_layers", "mtp_use_dedicated_embeddings"})
-"""The dtype of the state in other code, and the layer that predicts a second token, which is not
-loaded.
-"""
+"""Another code's dtype of the state, and the layer that predicts a second token: not loaded."""
 
 
 @dataclass(frozen=True)
 class Qwen35Config(QwenHybridConfig):
-    """The keys of the language model of Qwen3.5 with dense feed-forward layers.
-
-    The config.json of a model that also reads images has them in `text_config`.
-    """
+    """The keys of Qwen3.5 with dense layers, in `text_config` if the model reads images."""
 
     model_types = ("qwen3_5_text", "qwen3_5")
     ignored = _IGNORED

@@ -1,9 +1,5 @@
-"""Functions that read a config.json; a key that is not supported raises an error that names it.
-
-`parse` returns the config of a family from a parsed file and checks every key; `regard.load` uses
-it. `read_sizes` returns the sizes of the model from the same config; `regard cost` uses it.
-`read_sizes` ignores keys that are unknown or that change no size, and the settings of rotary
-positions. So it also counts models that `regard.load` does not support.
+"""Functions that read a config.json: `parse` checks every key, and `read_sizes` counts models that
+`regard.load` does not support, too, as it ignores what changes no size.
 """
 
 from __future__ import annotations
@@ -39,27 +35,17 @@ _LARGEST_VALUES = (
     ("head", 1 << 16),
     ("", 1 << 20),
 )
-"""Part of a key's name -> the largest whole number that is accepted: at least ten times that of any
-published model.
-"""
+"""Part of a key's name -> the largest whole number, ten times that of any published model."""
 
 
 def largest_value(name: str) -> int:
-    """Return the largest whole number that a key may have.
-
-    >>> largest_value("num_hidden_layers"), largest_value("vocab_size_per_layer_input")
-    (512, 16777216)
-    """
+    """Return the largest whole number that a key may have."""
     last = name.rpartition(".")[2].lower()
     return next(limit for word, limit in _LARGEST_VALUES if word in last)
 
 
 def counts_layers_or_experts(name: str) -> bool:
-    """Return whether a whole number of this key can be a number of layers or of experts.
-
-    >>> counts_layers_or_experts("n_layer"), counts_layers_or_experts("shared_expert_size")
-    (True, False)
-    """
+    """Return whether a whole number of this key can be a number of layers or of experts."""
     return largest_value(name) in (MAX_LAYERS, 1 << 14)
 
 
@@ -204,9 +190,7 @@ TOOL_KEYS = (
     "use_flash_attention",
     "use_flash_attention_2",
 )
-"""Patterns of keys that other tools add to a config.json: their choice of kernel, and their
-names.
-"""
+"""Patterns of keys that other tools add to a config.json: their kernels and their names."""
 
 FIXED_VALUES: dict[str, tuple[object, ...]] = {
     "add_cross_attention": (False,),
@@ -241,9 +225,7 @@ SIZE_KEYS = frozenset(
         "pruned_heads",
     }
 )
-"""Keys that change sizes: values that a family does not support also raise when a model is
-counted.
-"""
+"""Keys that change sizes: unsupported values also raise when a model is counted."""
 ROPE_KEYS = frozenset(
     {
         "partial_rotary_factor",
@@ -266,9 +248,7 @@ UNCOUNTED_KEYS = (
     "num_nextn_predict_layers",
     "mtp_num_hidden_layers",
 )
-"""Keys of parts that are not counted: encoders of images and sound, and layers that predict further
-tokens.
-"""
+"""Keys of parts that are not counted, such as encoders of images and sound."""
 NOT_COUNTED = "not counted: {parts}"
 QUANTIZED_NOTE = (
     "config.json has a quantization_config: the weights in the files are smaller than what is "
@@ -277,11 +257,7 @@ QUANTIZED_NOTE = (
 
 
 def is_tool_key(key: str) -> bool:
-    """Return whether other tools write this key into any folder.
-
-    >>> is_tool_key("_attn_implementation_autoset"), is_tool_key("attention")
-    (True, False)
-    """
+    """Return whether other tools write this key into any folder."""
     return any(fnmatchcase(key, pattern) for pattern in TOOL_KEYS)
 
 
@@ -294,11 +270,7 @@ Config = TypeVar("Config", bound=ModelConfig)
 
 
 def parse(kind: type[Config], raw: Raw) -> Config:
-    """Return the config of a family; every key is checked.
-
-    Three kinds of keys are accepted: fields of the config class, keys that are known to change
-    nothing, and keys with a supported value. Any other key raises.
-    """
+    """Return the config of a family; a key that is not known to change nothing raises."""
     check_code(kind, raw)
     return _parse(kind, raw, sizes_only=False)
 
@@ -360,12 +332,7 @@ def parse_ignoring(
 
 
 def read_sizes(raw: Raw, name: str, where: str = "config.json") -> ModelSpec:
-    """Return the sizes of the model of a parsed config.json.
-
-    >>> sizes = {"n_positions": 1024, "n_embd": 768, "n_layer": 12, "n_head": 12}
-    >>> read_sizes({"model_type": "gpt2", "vocab_size": 50257, **sizes}, "gpt2").parameters
-    124439808
-    """
+    """Return the sizes of the model of a parsed config.json."""
     model_type = raw.get("model_type")
     try:
         config = sizes_config(raw)
@@ -386,9 +353,7 @@ def read_sizes(raw: Raw, name: str, where: str = "config.json") -> ModelSpec:
 
 
 def sizes_config(raw: Raw) -> ModelConfig:
-    """Return the config of a parsed config.json, of which only the keys that change sizes are
-    checked.
-    """
+    """Return the config of a parsed config.json, checked where keys change sizes."""
     model_type = raw.get("model_type")
     kind = config_class(model_type) if isinstance(model_type, str) else None
     if kind is None:
@@ -412,9 +377,7 @@ def _without_rope(raw: Raw) -> dict[str, object]:
 
 
 SizeCount: TypeAlias = Callable[[Raw, str], StoredSize | None]
-"""(keys of a config.json, its name for messages) -> the size of the stored weights; None counts
-them as plain numbers.
-"""
+"""(keys of a config.json, its name for messages) -> size of stored weights; None: plain ones."""
 
 
 def read_sizes_file(path: Path, count_stored: SizeCount | None = None) -> ModelSpec:
@@ -524,14 +487,7 @@ INPUT_CLASS_KEYS = frozenset(
 
 
 def check_code(kind: type[ModelConfig], raw: Raw) -> None:
-    """Check an `auto_map`, which may name only tokenizers and the family's published code.
-
-    No code that it names is run.
-
-    >>> from regard.configs.phi import Phi3Config
-    >>> check_code(Phi3Config, {"auto_map": {"AutoConfig": "configuration_phi3.Phi3Config"}})
-    >>> check_code(Phi3Config, {"auto_map": {"AutoTokenizer": ["mine.Tokenizer", None]}})
-    """
+    """Check an `auto_map`, which may name only tokenizers and the family's code; none is run."""
     auto_map = raw.get("auto_map")
     if auto_map is None:
         return

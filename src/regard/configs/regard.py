@@ -26,7 +26,6 @@ class RegardConfig(ModelConfig):
         position: "catalogue" (as the mechanism has them), "rope", "alibi", "learned", "sinusoidal"
             or "none".
         window: None, or the number of keys that a query sees, its own included.
-        max_position_embeddings: the training length; learned positions end there.
     """
 
     vocab_size: int

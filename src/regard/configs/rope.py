@@ -1,8 +1,5 @@
-"""The rotary settings of a config.json: checks, and conversion to one form.
-
-The base, the rotated fraction of each head and the scaling can be at the top level of a file, in
-`rope_scaling`, or in `rope_parameters`. `normalize_rope` converts all of these to one form;
-`regard.models.assembly.building_blocks` builds the rotary modules.
+"""The rotary settings of a config.json, which stand at the top level, in `rope_scaling` or in
+`rope_parameters`: checks, and conversion to one form.
 """
 
 from __future__ import annotations
@@ -19,12 +16,7 @@ ORIGINAL = "original_max_position_embeddings"
 
 
 class RopeTypeKeys(NamedTuple):
-    """The keys of a rope type, without the type itself and the keys that `normalize_rope` moves up.
-
-    Attributes:
-        required: keys that must be given.
-        optional: keys that may be given.
-    """
+    """The keys of a rope type, without those that `normalize_rope` moves up."""
 
     required: tuple[str, ...] = ()
     optional: tuple[str, ...] = ()
@@ -67,11 +59,7 @@ class RopeSettings(NamedTuple):
     """The part of a config that `regard.models.assembly.building_blocks.rotary_module` needs.
 
     Attributes:
-        head_dim: the head dim D.
-        theta: rope_theta, the base.
         scaling: rope_scaling, as `normalize_rope` or a file has it; None is no scaling.
-        max_positions: max_position_embeddings.
-        partial: partial_rotary_factor, the fraction of each head that is rotated.
         layout: which dims form a pair.
         original: original_max_position_embeddings at the top level, where Phi-3 has it.
     """
@@ -91,13 +79,7 @@ class RopeSettings(NamedTuple):
 
 
 def check_rope(settings: RopeSettings) -> Mapping[str, object]:
-    """Check the keys of rotary settings and the types of their values.
-
-    The ranges of the scaling's numbers are checked when the rotary module is built.
-
-    >>> check_rope(RopeSettings(64, 1e4, {"type": "linear", "factor": 4.0}, 2048))
-    {'rope_type': 'linear', 'factor': 4.0}
-    """
+    """Check the keys of rotary settings and the types of values, not their ranges."""
     check_finite("rope_theta", settings.theta)
     partial = settings.partial
     if not 0 < check_finite("partial_rotary_factor", partial) <= 1:
@@ -108,12 +90,8 @@ def check_rope(settings: RopeSettings) -> Mapping[str, object]:
 
 
 def normalize_scaling(scaling: Mapping[str, object], where: str) -> dict[str, object] | None:
-    """Return a rope_scaling with checked keys and its type as `rope_type`; None if default.
-
-    Keys with null are left out, except the factor of yarn, which then follows from the lengths.
-
-    >>> normalize_scaling({"type": "linear", "factor": 4.0}, "rope_scaling")
-    {'rope_type': 'linear', 'factor': 4.0}
+    """Return a rope_scaling with checked keys and its type as `rope_type`; None if default. A null
+    is left out, except the factor of yarn, which then follows from the lengths.
     """
     kind = _rope_type(scaling, where)
     required, known = (
@@ -194,9 +172,7 @@ def _rope_type(scaling: Mapping[str, Any], where: str) -> str:
 
 
 def check_finite(where: str, value: object) -> float:
-    """Return a finite number of JSON; raise for a str, a bool, or an int that a float cannot
-    hold.
-    """
+    """Return a finite number of JSON; raise for a str, a bool, or an int beyond floats."""
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) <= 1e300:
         raise ArgumentError(f"{where} is {shorten(value)}; it must be a finite number")
     return value
@@ -221,11 +197,7 @@ def _check_value(where: str, key: str, value: object) -> object:
 
 
 def shorten(value: object) -> str:
-    """Return the repr of a value for a message, shortened if it is long.
-
-    >>> shorten("x" * 100)[-5:]
-    'xx...'
-    """
+    """Return the repr of a value for a message, shortened if it is long."""
     text = repr(value)
     return text if len(text) <= 60 else f"{text[:60]}..."
 
@@ -235,17 +207,8 @@ TOP_LEVEL_KEYS = ("rope_theta", "partial_rotary_factor")
 
 
 def normalize_rope(raw: Mapping[str, Any], *, layered: bool = False) -> dict[str, Any]:
-    """Return the keys of a config.json with its rotary settings converted to one form.
-
-    rope_theta and partial_rotary_factor are at the top level if they are given; rope_scaling is
-    None, or a mapping with `rope_type` and the keys of the type; rope_parameters is removed.
-
-    >>> linear = {"rope_type": "linear", "rope_theta": 5e5, "factor": 2.0}
-    >>> normalize_rope({"rope_parameters": linear})
-    {'rope_theta': 500000.0, 'rope_scaling': {'rope_type': 'linear', 'factor': 2.0}}
-    >>> bases = {"rope_theta": 1e6, "rope_local_base_freq": 1e4}
-    >>> normalize_rope(bases, layered=True)["rope_parameters"]["sliding_attention"]
-    {'rope_theta': 10000.0, 'rope_scaling': None}
+    """Return the keys with rope_theta and partial_rotary_factor at the top level, and rope_scaling
+    None or a mapping with `rope_type`; rope_parameters goes.
     """
     rope_keys = {*TOP_LEVEL_KEYS, "rope_scaling", "rope_parameters"}
     if layered:
@@ -337,11 +300,7 @@ def _merge_settings(
 
 
 def rotated_share(keys: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the keys with `partial_rotary_factor` in place of `rotary_dim`.
-
-    >>> rotated_share({"head_dim": 128, "rotary_dim": 64})
-    {'head_dim': 128, 'partial_rotary_factor': 0.5}
-    """
+    """Return the keys with `partial_rotary_factor` in place of `rotary_dim`."""
     rest = dict(keys)
     rotated, dim = rest.pop("rotary_dim", None), rest.get("head_dim")
     if isinstance(rotated, int) and isinstance(dim, int) and dim > 0:

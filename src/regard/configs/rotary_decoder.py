@@ -1,7 +1,5 @@
 """Decoders with grouped queries and rotary positions: the keys that they share, and
-`DecoderRecipe`, which says in which parts a family differs from Llama.
-
-`models/assembly/llama_like.py` builds the network from the same recipe from which `sizes` counts.
+`DecoderRecipe`, from which the network is built and `sizes` counts.
 """
 
 from __future__ import annotations
@@ -43,10 +41,7 @@ class Experts:
         router: how experts are scored; "sigmoid" has a correction for each expert.
         normalized: whether the weights of the chosen experts are divided by their sum.
         shared: the attribute with the width of an expert for all tokens; None if there is none.
-        shared_gate: whether a gate weighs that expert.
         dense: the attribute with the number of first layers that have no experts; None if all have.
-        stored: the name of the mixture in checkpoints.
-        parts: the names of an expert's gate, up and down projection in checkpoints.
     """
 
     count: str
@@ -69,19 +64,13 @@ class DecoderRecipe:
         norm: the kind of all norms: RMS norms, or LayerNorms with weight and bias, without bias, or
             without any parameter; "1 + w" is the weight itself plus 1.
         norms: whether a sublayer has a norm before it, after it, or both.
-        parallel: whether both sublayers of a block read the result of one norm.
-        eps: the eps of the norms.
         head_norms: whether queries and keys have a norm on each head, or one over all heads.
         qkv_bias, output_bias, ff_bias, head_bias: which maps have biases.
         gated, activation: the feed-forward layer; a config's own `hidden_act` comes first.
         layout, partial: the pairs of the rotary positions, and the rotated share of a head.
         window_pattern: without the keys that name the layers with a window, every n-th layer has
             full attention.
-        sinks: whether each head has a learned attention sink.
         clip: the largest absolute value of queries, keys and values.
-        embedding_scale, score_scale, residual_scale, logit_scale: factors.
-        score_cap, logit_cap: soft caps.
-        experts: mixtures of experts in place of the feed-forward layers.
         stored: Llama's name of a part in checkpoints -> this family's, where they differ.
         fused: the maps whose rows are stored in one tensor: "qkv_proj", "gate_up_proj".
     """
@@ -117,14 +106,7 @@ class DecoderRecipe:
 
 @dataclass(frozen=True)
 class RotaryDecoderConfig(ModelConfig):
-    """The keys that decoders with grouped queries and rotary positions share, whatever their norms
-    and feed-forward layers.
-
-    Raises:
-        ArgumentError: a size is less than 1, num_key_value_heads does not divide
-            num_attention_heads, a token uses more experts than there are, or the keys of the
-            activation, of rotary positions or of windows are not supported.
-    """
+    """The keys that decoders with grouped queries and rotary positions share."""
 
     vocab_size: int
     hidden_size: int
@@ -162,14 +144,7 @@ class RotaryDecoderConfig(ModelConfig):
 
     @classmethod
     def normalize_keys(cls, raw: Raw) -> dict[str, object]:
-        """Return the keys with head_dim and num_key_value_heads, and rotary settings in one form.
-
-        >>> sizes = {"num_attention_heads": 4, "hidden_size": 32}
-        >>> raw = {**sizes, "rope_parameters": {"rope_theta": 1e6}}
-        >>> keys = RotaryDecoderConfig.normalize_keys(raw)
-        >>> keys["num_key_value_heads"], keys["head_dim"], keys["rope_theta"]
-        (4, 8, 1000000.0)
-        """
+        """Return the keys with all sizes of heads, and rotary settings in one form."""
         keys = normalize_rope(raw)
         heads, size = keys.get("num_attention_heads"), keys.get("hidden_size")
         if isinstance(heads, int) and isinstance(size, int) and heads > 0:
@@ -291,9 +266,7 @@ WINDOW_KEYS = (
 
 @dataclass(frozen=True)
 class GroupedQueryConfig(RotaryDecoderConfig):
-    """The keys that Llama, its relatives and the Gemmas share: those of `RotaryDecoderConfig`, with
-    RMS norms.
-    """
+    """The keys that Llama, its relatives and the Gemmas share, with RMS norms."""
 
     rms_norm_eps: float = 1e-6
 
@@ -301,10 +274,7 @@ class GroupedQueryConfig(RotaryDecoderConfig):
 
 
 def check_experts(key: str, experts: int, per_token: int) -> None:
-    """Check that a token uses no more experts than there are.
-
-    >>> check_experts("num_experts", 8, 2)
-    """
+    """Check that a token uses no more experts than there are."""
     if per_token > experts:
         raise ArgumentError(
             f"num_experts_per_tok is {per_token}, and {key} is {experts}; it must be at most that"
@@ -312,9 +282,7 @@ def check_experts(key: str, experts: int, per_token: int) -> None:
 
 
 def rotated_by_flag(flags: tuple[int, ...] | None, layers: int, interval: int) -> tuple[bool, ...]:
-    """Return whether each layer has rotary positions: a 1 in `no_rope_layers`, or without that key
-    all layers but every n-th.
-    """
+    """Return which layers have rotary positions: by `no_rope_layers`, or all but every n-th."""
     if flags is None:
         return tuple((i + 1) % interval != 0 for i in range(layers))
     if len(flags) != layers or not set(flags) <= {0, 1}:

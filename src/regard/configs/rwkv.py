@@ -1,7 +1,4 @@
-"""The config of RWKV-4.
-
-Source of the keys: Hugging Face checkpoints, and transformers' configuration class.
-"""
+"""The config of RWKV-4 models."""
 
 from __future__ import annotations
 
@@ -52,10 +49,8 @@ class RwkvConfig(ModelConfig):
         return keys
 
     def norm_eps(self, layer: int) -> float:
-        """Return the epsilon of the norms of a layer.
-
-        Transformers halves the hidden states behind every `rescale_every`-th layer, which norms
-        undo up to their epsilon. So a larger epsilon gives the same result without halving.
+        """Return the epsilon of a layer's norms: larger where transformers halves the hidden states
+        behind every `rescale_every`-th layer, which is the same result.
         """
         return self.layer_norm_epsilon * self._rescaled(layer)
 

@@ -1,8 +1,5 @@
-"""Sizes of a mechanism that a user leaves out, taken from published models of about that width.
-
-`parse_mechanism` reads what `regard cost --mechanisms` takes: the name of a mechanism, its main
-size after a colon (`gqa:8`, `window:4096`), and other options as name=value (`mla:kv_rank=256`).
-`base_model` completes the sizes of the rest of the model, and `mechanism_costs` returns the table.
+"""Sizes of a mechanism and of a model that a user of `regard cost --mechanisms` leaves out, taken
+from published models of about that width.
 """
 
 from __future__ import annotations
@@ -91,16 +88,9 @@ class SizedMechanism:
     """A mechanism with a value for each size that it needs.
 
     Attributes:
-        label: what the user wrote.
         attention: its name in `regard.cost.mechanisms.MECHANISMS`.
         evidence: its name in `regard.cost.evidence.QUALITY_EVIDENCE`.
-        options: its options; those of `suggested` are among them.
-        global_every: with local and global layers, every n-th layer is global.
         suggested: the options that were not given, with the source of their values.
-
-    >>> one = parse_mechanism("mla").sized(dim=4096, heads=32, groups=8)
-    >>> one.options["kv_rank"], one.suggested["kv_rank"]
-    (512, 'deepseek-v2')
     """
 
     label: str
@@ -119,13 +109,7 @@ class SizedMechanism:
 
 @dataclass(frozen=True)
 class MechanismChoice:
-    """The name of a mechanism, and the sizes that a user gave with it.
-
-    Attributes:
-        label: what the user wrote.
-        name: the name in the catalogue.
-        sizes: the options that were given.
-    """
+    """The name of a mechanism, and the sizes that a user gave with it."""
 
     label: str
     name: str
@@ -148,11 +132,7 @@ class MechanismChoice:
 
 
 def parse_mechanism(text: str, *, any_name: bool = False) -> MechanismChoice:
-    """Return the mechanism that a text such as "gqa:8" or "mla:kv_rank=256:q_rank=768" names.
-
-    >>> parse_mechanism("window:4096")
-    MechanismChoice(label='window:4096', name='sliding_window', sizes={'window': 4096})
-    """
+    """Return the mechanism that a text such as "gqa:8" or "mla:kv_rank=256:q_rank=768" names."""
     first, *values = text.strip().split(":")
     spelled = first.lower().replace("-", "_")
     name = ALIASES.get(spelled, spelled)
@@ -181,14 +161,7 @@ def parse_mechanism(text: str, *, any_name: bool = False) -> MechanismChoice:
 
 @dataclass(frozen=True)
 class CountedLayer:
-    """What the layer of a mechanism costs, with its sizes.
-
-    Attributes:
-        name: its name in the catalogue.
-        spec: what a layer stores, reads and computes.
-        options: its sizes; those of `suggested` are among them.
-        suggested: the sizes that were not given, with the source of their values.
-    """
+    """What a layer of a mechanism costs, its sizes, and the source of those in `suggested`."""
 
     name: str
     spec: Spec
@@ -201,26 +174,13 @@ LayerCounter: TypeAlias = Callable[["MechanismChoice", "BaseModel"], "CountedLay
 
 
 def reference_model(dim: int, layers: int | None = None) -> str:
-    """Return the name of the published dense model whose width is nearest to `dim`.
-
-    >>> reference_model(4096), reference_model(1000)
-    ('llama-3.1-8b', 'qwen2.5-0.5b')
-    """
+    """Return the name of the published dense model whose width is nearest to `dim`."""
     return _nearest(REFERENCE_MODELS, dim, layers)
 
 
 @dataclass(frozen=True)
 class BaseModel:
-    """A decoder whose attention is to be replaced by other mechanisms.
-
-    Attributes:
-        model: the decoder.
-        heads, groups: H and G, which mechanisms have if they are given no others.
-        suggested: the sizes of the decoder that were not given, with their source, or "".
-
-    >>> BaseModel.of(model_of("llama-3-8b")).groups
-    8
-    """
+    """A decoder whose attention is to be replaced, its H and G, and the source of other sizes."""
 
     model: ModelSpec
     heads: int
@@ -234,13 +194,7 @@ class BaseModel:
 
 
 def base_model(known: Mapping[str, Any], groups: int | None = None) -> BaseModel:
-    """Return a decoder of the given sizes; missing sizes are those of the published dense model of
-    about that width.
-
-    >>> small = base_model({"dim": 1024, "layers": 4})
-    >>> small.heads, small.groups, small.suggested
-    (16, 2, 'as qwen2.5-0.5b: heads 16, ff 5,558, vocab 151,936')
-    """
+    """Return a decoder of these sizes; missing ones are those of a published dense model."""
     name = reference_model(known["dim"], known.get("layers"))
     missing = {k: v for k, v in _sizes_like(name, known["dim"]).items() if k not in known}
     sizes = Sizes(**{**missing, **known})
@@ -261,12 +215,7 @@ def mechanism_costs(
     *,
     count_layer: LayerCounter | None = None,
 ) -> list[MechanismCost]:
-    """Return the cost of one model with each of several attention mechanisms.
-
-    >>> rows = mechanism_costs(["mha", "gqa:8"], BaseModel.of(model_of("llama-3-8b")), Setting())
-    >>> rows[0].report.kv_bytes // rows[1].report.kv_bytes
-    4
-    """
+    """Return the cost of one model with each of several attention mechanisms."""
     any_name = count_layer is not None
     choices = [parse_mechanism(name, any_name=any_name) for name in names if name.strip()]
     if not choices:
@@ -308,11 +257,7 @@ def _row(
 
 
 def _sizes_like(name: str, dim: int) -> dict[str, int]:
-    """Return the sizes of a model of width M that is built like a published model.
-
-    >>> _sizes_like("llama-3.1-8b", 4096)
-    {'layers': 32, 'heads': 32, 'ff': 14336, 'vocab': 128256}
-    """
+    """Return the sizes of a model of width M that is built like a published model."""
     model = model_of(name)
     heads, _ = _heads_of(model)
     width = model.dim // heads
@@ -327,13 +272,7 @@ def _sizes_like(name: str, dim: int) -> dict[str, int]:
 
 
 def _heads_of(model: ModelSpec) -> tuple[int, int]:
-    """Return H and G, the numbers of query heads and of key/value heads, of a published model.
-
-    >>> _heads_of(model_of("llama-3-8b")), _heads_of(model_of("deepseek-v2"))
-    ((32, 8), (128, 128))
-    >>> _heads_of(model_of("qwen3-next-80b-a3b"))  # its first layers are recurrent
-    (16, 2)
-    """
+    """Return H and G, the numbers of query heads and of key/value heads, of a published model."""
     for mixer in model.mixers:
         if isinstance(mixer, SoftmaxSpec):
             return mixer.shape.heads, mixer.shape.groups
@@ -372,12 +311,7 @@ def _no_suggestion(dim: int, heads: int, groups: int) -> Suggestion:  # noqa: AR
 
 
 def suggested_groups(dim: int, heads: int, groups: int) -> Suggestion:
-    """Return the number of key/value heads with its source, as every mechanism that has one takes
-    it.
-
-    >>> suggested_groups(4096, 32, 8)
-    {'groups': (8, 'llama-3.1-8b')}
-    """
+    """Return the number of key/value heads with its source, as mechanisms take it."""
     model = reference_model(dim)
     own = next(iter(model_of(model).mixers))
     same = isinstance(own, SoftmaxSpec) and own.shape.groups == groups

@@ -43,9 +43,8 @@ class T5Config(ModelConfig):
 
     @classmethod
     def normalize_keys(cls, raw: Raw) -> dict[str, object]:
-        """Return the keys without the newer ones that repeat feed_forward_proj, which are checked.
-
-        Where scale_decoder_outputs is missing, tie_word_embeddings decides it.
+        """Return the keys without the newer ones that repeat feed_forward_proj; tie_word_embeddings
+        stands in for scale_decoder_outputs.
         """
         keys = dict(raw)
         proj = str(keys.get("feed_forward_proj", "relu"))
@@ -93,8 +92,6 @@ class T5Config(ModelConfig):
 
 
 def _activation(proj: str) -> tuple[bool, str]:
-    """Return whether there is a gate, and the nonlinearity; gated-gelu means the tanh
-    approximation.
-    """
+    """Return whether there is a gate, and the nonlinearity; gated-gelu is the tanh form."""
     name = proj.removeprefix("gated-")
     return name != proj, "gelu_new" if proj == "gated-gelu" else name

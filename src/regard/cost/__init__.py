@@ -1,9 +1,5 @@
 """Compute the cost of attention from sizes alone, without torch: parameters, cached values, FLOPs,
-bytes and times.
-
-Each mechanism has one `Spec`, which the modules of `regard.nn`, `regard describe` and `regard cost`
-share. The formulas of softmax attention and of Infini-attention are imported at once, because
-kernels use them; the other names are imported when they are first used.
+bytes and times, from one `Spec` for each mechanism.
 """
 
 from __future__ import annotations

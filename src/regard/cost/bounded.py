@@ -11,20 +11,13 @@ from regard.cost.spec import CacheContents, HeadShape, Quantity, Spec
 def held_tokens(context: int, budget: int, interval: int) -> int:
     """Return how many tokens the last token sees, itself included: all until budget + interval,
     then between budget + 1 and budget + interval.
-
-    >>> [held_tokens(t, 4, 2) for t in (1, 6, 7, 8, 9)]
-    [1, 6, 5, 6, 5]
     """
     full = budget + interval
     return context if context <= full else budget + (context - full - 1) % interval + 1
 
 
 def held_pairs(context: int, budget: int, interval: int) -> int:
-    """Return the query-key pairs of the first `context` tokens: the sum of `held_tokens`.
-
-    >>> held_pairs(50, 4, 3) == sum(held_tokens(t, 4, 3) for t in range(1, 51))
-    True
-    """
+    """Return the query-key pairs of the first `context` tokens: the sum of `held_tokens`."""
     full = budget + interval
     if context <= full:
         return causal_pairs(context, context)
@@ -39,18 +32,10 @@ class EvictingSpec(Spec):
     `interval` tokens when it is full.
 
     Attributes:
-        shape: H, G, D and E.
         budget: the tokens that stay.
-        interval: the tokens between two evictions.
         observed: the number of last queries that the rule looks at; the cache stores them.
         accumulates: whether every query adds its weights to sums, which the cache stores.
         expects: whether the cache stores the mean and the covariance of the queries.
-
-    >>> from regard.cost.spec import ParameterCounts
-    >>> shape = HeadShape(4, 2, 8, 8)
-    >>> spec = EvictingSpec(ParameterCounts(), shape.parts, shape, 60, 4, 0, False)
-    >>> spec.cached(10**6).values, spec.cached(10).values
-    (2048, 2048)
 
     Source: Zhang et al. 2023 (arXiv 2306.14048), algorithm 1.
     """
@@ -91,8 +76,8 @@ class EvictingSpec(Spec):
         return CacheContents(self.parts, n, bounded=True)
 
     def step(self, context: int) -> Quantity:
-        """Return the FLOPs of attention to the held tokens, of the weights that are summed, and of
-        the share of an eviction.
+        """Return the FLOPs of attention to held tokens, summed weights, and a share of an
+        eviction.
         """
         n = held_tokens(context, self.budget, self.interval)
         H, D, E = self.shape.heads, self.shape.head_dim, self.shape.value_dim

@@ -1,7 +1,5 @@
-"""Count what recurrences with decayed sums store and compute: lightning attention, HGRN2, LightNet,
-Mamba-2, RWKV-4, RWKV-6, the matrix memory of xLSTM, gated slots, and kernels of the score.
-
-As in `fixed_state`, FLOPs are those of one token in the recurrent form; gates are not counted.
+"""Count what recurrences with decayed sums store and compute per token, without gates: lightning
+attention, HGRN2, LightNet, Mamba-2, RWKV-4, RWKV-6, xLSTM, gated slots and kernels of the score.
 """
 
 from __future__ import annotations
@@ -13,15 +11,9 @@ from regard.cost.spec import HeadShape, ParameterCounts, Quantity
 
 
 def rwkv4_spec(weights: ParameterCounts, shape: HeadShape) -> CountedSpec:
-    """Return the spec of RWKV-4: three numbers per channel, two decayed sums and one maximum.
-
-    Each channel adds the bonus (1), adds the token to both sums (3), divides (1), decays both sums
-    (2), adds the token (3), and applies the receptance (1).
-
-    >>> rwkv4_spec(ParameterCounts(), HeadShape(4, 4, 8, 8)).step(1).value
-    352
-
-    Source: Peng et al. 2023 (arXiv 2305.13048), equations 20 to 25.
+    """Return the spec of RWKV-4: per channel bonus (1), token to both sums (3), division (1),
+    decays (2), token (3), receptance (1). Source: Peng et al. 2023 (arXiv 2305.13048), equations 20
+    to 25.
     """
     G, D = shape.groups, shape.head_dim
     state = Quantity(3 * G * D, f"3 G D = 3 x {G} x {D}")
@@ -31,11 +23,7 @@ def rwkv4_spec(weights: ParameterCounts, shape: HeadShape) -> CountedSpec:
 
 
 def channel_mix_spec(weights: ParameterCounts, dim: int, hidden: int) -> CountedSpec:
-    """Return the cost of a channel mix: two mixes (3 M each), a squared ReLU (2 F), a gate (M).
-
-    >>> channel_mix_spec(ParameterCounts(), 4, 8).step(1).value
-    44
-    """
+    """Return the cost of a channel mix: two mixes (3 M each), a squared ReLU (2 F), a gate (M)."""
     shape, work = HeadShape(1, 1, dim, dim), 7 * dim + 2 * hidden
     return CountedSpec(
         weights,
@@ -50,10 +38,6 @@ def channel_mix_spec(weights: ParameterCounts, dim: int, hidden: int) -> Counted
 
 def rwkv6_spec(weights: ParameterCounts, shape: HeadShape) -> CountedSpec:
     """Return the spec of RWKV-6: a read is 2 D E, the token itself 3 D + 2 E, a write 3 D E.
-
-    >>> rwkv6_spec(ParameterCounts(), HeadShape(1, 1, 4, 4)).step(1).value
-    100
-
     Source: Peng et al. 2024 (arXiv 2404.05892), equation 18.
     """
     O, N, D, E = shape.outputs, shape.states, shape.head_dim, shape.value_dim
@@ -65,16 +49,8 @@ def rwkv6_spec(weights: ParameterCounts, shape: HeadShape) -> CountedSpec:
 
 
 def mlstm_spec(weights: ParameterCounts, shape: HeadShape) -> CountedSpec:
-    """Return the spec of the matrix memory of xLSTM: a matrix, a sum of keys and a maximum per
-    head.
-
-    A read is C^T q, n . q and a division: 2 D E + 2 D + E. A write decays C and n, and adds the
-    token to both: 3 D E + 3 D.
-
-    >>> mlstm_spec(ParameterCounts(), HeadShape(1, 1, 4, 4)).state.value
-    21
-
-    Source: Beck et al. 2024 (arXiv 2405.04517), equations 19 to 27.
+    """Return the spec of xLSTM's matrix memory: a read (C^T q, n . q, a division) takes 2 D E + 2 D
+    + E, a write 3 D E + 3 D. Source: Beck et al. 2024 (arXiv 2405.04517), equations 19 to 27.
     """
     O, N, D, E = shape.outputs, shape.states, shape.head_dim, shape.value_dim
     letter = "G" if shape.groups == N else "N"
@@ -87,15 +63,8 @@ def mlstm_spec(weights: ParameterCounts, shape: HeadShape) -> CountedSpec:
 def slots_spec(
     weights: ParameterCounts, shape: HeadShape, slots: int, *, summed: bool = False
 ) -> CountedSpec:
-    """Return the spec of gated slots: m keys and values per head, and with `summed` a running
-    log-sum-exp per slot.
-
-    Two reads per query head, 2 m (D + E); two decays and writes per key/value head, 3 m (D + E).
-
-    >>> slots_spec(ParameterCounts(), HeadShape(1, 1, 4, 4), 2).state.value
-    16
-
-    Source: Zhang et al. 2024 (arXiv 2409.07146), section 3.
+    """Return the spec of gated slots, m keys and values per head: two reads per query head, 2 m (D
+    + E), and two writes per key/value head, 3 m (D + E). Source: arXiv 2409.07146, section 3.
     """
     H, G, D, E, m = shape.heads, shape.groups, shape.head_dim, shape.value_dim, slots
     each = f"(D + E{' + 1' if summed else ''})"
@@ -115,12 +84,7 @@ def slots_spec(
 
 def lightnet_spec(weights: ParameterCounts, shape: HeadShape) -> CountedSpec:
     """Return the spec of LightNet: the state of gated linear attention, and a running log-sum-exp
-    per key channel.
-
-    >>> lightnet_spec(ParameterCounts(), HeadShape(1, 1, 4, 4)).state.value
-    20
-
-    Source: Qin et al. 2024 (arXiv 2405.21022), section 3.
+    per key channel. Source: Qin et al. 2024 (arXiv 2405.21022), section 3.
     """
     H, G, D, E = shape.heads, shape.groups, shape.head_dim, shape.value_dim
     state = Quantity(G * D * (E + 1), f"G D (E + 1) = {G} x {D} x ({E} + 1)")
@@ -130,12 +94,8 @@ def lightnet_spec(weights: ParameterCounts, shape: HeadShape) -> CountedSpec:
 
 def mamba2(dim: int, shape: HeadShape, kernel: int = 4) -> LinearSpec:
     """Return the spec of Mamba-2: G query and key heads, N value heads, a convolution over all of
-    their channels, a step size per value head, and a gated norm.
-
-    >>> mamba2(32, HeadShape(1, 1, 8, 16, value_heads=4)).state.value
-    752
-
-    Source: Dao and Gu 2024 (arXiv 2405.21060), section 7.
+    their channels, a step size per value head, and a gated norm. Source: Dao and Gu 2024 (arXiv
+    2405.21060), section 7.
     """
     N, values = shape.states, shape.states * shape.value_dim
     channels = 2 * shape.groups * shape.head_dim + values
@@ -149,9 +109,8 @@ def mamba2(dim: int, shape: HeadShape, kernel: int = 4) -> LinearSpec:
 
 
 def lightning(dim: int, shape: HeadShape) -> LinearSpec:
-    """Return the spec of lightning attention: an output gate, and a norm over all heads.
-
-    Source: MiniMax 2025 (arXiv 2501.08313), section 2.2.
+    """Return the spec of lightning attention: an output gate, and a norm over all heads. Source:
+    MiniMax 2025 (arXiv 2501.08313), section 2.2.
     """
     values = shape.outputs * shape.value_dim
     weights = shape.maps(dim) + ParameterCounts(dim * values, norms=values)
@@ -159,18 +118,16 @@ def lightning(dim: int, shape: HeadShape) -> LinearSpec:
 
 
 def hgrn2(dim: int, shape: HeadShape) -> LinearSpec:
-    """Return the spec of HGRN2: the maps, and a norm over all heads.
-
-    Source: Qin et al. 2024 (arXiv 2404.07904).
+    """Return the spec of HGRN2: the maps, and a norm over all heads. Source: Qin et al. 2024 (arXiv
+    2404.07904).
     """
     weights = shape.maps(dim) + ParameterCounts(norms=shape.outputs * shape.value_dim)
     return LinearSpec(weights, (), shape, "HGRN2", decayed=True)
 
 
 def lightnet(dim: int, shape: HeadShape) -> CountedSpec:
-    """Return the spec of LightNet: an output gate, and one norm that all heads share.
-
-    Source: Qin et al. 2024 (arXiv 2405.21022).
+    """Return the spec of LightNet: an output gate, and one norm that all heads share. Source: Qin
+    et al. 2024 (arXiv 2405.21022).
     """
     gates = dim * shape.outputs * shape.value_dim
     return lightnet_spec(shape.maps(dim) + ParameterCounts(gates, norms=shape.value_dim), shape)
@@ -178,9 +135,7 @@ def lightnet(dim: int, shape: HeadShape) -> CountedSpec:
 
 def rwkv4(dim: int, shape: HeadShape) -> CountedSpec:
     """Return the spec of RWKV-4: a share of the present token in each channel of three inputs, and
-    a decay and a bonus in each channel.
-
-    Source: Peng et al. 2023 (arXiv 2305.13048).
+    a decay and a bonus in each channel. Source: Peng et al. 2023 (arXiv 2305.13048).
     """
     own = ParameterCounts(biases=3 * dim + 2 * shape.groups * shape.head_dim)
     return replace(rwkv4_spec(shape.maps(dim) + own, shape), convolution=ShortConvolution(dim, 2))
@@ -188,9 +143,8 @@ def rwkv4(dim: int, shape: HeadShape) -> CountedSpec:
 
 def rwkv6(dim: int, shape: HeadShape, rank: int = 64) -> CountedSpec:
     """Return the spec of RWKV-6: as RWKV-4, with decays through a bottleneck of size `rank`, an
-    output gate, and a norm with weight and bias per head.
-
-    Source: Peng et al. 2024 (arXiv 2404.05892).
+    output gate, and a norm with weight and bias per head. Source: Peng et al. 2024 (arXiv
+    2404.05892).
     """
     channels = shape.groups * shape.head_dim
     own = ParameterCounts(
@@ -203,9 +157,7 @@ def rwkv6(dim: int, shape: HeadShape, rank: int = 64) -> CountedSpec:
 
 def mlstm(dim: int, shape: HeadShape) -> CountedSpec:
     """Return the spec of the matrix memory of xLSTM: two gates with bias per head, an output gate,
-    and a norm with weight and bias per head.
-
-    Source: Beck et al. 2025 (arXiv 2503.13427).
+    and a norm with weight and bias per head. Source: Beck et al. 2025 (arXiv 2503.13427).
     """
     H, values = shape.heads, shape.heads * shape.value_dim
     own = ParameterCounts(dim * (values + 2 * H), 2 * H, 2 * values)
@@ -214,9 +166,8 @@ def mlstm(dim: int, shape: HeadShape) -> CountedSpec:
 
 def slots(dim: int, shape: HeadShape, count: int = 64, *, summed: bool = False) -> CountedSpec:
     """Return the spec of gated slots, with one norm that all heads share, or with `summed` of ABC,
-    without a norm.
-
-    Source: Zhang et al. 2024 (arXiv 2409.07146); Peng et al. 2021 (arXiv 2110.02488).
+    without a norm. Source: Zhang et al. 2024 (arXiv 2409.07146); Peng et al. 2021 (arXiv
+    2110.02488).
     """
     norms = 0 if summed else shape.value_dim
     own = ParameterCounts(dim * shape.groups * count, norms=norms)
@@ -224,12 +175,8 @@ def slots(dim: int, shape: HeadShape, count: int = 64, *, summed: bool = False) 
 
 
 def kernel_attention(dim: int, shape: HeadShape, features: int, *, norms: int = 0) -> LinearSpec:
-    """Return the spec of normalized linear attention with F features per head.
-
-    >>> kernel_attention(32, HeadShape(4, 4, 4, 8), features=15).state.value
-    540
-
-    Source: Katharopoulos et al. 2020 (arXiv 2006.16236).
+    """Return the spec of normalized linear attention with F features per head. Source:
+    Katharopoulos et al. 2020 (arXiv 2006.16236).
     """
     weights = shape.maps(dim) + ParameterCounts(norms=norms)
     return LinearSpec(weights, (), shape, normalized=True, features=features)

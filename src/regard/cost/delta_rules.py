@@ -1,8 +1,5 @@
-"""Count the layers of the delta rules with a short convolution and gates per channel, of the layers
-that fit a regression, and of the short convolution alone.
-
-Each function returns the spec of one layer as the catalogue builds it; `shape` has as many key
-heads as query heads.
+"""Count the layers of the delta rules with a short convolution and gates per channel, of those that
+fit a regression, and of the short convolution alone.
 """
 
 from __future__ import annotations
@@ -19,11 +16,7 @@ from regard.cost.spec import HeadShape, ParameterCounts, Quantity
 
 
 def convolution_of(shape: HeadShape, kernel: int) -> ShortConvolution:
-    """Return the convolution over the queries, keys and values of a layer.
-
-    >>> convolution_of(HeadShape(2, 2, 8, 8, 4), 4).past
-    192
-    """
+    """Return the convolution over the queries, keys and values of a layer."""
     keys = (shape.heads + shape.groups) * shape.head_dim
     return ShortConvolution(keys + shape.states * shape.value_dim, kernel)
 
@@ -35,20 +28,14 @@ def _weights(dim: int, shape: HeadShape, kernel: int, own: ParameterCounts) -> P
 
 
 def _channel_gates(dim: int, shape: HeadShape, rank: int) -> ParameterCounts:
-    """Return the parameters of a decay per channel and of an output gate, each through a
-    bottleneck.
-    """
+    """Return the parameters of a decay per channel and of an output gate, in bottlenecks."""
     channels, gates = shape.states * shape.head_dim, shape.outputs * shape.value_dim
     return ParameterCounts(rank * (2 * dim + channels + gates), channels + shape.states)
 
 
 def kimi_delta(dim: int, shape: HeadShape, kernel: int, rank: int) -> DeltaSpec:
-    """Return the spec of Kimi Delta Attention.
-
-    >>> kimi_delta(2304, HeadShape(32, 32, 128, 128), 4, 128).state.value
-    561152
-
-    Source: Kimi Team 2025 (arXiv 2510.26692), section 3.
+    """Return the spec of Kimi Delta Attention. Source: Kimi Team 2025 (arXiv 2510.26692), section
+    3.
     """
     own = _channel_gates(dim, shape, rank) + ParameterCounts(dim * shape.states)
     return DeltaSpec(
@@ -63,7 +50,6 @@ def kimi_delta(dim: int, shape: HeadShape, kernel: int, rank: int) -> DeltaSpec:
 
 def gated_delta_2(dim: int, shape: HeadShape, kernel: int, rank: int) -> DeltaSpec:
     """Return the spec of Gated DeltaNet-2, with a gate for each channel of keys and of values.
-
     Source: arXiv 2605.22791.
     """
     gates = ParameterCounts(dim * shape.states * (shape.head_dim + shape.value_dim))
@@ -79,10 +65,7 @@ def gated_delta_2(dim: int, shape: HeadShape, kernel: int, rank: int) -> DeltaSp
 
 
 def comba(dim: int, shape: HeadShape, kernel: int) -> DeltaSpec:
-    """Return the spec of Comba.
-
-    Source: Hu et al. 2025 (arXiv 2506.02475).
-    """
+    """Return the spec of Comba. Source: Hu et al. 2025 (arXiv 2506.02475)."""
     N = shape.states
     gates = dim * (2 * N + shape.outputs * shape.value_dim)
     own = ParameterCounts(gates, 2 * N + 2 * shape.heads)
@@ -107,10 +90,7 @@ def _counted(
 
 
 def preconditioned_delta(dim: int, shape: HeadShape, kernel: int, rank: int) -> CountedSpec:
-    """Return the spec of preconditioned Kimi Delta Attention.
-
-    Source: arXiv 2604.21100.
-    """
+    """Return the spec of preconditioned Kimi Delta Attention. Source: arXiv 2604.21100."""
     N = shape.states
     own = _channel_gates(dim, shape, rank) + ParameterCounts(3 * dim * N, 3 * N)
     spec = preconditioned_spec(_weights(dim, shape, kernel, own), shape)
@@ -118,9 +98,7 @@ def preconditioned_delta(dim: int, shape: HeadShape, kernel: int, rank: int) -> 
 
 
 def preconditioned_spec(weights: ParameterCounts, shape: HeadShape) -> CountedSpec:
-    """Return the spec of the preconditioned delta rule with these parameters; its second state has
-    a value per key channel.
-    """
+    """Return the spec of the preconditioned delta rule, with a second state [D] per key head."""
     N, D, E = shape.states, shape.head_dim, shape.value_dim
     flops = N * (7 * D * E + 2 * E + 12 * D)
     formula = f"{N} x (7 D E + 2 E + 12 D), D = {D}, E = {E}"
@@ -131,12 +109,8 @@ def preconditioned_spec(weights: ParameterCounts, shape: HeadShape) -> CountedSp
 
 
 def delta_product(dim: int, shape: HeadShape, kernel: int, writes: int) -> CountedSpec:
-    """Return the spec of DeltaProduct with `writes` keys and values per token.
-
-    >>> delta_product(32, HeadShape(4, 4, 8, 8), 4, 2).state.value
-    736
-
-    Source: Siems et al. 2025 (arXiv 2502.10297).
+    """Return the spec of DeltaProduct with `writes` keys and values per token. Source: Siems et al.
+    2025 (arXiv 2502.10297).
     """
     N, more = shape.states, (writes - 1) * shape.key_maps(1)
     gates = dim * (N * (writes + 1) + shape.outputs * shape.value_dim)
@@ -159,13 +133,7 @@ def delta_product_spec(weights: ParameterCounts, shape: HeadShape, writes: int) 
 def rwkv7(
     dim: int, shape: HeadShape, *, ranks: tuple[int, int, int], is_first: bool
 ) -> CountedSpec:
-    """Return the spec of the time mixing of RWKV-7.
-
-    >>> rwkv7(32, HeadShape(4, 4, 8, 8), ranks=(3, 3, 3), is_first=True).state.value
-    288
-
-    Source: Peng et al. 2025 (arXiv 2503.14456).
-    """
+    """Return the spec of the time mixing of RWKV-7. Source: Peng et al. 2025 (arXiv 2503.14456)."""
     rank, value_rank, gate_rank = ranks
     channels = shape.heads * shape.head_dim
     inner = 2 * rank + gate_rank + (0 if is_first else value_rank)
@@ -194,9 +162,8 @@ def rwkv7_spec(
 
 
 def mesa(dim: int, shape: HeadShape, kernel: int) -> CountedSpec:
-    """Return the spec of the Mesa layer, with its gates and its regularization per channel.
-
-    Source: von Oswald et al. 2025 (arXiv 2506.05233).
+    """Return the spec of the Mesa layer, with its gates and its regularization per channel. Source:
+    von Oswald et al. 2025 (arXiv 2506.05233).
     """
     H = shape.heads
     own = ParameterCounts(2 * dim * H, H * (shape.head_dim + 2))
@@ -205,9 +172,7 @@ def mesa(dim: int, shape: HeadShape, kernel: int) -> CountedSpec:
 
 
 def mesa_spec(weights: ParameterCounts, shape: HeadShape) -> CountedSpec:
-    """Return the spec of the Mesa rule with these parameters: two states, and a Cholesky solve per
-    token and head.
-    """
+    """Return the spec of the Mesa rule: two states, and a Cholesky solve per token and head."""
     H, D, E = shape.heads, shape.head_dim, shape.value_dim
     flops = H * (5 * D * D + 5 * D * E + D**3 // 3)
     formula = f"{H} x (5 D^2 + 5 D E + D^3 / 3), D = {D}, E = {E}"
@@ -217,9 +182,8 @@ def mesa_spec(weights: ParameterCounts, shape: HeadShape) -> CountedSpec:
 
 
 def titans_linear(dim: int, shape: HeadShape, kernel: int) -> CountedSpec:
-    """Return the spec of the linear memory of Titans, with its three gates per head.
-
-    Source: Behrouz et al. 2024 (arXiv 2501.00663).
+    """Return the spec of the linear memory of Titans, with its three gates per head. Source:
+    Behrouz et al. 2024 (arXiv 2501.00663).
     """
     own = ParameterCounts(3 * dim * shape.heads, 2 * shape.heads)
     spec = titans_spec(_weights(dim, shape, kernel, own), shape)
@@ -237,12 +201,8 @@ def titans_spec(weights: ParameterCounts, shape: HeadShape) -> CountedSpec:
 
 
 def short_convolution(dim: int, kernel: int) -> ConvolutionSpec:
-    """Return the spec of a short convolution between two gates, as in LFM2.
-
-    >>> short_convolution(1024, 3).state.value
-    2048
-
-    Source: Liquid AI 2025 (arXiv 2511.23404).
+    """Return the spec of a short convolution between two gates, as in LFM2. Source: Liquid AI 2025
+    (arXiv 2511.23404).
     """
     weights = ParameterCounts(dim * (4 * dim + kernel))
     shape = HeadShape(1, 1, dim, dim)

@@ -1,8 +1,5 @@
-"""What published comparisons say about the quality of each mechanism, with their sources.
-
-A row quotes figures that the source measured on models of equal size and equal training; where no
-such comparison is known, it says so. The figures are those of the sources, not measurements of
-regard: `regard compare` trains small models on this machine.
+"""What published comparisons of models of equal size and training say about each mechanism; the
+figures are the sources', not measurements of regard.
 """
 
 from __future__ import annotations
@@ -14,15 +11,7 @@ from regard.cost.head_parts import HEAD_PARTS
 
 @dataclass(frozen=True)
 class QualityEvidence:
-    """The outcome of a published comparison of a mechanism with another one.
-
-    Attributes:
-        finding: what was measured, in one sentence with its figures.
-        source: the paper, with the table or section; empty if there is no such comparison.
-
-    >>> QUALITY_EVIDENCE["gqa"].source
-    'Ainslie et al. 2023 (arXiv 2305.13245), table 1'
-    """
+    """The outcome of a published comparison of a mechanism with another one."""
 
     finding: str
     source: str = ""

@@ -13,26 +13,14 @@ from regard.units import plural
 
 
 def product_flops(keys: int, heads: int, dim: int, rank: int) -> int:
-    """Return the FLOPs of the products of stored factors of some keys: 2 S R H D.
-
-    >>> product_flops(1, 32, 128, 2)
-    16384
-    """
+    """Return the FLOPs of the products of stored factors of some keys: 2 S R H D."""
     return 2 * keys * rank * heads * dim
 
 
 @dataclass(frozen=True)
 class FactoredSpec(SoftmaxSpec):
-    """Tensor product attention (TPA): a cache stores the two factors of keys and of values.
-
-    Attributes:
-        ranks: the number of products R of keys and of values.
-
-    >>> layer = FactoredSpec.of_sizes(4096, 32, 128, q_rank=6, ranks=(2, 2))
-    >>> layer.values_per_token.value
-    640
-
-    Source: Zhang et al. 2025 (arXiv 2501.06425), table 1.
+    """Tensor product attention (TPA): a cache stores the two factors of keys and of values, of R
+    products each. Source: Zhang et al. 2025 (arXiv 2501.06425), table 1.
     """
 
     ranks: tuple[int, int] = field(kw_only=True)
@@ -56,9 +44,7 @@ class FactoredSpec(SoftmaxSpec):
         return f"TPA {heads} of {self.shape.head_dim}, ranks {self.ranks}"
 
     def step(self, context: int) -> Quantity:
-        """Return the FLOPs of one query: the products of all visible keys and values, and attention
-        to them.
-        """
+        """Return the FLOPs of a query: the products of visible keys and values, and attention."""
         attention, n = super().step(context), self.visible_keys(context)
         H, D, E = self.shape.heads, self.shape.head_dim, self.shape.value_dim
         R_k, R_v = self.ranks
@@ -77,12 +63,7 @@ class FactoredSpec(SoftmaxSpec):
 @dataclass(frozen=True)
 class TiedSpec(SoftmaxSpec):
     """Grouped-tied attention (GTA): a cache stores the values of G heads, and one rotated half of a
-    key.
-
-    >>> TiedSpec.of_sizes(4096, 32, 8, 128).values_per_token.value
-    1088
-
-    Source: Zadouri et al. 2025 (arXiv 2505.21487), table 1.
+    key. Source: Zadouri et al. 2025 (arXiv 2505.21487), table 1.
     """
 
     @classmethod
@@ -102,12 +83,8 @@ class TiedSpec(SoftmaxSpec):
 
 def low_rank_query(dim: int, heads: int, head_dim: int, rank: int) -> SoftmaxSpec:
     """Return the spec of multi-matrix factorization attention (MFA): one key/value head, and
-    queries through a latent of `rank` values with a norm.
-
-    >>> low_rank_query(4096, 64, 256, 2048).values_per_token.value
-    512
-
-    Source: Hu et al. 2024 (arXiv 2412.19255), section 3.2.
+    queries through a latent of `rank` values with a norm. Source: Hu et al. 2024 (arXiv
+    2412.19255), section 3.2.
     """
     shape = HeadShape(heads, 1, head_dim, head_dim)
     matrices = rank * (dim + heads * head_dim) + dim * (2 + heads) * head_dim
@@ -117,17 +94,9 @@ def low_rank_query(dim: int, heads: int, head_dim: int, rank: int) -> SoftmaxSpe
 
 @dataclass(frozen=True)
 class GroupedLatentSpec(LatentSpec):
-    """Latent attention with n latents per token, each read by some of the heads, or by all heads in
-    branches whose results are added; `heads` counts the heads of all branches.
-
-    Attributes:
-        latents: n, the number of latents, each of `kv_rank` values.
-
-    >>> layer = GroupedLatentSpec.of_sizes(2048, 16, 2, 256, 128, 64, 128)
-    >>> layer.values_per_token.value  # 2 latents of 256 and one rotary key of 64
-    576
-
-    Source: Zadouri et al. 2025 (arXiv 2505.21487), section 3.3.2.
+    """Latent attention with n latents of `kv_rank` values per token, each read by some heads, or by
+    all heads in branches that are added. Source: Zadouri et al. 2025 (arXiv 2505.21487), section
+    3.3.2.
     """
 
     latents: int = field(kw_only=True)

@@ -1,10 +1,5 @@
-"""Count what mechanisms with a state of fixed size store and compute: linear attention, retention,
-gated linear attention, the delta rule, and Infini-attention, with the mechanisms that its paper
-compares it with.
-
-The functions take sizes and return exact integers for one token of the recurrent form. A prompt
-counts as its tokens one after another. The chunked form, which kernels use for prompts, has more
-FLOPs, but as matrix products that run faster.
+"""Count what mechanisms with a state of fixed size store and compute, exactly, for one token of the
+recurrent form; the chunked form has more FLOPs, which run faster.
 """
 
 from __future__ import annotations
@@ -22,14 +17,8 @@ def linear_state(
 ) -> int:
     """Return the number of values of the state, which does not depend on the length: D E for the
     matrix S of each value head (of each key/value head if `value_heads` is None), and D for a
-    normalizer z of each key head.
-
-    >>> linear_state(groups=8, D=64, E=64), linear_state(groups=8, D=64, E=64, normalized=True)
-    (32768, 33280)
-    >>> linear_state(groups=4, D=64, E=64, normalized=True, value_heads=8)
-    33024
-
-    Source: Katharopoulos et al. 2020 (arXiv 2006.16236), equations 18 and 19.
+    normalizer z of each key head. Source: Katharopoulos et al. 2020 (arXiv 2006.16236), equations
+    18 and 19.
     """
     states = groups if value_heads is None else value_heads
     return states * D * E + (groups * D if normalized else 0)
@@ -45,22 +34,10 @@ def linear_flops(
     decayed: bool = False,
     value_heads: int | None = None,
 ) -> int:
-    """Return the FLOPs of one token after its projections in the recurrent form: one read per query
-    head, and one write per key/value head. With N value heads, there are N writes and max(H, N)
-    reads, and one normalizer per key head.
-
-    A read is S^T q: 2 D E. A write computes k v^T and adds it to S: 2 D E. A decay multiplies the
-    state: D E. Reading a normalizer is z . q and a division: 2 D + E; writing it is D additions.
-    Feature maps are not counted.
-
-    >>> sizes = {"heads": 2, "groups": 1, "D": 4, "E": 4}
-    >>> linear_flops(**sizes), linear_flops(**sizes, normalized=True)
-    (96, 124)
-    >>> linear_flops(**sizes, decayed=True)
-    112
-
-    Source: Katharopoulos et al. 2020 (arXiv 2006.16236), section 3.4; decay: Sun et al. 2023 (arXiv
-    2307.08621), equation 6.
+    """Return the FLOPs of one token in the recurrent form: a read S^T q is 2 D E, a write 2 D E, a
+    decay D E, reading a normalizer 2 D + E, writing it D; feature maps are not counted. N value
+    heads make N writes and max(H, N) reads. Source: arXiv 2006.16236, section 3.4; decay: arXiv
+    2307.08621, equation 6.
     """
     read = 2 * D * E + (2 * D + E if normalized else 0)
     write = 2 * D * E + (D * E if decayed else 0)
@@ -70,45 +47,23 @@ def linear_flops(
 
 def delta_state(groups: int, D: int, E: int) -> int:
     """Return the number of values of the state S, which does not depend on the length: D E per
-    key/value head.
-
-    >>> delta_state(groups=16, D=128, E=128)
-    262144
-
-    Source: Yang et al. 2024 (arXiv 2406.06484), section 2.2.
+    key/value head. Source: Yang et al. 2024 (arXiv 2406.06484), section 2.2.
     """
     return groups * D * E
 
 
 def delta_flops(heads: int, groups: int, D: int, E: int, *, gated: bool = False) -> int:
-    """Return the FLOPs of one token after its projections in the recurrent form: one read per query
-    head, and one correction per key/value head.
-
-    A read is S^T q: 2 D E. A correction computes S^T k (2 D E) and u = beta (v - S^T k) (2 E), and
-    adds k u^T to S (2 D E). A decay multiplies the state: D E.
-
-    >>> sizes = {"heads": 2, "groups": 1, "D": 4, "E": 4}
-    >>> delta_flops(**sizes), delta_flops(**sizes, gated=True)
-    (136, 152)
-
-    Source: Yang et al. 2024 (arXiv 2406.06484), equation 2; with decay: arXiv 2412.06464, equation
-    10.
+    """Return the FLOPs of one token: a read S^T q is 2 D E; a correction is S^T k (2 D E), u = beta
+    (v - S^T k) (2 E) and k u^T (2 D E); a decay is D E. Source: arXiv 2406.06484, equation 2; arXiv
+    2412.06464, equation 10.
     """
     return heads * 2 * D * E + groups * (4 * D * E + 2 * E + (D * E if gated else 0))
 
 
 @dataclass(frozen=True)
 class ShortConvolution:
-    """A causal convolution over the last few tokens, with one filter per channel.
-
-    Its weights are among the matrices of a layer, because a token multiplies each of them once.
-
-    Attributes:
-        channels: c, the number of channels.
-        kernel: k, the number of tokens of a filter, the present one included.
-
-    >>> ShortConvolution(8192, 4).past
-    24576
+    """A causal convolution of c channels over the last k tokens; its weights count as matrices,
+    because a token multiplies each of them once.
     """
 
     channels: int = 0
@@ -122,12 +77,7 @@ class ShortConvolution:
 
 @dataclass(frozen=True)
 class RecurrentSpec(Spec):
-    """A mechanism with a state of fixed size and the same FLOPs for each token.
-
-    Attributes:
-        shape: H, G, D and E, and N if there are more value heads than key heads.
-        convolution: the convolution before the recurrence; by default there is none.
-    """
+    """A mechanism with a state of fixed size and the same FLOPs for each token."""
 
     shape: HeadShape
     convolution: ShortConvolution = field(default=ShortConvolution(), kw_only=True)
@@ -174,18 +124,7 @@ class RecurrentSpec(Spec):
 
 @dataclass(frozen=True)
 class LinearSpec(RecurrentSpec):
-    """Linear attention, with or without a normalizer, and with or without a decay of the state.
-
-    Attributes:
-        mechanism: the name of the mechanism.
-        normalized: whether the state has a normalizer.
-        decayed: whether each token decays the state.
-        features: F, the number of features of a head; None is D. The state has F rows.
-
-    >>> layer = linear_attention(32, HeadShape(4, 2, 8, 8))
-    >>> layer.state.value, layer.cached(10) == layer.cached(10**6), layer.weights.total
-    (144, True, 3072)
-    """
+    """Linear attention with F features (D by default), with or without normalizer and decay."""
 
     mechanism: str = "linear attention"
     normalized: bool = False
@@ -221,9 +160,7 @@ class LinearSpec(RecurrentSpec):
         return self._with_past(Quantity(value, f"{letters} = {N} x {D} x {each}"))
 
     def token(self) -> Quantity:
-        """Return the FLOPs of one read per query head and one write per key/value head, without
-        feature maps.
-        """
+        """Return the FLOPs of a read per query head and a write per key/value head."""
         (H, G, D, E), N, d = self._sizes, self.shape.states, self._letter
         flops = linear_flops(
             H, G, D, E, normalized=self.normalized, decayed=self.decayed, value_heads=N
@@ -237,12 +174,7 @@ class LinearSpec(RecurrentSpec):
 
 @dataclass(frozen=True)
 class DeltaSpec(RecurrentSpec):
-    """The delta rule, with or without a decay of the state.
-
-    Attributes:
-        gated: whether each token decays the state.
-        mechanism: the name of the mechanism; "" is that of the rule.
-    """
+    """The delta rule, with or without a decay of the state."""
 
     gated: bool = False
     mechanism: str = ""
@@ -271,18 +203,7 @@ class DeltaSpec(RecurrentSpec):
 
 @dataclass(frozen=True)
 class CountedSpec(RecurrentSpec):
-    """A recurrence whose state and whose FLOPs per token were counted from its sizes.
-
-    Attributes:
-        mechanism: the name of the mechanism.
-        values: the number of values of the state, without those of a convolution.
-        work: the FLOPs of one token.
-
-    >>> three = Quantity(3 * 4 * 8, "3 G D = 3 x 4 x 8")  # the sums of RWKV-4
-    >>> shape = HeadShape(4, 4, 8, 8)
-    >>> CountedSpec(ParameterCounts(), (), shape, "RWKV-4", three, Quantity(352, "")).state.value
-    96
-    """
+    """A recurrence whose state (without a convolution's) and FLOPs per token were counted."""
 
     mechanism: str
     values: Quantity
@@ -305,13 +226,7 @@ class CountedSpec(RecurrentSpec):
 
 @dataclass(frozen=True)
 class ConvolutionSpec(RecurrentSpec):
-    """A short convolution between two gates, which keeps nothing but the last few tokens.
-
-    >>> ConvolutionSpec(
-    ...     ParameterCounts(), (), HeadShape(1, 1, 8, 8), convolution=ShortConvolution(8, 3)
-    ... ).state.value
-    16
-    """
+    """A short convolution between two gates, which keeps nothing but the last few tokens."""
 
     @property
     def name(self) -> str:
@@ -331,19 +246,14 @@ class ConvolutionSpec(RecurrentSpec):
 
 
 def linear_attention(dim: int, shape: HeadShape) -> LinearSpec:
-    """Return the spec of linear attention with the feature map elu + 1 and a normalizer.
-
-    Source: Katharopoulos et al. 2020 (arXiv 2006.16236).
+    """Return the spec of linear attention with the feature map elu + 1 and a normalizer. Source:
+    Katharopoulos et al. 2020 (arXiv 2006.16236).
     """
     return LinearSpec(shape.maps(dim), (), shape, normalized=True)
 
 
 def retention(dim: int, shape: HeadShape) -> LinearSpec:
     """Return the spec of retention, with an output gate and a norm with weight and bias per head.
-
-    >>> retention(32, HeadShape(4, 4, 8, 16)).state.value
-    512
-
     Source: Sun et al. 2023 (arXiv 2307.08621).
     """
     gates = shape.outputs * shape.value_dim
@@ -353,12 +263,8 @@ def retention(dim: int, shape: HeadShape) -> LinearSpec:
 
 def gated_linear(dim: int, shape: HeadShape, rank: int = 16) -> LinearSpec:
     """Return the spec of gated linear attention: decays computed through a bottleneck of size
-    `rank`, an output gate with bias, and one norm that all heads share.
-
-    >>> gated_linear(32, HeadShape(4, 4, 4, 8), rank=3).weights.total
-    4304
-
-    Source: Yang et al. 2023 (arXiv 2312.06635).
+    `rank`, an output gate with bias, and one norm that all heads share. Source: Yang et al. 2023
+    (arXiv 2312.06635).
     """
     decays, gates = shape.states * shape.head_dim, shape.outputs * shape.value_dim
     decay = ParameterCounts(rank * (dim + decays), decays)
@@ -369,12 +275,7 @@ def gated_linear(dim: int, shape: HeadShape, rank: int = 16) -> LinearSpec:
 
 def delta_net(dim: int, shape: HeadShape) -> DeltaSpec:
     """Return the spec of DeltaNet, with one beta per key/value head and one norm that all heads
-    share.
-
-    >>> delta_net(32, HeadShape(4, 4, 8, 8)).weights.total
-    4232
-
-    Source: Yang et al. 2024 (arXiv 2406.06484).
+    share. Source: Yang et al. 2024 (arXiv 2406.06484).
     """
     weights = shape.maps(dim) + ParameterCounts(dim * shape.states, norms=shape.value_dim)
     return DeltaSpec(weights, (), shape)
@@ -382,12 +283,7 @@ def delta_net(dim: int, shape: HeadShape) -> DeltaSpec:
 
 def gated_delta_net(dim: int, shape: HeadShape) -> DeltaSpec:
     """Return the spec of Gated DeltaNet, with one beta and one decay per key/value head, an output
-    gate, and one norm that all heads share.
-
-    >>> gated_delta_net(32, HeadShape(4, 4, 8, 8)).weights.total
-    5392
-
-    Source: Yang et al. 2024 (arXiv 2412.06464).
+    gate, and one norm that all heads share. Source: Yang et al. 2024 (arXiv 2412.06464).
     """
     gates = dim * (2 * shape.states + shape.outputs * shape.value_dim)
     weights = shape.maps(dim) + ParameterCounts(gates, 2 * shape.states, shape.value_dim)
@@ -395,8 +291,7 @@ def gated_delta_net(dim: int, shape: HeadShape) -> DeltaSpec:
 
 
 def infini_state(groups: int, D: int, E: int, layers: int = 1) -> int:
-    """Return the number of values in the compressive memory, M and z, which does not depend on the
-    length: D (E + 1) per key/value head and layer.
+    """Return the number of values in the compressive memory M and z, D (E + 1) per key/value head.
 
     Args:
         groups: G, the number of key/value heads.
@@ -418,11 +313,11 @@ def infini_state(groups: int, D: int, E: int, layers: int = 1) -> int:
 def infini_flops(
     heads: int, groups: int, local_keys: int, D: int, E: int, *, delta: bool = False
 ) -> int:
-    """Return the FLOPs of one token after its projections: local softmax attention over
-    `local_keys` keys, one memory read per query head, and one memory write per key/value head.
+    """Return the FLOPs of one token after its projections: local softmax attention, one memory read
+    per query head, and one memory write per key/value head.
 
-    A read computes sigma(q) M and sigma(q) z: 2 D (E + 1). A write adds sigma(k)^T v to M and
-    sigma(k) to z: 2 D E + D. Under the delta rule, every key reads the memory too.
+    A read computes sigma(q) M and sigma(q) z: 2 D (E + 1); a write adds sigma(k)^T v and sigma(k):
+    2 D E + D. Under the delta rule, every key reads the memory too.
 
     Args:
         heads: H, the number of query heads.
@@ -447,37 +342,24 @@ def infini_flops(
 
 def segment_cache(groups: int, D: int, E: int, tokens: int, layers: int = 1) -> int:
     """Return the number of cached key and value elements of `tokens` earlier tokens, as
-    Transformer-XL caches them: (D + E) G N l.
-
-    >>> segment_cache(8, 128, 128, 2048, 12)  # the paper: "50M (3.7x)"
-    50331648
-
-    Source: Dai et al. 2019 (arXiv 1901.02860); the comparison: arXiv 2404.07143, tables 1 and 2.
+    Transformer-XL caches them: (D + E) G N l. Source: Dai et al. 2019 (arXiv 1901.02860); the
+    comparison: arXiv 2404.07143, tables 1 and 2.
     """
     return layers * groups * (D + E) * tokens
 
 
 def memorizing_cache(groups: int, D: int, E: int, tokens: int, memory: int, layers: int = 1) -> int:
     """Return `segment_cache` plus the keys and values of a large memory in one layer, as the
-    Memorizing Transformer caches them.
-
-    >>> memorizing_cache(8, 128, 128, 2048, 65000, 12)  # the paper: "183M", where 65K means 65,000
-    183451648
-
-    Source: Wu et al. 2022 (arXiv 2203.08913); the comparison: arXiv 2404.07143, tables 1 and 2.
+    Memorizing Transformer caches them. Source: Wu et al. 2022 (arXiv 2203.08913); the comparison:
+    arXiv 2404.07143, tables 1 and 2.
     """
     return segment_cache(groups, D, E, tokens, layers) + segment_cache(groups, D, E, memory)
 
 
 def memory_token_values(dim: int, tokens: int, layers: int = 1) -> int:
     """Return the number of values of the memory tokens that RMT reads and writes in each layer: 2 M
-    p l.
-
-    >>> memory_token_values(1024, 100, 12)  # the paper: "2.5M (73x)"
-    2457600
-
-    Source: Bulatov et al. 2022 (arXiv 2207.06881); the comparison: arXiv 2404.07143, tables 1 and
-    2.
+    p l. Source: Bulatov et al. 2022 (arXiv 2207.06881); the comparison: arXiv 2404.07143, tables 1
+    and 2.
     """
     return 2 * dim * tokens * layers
 
@@ -488,14 +370,9 @@ class InfiniSpec(Spec):
     all earlier segments.
 
     Attributes:
-        shape: H, G, D and E.
         segment: N, the tokens of a segment; only the open segment is cached token by token.
         delta: whether the memory is updated by the delta rule, which writes only the part of
             a value that the memory does not predict yet.
-
-    >>> layer = InfiniSpec.of(1024, HeadShape(8, 8, 128, 128), segment=2048)
-    >>> 12 * layer.state.value  # the paper's model: "1.6M (114x)"
-    1585152
 
     Source: Munkhdalai et al. 2024 (arXiv 2404.07143), table 2.
     """
@@ -517,9 +394,7 @@ class InfiniSpec(Spec):
 
     @property
     def bounded(self) -> bool:
-        """True: a full segment is moved into the memory, so the cache does not grow without
-        bound.
-        """
+        """True: a full segment is moved into the memory, so that the cache stays bounded."""
         return True
 
     @property
@@ -542,9 +417,7 @@ class InfiniSpec(Spec):
         return CacheContents(self.parts, self._keys_read(context), self.state.value, bounded=True)
 
     def step(self, context: int) -> Quantity:
-        """Return the FLOPs of softmax attention inside the segment, memory reads and a memory
-        write.
-        """
+        """Return the FLOPs of softmax in the segment, memory reads and a memory write."""
         H, G, D, E = self._sizes
         n, reads = self._keys_read(context), f"({H} + {G})" if self.delta else f"{H}"
         return Quantity(
@@ -554,9 +427,7 @@ class InfiniSpec(Spec):
         )
 
     def prefill_flops(self, context: int) -> int:
-        """Return the FLOPs of all tokens: pairs inside the segments, and memory reads and
-        writes.
-        """
+        """Return the FLOPs of all tokens: pairs in segments, memory reads and writes."""
         H, G, D, E = self._sizes
         whole, rest = divmod(context, self.segment)
         pairs = whole * causal_pairs(self.segment, self.segment) + causal_pairs(rest, rest)

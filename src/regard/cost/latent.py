@@ -1,8 +1,4 @@
-"""Count what multi-head latent attention (MLA) caches and computes in its two forms, "expand" and
-"absorb".
-
-The functions take sizes and return exact integers; `LatentSpec` combines them for one layer.
-"""
+"""Count what latent attention (MLA) caches and computes in the forms "expand" and "absorb"."""
 
 from __future__ import annotations
 
@@ -15,54 +11,33 @@ from regard.cost.spec import CacheContents, ParameterCounts, Quantity, Spec
 from regard.language import Phrase, counted
 
 Form: TypeAlias = Literal["auto", "expand", "absorb"]
-"""How queries attend to the latents, as in `regard.nn.Latent`: "expand" turns latents into keys and
-values of every head, "absorb" multiplies queries by the expanding matrices instead, and "auto"
-takes the form with fewer FLOPs.
+"""How queries attend to the latents: "expand" makes keys and values of them, "absorb" multiplies
+queries by the expanding matrices, and "auto" takes the form with fewer FLOPs.
 """
 
 
 def latent_values(kv_rank: int, rope_dim: int) -> int:
     """Return the values cached per token by MLA: the latent, and the one rotary key that all heads
-    share.
-
-    >>> latent_values(512, 64)  # DeepSeek-V3
-    576
-
-    Source: DeepSeek-AI 2024 (arXiv 2405.04434), table 1.
+    share. Source: DeepSeek-AI 2024 (arXiv 2405.04434), table 1.
     """
     return kv_rank + rope_dim
 
 
 def per_head_values(H: int, nope_dim: int, rope_dim: int, value_dim: int) -> int:
-    """Return the values cached per token if the keys and values of every head are cached instead of
-    the latent.
-
-    >>> per_head_values(128, 128, 64, 128)  # DeepSeek-V3
-    40960
-    """
+    """Return the values cached per token if keys and values of every head are cached."""
     return H * (nope_dim + rope_dim + value_dim)
 
 
 def latent_expansion_flops(keys: int, H: int, kv_rank: int, nope_dim: int, value_dim: int) -> int:
-    """Return the FLOPs of expanding `keys` latents to keys and values of all heads: 2 S r H (d_nope
-    + d_v).
-
-    >>> latent_expansion_flops(1024, 128, 512, 128, 128)
-    34359738368
-    """
+    """Return the FLOPs of expanding S latents to all heads: 2 S r H (d_nope + d_v)."""
     return 2 * keys * kv_rank * H * (nope_dim + value_dim)
 
 
 def expand_flops(
     queries: int, keys: int, H: int, kv_rank: int, nope_dim: int, rope_dim: int, value_dim: int
 ) -> int:
-    """Return the FLOPs of expanding all latents and attending with the last queries under a causal
-    mask.
-
-    2 S r H (d_nope + d_v) + 2 H n (d_nope + d_rope + d_v) for n query-key pairs.
-
-    >>> expand_flops(1, 1024, 128, 512, 128, 64, 128)
-    34443624448
+    """Return the FLOPs of the form "expand" with n causal pairs: 2 S r H (d_nope + d_v) + 2 H n
+    (d_nope + d_rope + d_v).
     """
     return latent_expansion_flops(keys, H, kv_rank, nope_dim, value_dim) + attention_flops(
         H * causal_pairs(queries, keys), nope_dim + rope_dim, value_dim
@@ -72,13 +47,8 @@ def expand_flops(
 def absorb_flops(
     queries: int, keys: int, H: int, kv_rank: int, nope_dim: int, rope_dim: int, value_dim: int
 ) -> int:
-    """Return the FLOPs of attending in the space of the latents under a causal mask: queries are
-    multiplied into that space, and results are multiplied into the values of each head.
-
-    2 T H r (d_nope + d_v) + 2 H n (2 r + d_rope) for n query-key pairs.
-
-    >>> absorb_flops(1, 1024, 128, 512, 128, 64, 128)
-    318767104
+    """Return the FLOPs of the form "absorb" with n causal pairs: 2 T H r (d_nope + d_v) + 2 H n (2
+    r + d_rope).
     """
     return latent_expansion_flops(queries, H, kv_rank, nope_dim, value_dim) + attention_flops(
         H * causal_pairs(queries, keys), kv_rank + rope_dim, kv_rank
@@ -88,17 +58,8 @@ def absorb_flops(
 def absorbing_is_cheaper(
     queries: int, keys: int, *, kv_rank: int, nope_dim: int, value_dim: int
 ) -> bool:
-    """Return whether `absorb_flops` is less than `expand_flops`; the number of heads and the rotary
-    width cancel out.
-
-    r (d_nope + d_v) (S - T) > n (2 r - d_nope - d_v) for n query-key pairs. At the sizes of
-    DeepSeek-V3 this holds for up to 170 queries against many keys.
-
-    >>> size = {"kv_rank": 512, "nope_dim": 128, "value_dim": 128}
-    >>> [absorbing_is_cheaper(T, 65536, **size) for T in (1, 170, 171)]
-    [True, True, False]
-    >>> absorbing_is_cheaper(1, 1, **size)
-    False
+    """Return whether r (d_nope + d_v) (S - T) > n (2 r - d_nope - d_v) for n causal pairs, that is
+    absorb_flops < expand_flops: for up to 170 queries at the sizes of DeepSeek-V3.
     """
     saved = kv_rank * (nope_dim + value_dim) * (keys - queries)
     return saved > causal_pairs(queries, keys) * (2 * kv_rank - nope_dim - value_dim)
@@ -117,12 +78,6 @@ class LatentSpec(Spec):
         kv_rank: r, the size of the latent.
         nope_dim, rope_dim: widths of a query and key head without and with rotary position.
         value_dim: E.
-        form: "expand", "absorb", or "auto", which takes the form with fewer FLOPs.
-        visible: which keys a query attends to.
-
-    >>> layer = LatentSpec.of(7168, 128, 512, 128, 64, 128, q_rank=1536)  # DeepSeek-V3
-    >>> layer.cached(1).values_per_token, layer.weights.matrices
-    (576, 187105280)
 
     Source: DeepSeek-AI 2024 (arXiv 2405.04434), section 2.1.
     """
@@ -194,9 +149,7 @@ class LatentSpec(Spec):
         return Quantity(min(context, bound), f"min(S, {bound})")
 
     def absorbs(self, queries: int, keys: int) -> bool:
-        """Return whether `queries` queries against `keys` cached tokens are computed in the form
-        "absorb".
-        """
+        """Return whether `queries` against `keys` are computed in the form "absorb"."""
         if self.form == "auto":
             return absorbing_is_cheaper(
                 queries,
@@ -259,14 +212,6 @@ class IndexedLatentSpec(LatentSpec):
     A cache stores one index key per token beside the latent. Attention is computed in the form
     "absorb", because the queries of a prompt select different latents.
 
-    Attributes:
-        selection: J, d and topk.
-
-    >>> layer = LatentSpec.of(7168, 128, 512, 128, 64, 128, q_rank=1536)
-    >>> sparse = IndexedLatentSpec.from_latent(layer, 7168, 1536, IndexSelection(64, 128, 2048))
-    >>> sparse.cached(1).values_per_token, sparse.weights.total - layer.weights.total
-    (704, 13959424)
-
     Source: DeepSeek-AI 2025 (DeepSeek-V3.2-Exp), section 2.
     """
 
@@ -320,9 +265,7 @@ class IndexedLatentSpec(LatentSpec):
         return self.step(context).value
 
     def step(self, context: int) -> Quantity:
-        """Return the FLOPs of absorption, of attention to the selected latents, and of the index
-        scores.
-        """
+        """Return the FLOPs of absorption, attention to selected latents, and index scores."""
         H, r, rope = self.heads, self.kv_rank, self.rope_dim
         read = self.selection.tokens(context).value
         scores = self.selection.flops(context, H, r)
@@ -333,9 +276,7 @@ class IndexedLatentSpec(LatentSpec):
         return Quantity(flops, f"{up} (absorption) + {attention} + {scores.formula}")
 
     def prefill_flops(self, context: int) -> int:
-        """Return the FLOPs of all queries: absorption, selected pairs, and index scores of all
-        pairs.
-        """
+        """Return the FLOPs of absorption, selected pairs, and index scores of all pairs."""
         H, r, J, d = self.heads, self.kv_rank, self.selection.heads, self.selection.head_dim
         absorption = latent_expansion_flops(context, H, r, self.nope_dim, self.value_dim)
         attention = attention_flops(H * self.selection.pairs(context), r + self.rope_dim, r)

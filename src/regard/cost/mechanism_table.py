@@ -1,8 +1,5 @@
-"""The cost of one model with each of several attention mechanisms: one row a mechanism.
-
-All rows have the same width, layers, feed-forward layers and vocabulary, so that they differ by
-their attention only. A row has the parameters, the cache, the FLOPs and bytes of a prompt and of a
-token, and with a machine the least times, the largest batch and the longest context that fit.
+"""The cost of one model with each of several attention mechanisms, all of the same width, layers,
+feed-forward layers and vocabulary: one row a mechanism.
 """
 
 from __future__ import annotations
@@ -29,10 +26,6 @@ class MechanismCost:
     """The cost of a model with one mechanism.
 
     Attributes:
-        label: the name of the row.
-        report: the cost of the model at the context and batch of the table.
-        evidence: what is published about the quality of the mechanism.
-        options: the sizes of the mechanism.
         suggested: the sizes that were not given, with the source of each.
         prefill_seconds, decode_seconds: the least times of a prompt and of one token; None without
             a machine.
@@ -81,13 +74,7 @@ def replace_attention(
     options: Mapping[str, int],
     global_every: int | None = None,
 ) -> ModelSpec:
-    """Return a decoder in which every layer has another attention mechanism.
-
-    >>> from regard.cost import model_of
-    >>> llama = model_of("llama-3-8b")
-    >>> replace_attention(llama, "gqa", 32, {"groups": 8}).parameters == llama.parameters
-    True
-    """
+    """Return a decoder in which every layer has another attention mechanism."""
     local = mechanism_spec(attention, model.dim, heads, options)
     everywhere = {name: value for name, value in options.items() if name != "window"}
     full = (
@@ -99,13 +86,7 @@ def replace_attention(
 def replace_mixers(
     model: ModelSpec, local: Spec, full: Spec | None = None, global_every: int | None = None
 ) -> ModelSpec:
-    """Return a decoder in which every layer mixes its tokens by the same spec.
-
-    >>> from regard.cost import model_of
-    >>> llama = model_of("llama-3-8b")
-    >>> replace_mixers(llama, next(iter(llama.mixers))).parameters == llama.parameters
-    True
-    """
+    """Return a decoder in which every layer mixes its tokens by the same spec."""
     if model.encoder or not model.decodes:
         raise ArgumentError(
             f"{model.name} is not a decoder; the mechanisms can be compared in a decoder only"
@@ -129,14 +110,7 @@ def mechanism_cost(
     options: Mapping[str, int] | None = None,
     suggested: Mapping[str, str] | None = None,
 ) -> MechanismCost:
-    """Return the row of a model that has one mechanism.
-
-    >>> from regard.cost import Setting, machine_of, model_of
-    >>> machine = machine_of("h100-sxm")
-    >>> row = mechanism_cost("gqa", model_of("llama-3-8b"), Setting(8192), machine, evidence="gqa")
-    >>> row.max_batch  # 64.5 GiB are free, and a sequence takes 1 GiB
-    64
-    """
+    """Return the row of a model that has one mechanism."""
     report = CostReport(model, setting)
     quality = QUALITY_EVIDENCE.get(evidence, NO_COMPARISON)
     row = MechanismCost(label, report, quality, options or {}, suggested or {})

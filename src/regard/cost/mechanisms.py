@@ -1,9 +1,5 @@
-"""Build a `Spec` from the name and the options of a mechanism in the catalogue of `regard.nn`, and
-the sizes of a model that a user gives by hand, as the flags of `regard cost` do.
-
-Names and options are those of `regard describe`; `MECHANISMS` lists the mechanisms whose cost can
-be counted. A model given by hand is a decoder with RMS norms, any of these mechanisms, and
-feed-forward layers or experts.
+"""Build a `Spec` from the name and the options of a mechanism in the catalogue, and the sizes of a
+decoder from the flags of `regard cost`.
 """
 
 from __future__ import annotations
@@ -40,13 +36,7 @@ MechanismOptions = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class SpecBuilder:
-    """A function that builds the spec of one mechanism, and the options that it takes.
-
-    Attributes:
-        build: a function of M, H and the options that returns the spec.
-        required: the options that must be given.
-        optional: the options that may be given.
-    """
+    """A function of M, H and options that builds a mechanism's spec, and its options."""
 
     build: Callable[[int, int, MechanismOptions], Spec]
     required: frozenset[str] = frozenset()
@@ -61,9 +51,7 @@ def _head_shape(
     value_factor: int = 1,
     head_dim_divisor: int = 1,
 ) -> HeadShape:
-    """Return H, G, D and E; by default, D is M / (H `head_dim_divisor`) and E is D times
-    `value_factor`.
-    """
+    """Return H, G, D and E; by default, D is M / (H `head_dim_divisor`) and E D `value_factor`."""
     groups, D = options.get("groups", heads), options.get("head_dim")
     if heads % groups:
         allowed = ", ".join(map(str, divisors(heads)))
@@ -397,12 +385,7 @@ MECHANISMS: dict[str, SpecBuilder] = {
 
 
 def mechanism_spec(name: str, dim: int, heads: int, options: MechanismOptions) -> Spec:
-    """Return the spec of one layer of a mechanism.
-
-    >>> options = {"kv_rank": 16, "nope_dim": 8, "rope_dim": 4, "value_dim": 8}
-    >>> mechanism_spec("mla", 32, 4, options).name
-    'MLA 4 heads, latent 16 + 4'
-    """
+    """Return the spec of one layer of a mechanism."""
     if name not in MECHANISMS:
         hint = suggest(name, MECHANISMS, cutoff=0.5, otherwise=".")
         raise ArgumentError(
@@ -451,30 +434,14 @@ class Sizes:
     """The sizes of a decoder, given one by one.
 
     Attributes:
-        layers: the number of layers.
         dim: M, the width of the model.
-        heads: H, the number of query heads.
         attention: a name in `MECHANISMS`; None is MHA, GQA or MQA, according to the number of
             key/value heads.
         options: options of the mechanism: groups, head_dim, window, kv_rank and so on.
         global_every: with a window, every n-th layer has full attention.
         ff: F, the hidden width of the feed-forward layers; None is 4 M.
-        gated: whether the feed-forward layers have a gate (SwiGLU).
-        vocab: V, the number of tokens in the vocabulary.
-        tied: whether the output head is the embedding.
         experts: the number of experts; None is a dense model.
-        active: how many experts a token uses.
         expert_ff: the hidden width of an expert; None is `ff`.
-        shared: the number of experts that all tokens use.
-        dense_layers: the number of first layers without experts.
-
-    Raises:
-        ArgumentError: a size is less than 1, or two sizes contradict each other; the message names
-            the flags.
-
-    >>> llama = Sizes(32, 4096, 32, options={"groups": 8}, ff=14336, vocab=128256)  # Llama-3-8B
-    >>> llama.model().parameters
-    8030261248
     """
 
     layers: int

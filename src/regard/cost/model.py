@@ -15,9 +15,7 @@ from regard.cost.spec import ParameterCounts, Spec
 
 
 class FeedForwardSpec(Protocol):
-    """The protocol of a feed-forward layer: how many parameters it has, and how many of them are
-    active.
-    """
+    """The protocol of a feed-forward layer: its parameters, and how many are active."""
 
     @property
     def weights(self) -> dict[str, ParameterCounts]:
@@ -25,26 +23,14 @@ class FeedForwardSpec(Protocol):
         ...
 
     def active_weights(self, tokens: int) -> dict[str, ParameterCounts]:
-        """Return the parameters that `tokens` tokens use together, by part.
-
-        For experts this is the expected number under routers that choose uniformly, rounded up.
-        """
+        """Return the parameters that `tokens` use, by part; the expected number for experts."""
         ...
 
 
 @dataclass(frozen=True)
 class DenseSpec:
-    """A dense layer: an up projection (M F), a down projection (F M), and a gate projection (M F)
-    if it is gated.
-
-    Attributes:
-        dim: M, the width of the model.
-        hidden: F, the width of the hidden layer.
-        gated: whether there is a gate projection, as in SwiGLU.
-        bias: whether every projection has a bias.
-
-    >>> DenseSpec(4096, 14336).weights["feed-forward"].matrices
-    176160768
+    """A dense layer: an up projection (M F), a down projection (F M), and if gated a gate
+    projection (M F), each with or without a bias.
     """
 
     dim: int
@@ -74,21 +60,10 @@ class MoESpec:
     """A mixture of experts (MoE): a router chooses `active` of the experts for each token.
 
     Attributes:
-        expert: the sizes of each expert.
-        count: how many experts there are.
-        active: how many experts each token uses.
         shared: an expert that all tokens use; None if there is none.
         router_bias: how many parameters the router has besides its matrix.
         shared_gate: whether each token weighs the shared expert by a gate, a linear map to one
             number.
-
-    >>> one = DenseSpec(7168, 2048)  # DeepSeek-V3
-    >>> experts = MoESpec(one, 256, 8, shared=one, router_bias=256)
-    >>> few, many = (experts.active_weights(tokens)["experts"].matrices for tokens in (1, 32))
-    >>> experts.weights["experts"].matrices // few
-    32
-    >>> round(many / few, 2)  # 32 tokens share experts, so that this is less than 32
-    20.41
 
     Source: Shazeer et al. 2017 (arXiv 1701.06538), equation 1.
     """
@@ -106,11 +81,7 @@ class MoESpec:
         return self._parts(self.count)
 
     def active_weights(self, tokens: int) -> dict[str, ParameterCounts]:
-        """Return the parameters that `tokens` tokens are expected to use together.
-
-        If n tokens choose k of E experts independently and uniformly, they use E (1 - (1 - k /
-        E)^n) experts on average.
-        """
+        """Return the parameters that n tokens use: those of E (1 - (1 - k / E)^n) experts."""
         unused_by_one = 1 - Fraction(self.active, self.count)
         if tokens <= 64:  # the exact power has few digits
             unused_by_all = unused_by_one**tokens
@@ -149,25 +120,14 @@ PART_NAMES = (
     "norms",
     "head",
 )
-"""The rows of a table of parameters, in their order. "biases" are those of all layers, including
-attention sinks and gates.
-"""
+"""The rows of a table of parameters in order; "biases" include attention sinks and gates."""
 
 NO_PARAMETERS = ParameterCounts()
 
 
 @dataclass(frozen=True)
 class LayerSpec:
-    """The sizes of one block of a model.
-
-    Attributes:
-        mixer: its attention, or the mechanism that replaces attention; None if it has a
-            feed-forward layer only.
-        feed_forward: its feed-forward layer; None if it has none.
-        norms: the parameters of its norms.
-        cross: its cross-attention to another sequence; None if it has none.
-        parallel: a second mechanism that reads the same input as `mixer`; None if there is none.
-    """
+    """The sizes of one block; None is a missing part, and `parallel` reads the input of `mixer`."""
 
     mixer: Spec | None
     feed_forward: FeedForwardSpec | None = None
@@ -177,18 +137,14 @@ class LayerSpec:
 
     @property
     def mixers(self) -> tuple[Spec, ...]:
-        """The self-attention, and the parallel mechanism and the cross-attention if there are
-        such.
-        """
+        """The self-attention, the parallel mechanism and the cross-attention, if present."""
         return tuple(x for x in (self.mixer, self.parallel, self.cross) if x is not None)
 
 
 @dataclass(frozen=True)
 class PartCount:
-    """The parameters of one part of a model, and those of them that are active for one token.
-
-    A token uses one row of an embedding or of a table of positions. A tied output head has no
-    parameters of its own, and all parameters of its matrix are active.
+    """The parameters of one part, and those active for one token: one row of an embedding, and all
+    of a tied head, which has no parameters of its own.
     """
 
     name: str
@@ -198,13 +154,8 @@ class PartCount:
 
 @dataclass(frozen=True)
 class StoredSize:
-    """The size of a model's weights in the form in which its files hold them.
-
-    Attributes:
-        form: the name of the form, such as "awq, 4 bits in groups of 128".
-        bytes: the bytes of all tensors: codes, scales, zero points, and the weights that stay wide.
-        bits: the bits per number of the "embedding" and of the "experts", of which a token reads
-            only a part, and under "" those of all other weights together.
+    """The bytes of a model's weights as its files hold them, and the bits per number of
+    "embedding", "experts" (of which a token reads a part) and "", the rest.
     """
 
     form: str
@@ -222,17 +173,11 @@ class ModelSpec:
     """The sizes of a decoder, of an encoder, or of both.
 
     Attributes:
-        name: the name of the model.
-        vocab, dim: V and M.
         layers: the layers of the decoder; for a model with an encoder only, those of the encoder.
-        encoder: the layers of the encoder of an encoder-decoder.
         positions: the number of values in learned tables of positions and segments.
         position_rows: how many rows of those tables one token uses.
         token_tables: rows and width of a second table of embeddings, of which a token uses one row;
             (0, 0) if there is none.
-        norms: the parameters of the norms outside the layers.
-        head: whether there is an output matrix to logits.
-        tied: whether that matrix is the embedding.
         pooler: the parameters of a pooler, or of other modules before the first layer or after the
             last one.
         decodes: whether the model generates token by token.
@@ -240,11 +185,6 @@ class ModelSpec:
         dtype: the format that its config.json names, as in `regard.cost.report.BITS`.
         stored: the size of the weights as files hold them; None if they are plain numbers.
         notes: remarks for the reader of a report.
-
-    >>> from regard.cost import model_of
-    >>> gpt2 = model_of("gpt2")
-    >>> gpt2.parameters, gpt2.layers[0].mixer.name
-    (124439808, 'MHA 12/12 heads of 64')
     """
 
     name: str
@@ -267,17 +207,11 @@ class ModelSpec:
 
     @property
     def parts(self) -> tuple[PartCount, ...]:
-        """All parameters and active parameters by part; parts that the model does not have are left
-        out.
-        """
+        """All parameters and active parameters by part, without parts that are missing."""
         return self.parts_for(1)
 
     def parts_for(self, tokens: int) -> tuple[PartCount, ...]:
-        """Return parameters by part, where the active ones are those that `tokens` tokens use
-        together.
-
-        Several tokens together use more experts than one token does.
-        """
+        """Return parameters by part, those that `tokens` use together being active."""
         whole, active = self._sums(None), self._sums(tokens)
         head = self.vocab * self.dim if self.head else 0
         rows, width = self.token_tables
@@ -325,9 +259,7 @@ class ModelSpec:
         return (*self.encoder, *self.layers)
 
     def _sums(self, tokens: int | None) -> Counter[str]:
-        """Return parameters by part, without embeddings: those active for `tokens` tokens, or all
-        if it is None.
-        """
+        """Return parameters by part without embeddings, active for `tokens`, or all if None."""
         sums: Counter[str] = Counter()
         for layer, times in Counter(self._all).items():
             own = [("attention", mixer.weights) for mixer in layer.mixers]

@@ -1,8 +1,5 @@
-"""The cost of a model over several ranks: what each method moves, how long the prompt and a token
-take at least, and what a rank must hold.
-
-The methods are those of `regard.parallel`; the formulas here are closed forms for causal attention
-over zigzag shards, so that a million tokens take no longer to plan than a thousand.
+"""The cost of a model over several ranks, by closed forms for causal attention over zigzag shards,
+so that a million tokens take no longer to plan than a thousand.
 """
 
 from __future__ import annotations
@@ -21,9 +18,8 @@ from regard.language import Phrase, counted
 from regard.units import plural
 
 METHODS = ("exchange", "gather", "heads", "tensor", "tensor x exchange")
-"""The methods: three of context parallelism (`regard.parallel.attend`), with all weights on every
-rank; tensor parallelism, which cuts every matrix; and tensor parallelism inside groups of ranks,
-with an exchange between the groups.
+"""The methods: three of context parallelism with all weights on every rank, tensor parallelism, and
+tensor parallelism inside groups that exchange.
 """
 
 LINKS: dict[str, tuple[float, str]] = {
@@ -44,7 +40,6 @@ class MethodEstimate:
     """The cost of one method.
 
     Attributes:
-        method: a name of `METHODS`.
         tensor_ranks: the number of ranks that share each matrix; 1 if every rank has all weights.
         sent: bytes that the busiest rank sends for the whole prompt.
         token_sent: bytes that a rank sends for one decoded token.
@@ -77,16 +72,6 @@ class RanksReport:
         machine: the machine of every rank.
         ranks: the number of ranks W.
         link: bytes per second that a rank sends; None takes that of the machine in `LINKS`.
-
-    Raises:
-        ArgumentError: ranks is less than 1, there are fewer tokens than ranks, the link is not
-            known or not above 0, or a layer is neither softmax nor latent attention.
-
-    >>> from regard.cost import CostReport, Setting, machine_of, model_of
-    >>> report = CostReport(model_of("llama-3-8b"), Setting(1 << 20))
-    >>> result = RanksReport(report, machine_of("h100-sxm"), 64)
-    >>> result.best, result.estimate("heads").why_not
-    ('exchange', '64 ranks cannot share 32 query heads')
 
     Source: Liu et al. 2023 (arXiv 2310.01889), Jacobs et al. 2023 (arXiv 2309.14509), Shoeybi et
     al. 2019 (arXiv 1909.08053), and `regard.parallel`.
@@ -239,9 +224,7 @@ class RanksReport:
         return keys * self._key_bytes(spec, t) + self._all_reduces(B * n, t)
 
     def _all_reduces(self, tokens: int, t: int) -> int:
-        """Return the bytes that each of t ranks sends for the two sums of a layer over [tokens, M],
-        as rings do.
-        """
+        """Return the bytes that a rank of t sends for a layer's two sums, as rings do."""
         return 4 * (t - 1) * tokens * self.report.model.dim * self._value_bytes // t
 
     def _token_sent(self, spec: Spec, t: int) -> int:

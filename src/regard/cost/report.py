@@ -1,10 +1,6 @@
-"""The cost of a whole model at a context length: bytes, in any number format of the
-cache, and the FLOPs of a prompt and of one token.
-
-A multiplication and an addition are two FLOPs. The counts include matrix products, the scores and
-weighted sums of the query-key pairs that the mask allows, and the steps of recurrences. They do not
-include embeddings, norms, biases, activations and the softmax itself, as is usual. The count of a
-prompt includes the logits of its last token only, because generation computes no others.
+"""The cost of a whole model at a context length. A multiplication and an addition are two FLOPs;
+embeddings, norms, biases, activations and the softmax are not counted, and a prompt has the logits
+of its last token only.
 """
 
 from __future__ import annotations
@@ -28,19 +24,12 @@ QUANTIZED = ("int8", "int4", "int2")
 SCALED = (*QUANTIZED, "fp8")
 """Formats of a cache that store scales; layers with a window do not use them."""
 STATE_BYTES = 4
-"""Bytes per value of a recurrent state, which is stored in fp32 whatever the format of the KV
-cache.
-"""
+"""Bytes per value of a recurrent state, which is fp32 whatever the format of the KV cache."""
 
 
 def bits_per_value(bits: int, group: int, scale_bits: int = 16) -> Fraction:
     """Return the bits of a quantized value: its code, and its share of the scale and the zero point
-    of its group, b + 2 s / g.
-
-    >>> [float(bits_per_value(b, g)) for b, g in ((2, 32), (2, 128), (4, 64))]
-    [3.0, 2.25, 4.5]
-
-    Source: Liu et al. 2024 (arXiv 2402.02750), section 3.
+    of its group, b + 2 s / g. Source: Liu et al. 2024 (arXiv 2402.02750), section 3.
     """
     return bits + Fraction(2 * scale_bits, group)
 
@@ -56,16 +45,9 @@ class KVFormat:
     with a window, whose caches are small, are not quantized in any format.
 
     Attributes:
-        name: a name in `BITS`.
         exact: the format of values that are not quantized, and of scales.
         residual: the minimum number of most recent tokens that are not quantized.
         group: the maximum number of values that share a scale.
-
-    Raises:
-        ArgumentError: a format name is not known.
-
-    >>> KVFormat("int8").bytes_per_token(CacheContents(((8, 128), (8, 128)), 1))  # 9 bits per value
-    Fraction(2304, 1)
     """
 
     name: str = "bf16"
@@ -104,9 +86,7 @@ class KVFormat:
         return BITS[self.exact if self.name in SCALED else self.name]
 
     def _group(self, cached: CacheContents) -> int:
-        """Return the largest group size that divides the width of every part with scales per
-        token.
-        """
+        """Return the largest group that divides the width of parts with scales per token."""
         widths = [dims for _, dims in cached.parts]
         per_token_widths = widths[1:] if len(widths) > 1 else widths
         sizes = range(1, self.group + 1)
@@ -133,12 +113,10 @@ class Setting:
     """The conditions under which a model runs: context length, batch size and number formats.
 
     Args:
-        context: the context length. For a prompt, it is the number of tokens; for decoding, it is
-            the number of tokens up to and including the decoded one.
+        context: the tokens of a prompt, or those up to and including the decoded one.
         batch: the number of sequences that run together.
         dtype: the number format of weights.
-        kv_dtype: the number format of the KV cache; None is the format of weights, or bf16 if that
-            has fewer than 16 bits.
+        kv_dtype: that of the KV cache; None is that of weights, but at least bf16.
 
     Raises:
         ArgumentError: context or batch is less than 1, or a format is not known.
@@ -173,8 +151,8 @@ class CostReport:
     """The cost of a model under a setting; `as_json()` returns all figures.
 
     Args:
-        model: the sizes of the model, as `regard.cost.model_of` returns them.
-        setting: context length, batch size and number formats.
+        model: the sizes of the model, from `regard.cost.model_of`.
+        setting: the conditions.
 
     Raises:
         ArgumentError: the context is longer than the model's learned positions.
@@ -206,10 +184,7 @@ class CostReport:
 
     @cached_property
     def kv_bytes_per_token(self) -> int:
-        """Bytes that one token adds to the caches of all layers.
-
-        Layers with a window drop the token later.
-        """
+        """Bytes that one token adds to the caches; layers with a window drop it later."""
         return self._token_bytes(lambda cached: not cached.from_source)
 
     @cached_property
@@ -265,7 +240,7 @@ class CostReport:
         return _round_up(Fraction(self.model.parameters * BITS[self.setting.dtype], 8))
 
     def active_bytes(self, tokens: int) -> int:
-        """Return the bytes of the parameters that some tokens use together, each read once.
+        """Return the bytes of the parameters that some tokens use together.
 
         Args:
             tokens: the number of tokens.
@@ -314,10 +289,7 @@ class CostReport:
 
     @property
     def decode_flops(self) -> int:
-        """FLOPs of the token at position context - 1, for the whole batch.
-
-        Latent attention counts in the form with fewer FLOPs.
-        """
+        """FLOPs of the batch's token at context - 1; latent attention in its cheaper form."""
         return self._decode(None)
 
     @property
@@ -356,7 +328,7 @@ class CostReport:
         """Return all figures by name, as plain values for JSON.
 
         Returns:
-            A dictionary of numbers, strings and dictionaries; memory in bytes, work in FLOPs.
+            Numbers, strings and dictionaries; memory in bytes, work in FLOPs.
         """
         model, setting = self.model, self.setting
         return {

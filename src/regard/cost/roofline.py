@@ -1,19 +1,14 @@
 """Machines and the roofline model: the least time that a model needs on a machine, and whether it
 fits in the memory.
 
-Each number of a machine has its source beside it.
-
 The rates of GPUs are those of dense matrix products in the vendor's data sheet. If the data sheet
 gives the doubled rate of sparse matrices, the table has half of it. The memory of a GPU is the
 total that its driver reports (`memory.total` of nvidia-smi, or the pool that rocminfo lists), in
 MiB, with ECC in its default state. This is neither the number in the data sheet times 10^9 nor that
 number times 2^30: a GPU that is sold with 141 GB reports 143,771 MiB, which is 140.4 GiB, and a GPU
 that is sold with 80 GB reports 79.6 GiB (H100) or 80 GiB (A100). CUDA itself takes a few hundred
-MiB of it.
-
-The numbers of CPUs are channels x transfers per second x 8 bytes, and cores x FLOPs per cycle x
-base clock, from the vendor's product page. No program reaches these numbers; `regard cost --machine
-here` measures what this machine reaches.
+MiB of it. The numbers of CPUs are channels x transfers per second x 8 bytes, and cores x FLOPs per
+cycle x base clock, which no program reaches; `regard cost --machine here` measures.
 """
 
 from __future__ import annotations
@@ -40,18 +35,8 @@ codes are dequantized first, and fp16 is as fast as bf16.
 
 @dataclass(frozen=True)
 class Machine:
-    """A processor with its memory.
-
-    Attributes:
-        name: the name of the processor.
-        bandwidth: memory bandwidth in bytes per second.
-        flops: FLOPs per second, by number format.
-        memory: bytes of memory, or 0 if they are not known.
-        source: the source of the bandwidth and the rates.
-        memory_source: the source of the memory size; empty if the size is not known.
-
-    >>> MACHINES["h100-sxm"].rate("int4") == MACHINES["h100-sxm"].flops["bf16"]
-    True
+    """A processor: bytes per second, FLOPs per second by number format, and bytes of memory (0 if
+    they are not known), with the sources of these numbers.
     """
 
     name: str
@@ -62,11 +47,7 @@ class Machine:
     memory_source: str = ""
 
     def rate(self, dtype: str) -> float:
-        """Return the FLOPs per second with weights in a number format.
-
-        If the machine has no rate for the format, this is the rate of the format that it is
-        computed in.
-        """
+        """Return the FLOPs per second in a number format, or in the one it is computed in."""
         while dtype not in self.flops:
             dtype = COMPUTE_FORMAT.get(dtype, next(iter(self.flops)))
         return self.flops[dtype]
@@ -87,9 +68,7 @@ def _gpu(
 def _cpu(
     channels: int, rate: int, cores: int, per_cycle: int, clock: float, source: str
 ) -> tuple[float, dict[str, float], int, str, str]:
-    """Return the fields of a CPU from its memory channels of 8 bytes, MT/s, cores, fp32 FLOPs per
-    cycle and core, and GHz.
-    """
+    """Return a CPU's fields from memory channels, MT/s, cores, FLOPs per cycle and core, GHz."""
     formula = (
         f"{channels} x {rate} MT/s x 8 bytes; {cores} cores x {per_cycle} fp32 FLOPs x {clock} GHz"
     )
@@ -105,9 +84,7 @@ def _cpu(
 def _chip(
     bandwidth: float, source: str, **teraflops: float
 ) -> tuple[float, dict[str, float], int, str, str]:
-    """Return the fields of a chip whose memory depends on the machine it is sold in, or is not
-    reported by a driver.
-    """
+    """Return the fields of a chip whose memory is not known."""
     return bandwidth * 1e9, {k: v * 1e12 for k, v in teraflops.items()}, 0, source, ""
 
 
@@ -302,21 +279,8 @@ def machine_of(name: str) -> Machine:
 
 @dataclass(frozen=True)
 class RooflineBound:
-    """A lower bound on the time of a computation: max(bytes / bandwidth, FLOPs / rate), as memory
-    and arithmetic can overlap.
-
-    Attributes:
-        flops: the FLOPs of the computation.
-        bytes: the bytes that it reads and writes.
-        bandwidth: bytes per second of the machine.
-        rate: FLOPs per second of the machine.
-
-    >>> bound = RooflineBound(flops=2e12, bytes=1e9, bandwidth=1e12, rate=1e14)
-    >>> bound.seconds, bound.by, bound.intensity
-    (0.02, 'compute', 2000.0)
-
-    Source: Williams et al. 2009, "Roofline: an insightful visual performance model for multicore
-    architectures".
+    """A lower bound on a time: max(bytes / bandwidth, FLOPs / rate), as memory and arithmetic
+    overlap. Source: Williams et al. 2009, "Roofline".
     """
 
     flops: float
@@ -341,23 +305,12 @@ class RooflineBound:
 
 
 def arithmetic_intensity(flops: float, moved: float) -> float:
-    """Return the FLOPs for each of the `moved` bytes, or 0 if no bytes are moved.
-
-    >>> arithmetic_intensity(10, 4), arithmetic_intensity(0, 0)
-    (2.5, 0.0)
-    """
+    """Return the FLOPs for each of the `moved` bytes, or 0 if no bytes are moved."""
     return flops / moved if moved else 0.0
 
 
 def roofline_bounds(report: CostReport, machine: Machine) -> dict[str, RooflineBound]:
-    """Return the roofline bounds of the prompt and of one decoded token.
-
-    >>> from regard.cost import CostReport, Setting, machine_of, model_of
-    >>> report = CostReport(model_of("llama-3-8b"), Setting(8192))
-    >>> found = roofline_bounds(report, machine_of("h100-sxm"))
-    >>> {what: bound.by for what, bound in found.items()}
-    {'prefill': 'compute', 'decode': 'memory'}
-    """
+    """Return the roofline bounds of the prompt and of one decoded token."""
     rate = machine.rate(report.setting.dtype)
     work = {"prefill": (report.prefill_flops, report.prefill_bytes)}
     if report.model.decodes:
@@ -370,16 +323,7 @@ def roofline_bounds(report: CostReport, machine: Machine) -> dict[str, RooflineB
 
 @dataclass(frozen=True)
 class MemoryFit:
-    """Whether weights and caches fit in the memory of a machine.
-
-    Attributes:
-        needed: the bytes of weights and caches.
-        memory: the bytes of the machine; 0 if they are not known.
-
-    >>> MemoryFit(needed=3, memory=4).fits, MemoryFit(needed=5, memory=4).fits
-    (True, False)
-    >>> MemoryFit(needed=5, memory=0).fits  # the size is not known
-    """
+    """Whether weights and caches (`needed` bytes) fit in a memory, 0 if it is not known."""
 
     needed: int
     memory: int
@@ -393,21 +337,12 @@ class MemoryFit:
 
 
 def memory_fit(report: CostReport, machine: Machine) -> MemoryFit:
-    """Return whether the weights and the caches of the whole batch fit in the memory of one
-    machine.
-
-    >>> from regard.cost import CostReport, Setting, machine_of, model_of
-    >>> report = CostReport(model_of("llama-3-70b"), Setting(4096))
-    >>> [memory_fit(report, machine_of(name)).fits for name in ("h200-sxm", "h100-sxm")]
-    [True, False]
-    """
+    """Return whether the weights and the caches of the batch fit in one machine's memory."""
     return MemoryFit(report.weight_bytes + report.kv_bytes, machine.memory)
 
 
 def as_json(report: CostReport, machine: Machine) -> dict[str, object]:
-    """Return the machine, the bounds, and whether weights and caches fit in its memory; null if
-    that is not known.
-    """
+    """Return the machine, the bounds, and whether the memory suffices, null if not known."""
     memory = memory_fit(report, machine)
     return {
         "machine": machine.name,

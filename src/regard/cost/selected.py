@@ -1,8 +1,5 @@
 """Count attention to selected keys (MoBA, Quest, MSA, DSA, NSA): how many keys each query reads,
 and the cost of selecting them.
-
-The functions take sizes and return exact integers; `SelectedSpec` and `NSASpec` combine them for
-one layer.
 """
 
 from __future__ import annotations
@@ -24,16 +21,8 @@ from regard.units import plural
 
 
 def block_tokens(context: int, size: int, blocks: int) -> int:
-    """Return the number of keys that the last token reads in its own block and in at most `blocks`
-    - 1 earlier ones.
-
-    The token's own block ends at the token: min(blocks - 1, earlier blocks) size + (context - 1)
-    mod size + 1.
-
-    >>> block_tokens(8192, 64, 16)
-    1024
-    >>> block_tokens(65, 64, 16)  # one token in its own block, and 64 in the block before
-    65
+    """Return the keys that the last token reads in its own block and in `blocks` - 1 earlier ones:
+    min(blocks - 1, earlier blocks) size + (context - 1) mod size + 1.
     """
     own = context - 1
     return min(blocks - 1, own // size) * size + own % size + 1
@@ -42,9 +31,6 @@ def block_tokens(context: int, size: int, blocks: int) -> int:
 def compressed_tokens(context: int, compress: int, stride: int) -> int:
     """Return the number of compressed tokens that the last token reads, which is that of the
     complete blocks: floor((s - l) / d) + 1 for s = `context`, l = `compress` and d = `stride`.
-
-    >>> compressed_tokens(8192, 32, 16), compressed_tokens(31, 32, 16)
-    (511, 0)
     """
     return (context - compress) // stride + 1 if context >= compress else 0
 
@@ -52,9 +38,6 @@ def compressed_tokens(context: int, compress: int, stride: int) -> int:
 def block_pairs(context: int, size: int, blocks: int) -> int:
     """Return the query-key pairs of selected blocks over the first `context` tokens: the sum of
     `block_tokens`, in closed form.
-
-    >>> block_pairs(100, 8, 3) == sum(block_tokens(t, 8, 3) for t in range(1, 101))
-    True
     """
     whole, rest = divmod(context, size)
     own = whole * (size * (size + 1) // 2) + rest * (rest + 1) // 2
@@ -66,67 +49,38 @@ def block_pairs(context: int, size: int, blocks: int) -> int:
 
 
 def compressed_pairs(context: int, compress: int, stride: int) -> int:
-    """Return the query-key pairs of compressed tokens over the first `context` tokens: the sum of
-    `compressed_tokens`.
-
-    n (s - l + 1) - d n (n - 1) / 2 for n = `compressed_tokens`, because each of the s - l - j d + 1
-    queries after block j is complete reads compressed token j.
-
-    >>> compressed_pairs(100, 8, 4) == sum(compressed_tokens(t, 8, 4) for t in range(1, 101))
-    True
+    """Return the causal pairs of compressed tokens: n (s - l + 1) - d n (n - 1) / 2 for n tokens,
+    because s - l - j d + 1 queries after block j read it.
     """
     n = compressed_tokens(context, compress, stride)
     return n * (context - compress + 1) - stride * n * (n - 1) // 2
 
 
 def nsa_tokens(context: int, stride: int, select: int, count: int, window: int) -> int:
-    """Return the number of tokens that one decoding step of native sparse attention reads, as the
-    paper counts them: s / d + n l' + w.
-
-    No branch reads more than the context. The exact number of compressed tokens is
-    `compressed_tokens`, which is less by l / d - 1.
-
-    >>> nsa_tokens(8192, 16, 64, 16, 512)
-    2048
-
-    Source: Yuan et al. 2025 (arXiv 2502.11089), table 4.
+    """Return the tokens that a decoding step of NSA reads as the paper counts them, s / d + n l' +
+    w, l / d - 1 more than `compressed_tokens`. Source: Yuan et al. 2025 (arXiv 2502.11089), table
+    4.
     """
     return context // stride + min(context, count * select) + min(context, window)
 
 
 def compression_flops(blocks: int, compress: int, dim: int, hidden: int) -> int:
-    """Return the FLOPs of a two-layer network on the l D values of each of C blocks: 2 C (l D h + h
-    D).
-
-    >>> compression_flops(1, 32, 128, 128)
-    1081344
-    """
+    """Return the FLOPs of a two-layer network on the l D values of C blocks: 2 C (l D h + h D)."""
     return 2 * blocks * (compress * dim * hidden + hidden * dim)
 
 
 def gate_flops(blocks: int, heads: int, dim: int) -> int:
-    """Return the FLOPs of one query's scores against the mean keys of N blocks: 2 H N D.
-
-    >>> gate_flops(64, 32, 128)
-    524288
-    """
+    """Return the FLOPs of one query's scores against the mean keys of N blocks: 2 H N D."""
     return 2 * heads * blocks * dim
 
 
 def indexer_flops(keys: int, heads: int, dim: int) -> int:
-    """Return the FLOPs of one query's index scores: 2 J S d for the products, and 2 J S for the
-    weighted sum.
-
-    >>> indexer_flops(1, 64, 128)
-    16512
-    """
+    """Return the FLOPs of a query's index scores: 2 J S d for products, 2 J S for the sum."""
     return 2 * heads * keys * dim + 2 * heads * keys
 
 
 class KeySelection(Protocol):
-    """The protocol of a rule that selects keys: the number of selected keys, and the cost of
-    selecting them.
-    """
+    """The protocol of a rule that selects keys: how many, and the cost of selecting them."""
 
     @property
     def values_per_token(self) -> int:
@@ -142,9 +96,7 @@ class KeySelection(Protocol):
         """Return the query-key pairs of one head over the first `context` tokens."""
 
     def summaries(self, context: int) -> Quantity:
-        """Return how many further vectors of the width of a key the cache keeps for each key head,
-        which the last token reads.
-        """
+        """Return how many more vectors per key head are cached, and read by a token."""
 
     def keys_read(self, context: int, heads: int, groups: int) -> int:
         """Return how many keys of a key/value head the last of `context` tokens reads at most."""
@@ -152,17 +104,8 @@ class KeySelection(Protocol):
 
 @dataclass(frozen=True)
 class BlockSelection:
-    """The selection of MoBA: the query's own block, and the earlier blocks whose mean keys have the
-    highest scores.
-
-    Attributes:
-        size: tokens per block.
-        topk: blocks per query, its own block included.
-
-    >>> BlockSelection(512, 3).tokens(2048).value
-    1536
-
-    Source: Lu et al. 2025 (arXiv 2502.13189), section 2.2.
+    """The selection of MoBA: `topk` blocks a query, its own and the earlier ones whose mean keys
+    score highest. Source: Lu et al. 2025 (arXiv 2502.13189), section 2.2.
     """
 
     size: int
@@ -197,17 +140,9 @@ class BlockSelection:
 
 @dataclass(frozen=True)
 class PageSelection:
-    """The selection of Quest: the query's own page, and the earlier pages with the largest bounds.
-    A cache stores two vectors per page and key head.
-
-    Attributes:
-        size: tokens per page.
-        topk: pages per query, its own page included.
-
-    >>> PageSelection(16, 128).keys_read(32768, 8, 8), PageSelection(16, 128).summaries(32768).value
-    (2048, 4096)
-
-    Source: Tang et al. 2024 (arXiv 2406.10774), sections 3.3 and 3.4.
+    """The selection of Quest: `topk` pages a query, its own and the earlier ones with the largest
+    bounds; a cache stores two vectors per page and key head. Source: Tang et al. 2024 (arXiv
+    2406.10774), sections 3.3 and 3.4.
     """
 
     size: int
@@ -237,9 +172,7 @@ class PageSelection:
         return Quantity(2 * pages, f"2 vectors x {plural(pages, 'page')}")
 
     def keys_read(self, context: int, heads: int, groups: int) -> int:
-        """Return the keys that the H/G query heads of a key/value head read if they choose
-        different pages.
-        """
+        """Return the keys that H/G query heads read if they choose different pages."""
         own = (context - 1) % self.size + 1
         earlier = self.tokens(context).value - own
         return min(context, own + heads // groups * earlier)
@@ -247,18 +180,9 @@ class PageSelection:
 
 @dataclass(frozen=True)
 class BlockMaximumSelection:
-    """The selection of MSA: local blocks, and the earlier blocks whose best key has the largest
-    index score, computed by J heads of width d. A cache stores one index key per token.
-
-    Attributes:
-        heads, head_dim: J and d.
-        size: tokens per block.
-        topk: blocks per query, the local ones included.
-
-    >>> BlockMaximumSelection(4, 128, 128, 16).tokens(32768).value
-    2048
-
-    Source: MiniMax 2026 (MiniMax-M3), by its code in transformers, `MiniMaxM3VLIndexer`.
+    """The selection of MSA: local blocks, and the earlier ones whose best key has the largest index
+    score of J heads of width d; a cache stores an index key per token. Source: MiniMax-M3,
+    `MiniMaxM3VLIndexer` of transformers.
     """
 
     heads: int
@@ -301,17 +225,8 @@ class BlockMaximumSelection:
 
 @dataclass(frozen=True)
 class IndexSelection:
-    """The selection of DSA: the `topk` keys with the highest index scores, computed by J heads of
-    width d. A cache stores one index key per token.
-
-    Attributes:
-        heads, head_dim: J and d.
-        topk: keys per query.
-
-    >>> IndexSelection(4, 2, topk=3).tokens(100)
-    Quantity(value=3, formula='min(S, 3)')
-
-    Source: DeepSeek-AI 2025 (DeepSeek-V3.2-Exp), section 2.
+    """The selection of DSA: the `topk` keys with the highest index scores of J heads of width d; a
+    cache stores an index key per token. Source: DeepSeek-AI 2025 (DeepSeek-V3.2-Exp), section 2.
     """
 
     heads: int
@@ -350,12 +265,7 @@ class IndexSelection:
 
 @dataclass(frozen=True)
 class SelectedSpec(Spec):
-    """Softmax attention to keys that are selected for each query; a cache stores all keys.
-
-    Attributes:
-        shape: H, G, D and E.
-        selection: the rule that selects keys.
-    """
+    """Softmax attention to keys that are selected for each query; a cache stores all keys."""
 
     shape: HeadShape
     selection: KeySelection
@@ -366,9 +276,7 @@ class SelectedSpec(Spec):
         return f"{type(self.selection).__name__}, {self.shape.label}"
 
     def summaries(self, context: int) -> Quantity:
-        """Return how many values a cache stores beside those of each token, such as the bounds of
-        pages.
-        """
+        """Return how many values are cached beside those of tokens, such as bounds of pages."""
         G, D, vectors = self.shape.groups, self.shape.head_dim, self.selection.summaries(context)
         if not vectors.value:
             return NO_QUANTITY
@@ -393,9 +301,7 @@ class SelectedSpec(Spec):
         return (CacheContents(((shape.groups, shape.head_dim),), vectors),) if vectors else ()
 
     def describe(self, context: int, name: str | None = None) -> Description:
-        """Return all figures at a context; what a cache stores beside its tokens counts as its
-        state at this context.
-        """
+        """Return all figures; what is cached beside tokens counts as the state there."""
         described = super().describe(context, name)
         contents = self.read(context)
         per_token = " + ".join(f"{n} x {d}" for n, d in contents.parts)
@@ -429,7 +335,6 @@ class NSASpec(Spec):
     once per token.
 
     Attributes:
-        shape: H, G, D and E of each branch.
         compress: l, the number of tokens that one compressed token represents.
         stride: d, the distance between the starts of two compressed blocks.
         select: l', the number of tokens of a selected block.
@@ -438,11 +343,6 @@ class NSASpec(Spec):
         hidden: the widths of the networks that compress keys and values; None is D and E.
         recompress: whether each decoded token compresses all blocks again, as `regard.nn.NSA` does.
             Otherwise a block is compressed once, which is 1 / d of a block for each token.
-
-    >>> layer = NSASpec.of(2560, HeadShape(64, 4, 192, 128))  # the paper's model
-    >>> # table 4 says 5632: it counts s / d compressed tokens
-    >>> layer.read(65536).tokens, layer.cached(65536).values_per_token
-    (5631, 3840)
 
     Source: Yuan et al. 2025 (arXiv 2502.11089), section 3 and table 4.
     """
@@ -510,9 +410,7 @@ class NSASpec(Spec):
         return self._blocks(context) + chosen + min(context, self.window)
 
     def step(self, context: int) -> Quantity:
-        """Return the FLOPs of one query in all branches, of the block importance scores, and of
-        compression.
-        """
+        """Return the FLOPs of a query: all branches, block importance, compression."""
         C, n = self._blocks(context), self._keys_read(context)
         if self.recompress:
             phi, remark = self._compression(C), "all blocks compressed again"
@@ -531,9 +429,7 @@ class NSASpec(Spec):
         return self._attention_flops(pairs, compressed) + self._compression(self._blocks(context))
 
     def _attention_flops(self, keys: int, compressed: int) -> int:
-        """Return the FLOPs of attention to `keys` keys, and of the importance scores of
-        `compressed` blocks.
-        """
+        """Return the FLOPs of attention to `keys`, and of the importance of `compressed`."""
         H, D, E = self.shape.heads, self.shape.head_dim, self.shape.value_dim
         return attention_flops(H * keys, D, E) + 2 * H * compressed * D
 

@@ -1,8 +1,5 @@
-"""Count softmax attention: the FLOPs and bytes of its kernels, and the specs of MHA, GQA, MQA and
+"""Count softmax attention: FLOPs and bytes of kernels, specs of MHA, GQA, MQA and
 cross-attention.
-
-The functions take sizes and return exact integers. Pairs are (query, key) pairs that the mask
-allows.
 """
 
 from __future__ import annotations
@@ -16,10 +13,9 @@ from regard.units import plural
 
 
 def attention_flops(pairs: int, D: int, E: int) -> int:
-    """Return the FLOPs of the scores and of the weighted sum of values for a number of query-key
-    pairs.
+    """Return the FLOPs of scores and weighted sums for a number of query-key pairs.
 
-    2 pairs D for q k^T and 2 pairs E for p v. The softmax itself is not counted, as is usual.
+    2 pairs D for q k^T and 2 pairs E for p v, without the softmax, as is usual.
 
     Args:
         pairs: the number of query-key pairs, over all batch rows and query heads.
@@ -39,30 +35,15 @@ def attention_flops(pairs: int, D: int, E: int) -> int:
 
 def training_flops(pairs: int, D: int, E: int) -> int:
     """Return the FLOPs of attention and its gradient, which computes the scores again: n (8 D + 6
-    E) for n pairs.
-
-    The forward pass is q k^T and p v; the backward pass is q k^T, dO v^T, p^T dO, ds k and ds^T q.
-    For D = E the sum is 3.5 times the forward pass.
-
-    >>> training_flops(1000, 64, 64) / (4 * 1000 * 64)
-    3.5
-
-    Source: Dao 2023 (arXiv 2307.08691), section 4.1: a backward pass is 2.5 times the forward.
+    E) for n pairs. Source: Dao 2023 (arXiv 2307.08691), section 4.1: a backward pass is 2.5 times
+    the forward.
     """
     return pairs * (8 * D + 6 * E)
 
 
 def additive_flops(pairs: int, A: int, E: int) -> int:
-    """Return the FLOPs of additive scores and of the weighted sum for a number of query-key pairs,
-    over all batch rows and heads.
-
-    Each pair takes A additions, 2 A for the product with the score vector, and 2 E for p v. The
-    tanh and the softmax are not counted.
-
-    >>> additive_flops(pairs=30, A=1000, E=2000)  # a sentence of 30 words, one step
-    210000
-
-    Source: Bahdanau et al. 2015 (arXiv 1409.0473), appendix A.1.2.
+    """Return the FLOPs of additive scores and of the weighted sum: A additions, 2 A and 2 E a pair,
+    without tanh and softmax. Source: Bahdanau et al. 2015 (arXiv 1409.0473), appendix A.1.2.
     """
     return pairs * (3 * A + 2 * E)
 
@@ -70,41 +51,23 @@ def additive_flops(pairs: int, A: int, E: int) -> int:
 def attention_bytes(
     *, B: int, H: int, G: int, T: int, S: int, D: int, E: int, itemsize: int
 ) -> int:
-    """Return the bytes of q, k, v and the output, each moved once: itemsize B (T H + S G) (D + E).
-
-    >>> attention_bytes(B=1, H=32, G=8, T=1, S=32768, D=128, E=128, itemsize=4) // 2**20
-    256
-    """
+    """Return the bytes of q, k, v and out, moved once: itemsize B (T H + S G) (D + E)."""
     return itemsize * B * (T * H + S * G) * (D + E)
 
 
 def training_bytes(*, B: int, H: int, G: int, T: int, S: int, D: int, E: int, itemsize: int) -> int:
-    """Return the bytes of attention and its gradient: q, k, v and out twice, and as many again for
-    dO, dq, dk and dv.
-
-    >>> sizes = {"B": 1, "H": 1, "G": 1, "T": 8, "S": 8, "D": 4, "E": 4}
-    >>> training_bytes(**sizes, itemsize=4) / attention_bytes(**sizes, itemsize=4)
-    3.0
-    """
+    """Return the bytes with the gradient: q, k, v, out twice, and as many for dO, dq, dk, dv."""
     return 3 * attention_bytes(B=B, H=H, G=G, T=T, S=S, D=D, E=E, itemsize=itemsize)
 
 
 def causal_pairs(queries: int, keys: int) -> int:
-    """Return the query-key pairs of the last T of S tokens under a causal mask: T S - T (T - 1) /
-    2, for T at most S.
-
-    >>> causal_pairs(3, 5)
-    12
-    """
+    """Return the causal pairs of the last T of S tokens: T S - T (T - 1) / 2, T at most S."""
     return queries * keys - queries * (queries - 1) // 2
 
 
 def window_pairs(queries: int, keys: int, window: int) -> int:
     """Return the query-key pairs of the last T of S tokens under a causal window of W: the sum of
     min(W, i + 1), for T at most S.
-
-    >>> window_pairs(5, 5, 2), window_pairs(1, 5, 2), window_pairs(3, 5, 9)
-    (9, 2, 12)
     """
     first = keys - queries + 1  # keys that the first query attends to without the window
     short = max(0, min(queries, window - first))  # queries that attend to fewer than W keys
@@ -113,24 +76,15 @@ def window_pairs(queries: int, keys: int, window: int) -> int:
 
 def window_reach(window: int, layers: int) -> int:
     """Return how many tokens back information can travel through layers with a window, the token
-    itself included: W l.
-
-    >>> window_reach(4096, 32)  # Mistral 7B
-    131072
-
-    Source: Jiang et al. 2023 (arXiv 2310.06825), section 2.
+    itself included: W l. Source: Jiang et al. 2023 (arXiv 2310.06825), section 2.
     """
     return window * layers
 
 
 def bigbird_dense_length(block: int, random: int) -> int:
     """Return the length up to which the window, global and random blocks of BigBird cover every
-    query-key pair: (5 + 2 r) b tokens.
-
-    >>> bigbird_dense_length(64, 3)  # the released configuration
-    704
-
-    Source: Zaheer et al. 2020 (arXiv 2007.14062), section 2, and its implementation.
+    query-key pair: (5 + 2 r) b tokens. Source: Zaheer et al. 2020 (arXiv 2007.14062), section 2,
+    and its implementation.
     """
     return (5 + 2 * random) * block
 
@@ -151,21 +105,8 @@ class VisibleKeys(Protocol):
 
 @dataclass(frozen=True)
 class CausalKeys:
-    """The visible keys under a causal mask, with or without a window of W keys, or under no mask.
-
-    Attributes:
-        window: W, the maximum number of keys that a query attends to, its own included; None is no
-            window.
-        causal: whether a query attends only to its own key and earlier ones.
-        chunked: whether the window does not slide: the text is divided into chunks of W tokens, and
-            a query attends to the earlier keys of its own chunk.
-
-    >>> CausalKeys(window=512).visible_keys(32768)
-    512
-    >>> CausalKeys().pairs(4), CausalKeys(causal=False).pairs(4)
-    (10, 16)
-    >>> CausalKeys(3, chunked=True).visible_keys(4), CausalKeys(3, chunked=True).pairs(4)
-    (1, 7)
+    """The visible keys under a causal mask, with a window of W keys, the query's own included, in
+    chunks of W tokens if `chunked`; or under no mask.
     """
 
     window: int | None = None
@@ -197,14 +138,7 @@ class CausalKeys:
 
 @dataclass(frozen=True)
 class NearbyKeys:
-    """The visible keys of an encoder's layer: those up to some distance on both sides, or all.
-
-    Attributes:
-        distance: the largest distance w of a visible key; None is no limit.
-
-    >>> NearbyKeys(1).pairs(4), NearbyKeys(9).pairs(4), NearbyKeys().pairs(4)
-    (10, 16, 16)
-    """
+    """The visible keys of an encoder's layer: those up to some distance on both sides, or all."""
 
     distance: int | None = None
 
@@ -235,17 +169,6 @@ class SoftmaxSpec(Spec):
     The matrices have M H D + M G (D + E) + H E M values. A cache stores G (D + E) values per token,
     of the last W tokens if there is a window. A token that attends to n keys takes 2 H n (D + E)
     FLOPs.
-
-    Attributes:
-        shape: H, G, D and E.
-        visible: which keys a query attends to.
-
-    >>> layer = SoftmaxSpec.of(12288, HeadShape(96, 96, 128, 128))  # one layer of GPT-3
-    >>> # 4 x 12288 x 128 values for each of 96 heads
-    >>> layer.weights.matrices, layer.cached(2048).values_per_token
-    (603979776, 24576)
-    >>> SoftmaxSpec.of(1152, HeadShape(4, 1, 256, 256), window=512).cached(32768).tokens
-    512
 
     Source: Vaswani et al. 2017 (arXiv 1706.03762); groups: Ainslie et al. 2023 (arXiv 2305.13245).
     """
@@ -326,11 +249,6 @@ class SoftmaxSpec(Spec):
 @dataclass(frozen=True)
 class SharedKeysSpec(SoftmaxSpec):
     """Softmax attention to the keys and values of an earlier layer, which that layer caches.
-
-    >>> spec = SharedKeysSpec.of(64, HeadShape(4, 2, 16, 16))
-    >>> spec.cached(100).values, spec.read(100).values
-    (0, 6400)
-
     Source: Brandon et al. 2024 (arXiv 2405.12981); Gemma 3n.
     """
 
@@ -355,19 +273,9 @@ class SharedKeysSpec(SoftmaxSpec):
 
 @dataclass(frozen=True)
 class CrossSpec(Spec):
-    """Softmax attention from one sequence to the keys and values of another, which are computed
-    once.
-
-    The matrices that compute keys and values are `counted_separately`, because a decoded token does
-    not use them.
-
-    Attributes:
-        shape: H, G, D and E.
-
-    >>> CrossSpec.of(512, HeadShape(8, 8, 64, 64)).cached(100).values  # for a source of 100 tokens
-    102400
-
-    Source: Vaswani et al. 2017 (arXiv 1706.03762), section 3.2.3.
+    """Softmax attention to the keys and values of another sequence, whose matrices are
+    `counted_separately`, as a decoded token does not use them. Source: Vaswani et al. 2017 (arXiv
+    1706.03762), section 3.2.3.
     """
 
     shape: HeadShape
@@ -410,9 +318,7 @@ class CrossSpec(Spec):
 @dataclass(frozen=True)
 class AdditiveSpec(CrossSpec):
     """Additive attention from a decoder's state to the states of an encoder; D is A, the hidden
-    width of the score network.
-
-    Source: Bahdanau et al. 2015 (arXiv 1409.0473), appendix A.1.2.
+    width of the score network. Source: Bahdanau et al. 2015 (arXiv 1409.0473), appendix A.1.2.
     """
 
     @property

@@ -1,12 +1,5 @@
-"""The class `Spec`, which gives the cost of one layer of a mechanism, and the records that its
-methods return.
-
-A `Spec` describes one layer of one mechanism by its sizes alone, without torch. The modules of
-`regard.nn` have one as `module.spec` and use it for `describe()`; `regard cost` builds specs from a
-config.json or from flags. Each mechanism has one subclass: `SoftmaxSpec`, `CrossSpec`,
-`AdditiveSpec`, `LatentSpec`, `LinearSpec`, `DeltaSpec`, `InfiniSpec`, `SelectedSpec` and `NSASpec`.
-
-A multiplication and an addition are two FLOPs.
+"""The class `Spec`, the cost of one layer of a mechanism from its sizes alone, without torch, and
+the records that its methods return.
 """
 
 from __future__ import annotations
@@ -25,9 +18,6 @@ class Quantity:
     Args:
         value: the number.
         formula: the formula, with its numbers filled in; empty if there is none.
-
-    >>> print(Quantity(2048, "2 G D = 2 x 8 x 128"))
-    2,048 = 2 G D = 2 x 8 x 128
     """
 
     value: int
@@ -42,8 +32,7 @@ NO_QUANTITY = Quantity(0, "")
 
 @dataclass(frozen=True)
 class Description:
-    """The cost of one layer at a context of `context` tokens, for batch 1, as `describe()` returns
-    it.
+    """The cost of one layer at a context, for batch 1, as `describe()` returns it.
 
     Args:
         name: the mechanism.
@@ -94,14 +83,9 @@ class ParameterCounts:
     """How many parameters a layer has, by kind.
 
     Attributes:
-        matrices: values of linear maps.
         biases: values of biases; sinks and gates count as biases.
-        norms: values of norms.
         counted_separately: how many of the values in `matrices` a decoded token does not multiply
             exactly once. Their FLOPs depend on the context, and `Spec.step` counts them.
-
-    >>> ParameterCounts(12, 4) + ParameterCounts(norms=2)
-    ParameterCounts(matrices=12, biases=4, norms=2, counted_separately=0)
     """
 
     matrices: int = 0
@@ -124,9 +108,7 @@ class ParameterCounts:
 
     @property
     def multiplied_once(self) -> int:
-        """The number of matrix values that every token multiplies exactly once, whatever the
-        context.
-        """
+        """The number of matrix values that every token multiplies exactly once."""
         return self.matrices - self.counted_separately
 
 
@@ -136,18 +118,10 @@ class CacheContents:
     of fixed size.
 
     Attributes:
-        parts: the number of heads and their width for each part of a token: keys and values, or a
-            latent.
-        tokens: how many tokens are cached.
         state: cached values whose number does not depend on the length.
-        bounded: whether old tokens are dropped.
         from_source: whether the tokens are those of another sequence, so that a generated token
             adds nothing.
         others: further contents with another number of tokens.
-
-    >>> cached = CacheContents(parts=((8, 128), (8, 128)), tokens=100)
-    >>> cached.values_per_token, cached.values
-    (2048, 204800)
     """
 
     parts: tuple[tuple[int, int], ...] = ()
@@ -173,17 +147,6 @@ class CacheContents:
 class HeadShape:
     """The heads of a mechanism: H query heads of width D, G key heads of width D, and G value heads
     of width E; a recurrence may have N value heads, more than G.
-
-    Attributes:
-        heads: H, the number of query heads.
-        groups: G, the number of key/value heads.
-        head_dim: D, the width of a query and key head.
-        value_dim: E, the width of a value head.
-        value_heads: N, the number of value heads; None is G.
-
-    >>> shape = HeadShape(heads=32, groups=8, head_dim=128, value_dim=128)
-    >>> shape.maps(4096).matrices, shape.label
-    (41943040, 'GQA 32/8 heads of 128')
     """
 
     heads: int
@@ -208,15 +171,11 @@ class HeadShape:
         return (self.groups, self.head_dim), (self.states, self.value_dim)
 
     def query_maps(self, dim: int) -> int:
-        """Return the number of values in the matrices that compute queries and the output: M (H D +
-        max(H, N) E).
-        """
+        """Return the values of query and output matrices: M (H D + max(H, N) E)."""
         return dim * (self.heads * self.head_dim + self.outputs * self.value_dim)
 
     def key_maps(self, dim: int) -> int:
-        """Return the number of values in the matrices that compute keys and values: M (G D + N
-        E).
-        """
+        """Return the values of key and value matrices: M (G D + N E)."""
         return dim * (self.groups * self.head_dim + self.states * self.value_dim)
 
     def maps(self, dim: int) -> ParameterCounts:
@@ -244,10 +203,8 @@ class Spec(ABC):
     """The cost of one layer of a mechanism, as a function of its sizes and of the context.
 
     Args:
-        weights: the parameters of the layer: computed from sizes by the classmethod `of`, or
-            counted in a built module.
-        parts: the number of heads and their width for each cached part of a token; empty if nothing
-            is cached by token.
+        weights: the parameters, computed from sizes by `of`, or counted in a built module.
+        parts: heads and their width for each cached part of a token; empty without such.
     """
 
     weights: ParameterCounts
@@ -262,8 +219,6 @@ class Spec(ABC):
     def step(self, context: int) -> Quantity:
         """Return the FLOPs of the decoded token at position context - 1, without linear maps.
 
-        Linear maps take 2 more FLOPs for each value of `weights.multiplied_once`.
-
         Args:
             context: the number of tokens up to and including the decoded one.
 
@@ -274,8 +229,6 @@ class Spec(ABC):
     @abstractmethod
     def prefill_flops(self, context: int) -> int:
         """Return the FLOPs of the first `context` tokens at once, without linear maps.
-
-        Linear maps take 2 more FLOPs for each value of `weights.multiplied_once` and each token.
 
         Args:
             context: the number of tokens.

@@ -12,19 +12,7 @@ from regard.cost.spec import CacheContents, ParameterCounts, Quantity, Spec
 
 @dataclass(frozen=True)
 class SummedSpec(Spec):
-    """Several mechanisms beside each other in one layer.
-
-    Attributes:
-        mixers: the mechanisms; `of` returns the spec from them.
-
-    >>> from regard.cost.softmax import SoftmaxSpec
-    >>> from regard.cost.spec import HeadShape
-    >>> from regard.cost.state_space import mamba2
-    >>> attention = SoftmaxSpec.of(8, HeadShape(2, 1, 4, 4))
-    >>> layer = SummedSpec.of([attention, mamba2(8, 2, 8, 1, 4, 4)])
-    >>> layer.values_per_token.value, layer.state.value, layer.cached(10).values
-    (8, 136, 216)
-    """
+    """Several mechanisms beside each other in one layer."""
 
     mixers: tuple[Spec, ...]
 
@@ -76,14 +64,8 @@ class SummedSpec(Spec):
 
 @dataclass(frozen=True)
 class TokenwiseSpec(Spec):
-    """A layer that mixes no tokens: nothing is cached.
-
-    Attributes:
-        used: how many of the matrix values that are counted separately a token multiplies, such as
-            those of the experts that it uses.
-
-    >>> TokenwiseSpec(ParameterCounts(30, counted_separately=20), (), used=5).step(1).value
-    10
+    """A layer that mixes no tokens and caches nothing; `used` counts the separately counted matrix
+    values, such as experts', that a token multiplies.
     """
 
     used: int = 0

@@ -1,6 +1,4 @@
-"""Figures of one model over a range of contexts (`sweep`), and of several models side by side
-(`compare_models`).
-"""
+"""Figures of a model over contexts (`sweep`), and of models side by side (`compare_models`)."""
 
 from __future__ import annotations
 
@@ -34,11 +32,7 @@ COMPARED_FIGURES = (
 
 
 def parse_tokens(text: str) -> int:
-    """Return a number of tokens from its text; k is 1024 and M is 1024^2.
-
-    >>> parse_tokens("8k"), parse_tokens("1M"), parse_tokens("4096")
-    (8192, 1048576, 4096)
-    """
+    """Return a number of tokens from its text; k is 1024 and M is 1024^2."""
     match = re.fullmatch(r"(\d{1,18})([kKmM]?)", text.strip())
     value = int(match[1]) * TOKEN_SUFFIXES[match[2].lower()] if match else 0
     if not 1 <= value <= MAX_CONTEXT:
@@ -51,12 +45,7 @@ def parse_tokens(text: str) -> int:
 
 
 def parse_context_range(text: str) -> list[int]:
-    """Return the contexts of a range such as "context=1k..1M": doubled from the first on, with the
-    last one always included.
-
-    >>> parse_context_range("context=1k..5k")
-    [1024, 2048, 4096, 5120]
-    """
+    """Return the contexts of a range such as "context=1k..1M": doubled, and the last one."""
     name, _, span = text.partition("=")
     first, dots, last = span.partition("..")
     if name.strip() != "context" or not dots:
@@ -93,14 +82,8 @@ def contexts_within_positions(contexts: list[int], *models: ModelSpec) -> list[i
 def sweep(
     model: ModelSpec, setting: Setting, contexts: list[int], machine: Machine | None = None
 ) -> list[dict[str, object]]:
-    """Return a row for each context: cache bytes, and the cost of a prompt and of a token. With a
-    machine, a row also has lower bounds in seconds, and whether weights and caches fit in its
-    memory.
-
-    >>> from regard.cost import model_of
-    >>> rows = sweep(model_of("gemma-3-1b"), Setting(), [1024, 2048])
-    >>> [row["kv_bytes"] for row in rows]  # only 4 of the 26 layers have no window
-    [15728640, 19922944]
+    """Return for each context the cache bytes and the cost of a prompt and of a token, and with a
+    machine the least seconds and whether it fits.
     """
     rows = []
     for context in contexts:
@@ -120,16 +103,8 @@ def sweep(
 def compare_models(
     reports: Sequence[CostReport], machine: Machine | None = None
 ) -> dict[str, object]:
-    """Return the figures of several models, and those of the first divided by those of each other
-    one; null if a divisor is 0.
-
-    With a machine, the ratios include the seconds too; they are null if one of the models does not
-    fit in its memory.
-
-    >>> from regard.cost import CostReport, Setting, model_of
-    >>> both = [CostReport(model_of(name), Setting()) for name in ("llama-2-7b", "llama-3-8b")]
-    >>> compare_models(both)["ratios"]["kv_bytes"]
-    4.0
+    """Return the figures of models and ratios to the first; null for 0, or where one does not
+    fit.
     """
     models = [model_figures(report, machine) for report in reports]
     first, *others = reports
@@ -153,11 +128,6 @@ def best_times(
 ) -> dict[str, tuple[float | None, ...]]:
     """Return the least seconds of each model for the work that all can do; None if a model does not
     fit in the memory of the machine.
-
-    >>> from regard.cost import CostReport, Setting, machine_of, model_of
-    >>> both = [CostReport(model_of(name), Setting()) for name in ("deepseek-v3", "llama-3-8b")]
-    >>> [second is None for second in best_times(both, machine_of("h100-sxm"))["decode"]]
-    [True, False]
     """
     bounds = [roofline_bounds(report, machine) for report in reports]
     fits = [memory_fit(report, machine).fits is not False for report in reports]
@@ -171,11 +141,6 @@ def best_times(
 
 
 def model_figures(report: CostReport, machine: Machine | None = None) -> dict[str, Any]:
-    """Return all figures of one model; with a machine, also the bounds on that machine.
-
-    >>> from regard.cost import CostReport, Setting, model_of
-    >>> model_figures(CostReport(model_of("gpt2"), Setting(1024)))["kv_bytes_per_token"]
-    36864
-    """
+    """Return all figures of one model; with a machine, also the bounds on that machine."""
     figures = report.as_json()
     return figures if machine is None else {**figures, "roofline": as_json(report, machine)}

@@ -1,10 +1,5 @@
-"""Writing of files and folders, completely or not at all: written in a temporary folder beside the
-target, synced, then renamed.
-
-One process at a time writes a folder, and folders that killed processes left behind are
-distinguished from those in use: a lock is the system's `flock` on the folder itself; it needs no
-extra file, and it ends with the process that holds it. On a system or file system without such
-locks, no folder is refused.
+"""Writing of files and folders completely or not at all: in a temporary folder beside the target,
+synced, then renamed, under the system's `flock`, which ends with its process.
 """
 
 from __future__ import annotations
@@ -32,15 +27,7 @@ WRITING_PREFIX = ".writing-"
 
 @contextmanager
 def folder_locked(folder: Path) -> Iterator[None]:
-    """Lock a folder while the block runs, against other processes and other parts of this one.
-
-    >>> with folder_locked(Path()):
-    ...     with folder_locked(Path()):
-    ...         pass
-    Traceback (most recent call last):
-    regard.errors.FileError: . is being written by another run; wait until that
-    ends, or give another folder
-    """
+    """Lock a folder while the block runs, against other processes and other parts of this one."""
     try:
         handle = try_lock(folder)
     except OSError as error:
@@ -89,14 +76,7 @@ def is_same_folder(handle: int, folder: Path) -> bool:
 
 
 def delete_abandoned(folder: Path, name: str | None = None) -> int:
-    """Delete the folders that killed processes left behind; folders in use are locked, and stay.
-
-    >>> Path(".writing-model-1").mkdir()
-    >>> delete_abandoned(Path())
-    1
-    >>> delete_abandoned(Path("no/such/folder"))
-    0
-    """
+    """Delete the folders that killed processes left behind; folders in use are locked, and stay."""
     start = WRITING_PREFIX if name is None else f"{WRITING_PREFIX}{short_label(name)}-"
     try:
         candidates = [path for path in folder.iterdir() if f"{path.name}-".startswith(start)]
@@ -123,15 +103,8 @@ def short_label(name: str) -> str:
 
 @contextmanager
 def temporary_folder(target: Path, *, alone: bool = False) -> Iterator[Path]:
-    """Create a folder beside a target, and delete it at the end of the block unless it was renamed.
-
-    Folders that killed processes left behind are deleted first.
-
-    >>> with temporary_folder(Path("model")) as folder:
-    ...     _ = (folder / "config.json").write_text("{}")
-    ...     _ = folder.rename("model")
-    >>> [path.name for path in Path("model").iterdir()]
-    ['config.json']
+    """Create a folder beside a target, and delete it at the end unless it was renamed; what killed
+    processes left goes first.
     """
     delete_abandoned(target.parent, target.name)
     folder, handle = _locked_new_folder(target, alone=alone)
@@ -162,15 +135,8 @@ def _locked_new_folder(target: Path, *, alone: bool) -> tuple[Path, int]:
 
 @contextmanager
 def write_atomically(path: Path) -> Iterator[Path]:
-    """Yield a path to write a file to, which is then synced and renamed; an error leaves the old
-    file.
-
-    A file that is replaced keeps its permissions.
-
-    >>> with write_atomically(Path("notes")) as place:
-    ...     _ = place.write_text("whole")
-    >>> Path("notes").read_text()
-    'whole'
+    """Yield a path to write a file to, then sync and rename it with the old permissions; an error
+    leaves the old file.
     """
     with temporary_folder(path) as workspace:
         new_file = workspace / path.name
@@ -184,11 +150,7 @@ def write_atomically(path: Path) -> Iterator[Path]:
 
 @contextmanager
 def write_user_file(path: Path) -> Iterator[Path]:
-    """Write a file that the user named, completely or not at all.
-
-    >>> with write_user_file(Path("page.html")) as place:
-    ...     _ = place.write_text("<p>")
-    """
+    """Write a file that the user named, completely or not at all."""
     check_writable(path)
     try:
         with write_atomically(path) as place:
@@ -200,13 +162,7 @@ def write_user_file(path: Path) -> Iterator[Path]:
 
 
 def check_is_file_name(path: Path) -> None:
-    """Raise unless a path names a file in an existing folder.
-
-    >>> check_is_file_name(Path("no such folder/page.html"))
-    Traceback (most recent call last):
-    regard.errors.FileError: no such folder/page.html: there is no folder
-    'no such folder'; make it first
-    """
+    """Raise unless a path names a file in an existing folder."""
     if path.exists() and not (path.is_dir() or path.is_file()):
         raise FileError(f"{path} is a device or a pipe; give the name of a file")
     if path.is_dir():
@@ -218,19 +174,14 @@ def check_is_file_name(path: Path) -> None:
 
 
 def check_writable(path: Path) -> None:
-    """Raise if a path cannot be written, before anything is computed.
-
-    >>> check_writable(Path("page.html"))
-    """
+    """Raise if a path cannot be written, before anything is computed."""
     check_is_file_name(path)
     if not os.access(path.parent, os.W_OK) or (path.exists() and not os.access(path, os.W_OK)):
         raise FileError(f"{path} cannot be written: permission denied; choose another place")
 
 
 def sync_to_disk(path: Path) -> None:
-    """Flush a file or folder to disk, so that a rename is never on disk before the renamed
-    contents.
-    """
+    """Flush a file or folder to disk, so that a rename never comes before the contents."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

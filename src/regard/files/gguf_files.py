@@ -11,10 +11,8 @@ A file is little-endian and consists of
 where a string is a uint64 length and UTF-8. Sizes are stored with the innermost dimension first, so
 that a matrix [N, M] is stored as (M, N). Rows are stored one after the other, each in blocks.
 
-Nothing is allocated for a number in the file before the file was found to have that many bytes. The
-tensors must fill the data in the order of the file, without gaps or overlaps, as llama.cpp requires
-too. A file of an earlier version or of another byte order, one of several parts, and a file with
-repeated keys or names are refused.
+Nothing is allocated for a number before the file was found to have that many bytes, and tensors
+fill the data without gaps; other versions, byte orders, several parts and repeated names raise.
 
 Source: the GGUF specification of ggml, versions 2 and 3.
 """
@@ -61,13 +59,7 @@ MetadataValue = int | float | bool | str | list[int] | list[float] | list[bool] 
 
 
 class BlockFormat(NamedTuple):
-    """How the numbers of a row are stored.
-
-    Attributes:
-        name: the name in llama.cpp.
-        elements: the numbers in a block.
-        bytes: the bytes of a block.
-    """
+    """How the numbers of a row are stored: elements and bytes in a block, and llama.cpp's name."""
 
     name: str
     elements: int
@@ -122,15 +114,7 @@ _FLOAT32, _BOOL, _STRING, _ARRAY = 6, 7, 8, 9
 
 @dataclass(frozen=True)
 class GgufTensor:
-    """The place of a tensor in a file.
-
-    Attributes:
-        name: the name of the tensor.
-        format: how its rows are stored.
-        shape: its shape, the innermost dimension last.
-        start: the offset of its first byte in the file.
-        bytes: the number of its bytes.
-    """
+    """The place of a tensor in a file; the innermost dimension of its shape is the last."""
 
     name: str
     format: BlockFormat
@@ -146,14 +130,7 @@ class GgufTensor:
 
 @dataclass(frozen=True)
 class GgufHeader:
-    """The checked header of a GGUF file.
-
-    Attributes:
-        file: the file.
-        metadata: the keys and their values.
-        tensors: name -> place, in the order of the data.
-        mark: the state of the file when the header was checked.
-    """
+    """The checked header of a GGUF file, tensors in the order of data, and the file's state."""
 
     file: Path
     metadata: Mapping[str, MetadataValue]
@@ -162,12 +139,7 @@ class GgufHeader:
 
 
 def is_gguf(path: Path) -> bool:
-    """Return whether a path is a regular file that begins as GGUF files do.
-
-    >>> _ = Path("a.gguf").write_bytes(b"GGUF and more")
-    >>> is_gguf(Path("a.gguf")), is_gguf(Path("missing"))
-    (True, False)
-    """
+    """Return whether a path is a regular file that begins as GGUF files do."""
     if not path.is_file():
         return False
     with open_regular(path) as (file, _):
@@ -175,14 +147,7 @@ def is_gguf(path: Path) -> bool:
 
 
 def read_gguf_header(path: Path) -> GgufHeader:
-    """Read and check the header of a GGUF file, without its data.
-
-    >>> _ = Path("a.gguf").write_bytes(b"GGUF" + bytes(4))
-    >>> read_gguf_header(Path("a.gguf"))
-    Traceback (most recent call last):
-    regard.errors.FileError: a.gguf is not a GGUF file that can be read: its version is 0; versions
-    2 and 3 are read
-    """
+    """Read and check the header of a GGUF file, without its data."""
     with open_regular(path) as (file, mark):
         reader = _HeaderReader(path, file, mark.size)
         _check_beginning(reader)
@@ -198,11 +163,7 @@ def read_gguf_header(path: Path) -> GgufHeader:
 
 
 def invalid_gguf(path: Path, problem: str) -> FileError:
-    """Return the error for a file that cannot be read, with what is wrong.
-
-    >>> print(invalid_gguf(Path("a.gguf"), "its version is 1"))
-    a.gguf is not a GGUF file that can be read: its version is 1
-    """
+    """Return the error for a file that cannot be read, with what is wrong."""
     return FileError(f"{path} is not a GGUF file that can be read: {problem}")
 
 

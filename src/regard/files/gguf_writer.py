@@ -1,7 +1,4 @@
-"""Writing GGUF files, with numbers one by one or in blocks of Q8_0 and Q4_0.
-
-`regard.files.gguf_files` describes the format. Benchmarks write their weights for llama.cpp.
-"""
+"""Writing GGUF files in plain numbers, Q8_0 or Q4_0, for benchmarks against llama.cpp."""
 
 from __future__ import annotations
 
@@ -26,13 +23,7 @@ WRITTEN = (*_PLAIN, "Q8_0", "Q4_0")
 
 
 class TensorToWrite(NamedTuple):
-    """A tensor, and the format in which it is written.
-
-    Attributes:
-        name: the name in the file.
-        values: the numbers; with blocks a matrix.
-        format: one of `WRITTEN`.
-    """
+    """A tensor, and the format in which it is written."""
 
     name: str
     values: Tensor
@@ -42,13 +33,7 @@ class TensorToWrite(NamedTuple):
 def write_gguf(
     path: Path, metadata: Mapping[str, MetadataValue], tensors: Sequence[TensorToWrite]
 ) -> None:
-    """Write a GGUF file of version 3.
-
-    >>> from regard.files.gguf_files import read_gguf_header
-    >>> write_gguf(Path("a.gguf"), {"a": 1}, [TensorToWrite("b", torch.ones(2, 32), "Q8_0")])
-    >>> read_gguf_header(Path("a.gguf")).tensors["b"].format.name
-    'Q8_0'
-    """
+    """Write a GGUF file of version 3."""
     head = MAGIC + struct.pack("<IQQ", 3, len(tensors), len(metadata))
     head += b"".join(_string(key) + _value(value) for key, value in metadata.items())
     offset = 0
@@ -84,11 +69,7 @@ def _encode(values: Tensor, kind: str) -> bytes:
 
 
 def quantize_q8_0(weight: Float[Tensor, "N M"]) -> UInt8[Tensor, "N bytes"]:
-    """Return the blocks of a matrix: d = max |w| / 127 in fp16, codes round(w / d).
-
-    >>> quantize_q8_0(torch.ones(1, 32))[0, 2:5].tolist()
-    [127, 127, 127]
-    """
+    """Return the blocks of a matrix: d = max |w| / 127 in fp16, codes round(w / d)."""
     x = torch.unflatten(weight.float(), 1, (-1, _BLOCK))
     d = (x.abs().amax(-1, keepdim=True) / 127).half()
     codes = (x / _safe(d)).round().clamp(-127, 127).to(torch.int8)
@@ -96,11 +77,8 @@ def quantize_q8_0(weight: Float[Tensor, "N M"]) -> UInt8[Tensor, "N bytes"]:
 
 
 def quantize_q4_0(weight: Float[Tensor, "N M"]) -> UInt8[Tensor, "N bytes"]:
-    """Return the blocks of a matrix: d = w* / -8 in fp16, where w* is the number of the largest
-    size with its sign, and codes round(w / d) + 8 of at most 15.
-
-    >>> quantize_q4_0(-torch.ones(1, 32))[0, 2:5].tolist()
-    [0, 0, 0]
+    """Return the blocks of a matrix: d = w* / -8 in fp16, where w* is the signed number of the
+    largest size, and codes round(w / d) + 8 of at most 15.
     """
     x = torch.unflatten(weight.float(), 1, (-1, _BLOCK))
     largest = x.gather(-1, x.abs().argmax(-1, keepdim=True))

@@ -28,14 +28,7 @@ _KINDS = (
 
 @dataclass(frozen=True)
 class FileState:
-    """Values that change when a file is replaced or written.
-
-    Attributes:
-        device: the device of the file.
-        inode: its inode.
-        size: its size in bytes.
-        changed: the time of its last change, in nanoseconds.
-    """
+    """The device, inode, size and time of a file, which change when it is replaced or written."""
 
     device: int
     inode: int
@@ -44,17 +37,9 @@ class FileState:
 
 
 def checked_path(folder: Path, name: str) -> Path:
-    """Return the path of a regular file in a model folder; the name may be untrusted.
-
-    The name must not contain a separator, "..", a drive or a control character. A link may point to
-    a file of the same folder or, as in the Hugging Face cache, from `models--x--y/snapshots/z/` to
-    `models--x--y/blobs/`, and from there to the store that all repositories of that cache share,
-    `blobs/12/1234...`. Any other link is refused.
-
-    >>> checked_path(Path("model"), "../secrets")
-    Traceback (most recent call last):
-    regard.errors.FileError: model: '../secrets' is not a plain file name; a model's
-    files lie in its own folder
+    """Return the path of a regular file in a model folder, whose name has no separator, "..", drive
+    or control character; a link may only point into its folder or Hugging Face's cache
+    (`models--x--y/blobs/`, `blobs/12/1234...`).
     """
     check_file_name(folder, name)
     path = folder / name
@@ -116,13 +101,7 @@ def _unreadable(path: Path, error: Exception) -> FileError:
 
 
 def checked_path_or_none(folder: Path, name: str) -> Path | None:
-    """Return the checked path of an optional file, or None if there is no entry with this name.
-
-    A broken link counts as an entry.
-
-    >>> checked_path_or_none(Path(), "no such file") is None
-    True
-    """
+    """Return the checked path of an optional file, or None; a broken link counts as an entry."""
     try:
         (folder / name).lstat()
     except (OSError, ValueError):
@@ -132,15 +111,7 @@ def checked_path_or_none(folder: Path, name: str) -> Path | None:
 
 @contextmanager
 def open_regular(path: Path) -> Iterator[tuple[FileIO, FileState]]:
-    """Open a regular file for reading, unbuffered.
-
-    A pipe without a writer is refused at once.
-
-    >>> _ = Path("notes").write_text("abc")
-    >>> with open_regular(Path("notes")) as (file, mark):
-    ...     file.read(2), mark.size
-    (b'ab', 3)
-    """
+    """Open a regular file for reading, unbuffered; a pipe without a writer is refused at once."""
     flags = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
     try:
         _check_regular(path, path.stat())
@@ -166,12 +137,7 @@ def _state_from_stat(status: os.stat_result) -> FileState:
 
 
 def read_bytes(path: Path, limit: int) -> bytes:
-    """Return all bytes of a regular file of at most `limit` bytes.
-
-    >>> _ = Path("notes").write_text("abc")
-    >>> read_bytes(Path("notes"), 3)
-    b'abc'
-    """
+    """Return all bytes of a regular file of at most `limit` bytes."""
     with open_regular(path) as (file, mark):
         if mark.size > limit:
             raise FileError(f"{path} has {mark.size} bytes; at most {limit} are read")
@@ -179,12 +145,7 @@ def read_bytes(path: Path, limit: int) -> bytes:
 
 
 def read_text(path: Path, limit: int) -> str:
-    """Return a regular file of at most `limit` bytes as UTF-8 text.
-
-    >>> _ = Path("notes").write_text("né", "utf-8")
-    >>> read_text(Path("notes"), 3)
-    'né'
-    """
+    """Return a regular file of at most `limit` bytes as UTF-8 text."""
     try:
         return read_bytes(path, limit).decode("utf-8")
     except UnicodeDecodeError as e:
@@ -192,28 +153,14 @@ def read_text(path: Path, limit: int) -> str:
 
 
 def read_exactly(file: FileIO, count: int, path: Path) -> bytes:
-    """Read the next `count` bytes of a file.
-
-    >>> _ = Path("notes").write_text("abc")
-    >>> with open_regular(Path("notes")) as (file, _):
-    ...     read_exactly(file, 3, Path("notes"))
-    b'abc'
-    """
+    """Read the next `count` bytes of a file."""
     buffer = bytearray(count)
     read_into(file, memoryview(buffer), path)
     return bytes(buffer)
 
 
 def read_into(file: FileIO, place: memoryview, path: Path) -> None:
-    """Read from a file until a buffer is full; one system call may return less.
-
-    >>> _ = Path("notes").write_text("abc")
-    >>> place = bytearray(2)
-    >>> with open_regular(Path("notes")) as (file, _):
-    ...     read_into(file, memoryview(place), Path("notes"))
-    >>> place
-    bytearray(b'ab')
-    """
+    """Read from a file until a buffer is full; one system call may return less."""
     done = 0
     while done < len(place):
         got = file.readinto(place[done:])

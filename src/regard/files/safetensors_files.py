@@ -6,35 +6,24 @@ A file is 8 bytes (the header's length N, little-endian), N bytes of JSON, and t
     {"__metadata__": {str: str}, name: {"dtype": str, "shape": [int], "data_offsets": [begin, end]},
 ...}
 
-The library `safetensors` checks that types are right, sizes fit their bytes, and the tensors fill
-the data without gaps or overlaps. It does not return the offsets, so this module parses the header
-too. It also makes the following checks, which the library does not make (measured with version
-0.8):
+The library `safetensors` checks types, sizes and gaps, but does not return the offsets, so this
+module parses the header too, and checks what the library (0.8) does not:
 
-- The library waits forever for the writer of a named pipe, and follows any link; this module opens
-  regular files only.
-- The library takes the second of two tensors with one name, and accepts whatever Python's JSON
-  parser accepts.
-- The library needs 9 s for a header of 95 MB with 1.4 million tensors, and 6 s for 90 MB of
-  brackets; this module first limits the number of brackets, commas and tensors, in 0.4 s.
-- The library accepts names of any length, tensors of 26 dimensions, shapes such as [0, 2^62, 2^40],
-  for which torch refuses operations, and dtypes of less than a byte, which torch does not have.
-- For another file format, or a partial download, the library reports "header too large" or "file
-  not fully covered"; this module names the probable format, or the number of missing bytes.
+- The library waits forever for the writer of a named pipe, and follows any link.
+- It takes the second of two tensors with one name, and accepts whatever Python's JSON accepts.
+- It needs 9 s for a header of 95 MB with 1.4 million tensors, and 6 s for 90 MB of brackets; their
+  number is limited first, in 0.4 s.
+- It accepts names of any length, 26 dimensions, shapes such as [0, 2^62, 2^40], and dtypes of less
+  than a byte, which torch does not have.
+- It says "header too large" or "file not fully covered" for other formats and partial downloads.
 
-The library `safetensors` maps a file instead of reading it. This module reads, for these reasons
-(measured with version 0.8 on a file of 0.44 GB, on 1 thread):
+The library maps files; this module reads them, because (file of 0.44 GB, 1 thread)
 
-- If a mapped file is truncated, the process is killed with SIGBUS. Here the file is refused.
-- If a mapped file is written later, the weights of the running model change. Here a tensor owns its
-  memory, and a file that has changed since its header was checked is refused.
-- A mapped file has pages of 4 KiB, from which one core reads weights at 23 GB/s instead of 32
-  (LOG.md, `regard.huge_pages`). Copying it to huge pages takes as long as reading does here (0.07 s
-  for both), and its peak memory is 1.85 times the file, mapped pages included; here it is 1.02
-  times.
-- The library accepts any byte as a boolean. Here it must be 0 or 1.
-
-`load_tensors` reads a whole file; caches, recordings and training checkpoints use it.
+- a truncated mapped file kills the process with SIGBUS, and a file that is written later changes
+  the weights of the running model; here a tensor owns its memory;
+- pages of 4 KiB are read at 23 GB/s instead of 32 (LOG.md, `regard.huge_pages`), and a copy to
+  huge pages has a peak memory of 1.85 times the file, here 1.02 times;
+- the library accepts any byte as a boolean; here it must be 0 or 1.
 
 Source: the format's specification, github.com/huggingface/safetensors.
 """
@@ -96,17 +85,7 @@ DTYPES = {
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """The place of a tensor in a file: `bytes` bytes from `start`, little-endian, in row-major
-    order.
-
-    Attributes:
-        name: the name of the tensor.
-        dtype: its dtype.
-        shape: its shape.
-        file: the file.
-        start: the offset of its first byte in the file.
-        bytes: the number of its bytes.
-    """
+    """The place of a tensor: `bytes` bytes from `start`, little-endian, in row-major order."""
 
     name: str
     dtype: torch.dtype
@@ -118,14 +97,7 @@ class StoredTensor:
 
 @dataclass(frozen=True)
 class Header:
-    """The checked header of a safetensors file.
-
-    Attributes:
-        file: the file.
-        tensors: the tensors, in the order of their data.
-        metadata: the strings under `__metadata__`.
-        mark: the state of the file when the header was checked.
-    """
+    """The checked header of a safetensors file, tensors in the order of data, the file's state."""
 
     file: Path
     tensors: tuple[StoredTensor, ...]
@@ -134,14 +106,7 @@ class Header:
 
 
 def read_header(path: Path, limit: int = TENSOR_LIMIT) -> Header:
-    """Read and check the header of a safetensors file, without its data.
-
-    >>> from safetensors.torch import save_file
-    >>> save_file({"a": torch.zeros(2, 3)}, "a.safetensors")
-    >>> stored = read_header(Path("a.safetensors")).tensors[0]
-    >>> stored.name, stored.dtype, stored.shape, stored.bytes
-    ('a', torch.float32, (2, 3), 24)
-    """
+    """Read and check the header of a safetensors file, without its data."""
     with open_regular(path) as (file, mark):
         head = file.read(64)
         length = _length(path, head, mark.size)
@@ -265,12 +230,7 @@ DOWNLOAD_AGAIN = "download it again, or write it again with safetensors"
 
 
 def identify_format(head: bytes) -> str:
-    """Return a message that names the format of a file by its first bytes, with advice; "" if
-    unknown.
-
-    >>> identify_format(b"BZh and so on")
-    'it is a bzip2 archive; unpack it with `bunzip2`'
-    """
+    """Return a message that names the format by a file's first bytes; "" if unknown."""
     start = head.lstrip(b"\xef\xbb\xbf \t\r\n")
     return next(
         (f"it is {kind}" for sign, kind in _BEGINNINGS.items() if start.startswith(sign)), ""
@@ -280,24 +240,14 @@ def identify_format(head: bytes) -> str:
 def invalid_file(
     path: Path, reason: str, step: str = f"it is damaged; {DOWNLOAD_AGAIN}"
 ) -> FileError:
-    """Return the error for a file that is not a safetensors file, with the reason and the next
-    step.
-
-    >>> print(invalid_file(Path("a"), "its header is not JSON", "write it again"))
-    a is not a whole safetensors file (its header is not JSON): write it again
-    """
+    """Return the error for a file that is not a safetensors file, with the next step."""
     return FileError(f"{path} is not a whole safetensors file ({reason}): {step}")
 
 
 class ReadBuffering(NamedTuple):
     """How much of a file is read at a time.
 
-    Most of the time is spent in clearing new memory pages in the kernel. On two busy cores a second
-    thread gains nothing and costs a tenth of the processor time (LOG.md), so that the
-    calling thread then reads alone.
-
     Attributes:
-        piece: the number of bytes that one thread reads at a time; threads share a large tensor.
         ahead: the number of bytes that may be read before they are requested; a larger tensor is
             read alone.
         threads: the number of reading threads, the calling one included; None is half of torch's
@@ -326,15 +276,7 @@ def read_tensors(
     marks: Mapping[Path, FileState],
     buffering: ReadBuffering = DEFAULT_BUFFERING,
 ) -> Iterator[tuple[str, Tensor]]:
-    """Read tensors in the requested order. If iteration stops early, no thread keeps running.
-
-    >>> from regard.files.safetensors_files import read_header
-    >>> from safetensors.torch import save_file
-    >>> save_file({"a": torch.arange(3)}, "a.safetensors")
-    >>> header = read_header(Path("a.safetensors"))
-    >>> list(read_tensors(header.tensors, {header.file: header.mark}))
-    [('a', tensor([0, 1, 2]))]
-    """
+    """Read tensors in the requested order; if iteration stops early, no thread keeps running."""
     threads = buffering.threads
     helpers = (min(4, torch.get_num_threads() // 2) if threads is None else threads) - 1
     if helpers < 1:
@@ -348,13 +290,7 @@ def read_tensors(
 
 
 def load_tensors(path: Path) -> tuple[dict[str, Tensor], Mapping[str, str]]:
-    """Read all tensors of a safetensors file.
-
-    >>> from safetensors.torch import save_file
-    >>> save_file({"a": torch.ones(2)}, "a.safetensors", metadata={"by": "hand"})
-    >>> load_tensors(Path("a.safetensors"))
-    ({'a': tensor([1., 1.])}, {'by': 'hand'})
-    """
+    """Read all tensors of a safetensors file, as caches, recordings and training checkpoints do."""
     header = read_header(path)
     return dict(read_tensors(header.tensors, {header.file: header.mark})), header.metadata
 

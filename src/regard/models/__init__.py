@@ -1,10 +1,7 @@
 """Models: decoders, encoders and encoder-decoders, their checkpoints, tokenizer and generation.
 
 Loading builds a network on the device "meta", compares names and shapes with the checked headers,
-and only then reads, tensor by tensor. A decoder whose parts are all known runs a decoded token as
-one compiled call (`compiled_step`; `why_not` gives the reasons against it): it opens one slot in
-every cache, and its loops round every number where the modules round it. A stored weight of 8 or
-4 bits takes the place of `weight` in a linear map; reading `.weight` dequantizes.
+and only then reads, tensor by tensor.
 """
 
 from regard.models.encoder import Encoder, HeadedEncoder

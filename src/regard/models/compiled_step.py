@@ -1,15 +1,7 @@
-"""The compiled decoding step of a decoder: one call of compiled code for one token per row.
-
-`Decoder` asks `try_step` for every call of one token with caches. It computes the call by
-`regard.ops.decode_step`, if the modules of the decoder are ones that the compiled loops know, and
-if nothing observes or changes what a module computes: no trace, hook, gradient, autocast or
-compilation. Otherwise it returns None, and the modules run one after another. `why_not` gives the
-reasons. The loops know RMS norms and LayerNorms, sublayers in parallel, grouped heads with a rotary
-or ALiBi, sinks, networks with and without a gate, mixtures of experts, and the caches that open a
-slot: all tokens, rings, codes of few bits, pages.
-
-A plan is made once for a decoder and a thread, and used as long as nothing in the decoder has
-changed: modules, parameters and their memory, attributes, hooks, and the training mode.
+"""The compiled decoding step of a decoder: `try_step` computes one token per row by
+`regard.ops.decode_step`, if the loops know its modules and nothing observes or changes what they
+compute; otherwise it returns None. A plan holds for a decoder and a thread until something in the
+decoder changes.
 """
 
 from __future__ import annotations
@@ -72,19 +64,7 @@ def try_step(
 
 
 def why_not(decoder: Decoder, caches: Sequence[Cache], rows: int = 1) -> list[str]:
-    """Return the reasons why a decoder does not use the compiled step now.
-
-    >>> import regard, torch
-    >>> decoder = regard.load("tiny").decoder
-    >>> caches = decoder.new_caches()
-    >>> with torch.inference_mode():
-    ...     _ = decoder(torch.tensor([[1, 2, 3]]), caches=caches)
-    ...     reasons = why_not(decoder, caches)
-    >>> reasons
-    []
-    >>> why_not(decoder, caches)
-    ['gradients are recorded: use torch.no_grad() or torch.inference_mode()']
-    """
+    """Return the reasons why a decoder does not use the compiled step now."""
     reasons = _state_reasons()
     if torch.is_grad_enabled():
         reasons.append("gradients are recorded: use torch.no_grad() or torch.inference_mode()")
@@ -165,9 +145,7 @@ def _coded_slots(opened: OpenSlot) -> int:
 
 
 def _places(opened: Sequence[OpenSlot], new: Positions) -> tuple[list[Positions], list[int]]:
-    """Return the different positions of keys, with the new tokens, and for each cache the index of
-    its positions.
-    """
+    """Return the different positions of keys with new tokens, and each cache's index."""
     different: list[OpenSlot] = []
     place_of: list[int] = []
     for slot in opened:
@@ -181,9 +159,7 @@ def _places(opened: Sequence[OpenSlot], new: Positions) -> tuple[list[Positions]
 
 
 def _key_place(opened: OpenSlot, positions: Positions, B: int) -> KeyPlace:
-    """Return the place of keys at these positions, one of which is the new token in its slot, for B
-    rows.
-    """
+    """Return the place of keys at these positions, the new token's slot included, for B rows."""
     slots = opened.slots
     if slots is None:
         slots = launch.full((B,), opened.slot, dtype=torch.int64)
@@ -333,13 +309,9 @@ def _tables(rotary: Rotary, x: Tensor, positions: Positions) -> RotaryTables:
 
 
 class _Guards:
-    """What a plan relies on, recorded so that a change is found in a fraction of a millisecond.
-
-    After each step the weights have taken the place of these objects in the caches of the
-    processor, so that every object that is looked at costs a read from memory: only what can change
-    the result of a plan is looked at: by value what has no identity, such as sizes and addresses,
-    and otherwise whether an object is still the same one. Views of dictionaries show what they hold
-    now, those of a class its methods.
+    """What a plan relies on, recorded so that a change is found in a fraction of a millisecond:
+    only what can change its result, by value (sizes, addresses) or by identity, as every look costs
+    a read from memory.
     """
 
     def __init__(self, decoder: nn.Module) -> None:
@@ -402,9 +374,7 @@ _dtype = attrgetter("dtype")
 
 
 def _names(module: nn.Module) -> list[str]:
-    """Return the names of the attributes of a module. Whether it trains matters only where it drops
-    something out.
-    """
+    """Return a module's attributes; training matters only where something is dropped."""
     drops = "dropout" in module.__dict__ or "dropout" in module._modules
     ignored = _BOOKKEEPING if drops else _BOOKKEEPING | {"training"}
     return [x for x in module.__dict__ if x not in ignored]

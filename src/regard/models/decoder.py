@@ -26,9 +26,6 @@ class Decoder(nn.Module):
     """A decoder-only network: ids -> embedding -> blocks -> norm -> head -> logits.
 
     Args:
-        embed: the input embedding, called as embed(ids, positions).
-        layers: the blocks, called as block(x, positions, cache).
-        norm: the norm after the last block; an `nn.Identity` for post-norm blocks.
         head: a module [B, T, M] -> [B, T, V], which may share the embedding's weight. None, as in a
             base model that was saved alone, gives hidden states only.
         memory_from: for each layer the number of the earlier layer whose keys and values it reads
@@ -42,11 +39,6 @@ class Decoder(nn.Module):
         ArgumentError: `memory_from` has not one entry for each layer, or an entry does not name an
             earlier layer that stores its own. When called: ids are not [B, T] or outside the
             vocabulary, caches are not one per layer, or logits are asked for and there is no head.
-
-    >>> import torch
-    >>> decoder = Decoder(InputEmbedding(nn.Embedding(7, 4)), [], nn.Identity(), nn.Linear(4, 7))
-    >>> decoder(torch.tensor([[1, 2]])).shape
-    torch.Size([1, 2, 7])
     """
 
     def __init__(
@@ -94,13 +86,7 @@ class Decoder(nn.Module):
         backend: str = "auto",
         last: int | None = None,
     ) -> Float[Tensor, "B n M"]:
-        """Compute the hidden states after the last norm, from which the head computes logits.
-
-        >>> import torch
-        >>> decoder = Decoder(InputEmbedding(nn.Embedding(7, 4)), [], nn.Identity(), head=None)
-        >>> decoder.hidden(torch.tensor([[1, 2]])).shape
-        torch.Size([1, 2, 4])
-        """
+        """Compute the hidden states after the last norm, from which the head computes logits."""
         return self._run(ids, positions, caches, backend, last, None)
 
     def require_head(self) -> nn.Module:

@@ -1,6 +1,4 @@
-"""`Encoder`, a network whose blocks see the whole sequence, and `HeadedEncoder`, which adds
-a pooler and a head.
-"""
+"""`Encoder`, whose blocks see the whole sequence, and `HeadedEncoder`, with pooler and head."""
 
 from __future__ import annotations
 
@@ -23,8 +21,7 @@ class Encoder(nn.Module):
     Args:
         embed: the input embedding, with positions.
         layers: the blocks, called as block(x, positions).
-        norm: the norm after the last block: a norm for pre-norm blocks, an `nn.Identity` for
-            post-norm ones.
+        norm: the norm after the last block; an `nn.Identity` for post-norm blocks.
 
     Raises:
         ArgumentError: when called: ids are not [B, S].
@@ -57,10 +54,8 @@ class Encoder(nn.Module):
 
         Args:
             ids: token ids [B, S].
-            positions: positions [B, S]; -1 is padding, which no token sees and whose state has no
-                meaning. None is 0 to S - 1.
-            segments: segment ids (token_type_ids) [B, S], for an embedding that has them; None is
-                0.
+            positions: positions [B, S]; -1 is padding, which no token sees. None is 0 to S - 1.
+            segments: segment ids [B, S], for an embedding that has them; None is 0.
             backend: the attention kernel, or "auto".
 
         Returns:
@@ -101,14 +96,7 @@ class HeadedEncoder(nn.Module):
         head: a module [B, S, M] -> [B, S, V], which may share the embedding's weight, or None.
 
     Raises:
-        ArgumentError: when called: the pooler or the head that is asked for is None.
-
-    >>> from regard.nn.blocks.embedding import SinusoidalPositions
-    >>> embed = InputEmbedding(nn.Embedding(7, 4), SinusoidalPositions(4))
-    >>> encoder = Encoder(embed, [], nn.Identity())
-    >>> model = HeadedEncoder(encoder, head=nn.Linear(4, 7))
-    >>> model.logits(model(torch.tensor([[1, 2]]))).shape
-    torch.Size([1, 2, 7])
+        ArgumentError: when called: the pooler or the head is None.
 
     Source: Devlin et al. 2018 (arXiv 1810.04805), sections 3 and 3.1.
     """
@@ -183,12 +171,7 @@ class HeadedEncoder(nn.Module):
 def first_token_state(
     states: Float[Tensor, "B S M"], positions: Positions | None = None
 ) -> Float[Tensor, "B M"]:
-    """Return the state [B, M] of the first slot of each row that is not padding.
-
-    >>> positions = torch.tensor([[-1, 0, 1]])
-    >>> first_token_state(torch.tensor([[[5.0], [6.0], [7.0]]]), positions).tolist()
-    [[6.0]]
-    """
+    """Return the state [B, M] of the first slot of each row that is not padding."""
     if positions is None or isinstance(positions, Span):
         return states[:, 0]
     slots = (positions >= 0).int().argmax(1)  # argmax returns the first of several maxima

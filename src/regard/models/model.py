@@ -31,15 +31,9 @@ class Model(TextModel):
         tokenizer: converts texts to ids and back; with None, the model takes only ids.
         config: the frozen config of its family.
         eos_ids: the ids that end a text; None is the tokenizer's end of text, if it has one.
-        newly_initialized: names of weights that the checkpoint lacked and was allowed to lack.
-        ignored: parts of the checkpoint that were not used.
-
-    Attributes:
-        decoder, config, eos_ids: the arguments.
-        newly_initialized: names of weights that the checkpoint lacked and was allowed to lack. They
-            have random values and are not trained.
-        ignored: keys of config.json, tensors and files that the checkpoint has and that were not
-            used; see `regard.load`.
+        newly_initialized: names of weights that the checkpoint lacked and was allowed to lack; they
+            have random values.
+        ignored: keys of config.json, tensors and files that were not used; see `regard.load`.
     """
 
     def __init__(
@@ -61,11 +55,7 @@ class Model(TextModel):
 
     @property
     def has_head(self) -> bool:
-        """Whether the model has a head and so returns logits.
-
-        A base model that was saved alone, and whose head is not tied to the embedding, has none. It
-        only returns hidden states.
-        """
+        """Whether the model returns logits; a base model saved alone may have no head."""
         return self.decoder.head is not None
 
     def forward(
@@ -80,8 +70,7 @@ class Model(TextModel):
 
         Args:
             ids: token ids [B, T]; with caches, the ids that follow those in the caches.
-            positions: positions [B, T], -1 for padding; None is 0 to T - 1, or the positions that
-                follow those in the caches.
+            positions: positions [B, T], -1 for padding; None continues the caches, or from 0.
             caches: one cache per layer, from `new_caches`, which are updated; None is no cache.
             backend: the attention kernel, or "auto".
 
@@ -119,18 +108,13 @@ class Model(TextModel):
             Hidden states [B, T, M].
 
         Raises:
-            ArgumentError: an id is outside the vocabulary, or the number of caches is not the
-                number of layers.
-
-        >>> import regard, torch
-        >>> regard.load("tiny").hidden(torch.tensor([[1, 2, 3]])).shape
-        torch.Size([1, 3, 256])
+            ArgumentError: an id is outside the vocabulary, or the number of caches is wrong.
         """
         check_ids(ids, self.config.vocab_size)
         return self.decoder.hidden(ids, positions, caches, backend=backend)
 
     def new_caches(self) -> list[Cache]:
-        """Create an empty key/value cache for each layer.
+        """Create an empty cache for each layer.
 
         Returns:
             One cache per layer, each of the kind that suits the layer's attention.
@@ -200,33 +184,24 @@ class Model(TextModel):
     ) -> Generation | BatchGeneration:
         """Continue one prompt, or several prompts as a batch, and stream the new text.
 
-        The most likely token is chosen at each step, unless `temperature` is above 0. The result
-        does not depend on `chunk`, nor on the kind of an exact cache: it equals generation without
-        a cache.
+        The most likely token is chosen at each step, unless `temperature` is above 0. Neither
+        `chunk` nor the kind of an exact cache changes the result.
 
         Args:
-            prompt: one text, or its ids: a list of ints, or an integer tensor [T] or [1, T]. A list
-                of prompts is continued as one batch; see `BatchGeneration`. Only with `prefix` may
-                a prompt be empty.
-            max_tokens: the largest number of new tokens. Generation stops earlier at an id of
-                `eos_ids`, or at a stop string.
+            prompt: one text, or its ids (ints, or an integer tensor [T] or [1, T]); a list of
+                prompts is one batch (`BatchGeneration`). Only with `prefix` may a prompt be empty.
+            max_tokens: the largest number of new tokens; an id of `eos_ids` ends them, too.
             stop: one or several strings that end the text; they are not part of it.
-            prefix: a prompt that `cache_prefix` has read before, which this one continues. Its
-                caches are copied, not changed.
-            chunk: the number of prompt tokens that one forward pass reads (chunked prefill); None
-                reads the whole prompt in one pass.
-            max_context: the largest number of tokens of prompt and continuation together. The kind
-                of cache decides what happens beyond it.
+            prefix: a prompt that `cache_prefix` has read, which this one continues.
+            chunk: the number of prompt tokens that one forward pass reads; None is all of them.
+            max_context: the largest number of tokens in all; the cache decides what comes then.
             cache: "growing" (the default), "fixed", "paged", "quantized", "fp8", "ring",
                 "streaming", or an eviction rule such as "h2o"; see
                 `regard.models.generation.CacheConfig`.
-            cuda_graph: capture the step that decodes a token once as a CUDA graph, and run it again
-                for every token, so that Python starts one launch and not one for each operation.
-                It needs a model on a CUDA device, a cache "growing", "fixed", "ring" or
-                "streaming", and no mixture of experts; anything else is refused with its reasons.
+            cuda_graph: capture the step that decodes a token as a CUDA graph. It needs a CUDA
+                device, cache "growing", "fixed", "ring" or "streaming", and no experts.
             **choices: temperature, top_k, top_p, min_p, repetition_penalty and seed, as in
-                `SamplingParams`. Sampling uses random generators of its own and does not change
-                PyTorch's global one.
+                `SamplingParams`; PyTorch's global generator is not used.
 
         Returns:
             An iterator of pieces of text, each as soon as it is known; for several prompts, of
@@ -244,9 +219,6 @@ class Model(TextModel):
         >>> batch = model.generate(prompts, max_tokens=9, **choices)
         >>> sorted({row for row, piece in batch}), [row.finished for row in batch.rows]
         ([0, 1], ['length', 'length'])
-        >>> text, ids = (model.generate(p, max_tokens=9) for p in ("If a", model.encode("If a")))
-        >>> "".join(text) == "".join(ids)
-        True
         """
         check_keyword_names("generate", choices, SamplingKeywords.__annotations__)
         options = GenerationOptions(
@@ -310,16 +282,14 @@ class Model(TextModel):
             prompt: the text to continue, or its ids; not empty.
             beams: how many candidates are kept at every step, and the largest number of results.
             max_tokens: the largest number of new tokens, at least 1.
-            length_penalty: score = sum of log p / n^length_penalty; 0 ranks by probability, a
-                larger value favours long texts.
+            length_penalty: score = sum of log p / n^length_penalty; 0 ranks by probability.
             chunk, max_context, cache: as in `generate`.
 
         Returns:
             At most `beams` continuations, best first.
 
         Raises:
-            ArgumentError: the prompt is empty, an option is out of range, or the tokens do not fit
-                into `max_context`.
+            ArgumentError: the prompt is empty, an option is out of range, or the context too small.
 
         >>> import regard
         >>> best, second = regard.load("tiny").beam_search("Return the", beams=2, max_tokens=4)

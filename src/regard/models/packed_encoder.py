@@ -1,10 +1,5 @@
-"""`PackedEncoder`: an encoder's hidden states for texts that stand one after another in one row,
-without padding, computed with packed weights.
-
-It computes what `Encoder` computes. Its linear maps use weights that are reordered once
-(`ops.packed_linear`), the three maps to queries, keys and values are one product, the activation
-and the residual addition are part of their products, and texts of equal length are one call of
-`attend`. `why_not_packed_encoder` names what it cannot do; `Encoder` does everything.
+"""`PackedEncoder`: an encoder's hidden states for texts in one row without padding, by weights that
+are reordered once (`ops.packed_linear`), where `why_not_packed_encoder` has no reason.
 """
 
 from __future__ import annotations
@@ -45,13 +40,7 @@ took three quarters of the time of torch's fused kernel for texts of about 20 to
 
 
 class TextGroup(NamedTuple):
-    """Texts of one length that stand one after another.
-
-    Attributes:
-        start: the slot of the first token.
-        count: the number of texts.
-        length: the number of tokens of each.
-    """
+    """Some texts of one length that stand one after another from the slot `start`."""
 
     start: int
     count: int  # type: ignore[assignment]
@@ -59,11 +48,7 @@ class TextGroup(NamedTuple):
 
 
 def find_groups(lengths: Sequence[int]) -> list[TextGroup]:
-    """Return the runs of texts with equal length.
-
-    >>> find_groups([2, 2, 3])
-    [TextGroup(start=0, count=2, length=2), TextGroup(start=4, count=1, length=3)]
-    """
+    """Return the runs of texts with equal length."""
     groups, start = [], 0
     for length, run in groupby(lengths):
         count = len(list(run))
@@ -77,10 +62,8 @@ class _PackedBlock:
     """One block with packed weights.
 
     Attributes:
-        qkv: the map to queries, keys and values, one after another.
         sizes: the number of heads and the head dim of queries, keys and values.
         scale: the factor on the scores.
-        output, up, down: the other linear maps.
         activation: the activation that `up` applies; None if it is `other_activation`.
         other_activation: a module between `up` and `down`, or None.
         residuals: the residual connections around attention and feed-forward layer.
@@ -146,27 +129,9 @@ def _output(residual: Residual, total: Tensor) -> Tensor:
 
 
 class PackedEncoder:
-    """An `Encoder` with packed copies of its weights, for rows of many texts.
-
-    The copies are made at the first call, and again when a weight has changed: every call compares
-    addresses and version counters. A change through `.data` that keeps the address is not seen.
-
-    Args:
-        encoder: the encoder, which is referred to weakly.
-
-    Raises:
-        ArgumentError: when called, if `why_not_packed_encoder` has a reason.
-
-    >>> import regard
-    >>> from regard.models.families import family
-    >>> bert = family("bert")
-    >>> network = bert.build(bert.config(9, 8, 1, 2, 16, 32)).eval()
-    >>> with torch.no_grad():
-    ...     ids = torch.tensor([[1, 2, 3, 4, 5]])
-    ...     states = PackedEncoder(network.encoder)(ids, [3, 2])
-    ...     alone = network(ids[:, 3:])
-    >>> (states[:, 3:] - alone).abs().max().item() < 1e-5
-    True
+    """An `Encoder` with packed copies of its weights for rows of many texts, made at the first call
+    and when an address or version counter changes; a change through `.data` that keeps the address
+    is not seen.
     """
 
     def __init__(self, encoder: Encoder) -> None:
@@ -182,11 +147,7 @@ class PackedEncoder:
         *,
         backend: str = "auto",
     ) -> Float[Tensor, "1 N M"]:
-        """Compute the hidden states of texts that stand one after another.
-
-        Equal to the encoder on each text alone, and to attention under the mask
-        `Document.from_lengths(lengths)` with positions that start again at 0 with each text.
-        """
+        """Compute the states of texts that stand one after another, equal to each alone."""
         if ids.ndim != 2 or ids.shape[0] != 1 or sum(lengths) != ids.shape[1] or min(lengths) < 1:
             raise ArgumentError(
                 f"ids are {tuple(ids.shape)} and the lengths add up to {sum(lengths)}; ids are one "
@@ -270,14 +231,7 @@ def _activation_name(activation: nn.Module) -> PackedActivation | None:
 
 
 def why_not_packed_encoder(encoder: Encoder) -> str | None:
-    """Return why a `PackedEncoder` cannot compute what the encoder computes now, or None if it can.
-
-    >>> from regard.models.families import family
-    >>> bert = family("bert")
-    >>> network = bert.build(bert.config(9, 8, 1, 2, 16, 32))
-    >>> why_not_packed_encoder(network.encoder)
-    'gradients are enabled: use torch.no_grad()'
-    """
+    """Return why a `PackedEncoder` cannot compute what the encoder computes now, or None."""
     blocks = (
         f"block {i} {why}"
         for i, block in enumerate(encoder.layers)

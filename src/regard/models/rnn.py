@@ -32,12 +32,7 @@ CELLS: dict[str, Callable[..., nn.RNNBase]] = {"rnn": nn.RNN, "gru": nn.GRU, "ls
 
 
 class EncoderOutput(NamedTuple):
-    """The result of the recurrent encoder.
-
-    Attributes:
-        source: the hidden state of each slot, and their positions.
-        hidden: the initial state of the decoder, each part [layers, B, R].
-    """
+    """The recurrent encoder's result: states, and the decoder's first one, parts [layers, B, R]."""
 
     source: EncodedSource
     hidden: HiddenState
@@ -48,21 +43,19 @@ class RecurrentEncoderDecoder(nn.Module):
 
     source ids -> encoder -> states;  target ids, states -> decoder -> logits for the next token
 
-    The decoder starts from the last state of the encoder: after the last token, or, for a
-    bidirectional encoder, after the first token, where its backward direction ends.
+    The decoder starts from the encoder's state after the last token, or, for a bidirectional one,
+    after the first token, where its backward direction ends.
 
     Args:
         embedding: an `nn.Embedding` [V, M] for source and target.
         encoder: an `nn.RNN`, `nn.GRU` or `nn.LSTM` with batch_first=True.
-        decoder: `PlainDecoder`, `BahdanauDecoder` or `LuongDecoder`, over a network with the
-            encoder's number of layers and size.
+        decoder: `PlainDecoder`, `BahdanauDecoder` or `LuongDecoder`, of the encoder's size.
         head: a module [B, T, F] -> [B, T, V].
-        bridge: a linear map for the initial state s_0 = tanh(bridge(h)), or None for s_0 = h. The
+        bridge: a linear map for the initial state s_0 = tanh(bridge(h)), or None for s_0 = h; the
             cell of an LSTM is passed on unchanged.
 
     Raises:
-        ArgumentError: encoder and decoder differ in kind or size; when called: ids or positions
-            have another shape.
+        ArgumentError: encoder and decoder differ; when called: ids or positions have another shape.
 
     >>> model = recurrent(11, 8, 16, attention="luong")
     >>> model(torch.tensor([[3, 4, 5]]), torch.tensor([[1, 2]])).shape
@@ -119,7 +112,7 @@ class RecurrentEncoderDecoder(nn.Module):
 
         Args:
             ids: ids [B, S] of the source.
-            positions: positions [B, S]; slots at position -1 are padding and have no influence.
+            positions: positions [B, S], -1 for padding.
 
         Returns:
             The hidden states of the source, and the initial state of the decoder.
@@ -218,9 +211,8 @@ def recurrent(
 ) -> RecurrentEncoderDecoder:
     """Build a recurrent encoder-decoder as in the papers.
 
-    attention=None: encoder and decoder have one direction, and the decoder receives only the
-    encoder's last state. "bahdanau": the encoder has two directions, and s_0 = tanh(W h), where h
-    is the last state of the backward direction. "luong": the encoder has one direction, and the
+    attention=None: the decoder receives only the encoder's last state. "bahdanau": the encoder has
+    two directions, and s_0 = tanh(W h) from the last state of the backward one. "luong": the
     decoder's current state is the query.
 
     Args:

@@ -25,11 +25,9 @@ from regard.untrusted_text import error_text
 
 
 def save(network: nn.Module, config: Any, folder: Path, dtype: torch.dtype = torch.float32) -> None:
-    """Write config.json and model.safetensors of a network into a folder that exists.
-
-    Weights of 8 or 4 bits are written as they are, and half-precision weights of a float32 network
-    as half-precision tensors. A shared parameter is written under its first name. A decoder without
-    a head is written as a base model, which `load` recognizes by names without the family's prefix.
+    """Write config.json and model.safetensors into a folder that exists: stored weights as they
+    are, half-precision ones in half precision, a shared parameter once, a decoder without a head as
+    a base model.
     """
     model_type = model_type_of(config)
     its_family = family(model_type)

@@ -1,8 +1,5 @@
-"""What the files of a sentence-transformers folder say about the vector of a text: read from them,
-and written to them.
-
-Every key of every file is read, or known to change nothing here, or refused by name. The files are
-read as data; no code that they name is imported.
+"""What the files of a sentence-transformers folder say about the vector of a text: every key is
+read, known to change nothing, or refused, and no code is imported.
 """
 
 from __future__ import annotations
@@ -21,9 +18,8 @@ from regard.models.checkpoint.config import read_json
 from regard.untrusted_text import escape_controls, short_repr
 
 PoolingMode: TypeAlias = Literal["cls", "max", "mean", "mean_sqrt_len"]
-"""How the token states become one vector: "cls" takes the state of the first token, "max" the
-maximum of each dimension, "mean" the mean, and "mean_sqrt_len" the sum divided by the square root
-of the number of tokens.
+"""How the token states become one vector: of the first token, the maximum of each dimension, the
+mean, or the sum divided by the square root of the number of tokens.
 """
 
 
@@ -33,8 +29,7 @@ class Pooling:
 
     Args:
         mode: a `PoolingMode`.
-        normalize: whether the vector is divided by its length, so that the dot product of two
-            vectors is their cosine similarity.
+        normalize: whether the vector is divided by its length.
         include_prompt: whether the tokens of a prompt before the text count.
         truncate_dim: the number of dimensions that are kept, after the division; None is all.
 
@@ -67,12 +62,7 @@ class SentenceSettings:
         pooling: how `embed` computes one vector for a text; None is the normalized mean over
             tokens.
         max_seq_length: the largest number of tokens of a text; None is no limit.
-        lowercase: whether the tokenizer first makes all letters small.
-        prompts: name -> the text that is put before a text.
         default_prompt_name: the prompt of `embed` if none is named; None is no prompt.
-
-    >>> SentenceSettings().default_prompt_name is None
-    True
     """
 
     pooling: Pooling | None = None
@@ -136,12 +126,7 @@ _TOKENIZER_CONFIG_BYTES = 64 << 20
 
 
 def read_sentence_settings(folder: Path) -> SentenceSettings:
-    """Read the files of a sentence-transformers folder; without them, the settings are the
-    defaults.
-
-    >>> read_sentence_settings(Path("no/such/folder")) == SentenceSettings()
-    True
-    """
+    """Read the files of a sentence-transformers folder; without them, settings are defaults."""
     name = next((x for x in TRANSFORMER_FILES if checked_path_or_none(folder, x)), None)
     about_tokens = {} if name is None else read_json(folder, name)
     where = folder / (name or "")
@@ -172,11 +157,7 @@ def read_sentence_settings(folder: Path) -> SentenceSettings:
 
 
 def sentence_files(settings: SentenceSettings, dim: int) -> dict[str, object]:
-    """Return the files that say the same, without `lowercase`, which the tokenizer's file has.
-
-    >>> sorted(sentence_files(SentenceSettings(Pooling()), 8))
-    ['1_Pooling/config.json', 'modules.json']
-    """
+    """Return the files that say the same, without `lowercase`, which the tokenizer's file has."""
     pooling = settings.pooling
     assert pooling is not None, "a model has one"
     kinds = MODULES[: 3 if pooling.normalize else 2]
@@ -247,10 +228,7 @@ def _read_pooling(folder: Path, truncate_dim: int | None) -> Pooling | None:
 
 
 def _modules(folder: Path) -> list[tuple[str, str]] | None:
-    """Return the class and the folder of each module in modules.json; None without that file.
-
-    The class has no package in front if it is one of the library.
-    """
+    """Return the class, without the library's package, and the folder of each module, or None."""
     path = checked_path_or_none(folder, "modules.json")
     if path is None:
         return None
@@ -323,10 +301,7 @@ def _prompts(file: Path, keys: Mapping[str, object]) -> tuple[dict[str, str], st
 
 
 def _length_of_tokenizer(folder: Path) -> int | None:
-    """Return model_max_length of tokenizer_config.json, which is the limit since version 6.
-
-    "No limit" is a number of 31 digits there, which strict JSON refuses.
-    """
+    """Return model_max_length, or None for 31 digits ("no limit"), which strict JSON refuses."""
     path = checked_path_or_none(folder, "tokenizer_config.json")
     if path is None:
         return None

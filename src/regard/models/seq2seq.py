@@ -24,16 +24,12 @@ class Seq2Seq(TextModel):
 
     Args:
         network: the encoder-decoder: source ids and target ids -> logits.
-        tokenizer: converts texts to ids; with None, `encode` and `generate` raise, and
-            `beam_search` takes ids.
+        tokenizer: converts texts to ids; None takes only ids.
         config: the frozen config of its family, with vocab_size.
         start: the id with which every target begins.
         eos_ids: the ids that end a text.
         newly_initialized: names of weights that the checkpoint lacked and was allowed to lack.
         ignored: parts of the checkpoint that were not used.
-
-    Attributes:
-        network, config, start, eos_ids, newly_initialized, ignored: the arguments.
 
     >>> from regard.models.families import family
     >>> t5 = family("t5")
@@ -71,8 +67,7 @@ class Seq2Seq(TextModel):
             texts: one text, or B texts; a `SpeechToText` takes log-mel features.
 
         Returns:
-            The ids [B, S], and their positions [B, S], which are -1 in the padding after a shorter
-            text.
+            The ids [B, S], and their positions [B, S], -1 in the padding after a shorter text.
 
         Raises:
             ArgumentError: there is no text, or one has no tokens.
@@ -99,8 +94,7 @@ class Seq2Seq(TextModel):
         """Compute the logits for the token after each target token. `model(...)` does the same.
 
         Args:
-            source_ids: ids [B, S] of the source, or log-mel features [B, F, L] for an encoder of
-                speech.
+            source_ids: ids [B, S] of the source, or log-mel features [B, F, L] of speech.
             target_ids: ids [B, T] of the target so far, the first of which is `start`.
             source_positions: positions [B, S], -1 for padding; None is 0 to S - 1.
             target_positions: positions [B, T], -1 for padding; None is 0 to T - 1.
@@ -158,13 +152,10 @@ class Seq2Seq(TextModel):
 
         Args:
             texts: one source text, or several; a `SpeechToText` takes log-mel features [B, F, L].
-            max_tokens: the largest number of new tokens. Generation stops earlier at an id of
-                `eos_ids`.
+            max_tokens: the largest number of new tokens.
             beams: the number of beams; 1 takes the most likely token at each step.
-            length_penalty: exponent of the length in the score of beam search: 0 ranks by
-                probability, a larger value favours long texts.
-            target_prefix: ids with which every target begins, after `start`, such as that of a
-                language; they are not part of the answer.
+            length_penalty: exponent of the length in the score; 0 ranks by probability.
+            target_prefix: ids with which every target begins, after `start`, such as a language's.
 
         Returns:
             The generated text; a list of texts where several were given.
@@ -193,9 +184,7 @@ class Seq2Seq(TextModel):
         length_penalty: float = 1.0,
         target_prefix: Sequence[int] = (),
     ) -> list[list[Hypothesis]]:
-        """Search the best targets of each source with cached decoder steps.
-
-        With one beam this is greedy search. See `regard.models.beam_search`.
+        """Search the best targets of each source with cached decoder steps; one beam is greedy.
 
         Args:
             ids: source ids [B, S], or log-mel features, as `encode` returns them.

@@ -19,14 +19,6 @@ from regard.span import Positions, Span
 class SpeechEncoder(Encoder):
     """An encoder of speech: log-mel features -> convolutions and positions -> blocks -> norm.
 
-    Args:
-        embed: a `LogMelEmbedding`.
-        layers: the blocks, called as block(x, positions).
-        norm: the norm after the last block.
-
-    Raises:
-        ArgumentError: when called: as in `LogMelEmbedding`, or segments are given.
-
     >>> from regard.positions import LearnedPositions
     >>> embed = LogMelEmbedding(80, 4, LearnedPositions(1500, 4))
     >>> SpeechEncoder(embed, [], torch.nn.Identity())(torch.zeros(1, 80, 6)).shape
@@ -54,15 +46,13 @@ class SpeechEncoder(Encoder):
 
 
 class SpeechToText(Seq2Seq):
-    """An encoder-decoder that writes what is said, with its tokenizer and its config, as
-    `regard.load` returns it for Whisper.
+    """An encoder-decoder that writes what is said, as `regard.load` returns it for Whisper.
 
-    The source of every method is log-mel features [B, F, L], which transformers'
-    `WhisperFeatureExtractor` computes from a sound; the targets are ids, as in `Seq2Seq`. Whisper
-    was trained with 30 seconds, padded with silence, which are 3000 frames.
+    Its sources are log-mel features [B, F, L], which transformers' `WhisperFeatureExtractor`
+    computes from a sound. Whisper was trained with 30 seconds, padded with silence, which are 3000
+    frames.
 
-    `record` and `explain` take texts. To see the attention of this model, run it within a
-    `regard.inspect.Recorder`, and explain that recording.
+    `record` and `explain` take texts; run this model within a `regard.inspect.Recorder` instead.
 
     Args:
         network, tokenizer, config, start, eos_ids, newly_initialized, ignored: as in `Seq2Seq`; the

@@ -1,7 +1,5 @@
-"""`ModelReader`: a decoder as the data of the compiled step, or the reason why it is not supported.
-
-A class is recognized only if it is exactly the one that the loops compute, because a subclass may
-compute something else.
+"""`ModelReader`: a decoder as the data of the compiled step, or the reason why not; only exactly
+the known classes count, as a subclass may compute something else.
 """
 
 from __future__ import annotations
@@ -98,20 +96,11 @@ class _Heads(NamedTuple):
 class ModelReader:
     """Reads a decoder as data.
 
-    Args:
-        decoder: the network.
-
     Attributes:
-        model: the decoder as data.
-        layers: its layers.
-        dtype, width: the dtype of the weights, and the model dim.
         masks, rotaries: the different masks and rotary modules of the layers, to which the numbers
             in `StepLayer` refer.
         cap: the cap on the logits; None: none.
         max_rows: the largest number of rows for which compiled code is faster than torch.
-
-    Raises:
-        Unsupported: at the first part that the compiled step does not support.
     """
 
     def __init__(self, decoder: Decoder) -> None:
@@ -384,9 +373,7 @@ class ModelReader:
     def _residual(
         self, residual: nn.Module, *allowed: type[Residual]
     ) -> tuple[StepNorm | None, StepNorm | None]:
-        """Read a residual connection: the norm before the sublayer, and the one on its result, or
-        the factor on it.
-        """
+        """Read a residual connection: the norms before and after, or the factor."""
         residual = _checked("the residual connection", residual, *(allowed or _RESIDUALS))
         if residual.dropout.p and residual.training:
             raise Unsupported("the residual connection has dropout in training mode")
@@ -503,9 +490,7 @@ def _check_methods(module: nn.Module, *names: str) -> None:
 
 
 def _checked(name: str, module: object, *allowed: type[Part]) -> Part:
-    """Return a module whose class is exactly one of these, or raise: a subclass may compute
-    something else.
-    """
+    """Return a module whose class is exactly one of these: a subclass may differ."""
     if not isinstance(module, nn.Module) or plain_class(module) not in allowed:
         raise Unsupported(f"{name} is {type(module).__name__}")
     return cast("Part", module)
@@ -526,9 +511,7 @@ def _alibi(bias: object, H: int) -> tuple[Tensor | None, bool]:
 
 
 def _weight_of(linear: nn.Module) -> Tensor | StoredWeight | None:
-    """Return the parameter `weight` or the record in its place; None where it is computed when it
-    is read.
-    """
+    """Return the parameter `weight` or its record; None where it is computed when read."""
     if "weight" in linear._parameters:
         return linear._parameters["weight"]
     record = linear.__dict__.get("stored_weight")

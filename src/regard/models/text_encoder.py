@@ -40,10 +40,6 @@ def pool(
 
     The computation is in fp32 or better. A text without tokens gets zeros.
 
-    >>> states = torch.tensor([[[3.0, 8.0], [5.0, 0.0], [7.0, 7.0]]])
-    >>> pool(states, torch.tensor([[0, 1, -1]]), Pooling("mean", normalize=False)).tolist()
-    [[4.0, 4.0]]
-
     Source: Reimers and Gurevych 2019 (arXiv 1908.10084), section 3.
     """
     x = states.to(torch.promote_types(states.dtype, torch.float32))
@@ -96,7 +92,6 @@ class TokenBatch(NamedTuple):
     """The tokens of a batch of texts, padded to one length.
 
     Attributes:
-        ids: token ids [B, S].
         positions: positions [B, S], -1 in the padding after a shorter text.
         segments: segment ids (token_type_ids) [B, S]: 0 for a text, 1 for the second one of a pair.
     """
@@ -113,17 +108,12 @@ class TextEncoder(TextModel):
         network: the encoder: ids -> hidden states.
         tokenizer: converts texts to ids; with None, `encode` and `embed` raise.
         config: the frozen config of its family, with vocab_size.
-        pooling: how `embed` computes one vector for a text; None is the normalized mean over
-            tokens.
+        pooling: how `embed` computes one vector; None is the normalized mean over tokens.
         max_seq_length: the largest number of tokens of a text; None is no limit.
         prompts: name -> the text that `embed` puts before a text.
         default_prompt_name: the prompt of `embed` if none is named; None is no prompt.
         newly_initialized: names of weights that the checkpoint lacked and was allowed to lack.
         ignored: parts of the checkpoint that were not used.
-
-    Attributes:
-        network, config, pooling, max_seq_length, prompts, default_prompt_name, newly_initialized,
-            ignored: the arguments.
 
     >>> import regard
     >>> from regard.models.families import family
@@ -171,8 +161,7 @@ class TextEncoder(TextModel):
         Args:
             texts: one text, or B texts.
             seconds: the second text of each pair, for a model that reads pairs; None is no pairs.
-            truncate: whether the end of a text that is too long is cut off; otherwise such a text
-                raises. Pairs are never truncated.
+            truncate: whether a text that is too long is cut off, and not refused; pairs never are.
 
         Returns:
             The ids, positions and segments, each [B, S]; shorter texts are padded at the end.
@@ -199,9 +188,7 @@ class TextEncoder(TextModel):
     def _token_rows(
         self, firsts: Sequence[str], others: Sequence[str | None], *, truncate: bool
     ) -> list[tuple[list[int], list[int]]]:
-        """Return the ids and the segments of each text or pair, checked against
-        `max_seq_length`.
-        """
+        """Return the ids and segments of texts or pairs, checked against `max_seq_length`."""
         rows = self.tokenizer.encode_pairs(firsts, others)
         for i, (pair, row) in enumerate(zip(zip(firsts, others, strict=True), rows, strict=True)):
             over = 0 if self.max_seq_length is None else len(row[0]) - self.max_seq_length
@@ -241,8 +228,7 @@ class TextEncoder(TextModel):
 
         Args:
             ids: token ids [B, S], as `encode` returns them.
-            positions: positions [B, S], -1 for padding, whose states have no meaning; None is 0 to
-                S - 1.
+            positions: positions [B, S], -1 for padding; None is 0 to S - 1.
             segments: segment ids [B, S]; None is 0 everywhere.
             backend: the attention kernel, or "auto".
 
@@ -250,8 +236,7 @@ class TextEncoder(TextModel):
             Hidden states [B, S, M].
 
         Raises:
-            ArgumentError: an id is outside the vocabulary, or a position is beyond the learned
-                positions.
+            ArgumentError: an id is outside the vocabulary, or a position is beyond the table.
         """
         real = ids if not isinstance(positions, Tensor) else ids.masked_fill(positions < 0, 0)
         check_ids(real, self.config.vocab_size)
@@ -327,30 +312,25 @@ class TextEncoder(TextModel):
     ) -> Float[Tensor, "N M"]:
         """Compute one vector for each text, pooled as the checkpoint says.
 
-        Texts of similar length are read together. On a CPU, in fp32 and bf16, they stand one after
-        another in rows without padding, and run through packed weights
-        (`regard.models.packed_encoder`), which take as much memory again as the linear maps of the
-        encoder. Where that is not possible, for example while a trace is open, they are padded, and
-        run through the network as it is written. `why_not_packed` says which it is.
+        Texts of similar length are read together: on a CPU, in fp32 and bf16, in rows without
+        padding through packed weights (`regard.models.packed_encoder`), which take the memory of
+        the linear maps again; otherwise padded, through the plain network (`why_not_packed`).
 
         Args:
             texts: one text, or N texts.
-            batch_size: the largest number of texts that one forward pass reads; it changes only
-                time and memory. None chooses: rows of about `PACKED_TOKENS` tokens, or 32 padded
-                texts.
+            batch_size: the largest number of texts that one forward pass reads; None chooses rows
+                of about `PACKED_TOKENS` tokens, or 32 padded texts.
             truncate: as in `encode`.
-            normalize: whether to divide each vector by its length; None does as the checkpoint
-                says.
-            prompt_name: the name of a prompt in `prompts`, which is put before each text; None is
-                `default_prompt_name`.
+            normalize: whether to divide each vector by its length; None is as in the checkpoint.
+            prompt_name: the prompt of `prompts` before each text; None is `default_prompt_name`.
             progress: called after each forward pass as progress(texts that are done, N).
 
         Returns:
             Vectors [N, M], in the order of the texts; with `truncate_dim` so many dimensions.
 
         Raises:
-            ArgumentError, ArgumentTypeError: as in `encode`; batch_size is less than 1, or there is
-                no such prompt.
+            ArgumentError, ArgumentTypeError: as in `encode`; batch_size is less than 1; no such
+                prompt.
 
         >>> import regard
         >>> from regard.models.families import family
@@ -405,8 +385,8 @@ class TextEncoder(TextModel):
         return len(ids) - (ids[-1] in self.tokenizer.special.values())
 
     def why_not_packed(self) -> str | None:
-        """Return why `embed` would run the network as it is written, with padded texts, or None if
-        it would run packed rows.
+        """Return why `embed` would run the network as it is written, or None if it runs packed
+        rows.
 
         Returns:
             The reason in words, or None.
@@ -427,9 +407,7 @@ class TextEncoder(TextModel):
             return why_not_packed_encoder(encoder)
 
     def _padded_states(self, rows: Sequence[tuple[list[int], list[int]]]) -> tuple[Tensor, Tensor]:
-        """Return the states of texts and their positions [B, S], by the network as it is
-        written.
-        """
+        """Return the states of texts and positions [B, S], by the network as written."""
         ids, positions = pad_right([row[0] for row in rows], self.device)
         segments = pad_right([row[1] for row in rows], self.device)[0]
         return self.hidden(ids, positions, segments), positions

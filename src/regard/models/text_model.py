@@ -1,6 +1,4 @@
-"""The base class of `Model`, `TextEncoder` and `Seq2Seq`: tokenizer, device, dtype, decoding,
-saving.
-"""
+"""The base class of `Model`, `TextEncoder` and `Seq2Seq`: tokenizer, device, dtype, saving."""
 
 from __future__ import annotations
 
@@ -27,24 +25,11 @@ class TextModel:
     `forward`, `encode`, `decode`, `device`, `dtype` and `save`.
 
     Args:
-        network: the module that computes.
-        tokenizer: converts texts to ids and back; None raises where one is needed.
-        config: the frozen config of the network's family.
-        newly_initialized: names of weights that the checkpoint lacked.
-        ignored: parts of the checkpoint that were not used.
-
     Attributes:
-        config: the frozen config of the network's family.
         newly_initialized: names of weights that the checkpoint lacked and was allowed to lack. They
             have random values and are not trained.
         ignored: keys of config.json, tensors and files that the checkpoint has and that were not
             used; see `regard.load`.
-
-    >>> TextModel(nn.Identity(), None, config=None).tokenizer
-    Traceback (most recent call last):
-    regard.errors.FileError: this model has no tokenizer: its folder holds no
-    tokenizer.json; give ids instead of texts, or add the file (transformers converts
-    a tokenizer.model or vocab.txt: save_pretrained of a fast tokenizer)
     """
 
     def __init__(
@@ -66,10 +51,6 @@ class TextModel:
     def to(self, device: torch.device | str) -> Self:
         """Move the weights to a device, and return the model itself; `forward`, generation and
         recordings then compute there.
-
-        >>> import regard
-        >>> regard.load("tiny").to("cpu").device.type
-        'cpu'
         """
         self._network.to(device)
         return self
@@ -121,15 +102,7 @@ class TextModel:
         skip_special_tokens: bool = False,
         positions: Positions | None = None,
     ) -> str | list[str]:
-        """Convert token ids to text.
-
-        >>> import regard
-        >>> model = regard.load("tiny")
-        >>> model.decode(model.encode("Return the"))
-        ['Return the']
-        >>> model.decode([1, 2, 3]) == model.tokenizer.decode([1, 2, 3])
-        True
-        """
+        """Convert token ids to text."""
         tokenizer = self.tokenizer
         if not isinstance(ids, Tensor):
             return tokenizer.decode(ids, skip_special=skip_special_tokens)
@@ -146,17 +119,7 @@ class TextModel:
         return texts if ids.ndim == 2 else texts[0]
 
     def save(self, folder: str | Path) -> Path:
-        """Write the model to a folder that `regard.load` and transformers can read.
-
-        The folder holds config.json, model.safetensors, and tokenizer.json if the model has a
-        tokenizer. The folder is complete or it is not there: it is written under another name first
-        and then renamed.
-
-        >>> import regard
-        >>> folder = regard.load("tiny").save("saved-model")
-        >>> regard.load(folder).config.vocab_size
-        1920
-        """
+        """Write a complete folder, or none, that `regard.load` and transformers read."""
         return save_model(
             self._network,
             self.config,
@@ -167,15 +130,7 @@ class TextModel:
         )
 
     def taps(self, *, patterns: bool = True) -> tuple[str, ...]:
-        """List the taps of the model: the names that `regard.Trace` captures and edits.
-
-        The model runs once, on two tokens.
-
-        >>> import regard
-        >>> names = regard.load("tiny").taps()
-        >>> names[:3], names[-2:], "layers.3.mlp" in names
-        (('embed', 'layers.0.attention.norm', 'layers.0.q'), ('norm', 'logits'), True)
-        """
+        """List the taps of the model for `regard.Trace`, by a run on two tokens."""
         return list_taps(self._example_run(), patterns=patterns)
 
     def _example_run(self) -> Callable[[], object]:
@@ -190,11 +145,7 @@ class TextModel:
 
 
 def as_text_list(texts: str | Sequence[str], name: str = "texts") -> list[str]:
-    """Return one text, or several, as a list.
-
-    >>> as_text_list("one"), as_text_list(["one", "two"])
-    (['one'], ['one', 'two'])
-    """
+    """Return one text, or several, as a list."""
     text_list = [texts] if isinstance(texts, str) else list(texts)
     if not text_list:
         raise ArgumentError(f"{name} is empty; give at least one text")
@@ -207,11 +158,7 @@ def as_text_list(texts: str | Sequence[str], name: str = "texts") -> list[str]:
 def pad_right(
     rows: Sequence[Sequence[int]], device: torch.device | None = None
 ) -> tuple[Int[Tensor, "B S"], Int[Tensor, "B S"]]:
-    """Stack rows of different length into one tensor, with zeros after the shorter ones.
-
-    >>> pad_right([[5, 6, 7], [8]])[0].tolist(), pad_right([[5, 6, 7], [8]])[1].tolist()
-    ([[5, 6, 7], [8, 0, 0]], [[0, 1, 2], [0, -1, -1]])
-    """
+    """Stack rows of different length into one tensor, with zeros after the shorter ones."""
     longest = max(map(len, rows))
     sizes = torch.tensor([len(row) for row in rows], device=device)[:, None]
     padded = [[*row, *[0] * (longest - len(row))] for row in rows]

@@ -28,11 +28,7 @@ _DISPLAY_SYMBOLS = {" ": "·", "\n": "⏎", "\t": "⇥", "\r": "␍", "\x7f": "�
 
 
 def display_text(text: str) -> str:
-    """Return the text with spaces, control characters and marks shown as visible symbols.
-
-    >>> display_text(" a\\x00\\u202e")
-    '·a␀‹U+202E›'
-    """
+    """Return the text with spaces, control characters and marks shown as visible symbols."""
     return "".join(_display_symbol(letter) for letter in text)
 
 
@@ -66,11 +62,7 @@ _CHINESE = re.compile(
 
 
 def check_unicode(text: str) -> str:
-    """Return the text if it is valid Unicode text.
-
-    >>> check_unicode("né 你好")
-    'né 你好'
-    """
+    """Return the text if it is valid Unicode text."""
     if not isinstance(text, str):
         raise ArgumentTypeError(
             f"text is {type(text).__name__}; it must be str (decode bytes first)"
@@ -93,10 +85,6 @@ class StreamDecoder:
     The parts joined equal `Tokenizer.decode` of all ids after the same context, and no part of a
     character is returned. There is one exception: byte tokens beside words (the byte fallback of
     sentencepiece) that are not valid UTF-8 can turn characters before them into U+FFFD.
-
-    Args:
-        tokenizer: converts ids to text.
-        after: the ids before the first one, as in `Tokenizer.decode`.
 
     >>> from regard.models.tokenizer import Tokenizer
     >>> tokenizer = Tokenizer.train(["x"], vocab_size=257)
@@ -133,16 +121,12 @@ class StreamDecoder:
         return "" if text.endswith("�") else self._emit(text)
 
     def flush(self) -> str:
-        """Return the rest, after the last id; bytes that are not a complete character are
-        U+FFFD.
-        """
+        """Return the rest after the last id; incomplete characters are U+FFFD."""
         rest = self._decode_bytes(b"", final=True)
         return rest + (self._emit(self._tokenizer.decode(self._ids)) if self._ids else "")
 
     def _decode_bytes(self, raw: bytes, *, final: bool = False) -> str:
-        """Return the characters that the bytes complete, without the U+FFFD of a half character
-        before the first id.
-        """
+        """Return the characters that the bytes complete, without a half one at the start."""
         text = self._utf8.decode(raw, final)
         if text and self._has_half:
             self._has_half = False
@@ -150,11 +134,7 @@ class StreamDecoder:
         return text
 
     def _emit(self, text: str) -> str:
-        """Return the new part of the text of the ids.
-
-        The ids returned last are decoded again, because the text of a token depends on the token
-        before it.
-        """
+        """Return the new text; the last ids are decoded again, as tokens depend on them."""
         new = _text_after(self._shown, text)
         self._ids = self._ids[self._emitted :]
         self._emitted, self._shown = len(self._ids), self._tokenizer.decode(self._ids)
@@ -162,9 +142,7 @@ class StreamDecoder:
 
 
 def _text_after(shown: str, text: str) -> str:
-    """Return what a text adds to the text that was shown; a half character that was shown as U+FFFD
-    counts where it is complete.
-    """
+    """Return what a text adds to the shown one; a half character counts where it is complete."""
     whole = shown if text.startswith(shown) else shown.rstrip("�")
     return text[len(whole) :]
 
@@ -183,18 +161,9 @@ class Tokenizer:
     Names of special tokens in a user's text are encoded as ordinary text. `decode(encode(text)) ==
     text` for every text of a byte-level tokenizer. Ids count from 0.
 
-    Args:
-        backend: the tokenizer of the `tokenizers` package.
-
     Raises:
         ArgumentError: a token id is outside the vocabulary, or a text has a lone surrogate.
         FileError: the file that it was read from refers to parts that it does not have.
-
-    >>> tokenizer = Tokenizer.train(["low lower lowest"] * 9, vocab_size=260)
-    >>> tokenizer.pieces(tokenizer.encode("low low"))
-    ['low', '·low']
-    >>> tokenizer.decode(tokenizer.encode("né 你好"))
-    'né 你好'
     """
 
     def __init__(self, backend: tokenizers.Tokenizer) -> None:
@@ -216,11 +185,7 @@ class Tokenizer:
 
     @classmethod
     def train(cls, texts: Iterable[str], vocab_size: int) -> Tokenizer:
-        """Learn merges from `texts` until there are `vocab_size` tokens or no pair is left.
-
-        >>> Tokenizer.train(["aaaa"], vocab_size=258).vocab_size
-        258
-        """
+        """Learn merges from `texts` until there are `vocab_size` tokens or no pair is left."""
         smallest = 257  # every byte, and the end of text
         if vocab_size < smallest:
             raise ArgumentError(
@@ -241,9 +206,7 @@ class Tokenizer:
 
     @classmethod
     def load(cls, path: str | Path) -> Tokenizer:
-        """Read a tokenizer.json (any kind that the `tokenizers` package supports), or the one in a
-        folder.
-        """
+        """Read a tokenizer.json of the `tokenizers` package, or the one in a folder."""
         file = Path(path)
         file = file / "tokenizer.json" if file.is_dir() else file
         return _read(cls, file)
@@ -262,16 +225,8 @@ class Tokenizer:
         return file
 
     def with_chinese(self, texts: Iterable[str], vocab_size: int) -> Tokenizer:
-        """Return this tokenizer with a token of its own for each of the most frequent Chinese
-        characters of some texts.
-
-        A Chinese character is always a token or, if it is rare, its bytes; tokens of several
-        characters are not formed. Text without Chinese characters keeps its tokens.
-
-        >>> english = Tokenizer.train(["low lower"], vocab_size=260)
-        >>> both = english.with_chinese(["我打他", "我"], 262)
-        >>> both.pieces(both.encode("low 我打他")), both.vocab_size
-        (['low', '·', '我', '‹E6›', '‹89›', '‹93›', '他'], 262)
+        """Return this tokenizer with a token for each of the most frequent Chinese characters of
+        some texts; a rare one is its bytes, and other text keeps its tokens.
         """
         content = json.loads(self._backend.to_str())
         model, splitter = content["model"], content["pre_tokenizer"]
@@ -302,12 +257,7 @@ class Tokenizer:
         return type(self)(backend)
 
     def lowercased(self) -> Tokenizer:
-        """Return this tokenizer with all letters of a text made small before anything else.
-
-        >>> tokenizer = Tokenizer.train(["x"], vocab_size=257).lowercased()
-        >>> tokenizer.decode(tokenizer.encode("Né X"))
-        'né x'
-        """
+        """Return this tokenizer with all letters of a text made small before anything else."""
         backend = tokenizers.Tokenizer.from_str(self._backend.to_str())
         own = [] if backend.normalizer is None else [backend.normalizer]
         backend.normalizer = normalizers.Sequence([normalizers.Lowercase(), *own])
@@ -339,9 +289,7 @@ class Tokenizer:
 
     @property
     def unknown(self) -> int | None:
-        """The id of the token that stands for what the tokenizer does not know; None if it has
-        none.
-        """
+        """The id of the token for what the tokenizer does not know; None without one."""
         return self._unknown
 
     def encode(
@@ -352,22 +300,13 @@ class Tokenizer:
         template: bool = False,
         after: Sequence[int] = (),
     ) -> list[int]:
-        """Convert a text to token ids.
-
-        >>> tokenizer = Tokenizer.train(["x"], vocab_size=257)
-        >>> len(tokenizer.encode("<|endoftext|>")), tokenizer.encode("<|endoftext|>", special=True)
-        (13, [0])
-        """
+        """Convert a text to token ids."""
         backend = self._backend_for(special=special, continued=bool(self.ordinary(after)))
         ids = self._run(backend.encode, check_unicode(text), add_special_tokens=template).ids
         return list(ids)
 
     def encode_pair(self, first: str, second: str | None = None) -> tuple[list[int], list[int]]:
-        """Convert one text, or a pair of texts, to ids, with the special tokens around them.
-
-        >>> Tokenizer.train(["x"], vocab_size=257).encode_pair("a", "bc")[1]
-        [0, 1, 1]
-        """
+        """Convert one text, or a pair of texts, to ids, with the special tokens around them."""
         pair = None if second is None else check_unicode(second)
         encoding = self._run(
             self._backend.encode, check_unicode(first), pair, add_special_tokens=True
@@ -377,12 +316,7 @@ class Tokenizer:
     def encode_pairs(
         self, firsts: Sequence[str], seconds: Sequence[str | None] | None = None
     ) -> list[tuple[list[int], list[int]]]:
-        """Convert many texts, or pairs of texts, as `encode_pair` does, on all threads of the
-        `tokenizers` package.
-
-        >>> Tokenizer.train(["x"], vocab_size=257).encode_pairs(["a", "b"], ["bc", None])[0][1]
-        [0, 1, 1]
-        """
+        """Convert many texts or pairs as `encode_pair` does, on all threads of the package."""
         others = [None] * len(firsts) if seconds is None else seconds
         inputs = [
             check_unicode(first)
@@ -405,14 +339,7 @@ class Tokenizer:
     def decode(
         self, ids: Iterable[int], *, skip_special: bool = False, after: Sequence[int] = ()
     ) -> str:
-        """Convert ids to text; special tokens appear by name unless skipped, broken UTF-8 as
-        U+FFFD.
-
-        >>> tokenizer = Tokenizer.train(["x"], vocab_size=257)
-        >>> e_acute = tokenizer.encode("é")
-        >>> tokenizer.decode(e_acute[1:], after=e_acute[:1])
-        'é'
-        """
+        """Convert ids to text; special tokens by name unless skipped, bad UTF-8 as U+FFFD."""
         chosen = self.ordinary(ids) if skip_special else list(ids)
         before = self.ordinary(after)
         for index in chosen:
@@ -421,22 +348,12 @@ class Tokenizer:
         return _text_after(self._decode(before), text) if before else text
 
     def ordinary(self, ids: Iterable[int]) -> list[int]:
-        """Return the ids that are not those of special tokens.
-
-        >>> Tokenizer.train(["x"], vocab_size=257).ordinary([0, 9, 0])
-        [9]
-        """
+        """Return the ids that are not those of special tokens."""
         hidden = set(self._special.values())
         return [i for i in ids if i not in hidden]
 
     def pieces(self, ids: Iterable[int]) -> list[str]:
-        """Return one visible string per token: spaces as symbols, part of a character as bytes, ‹E4
-        BD›.
-
-        >>> tokenizer = Tokenizer.train(["x"], vocab_size=257)
-        >>> tokenizer.pieces(tokenizer.encode("a\\n é"))
-        ['a', '⏎', '·', '‹C3›', '‹A9›']
-        """
+        """Return a visible string per token: spaces as symbols, half characters ‹E4 BD›."""
         return [self._piece(index) for index in ids]
 
     def stream(self, after: Sequence[int] = ()) -> StreamDecoder:
@@ -516,9 +433,7 @@ def _unknown_id(backend: tokenizers.Tokenizer) -> int | None:
 
 
 def _parts_of(backend: tokenizers.Tokenizer) -> dict[str, Any]:
-    """Return the content of a tokenizer.json with the parts of a tokenizer around an empty
-    model.
-    """
+    """Return a tokenizer.json with the parts of a tokenizer around an empty model."""
     shell = tokenizers.Tokenizer(models.BPE())
     for name in ("normalizer", "pre_tokenizer", "post_processor", "decoder"):
         setattr(shell, name, getattr(backend, name))
@@ -539,9 +454,7 @@ def _without_prefix(part: Any) -> Any:
 
 
 def _read(kind: type[Tokenizer], file: Path) -> Tokenizer:
-    """Read the tokenizer of a file, whose parts are checked before the `tokenizers` package gets
-    it.
-    """
+    """Read a tokenizer file, whose parts are checked before `tokenizers` gets it."""
     raw = read_bytes(file, MAX_FILE_BYTES)
     try:
         content = parse_json(raw)
@@ -565,9 +478,7 @@ class _BackendError(Exception):
 
 
 def _call_backend(function: Callable[..., object], *args: object, **kwargs: object) -> Any:
-    """Call the backend; its errors, also panics that are not an `Exception`, become
-    `_BackendError`.
-    """
+    """Call the backend; its errors and panics become `_BackendError`."""
     try:
         return function(*args, **kwargs)
     except Exception as error:

@@ -24,19 +24,9 @@ from regard.units import plural
 
 
 def initialize_weights(decoder: Decoder) -> Decoder:
-    """Give a decoder initial weights for training, in place.
-
-    Norms are 1. Matrices are normal with standard deviation 1/sqrt(fan-in), so that scores start
-    with a standard deviation of about 1 and heads distinguish keys from the first step. Matrices
-    that write to the residual stream are 0, so that untrained layers do not add noise to the token
-    vectors, and later layers can match and copy them. The head has standard deviation 0.02, and so
-    has an embedding that is tied to it; an untied embedding has 0.5. Biases are 0.
-
-    >>> from regard.nn import InputEmbedding
-    >>> embed, head = InputEmbedding(nn.Embedding(7, 4)), nn.Linear(4, 7)
-    >>> decoder = initialize_weights(Decoder(embed, [], nn.Identity(), head))
-    >>> float(decoder.head.bias.detach().abs().sum())
-    0.0
+    """Give a decoder initial weights for training, in place: norms 1, biases 0, matrices with std
+    1/sqrt(fan-in), those that write to the residual stream 0, the head 0.02, as a tied embedding;
+    an untied one has 0.5.
     """
     embedding, head = decoder.embed.embedding, decoder.head
     tied = getattr(head, "weight", None) is embedding.weight
@@ -69,14 +59,7 @@ def _writers(block: Block) -> list[nn.Module]:
 
 
 def embedding_and_head(vocabulary: int, dim: int, *, tied: bool) -> tuple[nn.Embedding, nn.Linear]:
-    """Build an embedding [V, M] and a head from M to V without bias; tied ones share the matrix.
-
-    >>> embedding, head = embedding_and_head(7, 4, tied=True)
-    >>> embedding.weight is head.weight
-    True
-
-    Source: Press and Wolf 2016 (arXiv 1608.05859), section 3.
-    """
+    """Build an embedding [V, M] and a head from M to V without bias; tied ones share the matrix."""
     embedding, head = nn.Embedding(vocabulary, dim), Linear(dim, vocabulary, bias=False)
     if tied:
         head.weight = embedding.weight
@@ -101,33 +84,17 @@ NONLINEARITIES: dict[str, Callable[[], nn.Module]] = {
 
 
 def activation(name: str, key: str = "hidden_act") -> nn.Module:
-    """Return the module of an activation in config.json.
-
-    >>> activation("gelu_new")
-    GELU(approximate='tanh')
-
-    Source: Hendrycks and Gimpel 2016 (arXiv 1606.08415), section 2, for both forms of GELU.
+    """Return the module of an activation in config.json. Source: Hendrycks and Gimpel 2016 (arXiv
+    1606.08415), section 2, for both forms of GELU.
     """
     check_activation(name, key)
     return NONLINEARITIES[ACTIVATIONS[name]]()
 
 
 def rotary_module(settings: RopeSettings) -> Rotary:
-    """Build the `Rotary` of a config, with the formulas of transformers' `modeling_rope_utils`.
-
-    int(head_dim * partial) dims are rotated, and the exponents divide by that number; for
-    "proportional" they divide by the head dim. "dynamic" and "longrope" depend on the length of the
+    """Build the `Rotary` of a config, with the formulas of transformers' `modeling_rope_utils`:
+    int(head_dim * partial) dims are rotated; "dynamic" and "longrope" depend on the length of the
     text, so that a cache of rotated keys needs `rotary_heads`.
-
-    "dynamic" counts from max_positions; "longrope" and "yarn" from the length before the extension
-    (max_positions if it is not given). The factor of LongRoPE, if it is absent, is max_positions
-    divided by that length. The effect of `mscale_all_dim` on the softmax is in
-    `Rotary.softmax_factor`, for families that apply it.
-
-    >>> rotary_module(RopeSettings(64, 150000.0, {"rope_type": "linear", "factor": 8.0}, 4096))
-    Rotary(64, base=150000.0, scaling=LinearScaling(factor=8.0), layout='half')
-
-    Source: see `regard.positions` for each scaling.
     """
     checked, D, partial = check_rope(settings), settings.head_dim, settings.partial
     proportional = checked["rope_type"] == "proportional"
@@ -157,20 +124,9 @@ def rotary_heads(
     k_flat: nn.Module | None = None,
     bias: bool = False,
 ) -> SeparateQKV:
-    """Build the projection of queries, keys and values with rotary positions on queries and keys,
-    or without positions.
-
-    Where the frequencies depend on the length, cached keys that were rotated with other frequencies
-    raise when they are read, and the prefix has to be computed again
-    (`regard.nn.PrefixRecomputer`). So decoding with a cache equals one pass. Parameters have the
-    same names in both cases.
-
-    >>> plain = RopeSettings(8, 1e4, None, 64)
-    >>> rotary_heads(32, 4, 2, 8, rotary_module(plain)).shape.memory
-    (16, 16)
-    >>> dynamic = plain._replace(scaling={"rope_type": "dynamic", "factor": 2.0})
-    >>> rotary_heads(32, 4, 2, 8, rotary_module(dynamic)).shape.memory
-    (16, 16, 1)
+    """Build the projection of queries, keys and values with rotary positions or none; where
+    frequencies depend on the length, keys rotated with others raise when they are read
+    (`regard.nn.PrefixRecomputer`).
     """
     if rotary is not None and rotary.dim != head_dim:
         raise ArgumentError(f"rotary is for heads of {rotary.dim}, and head_dim is {head_dim}")
@@ -188,12 +144,7 @@ def rotary_heads(
 def rope_scaling(
     settings: Mapping[str, Any], pairs: int, max_positions: int, original: int | None
 ) -> Scaling | None:
-    """Return the scaling of a checked rope_scaling; None for default, or proportional without
-    factor.
-
-    >>> rope_scaling({"rope_type": "dynamic", "factor": 2.0}, 32, 4096, None)
-    DynamicNTK(factor=2.0, original_length=4096)
-    """
+    """Return the scaling of a checked rope_scaling; None if it changes nothing."""
     kind = settings["rope_type"]
     if kind == "default":
         return None

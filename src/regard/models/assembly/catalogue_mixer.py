@@ -35,18 +35,9 @@ grows with the distance, and "none" uses no positions.
 
 
 def with_positions(mixer: Mixer, scheme: PositionScheme, *, base: float = 10000.0) -> Mixer:
-    """Return a mechanism with another position scheme instead of its rotary positions or ALiBi.
-
-    "rope": q and k are rotated by their positions, after all other steps; "alibi": s_ij - m_h (i -
-    j); "none": neither
-
-    >>> from regard.nn.variants import gqa
-    >>> layer = with_positions(gqa(32, 4, groups=2), "alibi")
-    >>> layer.bias, len(layer.project.q.steps)
-    (alibi(4), 0)
-
-    Source: rope: Su et al. 2021 (arXiv 2104.09864); alibi: Press et al. 2021 (arXiv 2108.12409);
-    none: Haviv et al. 2022 (arXiv 2203.16634).
+    """Return a mechanism with other positions: "rope" rotates q and k after all other steps,
+    "alibi" subtracts m_h (i - j), "none" does neither. Source: arXiv 2104.09864; arXiv 2108.12409;
+    arXiv 2203.16634.
     """
     if scheme not in get_args(PositionScheme):
         raise ArgumentError(
@@ -71,27 +62,15 @@ def with_positions(mixer: Mixer, scheme: PositionScheme, *, base: float = 10000.
 
 
 def supported_schemes(mixer: Mixer) -> tuple[PositionScheme, ...]:
-    """Return the position schemes that `with_positions` can give a mechanism.
-
-    >>> from regard.nn.variants import delta_net, gqa, moba
-    >>> supported_schemes(gqa(32, 4, groups=2)), supported_schemes(delta_net(32, 4))
-    (('rope', 'alibi', 'none'), ('none',))
-    >>> supported_schemes(moba(32, 4, groups=2))
-    ()
-    """
+    """Return the position schemes that `with_positions` can give a mechanism."""
     return tuple(
         scheme for scheme in get_args(PositionScheme) if _scheme_refusal(mixer, scheme) is None
     )
 
 
 def with_window(mixer: Mixer, size: int) -> Mixer:
-    """Return a mechanism with an additional window: a query sees at most the last W keys.
-
-    >>> from regard.nn.variants import qk_norm
-    >>> print(with_window(qk_norm(32, 4, groups=2), 3).mask)
-    causal & window(3)
-
-    Source: Beltagy et al. 2020 (arXiv 2004.05150), section 3.1.
+    """Return a mechanism with an additional window: a query sees at most the last W keys. Source:
+    Beltagy et al. 2020 (arXiv 2004.05150), section 3.1.
     """
     window = Window(size)
     if type(mixer) is not Attention:  # subclasses define their own rule
@@ -138,9 +117,7 @@ def _plain_projections(mixer: Mixer) -> Sequence[HeadProjection | FusedQKV] | No
 
 
 def _without_finishes(project: Projection) -> Projection:
-    """Return the projection inside gates and other steps on the result, unless a step is defined
-    together with the positions.
-    """
+    """Return the projection inside gates and other steps that are not bound to positions."""
     if isinstance(project, GatedProjection):
         return project.project
     if isinstance(project, FinishedProjection) and not any(
@@ -165,9 +142,8 @@ def _with_mask_and_bias(attention: Attention, mask: Mask | None, bias: Bias | No
 
 
 Position: TypeAlias = Literal["catalogue", "rope", "alibi", "learned", "sinusoidal", "none"]
-"""The source of positions in a decoder: "catalogue" leaves the mechanism as it is; "rope" rotates
-queries and keys, "alibi" adds a bias to the scores, "learned" and "sinusoidal" add vectors to the
-embedding, and "none" uses no positions.
+"""The source of positions in a decoder: "catalogue" leaves the mechanism as it is, "rope" and
+"alibi" change it, "learned" and "sinusoidal" add vectors to the embedding.
 """
 
 EMBEDDING_POSITIONS = ("learned", "sinusoidal")
@@ -179,22 +155,14 @@ LAYER_INDEX_OPTIONS = ("layer", "depth")
 
 
 def decoder_variants() -> tuple[str, ...]:
-    """Return the mechanisms of the catalogue that can be the layers of a decoder.
-
-    >>> [name in decoder_variants() for name in ("retention", "bahdanau", "prefix_lm")]
-    [True, False, False]
-    """
+    """Return the mechanisms of the catalogue that can be the layers of a decoder."""
     return tuple(
         sorted(name for name, entry in VARIANTS.items() if _decoder_refusal(entry) is None)
     )
 
 
 def find_decoder_variant(name: str) -> Variant:
-    """Return the mechanism for a decoder with this name.
-
-    >>> find_decoder_variant("gqa").family
-    'softmax'
-    """
+    """Return the mechanism for a decoder with this name."""
     entry = find_variant(name)
     if reason := _decoder_refusal(entry):
         raise ArgumentError(
@@ -205,10 +173,7 @@ def find_decoder_variant(name: str) -> Variant:
 
 
 def check_position(position: str) -> None:
-    """Check that a name is a `Position`.
-
-    >>> check_position("rope")
-    """
+    """Check that a name is a `Position`."""
     known = get_args(Position)
     if position not in known:
         raise ArgumentError(
@@ -226,11 +191,7 @@ def build_mixer(
     position: str = "catalogue",
     window: int | None = None,
 ) -> Mixer:
-    """Build the attention of one layer of a decoder: causal, x [B, T, M] -> [B, T, M].
-
-    >>> print(build_mixer("gqa", 32, 4, {"groups": 2}, window=3).mask)
-    causal & window(3)
-    """
+    """Build the attention of one layer of a decoder: causal, x [B, T, M] -> [B, T, M]."""
     entry = find_decoder_variant(name)
     check_position(position)
     names = option_names(entry)

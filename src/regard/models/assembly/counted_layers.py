@@ -1,7 +1,5 @@
-"""What a layer costs in `regard cost --mechanisms` if its mechanism is not counted without torch.
-
-The layer is built without memory for its weights, and says what it stores and computes; that is
-what `regard describe` prints of it.
+"""What a layer costs in `regard cost --mechanisms` if its mechanism is not counted without torch:
+it is built without memory for its weights.
 """
 
 from __future__ import annotations
@@ -27,15 +25,7 @@ WITHOUT_SIZE = OPTIONS_WITHOUT_COST | {"depth"}
 
 
 def count_layer(choice: MechanismChoice, base: BaseModel) -> CountedLayer:
-    """Return the cost of a layer of any mechanism that can be the layer of a decoder.
-
-    >>> from regard.configs.suggested_sizes import parse_mechanism
-    >>> from regard.cost import model_of
-    >>> llama = BaseModel.of(model_of("llama-3.1-8b"))
-    >>> layer = count_layer(parse_mechanism("chunked", any_name=True), llama)
-    >>> layer.options["chunk"], layer.spec.cached(32768).tokens
-    (8192, 8192)
-    """
+    """Return the cost of a layer of any mechanism that can be the layer of a decoder."""
     entry = find_decoder_variant(find_variant(choice.name).name)
     for name, value in entry.published_options.items():
         if not isinstance(value, int):

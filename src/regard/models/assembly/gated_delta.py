@@ -43,12 +43,7 @@ def delta_net(
 
 
 def filters(parameter_name: str) -> TensorRule:
-    """Return the rule of the filters of a short convolution, stored as torch's Conv1d has them.
-
-    >>> import torch
-    >>> filters("w").pack([torch.zeros(6, 4)]).shape
-    torch.Size([6, 1, 4])
-    """
+    """Return the rule of the filters of a short convolution, stored as torch's Conv1d has them."""
 
     def unpack(stored: Tensor, _: object) -> tuple[Tensor]:
         return (stored.squeeze(1),)

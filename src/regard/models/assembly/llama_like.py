@@ -116,13 +116,7 @@ Layer: TypeAlias = Callable[[Any, int, Rotary | None, int | None], Block]
 
 
 def recipe_names(recipe: DecoderRecipe) -> NameTable:
-    """Return the name table of a recipe; {} is the layer, a second one the expert. Entries of parts
-    that a model lacks are ignored.
-
-    >>> table = recipe_names(DecoderRecipe(stored={"mlp.up_proj": "mlp.fc1"}))
-    >>> table["model.layers.{}.mlp.fc1.weight"]
-    'layers.{}.feed_forward.up.weight'
-    """
+    """Return the name table of a recipe: {} is the layer, a second one the expert."""
     table: dict[str, NameEntry] = {
         **EMBEDDING_AND_HEAD,
         "model.norm.bias": "norm.bias",
@@ -147,12 +141,7 @@ def recipe_names(recipe: DecoderRecipe) -> NameTable:
 
 
 def expert_names(experts: Experts) -> dict[str, NameEntry]:
-    """Return the names of a router, its experts, and an expert for all tokens.
-
-    >>> mixtral = Experts("n", stored="block_sparse_moe", parts=("w1", "w3", "w2"))
-    >>> list(expert_names(mixtral))[2]
-    'model.layers.{}.block_sparse_moe.experts.{}.w1.weight'
-    """
+    """Return the names of a router, its experts, and an expert for all tokens."""
     theirs, ours = f"{STORED_LAYER}{experts.stored}.", MODEL_LAYER + "feed_forward."
     parts = ("gate", "up", "down")
     table: dict[str, NameEntry] = {
@@ -172,12 +161,7 @@ def expert_names(experts: Experts) -> dict[str, NameEntry]:
 
 
 def rename_language_model(name: str) -> str:
-    """Return the name of a tensor without the prefix that models with image input add.
-
-    >>> names = "language_model.model.norm.weight", "model.language_model.norm.weight"
-    >>> tuple(rename_language_model(name) for name in names)
-    ('model.norm.weight', 'model.norm.weight')
-    """
+    """Return the name of a tensor without the prefix that models with image input add."""
     name = re.sub(r"^model\.language_model\.", "model.", name)
     return name.removeprefix("language_model.")
 
@@ -386,12 +370,7 @@ def mixture(dim: int, hidden: int, router: Router, shared: nn.Module | None = No
 
 
 def experts_in_one_tensor(*parts: str, transposed: bool = False) -> TensorRule:
-    """Return the rule for a tensor [n, rows, columns] with the matrices of all n experts; several
-    parts are one above the other in the rows.
-
-    >>> experts_in_one_tensor("gate", "up").parameters[0]
-    'layers.{}.feed_forward.experts.*.gate.weight'
-    """
+    """Return the rule for a tensor [n, rows, columns] of n experts, parts one above the other."""
 
     def unpack(stored: Tensor, _: Sequence[torch.Size]) -> list[Tensor]:
         matrices = stored.mT if transposed else stored

@@ -1,6 +1,4 @@
-"""Which layers of a decoder read the keys and values of an earlier one, and a decoder in which they
-do.
-"""
+"""Which layers read the keys and values of an earlier one, and a decoder in which they do."""
 
 from __future__ import annotations
 
@@ -16,13 +14,8 @@ from regard.units import plural
 
 
 def cross_layer(layers: int, every: int) -> tuple[int | None, ...]:
-    """Return the pattern of cross-layer attention (CLA): every n-th layer stores keys and values,
-    and the layers up to the next one read them.
-
-    >>> cross_layer(5, 2)
-    (None, 0, None, 2, None)
-
-    Source: Brandon et al. 2024 (arXiv 2405.12981), section 3.
+    """Return the pattern of CLA: every n-th layer stores keys and values, which the layers up to
+    the next one read. Source: Brandon et al. 2024 (arXiv 2405.12981), section 3.
     """
     if min(layers, every) < 1:
         raise ArgumentError(f"layers is {layers} and every {every}; both must be at least 1")
@@ -31,14 +24,7 @@ def cross_layer(layers: int, every: int) -> tuple[int | None, ...]:
 
 def you_only_cache_once(layers: int) -> tuple[int | None, ...]:
     """Return the pattern of YOCO: the first layer of the upper half stores the only global keys and
-    values, and all later layers read them.
-
-    The lower half has mechanisms with a bounded cache, such as windows or retention.
-
-    >>> you_only_cache_once(6)
-    (None, None, None, None, 3, 3)
-
-    Source: Sun et al. 2024 (arXiv 2405.05254), section 2.
+    values, which later layers read. Source: Sun et al. 2024 (arXiv 2405.05254), section 2.
     """
     if layers < 2:
         raise ArgumentError(f"layers is {layers}; it must be at least 2")
@@ -47,13 +33,8 @@ def you_only_cache_once(layers: int) -> tuple[int | None, ...]:
 
 
 def last_layers(kinds: Sequence[str], shared: int) -> tuple[int | None, ...]:
-    """Return the pattern of Gemma 3n and Gemma 4: each of the last layers reads the last layer of
-    its kind that stores keys and values.
-
-    >>> last_layers(["window", "window", "full", "window", "full"], 2)
-    (None, None, None, 1, 2)
-
-    Source: `num_kv_shared_layers` of the published code of Gemma 3n.
+    """Return the pattern of Gemma 3n and 4: each of the last layers reads the last layer of its
+    kind that stores keys and values, as `num_kv_shared_layers` of the published code.
     """
     first = len(kinds) - shared
     if not 0 <= shared < max(1, len(kinds)):
@@ -71,20 +52,8 @@ def last_layers(kinds: Sequence[str], shared: int) -> tuple[int | None, ...]:
 
 
 def share_memory(decoder: Decoder, memory_from: Sequence[int | None]) -> Decoder:
-    """Return a decoder whose layers read the keys and values of earlier layers.
-
-    The layers keep their queries, outputs and all other parts; the key and value maps of a reading
-    layer are left out.
-
-    >>> import torch
-    >>> from regard.models.families.regard import Config, build
-    >>> config = Config(vocab_size=9, hidden_size=8, intermediate_size=8, num_hidden_layers=4,
-    ...     num_attention_heads=2, attention="gqa", attention_options={"groups": 1})
-    >>> decoder = share_memory(build(config), cross_layer(4, 2))
-    >>> [cache.bytes for cache in decoder.new_caches()], decoder(torch.tensor([[1, 2]])).shape
-    ([0, 0, 0, 0], torch.Size([1, 2, 9]))
-
-    Source: Brandon et al. 2024 (arXiv 2405.12981).
+    """Return a decoder whose layers read earlier layers' keys and values, without key and value
+    maps. Source: Brandon et al. 2024 (arXiv 2405.12981).
     """
     layers = [cast("Block", layer) for layer in decoder.layers]
     shared = Decoder(decoder.embed, layers, decoder.norm, decoder.head, memory_from)

@@ -46,9 +46,7 @@ from regard.positions import Rotary
 
 Mamba2Hybrid: TypeAlias = BambaConfig | GraniteHybridConfig
 FLOAT32 = ("*.rule.A_log", "*.rule.dt_bias", "*.rule.skip")
-"""Parameters of the recurrence that stay in float32 or better: an error of a decay grows with the
-number of tokens.
-"""
+"""Parameters that stay in float32 or better: errors of decays grow with the tokens."""
 
 
 def mixer(
@@ -110,12 +108,7 @@ def mixer_of(config: Mamba2Hybrid, layer: int, rotary: Rotary | None, window: in
 
 
 def names(stored: str, ours: str) -> NameTable:
-    """Return the table entries of a layer of Mamba-2.
-
-    >>> table = names("mixer.", "attention.")
-    >>> table["mixer.D"]
-    'attention.rule.skip'
-    """
+    """Return the table entries of a layer of Mamba-2."""
     parts = ("gate", "project.v", "project.k", "project.q", "rule")
     taps = ours + "project.convolution."
     table: dict[str, NameEntry] = {
@@ -135,12 +128,7 @@ def names(stored: str, ours: str) -> NameTable:
 
 
 def filters(parameter_name: str) -> TensorRule:
-    """Return the rule of the filters of a convolution, which are stored as [channels, 1, kernel].
-
-    >>> import torch
-    >>> filters("w").pack([torch.zeros(3, 4)]).shape
-    torch.Size([3, 1, 4])
-    """
+    """Return the rule of the filters of a convolution, stored as [channels, 1, kernel]."""
     return TensorRule(
         (parameter_name,), lambda stored, _: (stored[:, 0],), lambda parts: parts[0][:, None]
     )

@@ -54,11 +54,8 @@ def read_config(
     ignore: Sequence[str] = (),
     file: Path | None = None,
 ) -> tuple[ModelConfig, tuple[str, ...]]:
-    """Return the config of a family from the content of config.json, and the keys that were
-    ignored.
-
-    Two kinds of keys are ignored: those that other tools write into any folder
-    (`reader.TOOL_KEYS`), and unknown keys that match `ignore`.
+    """Return the config of a family from config.json, and the keys that were ignored:
+    `reader.TOOL_KEYS`, and unknown ones that match `ignore`.
     """
     text = raw.get("text_config")
     keys = [*raw, *(text if isinstance(text, Mapping) else ())]
@@ -78,9 +75,7 @@ def read_config(
 
 
 def _check_counts(raw: Raw, tensors: int) -> None:
-    """Check that sizes are plausible, and that there are enough tensors for the layers and
-    experts.
-    """
+    """Check that sizes are plausible, and that layers and experts have enough tensors."""
     for name, value in raw.items():
         if isinstance(value, Mapping):  # the text_config of a model that also reads images
             _check_counts(value, tensors)
@@ -102,11 +97,7 @@ def read_json(folder: Path, name: str, *, limit: int = strict_json.MAX_BYTES) ->
 
 
 def read_eos_ids(folder: Path, raw: Raw, tokenizer: Tokenizer | None) -> frozenset[int]:
-    """Return the ids that end a text.
-
-    They are eos_token_id of generation_config.json, or else of config.json, or else
-    `<|endoftext|>`.
-    """
+    """Return the ids that end a text: of the files, or else `<|endoftext|>`."""
     name = "generation_config.json"
     source = raw if checked_path_or_none(folder, name) is None else read_json(folder, name)
     value = source.get("eos_token_id", raw.get("eos_token_id"))

@@ -30,7 +30,6 @@ class TensorRule:
         pack: the parameters -> the stored tensor. Applied to the network's parameters, it gives the
             shape that a file must have.
         requires: a further parameter that must exist for this entry to apply; None is no condition.
-            The same part may be stored under another name in models without that parameter.
         unless: a parameter that must not exist for this entry to apply; None is no condition.
     """
 
@@ -46,17 +45,8 @@ class HeadRows:
     """Parameters that are stored in one matrix head by head: the rows of the first head of every
     parameter, then those of the second head, and so on.
 
-    The number of heads does not follow from the sizes of the parameters; the network knows it.
-
     Attributes:
-        parameters: the names of the parameters, with {} for the numbers in the stored name.
         heads: the name of the `HeadProjection` that has these heads.
-        requires, unless: as for `TensorRule`.
-
-    >>> rows = HeadRows(("q", "gate"), "project.q").rule(2)
-    >>> q, gate = torch.arange(4), torch.arange(10, 14)
-    >>> rows.pack([q, gate]).tolist()
-    [0, 1, 10, 11, 2, 3, 12, 13]
     """
 
     parameters: tuple[str, ...]
@@ -106,11 +96,7 @@ def as_stored(
 def only(
     names: NameTable, *, requires: str | None = None, unless: str | None = None
 ) -> dict[str, tuple[TensorRule | HeadRows, ...]]:
-    """Return the entries of a table with a condition, for parts that only some layers have.
-
-    >>> only({"h.{}.w": "{}.weight"}, unless="{}.norm")["h.{}.w"][0].unless
-    '{}.norm'
-    """
+    """Return the entries of a table with a condition, for parts that only some layers have."""
     return {
         name: tuple(replace(rule, requires=requires, unless=unless) for rule in _rules(entry))
         for name, entry in names.items()
@@ -125,20 +111,12 @@ def _rules(entry: NameEntry) -> tuple[TensorRule | HeadRows, ...]:
 
 
 def transposed(parameter_name: str) -> TensorRule:
-    """Return the rule of a matrix that is stored as [in, out].
-
-    >>> transposed("w").unpack(torch.zeros(2, 3), [torch.Size([3, 2])])[0].shape
-    torch.Size([3, 2])
-    """
+    """Return the rule of a matrix that is stored as [in, out]."""
     return TensorRule((parameter_name,), lambda stored, _: (stored.T,), lambda parts: parts[0].T)
 
 
 def reshaped(parameter_name: str, *sizes: int) -> TensorRule:
-    """Return the rule of a parameter that is stored with other sizes, one of which may be -1.
-
-    >>> reshaped("w", 1, -1).pack([torch.zeros(2, 3)]).shape
-    torch.Size([1, 6])
-    """
+    """Return the rule of a parameter that is stored with other sizes, one of which may be -1."""
     return TensorRule(
         (parameter_name,),
         lambda stored, own: (stored.reshape(own[0]),),
@@ -147,12 +125,7 @@ def reshaped(parameter_name: str, *sizes: int) -> TensorRule:
 
 
 def stacked_rows(*parameter_names: str) -> TensorRule:
-    """Return the rule of parameters that are stored as rows of one matrix, in this order.
-
-    >>> sizes = [torch.Size([1]), torch.Size([2])]
-    >>> [x.tolist() for x in stacked_rows("a", "b").unpack(torch.arange(3), sizes)]
-    [[0], [1, 2]]
-    """
+    """Return the rule of parameters that are stored as rows of one matrix, in this order."""
     return TensorRule(
         parameter_names,
         lambda stored, sizes: stored.split_with_sizes([size[0] for size in sizes]),
@@ -161,20 +134,12 @@ def stacked_rows(*parameter_names: str) -> TensorRule:
 
 
 def weight_and_bias(stored_name: str, parameter_name: str) -> dict[str, str]:
-    """Return the table entries for the weight and the bias of a module.
-
-    >>> weight_and_bias("ln_f", "norm")
-    {'ln_f.weight': 'norm.weight', 'ln_f.bias': 'norm.bias'}
-    """
+    """Return the table entries for the weight and the bias of a module."""
     return {f"{stored_name}.{end}": f"{parameter_name}.{end}" for end in ("weight", "bias")}
 
 
 def weights_and_biases(modules: Mapping[str, str], stored: str, ours: str) -> dict[str, str]:
-    """Return the table entries for the weights and the biases of several modules.
-
-    >>> weights_and_biases({"ln_1": "norm"}, "h.{}.", "layers.{}.")
-    {'h.{}.ln_1.weight': 'layers.{}.norm.weight', 'h.{}.ln_1.bias': 'layers.{}.norm.bias'}
-    """
+    """Return the table entries for the weights and the biases of several modules."""
     table: dict[str, str] = {}
     for theirs, name in modules.items():
         table |= weight_and_bias(stored + theirs, ours + name)
@@ -183,26 +148,14 @@ def weights_and_biases(modules: Mapping[str, str], stored: str, ours: str) -> di
 
 @dataclass(frozen=True)
 class TensorBinding:
-    """An entry of a table with its numbers filled in: the parameters that a stored tensor holds.
-
-    Attributes:
-        rule: the rule of the entry.
-        parameters: the names of the parameters.
-    """
+    """An entry of a table with its numbers filled in: the parameters that a stored tensor holds."""
 
     rule: TensorRule
     parameters: tuple[str, ...]
 
 
 def bind_names(model: nn.Module, names: NameTable) -> dict[str, TensorBinding]:
-    """Return stored name -> parameters, for the layers of a network; entries of parts
-    that the network lacks are left out.
-
-    >>> stacked = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-    >>> table = {"h.{}.w": "{}.weight", "h.{}.b": "{}.bias", "lm_head": "head.weight"}
-    >>> list(bind_names(stacked, table))
-    ['h.0.w', 'h.1.w', 'h.0.b', 'h.1.b']
-    """
+    """Return stored name -> parameters for the layers of a network, without missing parts."""
     every = [name for name, _ in model.named_parameters(remove_duplicate=False)]
     every += [name for name, _ in stored_modules(model)]
     if names is SAME_NAMES:
@@ -244,11 +197,7 @@ _MARK = re.compile(r"\{\}|\*|(?<![^.])\d+(?![^.])")
 
 
 def name_pattern(name: str) -> str:
-    """Replace each number in a name by {}.
-
-    >>> name_pattern("layers.12.q.weight")
-    'layers.{}.q.weight'
-    """
+    """Replace each number in a name by {}."""
     return _MARK.sub("{}", name)
 
 
@@ -298,8 +247,6 @@ class Family:
     """A model family: everything about a Hugging Face `model_type` except the parts of its network.
 
     Attributes:
-        config: the config class, with the keys of config.json that change the network.
-        build: config -> network with initial weights.
         names: the name table: stored name -> parameter name or `TensorRule`; {} is a layer number.
         complete_config: (config, raw config.json, stored names of the table) -> config with what
             only the stored tensors show, such as a tied head.
@@ -329,17 +276,7 @@ class Family:
     architecture: str = "decoder"
 
     def build_empty(self, config: ModelConfig) -> nn.Module:
-        """Build the network of a config on the device "meta": parameters have sizes and no values.
-
-        Initial values are not drawn, because that would take most of the time: 0.2 of 0.25 seconds
-        for 24 layers.
-
-        >>> from regard.models.families import family
-        >>> llama = family("llama")
-        >>> network = llama.build_empty(llama.config(9, 8, 8, 1, 2, 1, 4))
-        >>> network.head.weight.device.type, tuple(network.head.weight.shape)
-        ('meta', (9, 8))
-        """
+        """Build a network on "meta", without the time that drawing initial values takes."""
         with torch.device("meta"), _NoInitialValues():
             return self.build(config)
 

@@ -6,10 +6,6 @@ the layout of Hugging Face's checkpoints.
 Three differences in layout are undone. For the architecture "llama", llama.cpp stores the rows of
 queries and keys in the order of interleaved rotary positions: row 2 i + j of a head is row
 j D / 2 + i. For "gemma", norms are stored as 1 + w. Factors on the rotary frequencies
-(`rope_freqs.weight`) are those of Llama 3.1 and 3.2, or the file is refused.
-
-Matrices in the formats of `gguf_blocks.RECORD_FORMS` stay in few bits as stored weights; the others
-are dequantized.
 """
 
 from __future__ import annotations
@@ -78,12 +74,8 @@ _LAYER_NAMES = {
 
 
 def find_gguf(source: Path) -> Path | None:
-    """Return the GGUF file that a path means: the file itself, or the only one of a folder that has
-    no safetensors weights; None if the path means another kind of model.
-
-    >>> _ = Path("a.gguf").write_bytes(b"GGUF and more")
-    >>> find_gguf(Path("a.gguf")), find_gguf(Path("missing"))
-    (PosixPath('a.gguf'), None)
+    """Return the GGUF file that a path means: the file itself, or the only one of a folder without
+    safetensors; else None.
     """
     if not source.is_dir():
         return source if is_gguf(source) else None
@@ -104,15 +96,7 @@ def find_gguf(source: Path) -> Path | None:
 
 @dataclass(frozen=True)
 class GgufModel:
-    """The checked header of a model's GGUF file.
-
-    Attributes:
-        header: the header.
-        architecture: the name of the family.
-        config: the keys that a config.json of the model has.
-        names: name in Hugging Face's checkpoints -> tensor.
-        ignored: keys and tensors that the caller asked to ignore.
-    """
+    """The checked header of a model's GGUF file."""
 
     header: GgufHeader
     architecture: str
@@ -198,11 +182,7 @@ class GgufModel:
 
 
 def _checkpoint_name(name: str) -> str | None:
-    """Return the name of a tensor in Hugging Face's checkpoints, or None if it is not known.
-
-    >>> _checkpoint_name("blk.3.attn_q.bias"), _checkpoint_name("blk.3.ffn_gate_inp.weight")
-    ('model.layers.3.self_attn.q_proj.bias', None)
-    """
+    """Return the name of a tensor in Hugging Face's checkpoints, or None if it is not known."""
     stem, _, end = name.rpartition(".")
     if end not in ("weight", "bias"):
         return None
@@ -218,12 +198,7 @@ def _checkpoint_name(name: str) -> str | None:
 
 @dataclass(frozen=True)
 class GgufTensors(CheckpointTensors):
-    """The tensors of a GGUF file under the names of Hugging Face's checkpoints, dequantized.
-
-    Attributes:
-        model: the file.
-        dtype: the dtype in which quantized matrices are read; they are computed in fp32.
-    """
+    """The tensors of a GGUF file by Hugging Face's names, dequantized in fp32 to `dtype`."""
 
     model: GgufModel
     dtype: torch.dtype
@@ -274,12 +249,7 @@ class GgufTensors(CheckpointTensors):
 
 @dataclass(frozen=True)
 class GgufRecords:
-    """The matrices of a GGUF file that stay in few bits.
-
-    Attributes:
-        model: the file.
-        names: name of a parameter -> name of the tensor in Hugging Face's checkpoints.
-    """
+    """The matrices of a GGUF file that stay in few bits, by the names of their parameters."""
 
     model: GgufModel
     names: Mapping[str, str]

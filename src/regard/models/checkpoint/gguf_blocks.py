@@ -11,10 +11,6 @@ of a block, q the unsigned codes, s and m the factors of the groups in a block o
     Q5_K   w = d s q - dmin m        q in 0 ... 31
     Q6_K   w = d s (q - 32)          q in 0 ... 63, s in -128 ... 127 for each 16 numbers
 
-Q8_0, Q5_0, Q4_0 and Q4_K have one scale for 32 numbers and so are stored weights
-(`regard.ops.stored_weights`) without another rounding of the codes. Q5_K has codes that need more
-than 4 bits with a zero point, and Q6_K has groups of 16: both are dequantized.
-
 Source: the reference quantization of ggml, `dequantize_row_*`.
 """
 
@@ -35,9 +31,6 @@ class GroupedCodes(NamedTuple):
 
     w[n, m] = scales[n, g] codes[n, m] - offsets[n, g],  g = m // (M / groups)
 
-    Attributes:
-        codes: [N, M], int8 or uint8.
-        scales: [N, groups], fp16 or fp32.
         offsets: fp32 [N, groups]; None is 0.
     """
 
@@ -89,9 +82,8 @@ def _bits(raw: Tensor, places: Tensor) -> Tensor:
 def _group_factors(x: Tensor) -> tuple[Tensor, Tensor]:
     """Return the products d s and dmin m of Q4_K and Q5_K, fp32 [N, 8 groups of each block].
 
-    Of 12 bytes, 0 to 3 have the low 6 bits of s and 4 to 7 of m for groups 0 to 3; bytes 8 to 11
-    have 4 bits of s and 4 bits of m for groups 4 to 7, whose upper 2 bits are in the upper 2 bits
-    of the first 8 bytes.
+    In 12 bytes, 0 to 3 have the low 6 bits of s and 4 to 7 of m for groups 0 to 3; bytes 8 to 11
+    have 4 bits of s and of m for groups 4 to 7, whose upper 2 bits are those of bytes 0 to 7.
     """
     a, b, c = x[..., 4:8], x[..., 8:12], x[..., 12:16]
     s = torch.cat((a & 63, c & 15 | a >> 6 << 4), -1)
@@ -141,25 +133,12 @@ RECORD_FORMS = {"Q8_0": "int8", "Q5_0": "int8", "Q4_0": "int4", "Q4_K": "int4"}
 
 
 def float_dtype(name: str) -> torch.dtype | None:
-    """Return the dtype of a format without blocks, or None.
-
-    >>> float_dtype("BF16"), float_dtype("Q4_0")
-    (torch.bfloat16, None)
-    """
+    """Return the dtype of a format without blocks, or None."""
     return _FLOATS.get(name)
 
 
 def dequantize_gguf(name: str, raw: UInt8[Tensor, "N bytes"]) -> Float[Tensor, "N M"]:
-    """Return the numbers of rows in the format `name`, computed in fp32.
-
-    F32, F16 and BF16 are returned in their own dtype, without a copy if they need none.
-
-    >>> block = torch.tensor([[0, 60, *range(32)]], dtype=torch.uint8)  # d is 1
-    >>> dequantize_gguf("Q8_0", block)[0, :4]
-    tensor([0., 1., 2., 3.])
-
-    Source: see the module's docstring.
-    """
+    """Return the numbers of rows in the format `name`, through fp32 if they are quantized."""
     if (dtype := _FLOATS.get(name)) is not None:
         return raw.contiguous().view(dtype)
     codes, scales, offsets = _READERS[name](raw)
@@ -169,17 +148,9 @@ def dequantize_gguf(name: str, raw: UInt8[Tensor, "N bytes"]) -> Float[Tensor, "
 
 
 def gguf_record(name: str, raw: UInt8[Tensor, "N bytes"], dtype: torch.dtype) -> StoredWeight:
-    """Return rows in a format of `RECORD_FORMS` as a stored weight.
-
-    Q8_0 and Q5_0 become 8-bit codes with their fp16 scales, and Q4_0 4-bit codes with the zero
-    point 8, all of them exactly. Q4_K becomes 4-bit codes with fp32 scales d s and zero points
-    dmin m / (d s), so that a value differs by the rounding of fp32 only. A group with d s = 0 has
-    the same value everywhere: its codes are 0, its zero point 1 and its scale dmin m.
-
-    >>> block = torch.tensor([[0, 60, *[0x98] * 16]], dtype=torch.uint8)
-    >>> record = gguf_record("Q4_0", block, torch.float32)
-    >>> record.form, record.dequantize()[0, 15:17].tolist()
-    ('int4', [0.0, 1.0])
+    """Return rows in a format of `RECORD_FORMS` as a stored weight, exactly but for Q4_K, whose
+    zero points dmin m / (d s) are rounded to fp32; where d s = 0, codes are 0, the zero point 1 and
+    the scale dmin m.
     """
     codes, scales, offsets = _READERS[name](raw)
     if RECORD_FORMS[name] == "int8":

@@ -1,9 +1,5 @@
-"""The metadata of a GGUF file as the keys of a config.json.
-
-    llama.attention.head_count_kv  ->  num_key_value_heads
-
-Factors on the rotary frequencies (`rope_freqs.weight`) are those of Llama 3.1 and 3.2, or the file
-is refused.
+"""The metadata of a GGUF file as the keys of a config.json: `llama.attention.head_count_kv` is
+num_key_value_heads. `rope_freqs.weight` must be that of Llama 3.1 or 3.2.
 """
 
 from __future__ import annotations

@@ -1,10 +1,6 @@
-"""The tokenizer in the metadata of a GGUF file, as one of the `tokenizers` package.
-
-Two kinds are built. "gpt2" is byte-level BPE with the merges of the file; the pattern that splits a
-text into words is not in the file, only its name, and the names in `PATTERNS` are known. "llama" is
-SentencePiece's BPE: the file has pieces with scores, and the pair whose joined piece has the best
-score is merged first. For any other tokenizer, and to replace that of the file, tokenizer.json of
-the model stands in the folder of the file; it must have the same tokens.
+"""The tokenizer in the metadata of a GGUF file: "gpt2" (byte-level BPE, whose pattern has one of
+the names in `PATTERNS`) or "llama" (SentencePiece's BPE by scores). A tokenizer.json beside the
+file, with the same tokens, replaces it.
 """
 
 from __future__ import annotations

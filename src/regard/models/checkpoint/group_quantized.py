@@ -1,13 +1,6 @@
-"""Weights that other programs quantized in groups: GPTQ, AWQ and compressed-tensors, dequantized by
-the formulas of those formats.
-
-All three store integers of 4 or 8 bits, several in a 32-bit word, with a scale and a zero point for
-each group of inputs:
-
-    w[n, m] = scale[n, g(m)] (q[n, m] - zero[n, g(m)])
-
-They differ in the direction in which numbers are packed, their order in a word, and the encoding of
-zero points.
+"""Weights that other programs quantized in groups of inputs (GPTQ, AWQ, compressed-tensors),
+dequantized: w[n, m] = scale[n, g(m)] (q[n, m] - zero[n, g(m)]). They differ in how integers are
+packed, and in the encoding of zero points.
 """
 
 from __future__ import annotations
@@ -24,12 +17,7 @@ AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 
 
 def unpack_words(words: Int32[Tensor, "a b"], bits: int) -> Int32[Tensor, "a c"]:
-    """Return the unsigned numbers that are packed in 32-bit words along the last dimension, the
-    lowest bits first.
-
-    >>> unpack_words(torch.tensor([[0x21]], dtype=torch.int32), 4)[0, :3].tolist()
-    [1, 2, 0]
-    """
+    """Return the unsigned numbers in 32-bit words along the last dim, lowest bits first."""
     if bits not in (4, 8):
         raise ArgumentError(f"bits is {bits}; supported are 4 and 8")
     if words.dtype != torch.int32 or words.ndim != 2:
@@ -51,17 +39,8 @@ def dequantize_gptq(
     zero_offset: int = 1,
     symmetric: bool = False,
 ) -> Float[Tensor, "N M"]:
-    """Dequantize a matrix of GPTQ (AutoGPTQ, GPTQModel).
-
-    w[n, m] = scales[g_idx[m], n] (q[m, n] - (qzeros[g_idx[m], n] + zero_offset) % 2^bits)
-
-    >>> words = torch.full((1, 8), 0x76543210, dtype=torch.int32)
-    >>> zeros = torch.zeros(1, 1, dtype=torch.int32)
-    >>> groups = torch.zeros(8, dtype=torch.int32)
-    >>> dequantize_gptq(words, zeros, torch.ones(1, 8), groups, bits=4)[0].tolist()
-    [-1.0, 0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0]
-
-    Source: Frantar et al. 2022 (arXiv 2210.17323); the layout is that of AutoGPTQ's files.
+    """Dequantize a matrix of GPTQ: w[n, m] = scales[g_idx[m], n] (q[m, n] - (qzeros[g_idx[m], n] +
+    zero_offset) % 2^bits). Source: Frantar et al. 2022 (arXiv 2210.17323); AutoGPTQ's layout.
     """
     codes = unpack_words(qweight.T.contiguous(), bits)
     zeros = unpack_words(qzeros, bits).T
@@ -90,16 +69,8 @@ def dequantize_awq(
     qzeros: Int32[Tensor, "groups n"],
     scales: Float[Tensor, "groups N"],
 ) -> Float[Tensor, "N M"]:
-    """Dequantize a matrix of AWQ in the layout "gemm" (AutoAWQ), of 4 bits.
-
-    w[n, m] = scales[g, n] (q[m, n] - qzeros[g, n]),  g = m // (M / groups)
-
-    >>> words = torch.tensor([[0x75316420]], dtype=torch.int32)
-    >>> zeros = torch.zeros(1, 1, dtype=torch.int32)
-    >>> dequantize_awq(words, zeros, torch.ones(1, 8))[:, 0].tolist()
-    [0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0]
-
-    Source: Lin et al. 2023 (arXiv 2306.00978); the layout is that of AutoAWQ's files.
+    """Dequantize a matrix of AWQ in the layout "gemm" of AutoAWQ, of 4 bits: w[n, m] = scales[g, n]
+    (q[m, n] - qzeros[g, n]), g = m // (M / groups). Source: Lin et al. 2023 (arXiv 2306.00978).
     """
     codes, zeros = (_in_order(unpack_words(words, 4)).T for words in (qweight, qzeros))
     _check_groups(codes.shape, scales.T, zeros)
@@ -111,14 +82,8 @@ def dequantize_compressed(
     scales: Float[Tensor, "N groups"],
     zeros: Int[Tensor, "N groups"] | None = None,
 ) -> Float[Tensor, "N M"]:
-    """Dequantize a matrix of compressed-tensors, of signed codes.
-
-    w[n, m] = scales[n, g] (codes[n, m] - zeros[n, g]),  g = m // (M / groups)
-
-    >>> dequantize_compressed(torch.tensor([[3, -2]]), torch.tensor([[0.5]])).tolist()
-    [[1.5, -1.0]]
-
-    Source: the compressed-tensors library, formats "pack-quantized" and "int-quantized".
+    """Dequantize signed codes of compressed-tensors ("pack-quantized", "int-quantized"): w[n, m] =
+    scales[n, g] (codes[n, m] - zeros[n, g]), g = m // (M / groups).
     """
     if zeros is None:
         zeros = torch.zeros_like(scales, dtype=codes.dtype)

@@ -46,14 +46,8 @@ def unpack_mxfp4(
 
     w[g 32 + 2 i + h] = 2^(scales[g] - 127) * e2m1(nibble h of blocks[g, i]),  the low nibble first
 
-    Every value is exact in float32, and in bfloat16 too. A scale of 255 is NaN in this format.
-
-    >>> blocks = torch.full((1, 16), 0x92, dtype=torch.uint8)
-    >>> unpack_mxfp4(blocks, torch.tensor([128], dtype=torch.uint8))[:4]
-    tensor([ 2., -1.,  2., -1.])
-
-    Source: Open Compute Project 2023, OCP Microscaling Formats (MX) Specification 1.0, sections
-    5.3.3, 5.4.1 and 6.3.
+    Every value is exact in bfloat16; a scale of 255 is NaN. Source: OCP Microscaling Formats (MX)
+    Specification 1.0, 2023, sections 5.3.3, 5.4.1 and 6.3.
     """
     _check_bytes("blocks", blocks)
     _check_bytes("scales", scales)
@@ -89,18 +83,7 @@ def unpack_fp8(
 ) -> Float[Tensor, "N K"]:
     """Dequantize a matrix of 8-bit floats with a factor for each square block, as in DeepSeek-V3.
 
-    w[i, j] = float(weight[i, j]) * scale_inv[i // block, j // block]
-
-    The product is computed in float32 and rounded once. (The name `scale_inv` is that of the files:
-    the inverse of the factor used for quantization, and so the factor for dequantization.)
-
-    >>> unpack_fp8(torch.ones(2, 2).to(torch.float8_e4m3fn), torch.tensor([[2.0, 3.0]]), block=2)
-    Traceback (most recent call last):
-    regard.errors.ArgumentError: scale_inv is (1, 2); a weight of (2, 2) in blocks of 2 x 2
-    has (1, 1)
-    >>> unpack_fp8(torch.ones(2, 4).to(torch.float8_e4m3fn), torch.tensor([[2.0, 3.0]]), block=2)[0]
-    tensor([2., 2., 3., 3.])
-
+    w[i, j] = float(weight[i, j]) * scale_inv[i // block, j // block] in float32, rounded once.
     Source: DeepSeek-AI 2024 (arXiv 2412.19437), section 3.3.2.
     """
     if block < 1:
@@ -134,14 +117,8 @@ def _check_bytes(name: str, x: Tensor) -> None:
 
 @dataclass(frozen=True)
 class QuantizedMatrix:
-    """A matrix that is stored as small numbers, their scales, and possibly zero points and groups.
-
-    Attributes:
-        values: the name of the tensor of small numbers.
-        others: the names of the other tensors.
-        plain: the header entry of the dequantized matrix: name, dtype and shape.
-        unpack: (values, *others) -> the dequantized matrix.
-        unread: tensors that say nothing more, such as the matrix's shape.
+    """A matrix stored as small numbers and other tensors (scales, zero points, groups), its plain
+    header entry, and `unpack`: (values, *others) -> matrix.
     """
 
     values: str
@@ -153,13 +130,8 @@ class QuantizedMatrix:
 
 @dataclass(frozen=True)
 class DequantizedTensors(CheckpointTensors):
-    """Checkpoint tensors in which each pair of values and scales appears as the dequantized matrix.
-
-    Scales are read first: they are at most a sixteenth of the size of their values.
-
-    Attributes:
-        packed: the tensors as they are stored in the files.
-        pairs: name of the dequantized matrix -> its pair.
+    """Checkpoint tensors in which each pair of values and scales appears as the dequantized matrix;
+    scales, at most a sixteenth of the size, are read first.
     """
 
     packed: CheckpointTensors
@@ -168,10 +140,7 @@ class DequantizedTensors(CheckpointTensors):
     def read(
         self, names: Iterable[str] | None = None, buffering: ReadBuffering = DEFAULT_BUFFERING
     ) -> Iterator[tuple[str, Tensor]]:
-        """Yield names and values as `CheckpointTensors.read` does.
-
-        The memory in use also contains the scales, and one dequantized tensor.
-        """
+        """Yield names and values; memory also holds the scales and one matrix."""
         chosen = list(self.tensors if names is None else names)
         pairs = {self.pairs[n].values: self.pairs[n] for n in chosen if n in self.pairs}
         small = {name for pair in pairs.values() for name in pair.others}
@@ -191,21 +160,9 @@ class DequantizedTensors(CheckpointTensors):
 
 
 def dequantized(store: CheckpointTensors, quantization_config: Any) -> CheckpointTensors:
-    """Return the tensors of a folder with the quantized pairs that config.json describes
-    dequantized.
-
-    "mxfp4" (gpt-oss) stores X as `X_blocks` and `X_scales`: [..., in, out], with blocks along `in`.
-    "fp8" (DeepSeek-V3) stores `X.weight` and `X.weight_scale_inv`. "gptq", "awq" and
-    "compressed-tensors" store groups of 4-bit or 8-bit integers; see `group_quantized`.
-
-    >>> store = CheckpointTensors(Path("folder"), {}, 0, {})
-    >>> dequantized(store, None) is store
-    True
-    >>> dequantized(store, {"quant_method": "hqq"})
-    Traceback (most recent call last):
-    regard.errors.FileError: folder/config.json: quantization_config has the quant_method 'hqq';
-    supported are 'mxfp4', 'fp8', 'gptq', 'awq' and 'compressed-tensors': use a checkpoint that is
-    not quantized
+    """Return a folder's tensors with quantized pairs dequantized: "mxfp4" (`X_blocks` and
+    `X_scales`, [..., in, out]), "fp8" (`X.weight` and `X.weight_scale_inv`), and the forms of
+    `group_quantized`.
     """
     if quantization_config is None:
         return store

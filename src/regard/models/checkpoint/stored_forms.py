@@ -1,8 +1,5 @@
-"""Weights that are stored in fewer bits: the names of their forms, how a network gets them when it
-is loaded, and how a folder holds them.
-
-A folder holds a record as the tensors `regard.<name of the parameter>.<name of the tensor>`, and
-config.json says `{"quant_method": "regard", "weights": <form>}`, so that no weight is rounded
+"""Weights in fewer bits: the names of their forms, how a network gets them, and how a folder holds
+them, as `regard.<parameter>.<tensor>` with `quant_method` "regard", so that no weight is rounded
 twice.
 """
 
@@ -42,7 +39,6 @@ class WeightForm:
     """A form in which `regard.load(weights=...)` stores weights.
 
     Attributes:
-        name: the name of the form.
         store: (weight, dtype of the computation) -> its record.
         compute: the only dtype of the computation; None allows float32, bfloat16 and float16.
     """
@@ -80,12 +76,7 @@ FORMS = {
 
 
 def weight_form(name: str) -> WeightForm:
-    """Return the form of a name.
-
-    >>> weight_form("int2")
-    Traceback (most recent call last):
-    regard.errors.ArgumentError: weights is 'int2'; it must be one of int8, int4, float16, bfloat16
-    """
+    """Return the form of a name."""
     if name not in FORMS:
         raise ArgumentError(
             f"weights is {name!r}; it must be one of {', '.join(FORMS)}",
@@ -124,8 +115,6 @@ class RecordTensors:
     """The records of a folder that this package wrote.
 
     Attributes:
-        store: the folder's tensors.
-        form: the form that config.json names.
         names: name of a parameter -> name of the record's tensor -> stored name.
     """
 
@@ -191,12 +180,7 @@ def _layout_problem(
 def take_records(
     store: CheckpointTensors, quantization_config: Any
 ) -> tuple[CheckpointTensors, RecordTensors | None]:
-    """Split the tensors of a folder into plain ones and the records that this package wrote.
-
-    >>> from pathlib import Path
-    >>> take_records(CheckpointTensors(Path("folder"), {}, 0, {}), None)[1] is None
-    True
-    """
+    """Split the tensors of a folder into plain ones and the records that this package wrote."""
     mine = isinstance(quantization_config, Mapping) and quantization_config.get("quant_method")
     if mine != METHOD:
         return store, None
@@ -223,10 +207,5 @@ def take_records(
 
 
 def record_tensors(parameter_name: str, record: StoredWeight) -> dict[str, Tensor]:
-    """Return the tensors of a record by the names under which a folder holds them.
-
-    >>> record = Int8Weight.quantize(torch.ones(1, 32))
-    >>> list(record_tensors("head.weight", record))
-    ['regard.head.weight.codes', 'regard.head.weight.scales']
-    """
+    """Return the tensors of a record by the names under which a folder holds them."""
     return {f"{PREFIX}{parameter_name}.{name}": x for name, x in record.tensors().items()}

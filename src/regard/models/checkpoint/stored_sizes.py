@@ -1,7 +1,5 @@
-"""The sizes of weights as files hold them: codes, scales, zero points, and what stays wide.
-
-`stored_size` computes them from a config.json alone, with the names and shapes that the family's
-table gives to the tensors; `gguf_sizes` reads them from the header of a GGUF file.
+"""The sizes of weights as files hold them (codes, scales, zero points, what stays wide), from a
+config.json or the header of a GGUF file.
 """
 
 from __future__ import annotations
@@ -40,8 +38,6 @@ class StoredMatrix:
     Attributes:
         name: the name without ".weight".
         count: how many matrices the tensor holds, such as those of all experts.
-        rows, columns: N and K, the numbers of outputs and inputs.
-        is_head: whether it is the output head.
         is_linear: whether it is a linear map, which most methods quantize; otherwise an embedding,
             a router, or the experts in one tensor.
         is_storable: whether this package can store it in fewer bits.
@@ -66,17 +62,9 @@ ByteCount: TypeAlias = Callable[[StoredMatrix], int | None]
 
 
 def stored_size(raw: Raw, where: str) -> StoredSize:
-    """Return the size of the weights of a quantized checkpoint, from its config.json.
-
-    Counted are the tensors of GPTQ, AWQ ("gemm"), "fp8" in blocks, "mxfp4", compressed-tensors
-    ("pack-quantized", "int-quantized", "float-quantized"), bitsandbytes in 8 and 4 bits (without
-    the JSON text beside each 4-bit matrix), and folders of this package.
-
-    >>> raw = {"model_type": "llama", "vocab_size": 8, "hidden_size": 64, "num_hidden_layers": 1}
-    >>> raw |= {"num_attention_heads": 2, "intermediate_size": 64, "torch_dtype": "float16"}
-    >>> raw["quantization_config"] = {"quant_method": "awq", "bits": 4, "group_size": 64}
-    >>> stored_size(raw, "config.json").form
-    'awq, 4 bits in groups of 64'
+    """Return the size of a quantized checkpoint's weights, from its config.json: GPTQ, AWQ
+    ("gemm"), "fp8" in blocks, "mxfp4", compressed-tensors, bitsandbytes (without the JSON of its
+    4-bit matrices), and this package's.
     """
     settings = raw.get("quantization_config")
     settings = settings if isinstance(settings, Mapping) else {}

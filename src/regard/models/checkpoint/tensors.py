@@ -1,8 +1,4 @@
-"""The tensors of a checkpoint folder: names, shapes and dtypes from the headers, values on demand.
-
-They are in model.safetensors, or in the shards that an index names. For a folder without them, or
-without config.json, an error describes the content of the folder and the next step.
-"""
+"""The tensors of a checkpoint folder: headers first, values on demand."""
 
 from __future__ import annotations
 
@@ -38,24 +34,9 @@ _CHUNK = 1 << 20
 
 @dataclass(frozen=True)
 class CheckpointTensors:
-    """The tensors of a checkpoint folder, whose files are checked before anything of them is used.
-
-    Files are read, not memory-mapped: if another process truncates a mapped file, reading it kills
-    this process with SIGBUS, and if another process writes to it, the weights change.
-
-    Attributes:
-        folder: the model's folder.
-        tensors: name -> header entry, in the order of the files and of their data.
-        bytes: the size of all tensors; no more is ever allocated.
-        marks: the state of each file when its header was checked, to detect later changes.
-
-    >>> from safetensors.torch import save_file
-    >>> save_file({"a": torch.ones(2, 3), "b": torch.zeros(1)}, "model.safetensors")
-    >>> store = CheckpointTensors.open(Path())
-    >>> store.bytes, store.tensors["a"].shape
-    (28, (2, 3))
-    >>> dict(store.read(["b"]))
-    {'b': tensor([0.])}
+    """The tensors of a checkpoint folder, in the order of its files and data, with the state of
+    each file when its header was checked; files are read, because mapped ones may be truncated or
+    change.
     """
 
     folder: Path
@@ -65,13 +46,7 @@ class CheckpointTensors:
 
     @classmethod
     def open(cls, folder: Path) -> CheckpointTensors:
-        """Read and check the headers of model.safetensors, or of the shards that its index names.
-
-        >>> from safetensors.torch import save_file
-        >>> save_file({"a": torch.ones(2, 3)}, "model.safetensors")
-        >>> list(CheckpointTensors.open(Path()).tensors)
-        ['a']
-        """
+        """Read and check the headers of model.safetensors, or of the index's shards."""
         headers = read_headers(folder)
         entries = {x.name: x for header in headers for x in header.tensors}
         marks = {header.file: header.mark for header in headers}
@@ -83,16 +58,8 @@ class CheckpointTensors:
         names: Iterable[str] | None = None,
         buffering: ReadBuffering = safetensors_files.DEFAULT_BUFFERING,
     ) -> Iterator[tuple[str, Tensor]]:
-        """Yield the name and the values of tensors, in the order of the files; each owns its
-        memory.
-
-        A few tensors are read ahead. Besides what the caller keeps, the memory in use is one tensor
-        or 32 MiB, whichever is larger.
-
-        >>> from safetensors.torch import save_file
-        >>> save_file({"a": torch.ones(2), "b": torch.zeros(1)}, "model.safetensors")
-        >>> [name for name, _ in CheckpointTensors.open(Path()).read()]
-        ['a', 'b']
+        """Yield names and values of tensors in the order of the files; each owns its memory. A
+        tensor or 32 MiB, whichever is larger, is read ahead.
         """
         chosen = set(self.tensors if names is None else names)
         for name in sorted(chosen - self.tensors.keys()):
@@ -103,16 +70,7 @@ class CheckpointTensors:
 
 
 def check_finite(name: str, tensor: Tensor) -> None:
-    """Raise for NaN and infinity in a floating-point tensor.
-
-    A contiguous tensor is checked in chunks, without a second copy of it.
-
-    >>> check_finite("a", torch.tensor([[1.0, 2.0], [float("nan"), float("inf")]]))
-    Traceback (most recent call last):
-    regard.errors.FileError: 'a' has values that are not finite: 1 of 4 NaN, 1
-    infinite, the first at [1, 0]; the file is damaged, or the training diverged: use another
-    checkpoint
-    """
+    """Raise for NaN and infinity in a tensor; a contiguous one is checked in chunks."""
     if not (tensor.is_floating_point() or tensor.is_complex()):
         return
     nans = infinities = 0
@@ -136,9 +94,7 @@ def check_finite(name: str, tensor: Tensor) -> None:
 
 
 def _checkable(values: Tensor) -> Tensor:
-    """Convert 8-bit floats to float32: torch cannot check them, or (float8_e8m0fnu) calls NaN
-    finite.
-    """
+    """Convert 8-bit floats to float32: torch cannot check them, or calls NaN finite."""
     return values.float() if values.is_floating_point() and values.element_size() == 1 else values
 
 
@@ -153,17 +109,8 @@ def _all_finite(values: Tensor) -> bool:
 
 
 def read_headers(folder: Path) -> list[Header]:
-    """Read the checked headers of a folder's weights, in the order of the file names.
-
-    model.safetensors is used where it exists, with or without an index, as in transformers. Shards
-    must match the index: each of its tensors is in the shard that it names, and there are no
-    others.
-
-    >>> from safetensors.torch import save_file
-    >>> import torch
-    >>> save_file({"a": torch.zeros(2)}, "model.safetensors")
-    >>> [x.name for header in read_headers(Path()) for x in header.tensors]
-    ['a']
+    """Read the checked headers of a folder's weights: of model.safetensors where it exists, as in
+    transformers, or else of the shards, which must match the index.
     """
     try:
         names = {path.name for path in folder.iterdir()}
@@ -255,12 +202,7 @@ _WEIGHTS = {
 
 
 def missing_weights_error(folder: Path, names: Iterable[str]) -> FileError:
-    """Return the error for a folder without weights, with what the folder has and the next step.
-
-    >>> print(missing_weights_error(Path("a"), ["config.json", "model.gguf"]))
-    a/model.safetensors is missing; the folder has 'model.gguf', a GGUF file of llama.cpp, which
-    regard.load reads alone: give its path
-    """
+    """Return the error for a folder without weights, with what the folder has and the next step."""
     other = describe_other_weights(names)
     hint = (
         f"the folder has {other}"
@@ -271,11 +213,7 @@ def missing_weights_error(folder: Path, names: Iterable[str]) -> FileError:
 
 
 def describe_other_weights(names: Iterable[str]) -> str:
-    """Describe the first file with weights that are not read, with the next step; "" without one.
-
-    >>> describe_other_weights(["README.md", "model-q4.gguf"])
-    "'model-q4.gguf', a GGUF file of llama.cpp, which regard.load reads alone: give its path"
-    """
+    """Describe the first file with weights that are not read, and the next step; or ""."""
     names = sorted(names)
     for pattern, kind in _WEIGHTS.items():
         matches = [name for name in names if fnmatchcase(name.lower(), pattern)]
@@ -286,14 +224,7 @@ def describe_other_weights(names: Iterable[str]) -> str:
 
 
 def missing_config_error(folder: Path) -> FileError:
-    """Return the error for a folder without config.json, with what the folder has and the next
-    step.
-
-    >>> folder = Path("no-config")
-    >>> folder.mkdir()
-    >>> print(missing_config_error(folder))
-    no-config/config.json is missing; a model folder has config.json and model.safetensors
-    """
+    """Return the error for a folder without config.json, with what it has and the next step."""
     try:
         names = sorted(path.name for path in folder.iterdir())
     except OSError as e:

@@ -1,8 +1,5 @@
-"""Filling a network's parameters with the stored tensors of a checkpoint.
-
-Every stored tensor is used and every parameter is filled; otherwise the folder is refused.
-`map_names` finds the entry of the family's name table for each stored tensor: the names in a file
-may lack a prefix, or have an additional one.
+"""Filling a network's parameters with the stored tensors of a checkpoint: every tensor is used and
+every parameter filled, or the folder is refused.
 """
 
 from __future__ import annotations
@@ -32,13 +29,7 @@ _MAX_PREFIX_PARTS = 8
 
 
 class FillResult(NamedTuple):
-    """The names for which a checkpoint and a network differ.
-
-    Attributes:
-        newly_initialized: names of weights that were missing and were allowed to be missing; they
-            have random values.
-        ignored: names of stored tensors that belong to no parameter and were not used.
-    """
+    """Where a checkpoint and a network differ: weights left random, and unused tensors."""
 
     newly_initialized: list[str]
     ignored: list[str]
@@ -57,10 +48,8 @@ def fill_parameters(
     form: WeightForm | None = None,
     records: StoredRecords | None = None,
 ) -> FillResult:
-    """Give every parameter of a network its stored values, converted to one dtype.
-
-    The network may be on the device "meta". Names and shapes are compared before anything is read.
-    One tensor is read at a time, so that memory holds no more than the network and that tensor.
+    """Give every parameter of a network, possibly on "meta", its stored values in one dtype; names
+    and shapes are compared first, and one tensor is read at a time.
     """
     bindings = bind_names(model, family.names)
     mapping = map_names(store.folder, store.tensors, family, bindings.__contains__)
@@ -161,9 +150,7 @@ def _check_shapes(
 def _parts(
     tensor: Tensor, binding: TensorBinding, parameters: Mapping[str, Tensor]
 ) -> tuple[Sequence[Tensor], bool]:
-    """Return the parameters that a stored tensor holds, and whether they may be views of a part of
-    it.
-    """
+    """Return the parameters of a stored tensor, and whether they may be views of it."""
     values = binding.rule.unpack(tensor, [parameters[name].shape for name in binding.parameters])
     return values, not (len(values) == 1 and values[0].is_contiguous())
 
@@ -306,7 +293,6 @@ class NameMapping:
     """The stored tensors of a folder, mapped to the names of a family's table.
 
     Attributes:
-        names: stored name -> name of the table, for the stored names that have one.
         unmatched: stored names that have none and are no buffers; the folder is refused for them.
         is_base_model: whether the names lack the family's prefix, because the base model was saved
             alone.
@@ -320,20 +306,9 @@ class NameMapping:
 def map_names(
     folder: Path, stored: Collection[str], family: Family, known: Callable[[str], bool]
 ) -> NameMapping:
-    """Map all stored names to names of the table in one way, or in the way that maps the most.
-
-    It tries the names as they are, and without each prefix that all of them share, such as
-    "module." of training on several devices; and both with the family's own prefix in front, which
-    a base model that was saved alone lacks. A file in which only some of those
-    names have the prefix cannot be mapped, because it was assembled from two models.
-
-    >>> from regard.configs.base import ModelConfig
-    >>> family = Family(ModelConfig, str, {}, prefixes=("model.",))
-    >>> known = {"model.layers.0.w", "head"}.__contains__
-    >>> map_names(Path("a"), ["layers.0.w", "head"], family, known).names
-    {'layers.0.w': 'model.layers.0.w', 'head': 'head'}
-    >>> map_names(Path("a"), ["module.model.layers.0.w", "module.head"], family, known).unmatched
-    ()
+    """Map all stored names to names of the table in the one way that maps the most: as they are, or
+    without a prefix that all share ("module."), and with or without the family's own prefix in
+    front.
     """
     ways = [
         way
@@ -355,13 +330,7 @@ def map_names(
 
 
 def name_matcher(family: Family) -> Callable[[str], bool]:
-    """Return a function that says whether a name is in a family's table, for any number of layers.
-
-    >>> from regard.configs.base import ModelConfig
-    >>> has = name_matcher(Family(ModelConfig, str, {"h.{}.w": "layers.{}.weight"}))
-    >>> has("h.12.w"), has("h.w")
-    (True, False)
-    """
+    """Return a function that says whether a name is in a family's table, for any layers."""
     patterns = {name_pattern(name) for name in family.names}
     cached: dict[str, bool] = {}
 
@@ -381,10 +350,7 @@ def _mapping(
     family: Family,
     known: Callable[[str], bool],
 ) -> NameMapping | None:
-    """Map the names without one prefix and with another; None if two names become one.
-
-    A name of the table that never has the family's prefix, such as that of the head, gets none.
-    """
+    """Map the names without one prefix and with another; None if two become one."""
     names: dict[str, str] = {}
     unmatched: list[str] = []
     taken: dict[str, str] = {}
@@ -412,11 +378,7 @@ def _mapping(
 
 
 def _shared_prefixes(stored: Collection[str]) -> list[str]:
-    """Return the prefixes, of whole parts, that all names share, shortest first.
-
-    >>> _shared_prefixes(["a.b.w", "a.b.c"])
-    ['a.', 'a.b.']
-    """
+    """Return the prefixes, of whole parts, that all names share, shortest first."""
     if not stored:
         return []
     first, last = min(stored).split("."), max(stored).split(".")

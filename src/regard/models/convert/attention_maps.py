@@ -1,6 +1,4 @@
-"""The linear maps of each attention head in fp64, and `Checkpoint`, the input and output of a
-conversion.
-"""
+"""The maps of each head in fp64, and `Checkpoint`, the input and output of a conversion."""
 
 from __future__ import annotations
 
@@ -26,12 +24,7 @@ PROJECT = "attention.project."
 
 
 class LayerErrors(NamedTuple):
-    """The relative errors that a conversion makes in one layer.
-
-    Attributes:
-        keys: the error of the bilinear forms W_q^T W_k that give scores.
-        values: the error of the maps W_o W_v from values to outputs.
-    """
+    """A layer's relative errors: of the forms W_q^T W_k, and of the maps W_o W_v."""
 
     keys: float
     values: float
@@ -47,17 +40,9 @@ class AttentionMaps:
     Attributes:
         q: query maps [H, D, M+1].
         k: key maps [G, D, M+1].
-        v: value maps [G, E, M+1].
-        o: output maps [H, M, E].
         gain: the factors [M+1] of the norm before the attention, and 1 for the bias.
         pairs: the number of rotary pairs; the other dims of a head are not rotated.
         layout: which dims form a pair.
-
-    >>> from regard.nn.variants import gqa
-    >>> norms = [PreNorm(RMSNorm(8)) for _ in range(2)]
-    >>> layer = AttentionMaps.of(Block(gqa(8, 4, groups=2), nn.Linear(8, 8), *norms))
-    >>> layer.k.shape, layer.o.shape, layer.pairs
-    (torch.Size([2, 2, 9]), torch.Size([4, 8, 2]), 1)
     """
 
     q: Tensor
@@ -87,9 +72,7 @@ class AttentionMaps:
         return len(self.q) // len(self.k)
 
     def split(self, x: Float[Tensor, "n d m"]) -> tuple[Complex[Tensor, "n p m"], Tensor]:
-        """Split rows of heads into the rotary pairs, as complex rows a + ib, and the unrotated
-        rows.
-        """
+        """Split rows of heads into rotary pairs, complex rows a + ib, and unrotated rows."""
         P = self.pairs
         turned, rest = x[:, : 2 * P], x[:, 2 * P :]
         shape = (2, P) if self.layout == "half" else (P, 2)
@@ -102,17 +85,13 @@ class AttentionMaps:
         return torch.cat((parts.flatten(1, 2), rest), 1)
 
     def pair_weights(self) -> Float[Tensor, "G p"]:
-        """Return the weight of each rotary pair of a key head: the norm of the queries that attend
-        to it.
-        """
+        """Return each rotary pair's weight: the norm of the queries that attend to it."""
         z, _ = self.split(self.q * self.gain)
         norms: Tensor = z.abs().square().sum(-1).unflatten(0, (-1, self.share)).sum(1).sqrt()
         return norms
 
     def rest_gram(self) -> Float[Tensor, "G r r"]:
-        """Return the Gram matrix [G, r, r] of the queries that attend to a key head, in the
-        unrotated dims.
-        """
+        """Return the queries' Gram matrix [G, r, r] in the unrotated dims."""
         _, rest = self.split(self.q * self.gain)
         gram: Tensor = (rest @ rest.mT).unflatten(0, (-1, self.share)).sum(1)
         return gram
@@ -123,10 +102,7 @@ class AttentionMaps:
         return gram
 
     def key_norm(self, x: Float[Tensor, "G d m"]) -> float:
-        """Return the Frobenius norm of the bilinear forms q^T R x that give scores, for keys x.
-
-        It is the root mean square over all rotations R.
-        """
+        """Return the Frobenius norm of the forms q^T R x, a root mean square over R."""
         z, rest = self.split(x * self.gain)
         turned = (self.pair_weights()[..., None] * z.abs()).square().sum()
         return float(
@@ -141,9 +117,7 @@ class AttentionMaps:
         return float((self.value_gram() * (x @ x.mT)).sum().clamp(min=0).sqrt())
 
     def errors(self, k: Float[Tensor, "G d m"], v: Float[Tensor, "G e m"]) -> LayerErrors:
-        """Return the relative errors of scores and outputs for these residuals of keys and
-        values.
-        """
+        """Return the relative errors of scores and outputs for these residuals."""
         totals = self.key_norm(self.k), self.value_norm(self.v)
         return LayerErrors(
             self.key_norm(k) / (totals[0] or 1), self.value_norm(v) / (totals[1] or 1)
@@ -245,7 +219,7 @@ class ConversionStep:
     Args:
         what: a description.
         layers: the errors of each layer; empty if no weight changed.
-        curve: rank -> relative error, as root mean square over layers; empty if there is no rank.
+        curve: rank -> relative error, a root mean square over layers; empty without ranks.
         notes: remarks on the result.
     """
 
@@ -260,9 +234,7 @@ def rebuild(
     weights: Mapping[str, Tensor],
     records: Mapping[str, StoredWeight] | None = None,
 ) -> Checkpoint:
-    """Build the network of a config with the given weights; no other memory is allocated for
-    weights.
-    """
+    """Build the network of a config with the given weights, without other memory."""
     its_family = family(model_type_of(config))
     network = its_family.build_empty(config)
     old_parameters: list[nn.Parameter] = []  # kept alive, so that ids stay unique
@@ -291,13 +263,8 @@ def rebuild(
 def matrix_sqrt(
     gram: Float[Tensor, "*b d d"],
 ) -> tuple[Float[Tensor, "*b d d"], Float[Tensor, "*b d d"]]:
-    """Return the symmetric square root S of a Gram matrix, S^2 = gram, and its pseudo-inverse.
-
-    Eigenvalues of the size of the rounding error are treated as 0.
-
-    >>> root, inverse = matrix_sqrt(torch.tensor([[4.0, 0.0], [0.0, 0.0]], dtype=torch.float64))
-    >>> root.tolist(), inverse.tolist()
-    ([[2.0, 0.0], [0.0, 0.0]], [[0.5, 0.0], [0.0, 0.0]])
+    """Return the symmetric square root S of a Gram matrix, S^2 = gram, and its pseudo-inverse;
+    eigenvalues of the size of the rounding error count as 0.
     """
     if not gram.shape[-1]:
         return gram, gram

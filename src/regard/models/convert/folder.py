@@ -1,8 +1,5 @@
-"""`convert`: convert a checkpoint folder into another, with other heads, positions or another
-dtype, and report what changed.
-
-The new folder is written completely or not at all, with every file of the source that is not a
-weight.
+"""`convert`: write a checkpoint folder completely or not at all as another one, with other heads,
+positions or another dtype, and report what changed.
 """
 
 from __future__ import annotations
@@ -77,8 +74,7 @@ def to_dtype(checkpoint: Checkpoint, dtype: str) -> tuple[Checkpoint, Conversion
         The converted checkpoint, and its errors.
 
     Raises:
-        ArgumentError: the name is unknown, the weights have this dtype already, or one of them is
-            too large for it.
+        ArgumentError: the name is unknown, this is the dtype already, or a weight is too large.
 
     >>> import regard
     >>> tiny = regard.load("tiny")
@@ -180,12 +176,10 @@ class ConversionOptions:
         stored_layout: the true layout of the weights, if it is not the one that config.json says.
         context, scaling: the new context in tokens, and the rotary scaling that reaches it.
         dtype: the dtype of the weights.
-        weights: "int8" or "int4", the form in which the weights of linear maps, of the head and of
-            the embedding are stored; it is the last conversion.
+        weights: "int8" or "int4", in which linear maps, head and embedding are stored at last.
 
     Raises:
-        ArgumentError: there is nothing to change, a name is unknown, or options contradict each
-            other.
+        ArgumentError: nothing changes, a name is unknown, or options contradict each other.
 
     >>> ConversionOptions(to="mqa", dtype="bfloat16").kv_heads
     1
@@ -314,9 +308,9 @@ def convert(
 ) -> ConversionReport:
     """Convert a checkpoint folder, measure the effect, and write another folder.
 
-    The result is written next to `out` under another name, loaded again, measured as loaded, and
-    then renamed, so that `out` is complete or not there. The order of conversions is: layout of the
-    stored weights, heads or latents, context, rotary layout, dtype.
+    The result is written next to `out`, loaded again, measured, and then renamed, so that `out` is
+    complete or not there. The order is: layout of the stored weights, heads or latents, context,
+    rotary layout, dtype.
 
     Args:
         source: a folder, "tiny", or a repository of the hub: see `regard.load`.
@@ -327,8 +321,7 @@ def convert(
         length: the tokens of a window; None is the trained length, at most 512.
         revision: the revision of a repository of the hub.
         ignore: parts of the source to ignore, as in `regard.load`; the result does not have them.
-        finetune: a function that trains the converted network on windows of the text before the
-            network is written; None does not train.
+        finetune: trains the converted network on windows of the text; None does not train.
         report_progress: called with a line of text at the beginning of each part of the work.
 
     Returns:
@@ -341,9 +334,6 @@ def convert(
     >>> report = convert("tiny", "one-head", ConversionOptions(to="mqa"), tokens=256)
     >>> report.before.cached_values, report.after.cached_values
     (1024, 256)
-    >>> import regard
-    >>> regard.load("one-head").config.num_key_value_heads
-    1
     """
     if (file := gguf_file(source, revision)) is not None:
         raise FileError(
@@ -495,13 +485,7 @@ def _finetuned(
 
 
 def check_out(source: Path, out: Path) -> None:
-    """Check that a conversion would not overwrite anything.
-
-    >>> check_out(Path("a"), Path("a"))
-    Traceback (most recent call last):
-    regard.errors.ArgumentError: out is a, which is the source or is inside it; a
-    conversion never writes there: give another folder
-    """
+    """Check that a conversion would not overwrite anything."""
     if out.resolve() == source.resolve() or source.resolve() in out.resolve().parents:
         raise ArgumentError(
             f"out is {out}, which is the source or is inside it; a conversion never writes there: "
@@ -516,10 +500,7 @@ def check_out(source: Path, out: Path) -> None:
 
 @contextmanager
 def staging_folder(source: Path, out: Path) -> Iterator[Path]:
-    """Create a folder next to `out` that is to become it, and that no other process uses.
-
-    After an error the folder is deleted. Folders that a killed conversion left are deleted, too.
-    """
+    """Create a folder next to `out` that is to become it, or goes after an error."""
     check_out(source, out)
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
@@ -544,9 +525,7 @@ def rename_to(folder: Path, out: Path) -> None:
 
 
 def write_checkpoint(checkpoint: Checkpoint, source: Path, raw: Raw, folder: Path) -> None:
-    """Write a converted checkpoint into a folder, with every file of the source that is not a
-    weight.
-    """
+    """Write a converted checkpoint, with every file of the source that is not a weight."""
     assert checkpoint.network.head is not None  # `convert` raises for a model without one
     head = checkpoint.network.head
     record = getattr(head, "stored_weight", None)  # its weight would be dequantized to be read

@@ -1,7 +1,5 @@
-"""Conversion to another number of key/value heads: fewer by pooling neighbours, more by repeating.
-
-Query head h uses key/value head h // (H/G): query heads g H/G to (g+1) H/G - 1 share key/value head
-g. So a new head replaces neighbouring heads.
+"""Conversion to another number of key/value heads: fewer by pooling neighbours, more by repeating,
+since query heads g H/G to (g+1) H/G - 1 share key/value head g.
 """
 
 from __future__ import annotations
@@ -40,12 +38,11 @@ def to_groups(
 ) -> tuple[Checkpoint, ConversionStep]:
     """Change the number G of key/value heads; the number of query heads stays.
 
-    More heads: each is repeated, k_h = k_{h // (G'/G)}, which is exact. Fewer, "mean": the maps of
-    neighbours are averaged, for keys and for values (Ainslie et al.). Fewer, "svd": k_j ~ C_j k
-    where C_j is moved into the query maps, and v_j ~ C_j v, where C_j is moved into the output
-    maps. This choice minimizes sum_h |W_q,h^T W_k - W_q,h'^T W_k'|^2 and sum_h |W_o,h W_v - W_o,h'
-    W_v'|^2. A map of keys must commute with the rotation, so C_j is one complex number for each
-    rotary pair, and any matrix where dims are not rotated.
+    More heads: each is repeated, k_h = k_{h // (G'/G)}, exactly. Fewer, "mean": the maps of
+    neighbours are averaged. Fewer, "svd": k_j ~ C_j k and v_j ~ C_j v, with C_j moved into query
+    and output maps, minimize sum_h |W_q,h^T W_k - W_q,h'^T W_k'|^2 and sum_h |W_o,h W_v - W_o,h'
+    W_v'|^2; for keys C_j commutes with the rotation: one complex number for each rotary pair, and
+    any matrix where dims are not rotated.
 
     Args:
         checkpoint: a decoder whose attention has separate maps.
@@ -122,10 +119,7 @@ def pool_by_mean(layer: AttentionMaps, groups: int) -> tuple[AttentionMaps, Laye
 
 
 def pool_by_svd(layer: AttentionMaps, groups: int) -> tuple[AttentionMaps, LayerErrors]:
-    """Replace neighbouring key/value heads by their best common map.
-
-    The factors of the heads are moved into the query maps and the output maps.
-    """
+    """Replace neighbouring key/value heads by their best map; queries and outputs get factors."""
     q, rest_q = layer.split(layer.q)
     k, rest_k = layer.split(layer.k)
     z, c = common_pairs(k, layer.pair_weights(), layer.gain, groups)
@@ -151,11 +145,9 @@ def common_pairs(
     gain: Float[Tensor, " m"],
     groups: int,
 ) -> tuple[Complex[Tensor, "g p m"], Complex[Tensor, "G p"]]:
-    """Compute one complex row for each pair of each group, and a factor per head: k_j ~ c_j k.
-
-    They minimize sum_j |w_j (k_j - c_j k)|^2. The best row is the first singular vector of the
-    stacked rows of the heads. Its scale is free; it is chosen so that the factors have mean
-    square 1, and equal heads have factor 1.
+    """Compute a complex row for each pair of each group, and a factor per head, with the least
+    sum_j |w_j (k_j - c_j k)|^2: the first singular vector, scaled so that the c_j have mean square
+    1.
     """
     heads = torch.unflatten(weight[..., None] * k, 0, (groups, -1)).movedim(1, 2)  # [g, p, n, m]
     u = torch.linalg.svd(heads * gain, full_matrices=False).U[..., 0]  # [g, p, n]
@@ -172,9 +164,8 @@ def common_pairs(
 def common_rows(
     x: Float[Tensor, "G d m"], gram: Float[Tensor, "G d d"], gain: Float[Tensor, " m"], groups: int
 ) -> tuple[Float[Tensor, "g d m"], Float[Tensor, "G d d"]]:
-    """Compute d rows for each group, and a matrix per head: x_j ~ C_j x.
-
-    They minimize sum_j |S_j (x_j - C_j x)|^2 with S_j^2 = gram_j.
+    """Compute d rows for each group and a matrix per head with the least sum_j |S_j (x_j - C_j
+    x)|^2, S_j^2 = gram_j.
     """
     root, inverse = matrix_sqrt(gram)
     times, d = len(x) // groups, x.shape[1]

@@ -39,7 +39,6 @@ class RotarySplit:
         rotary_key: the map of the rotary key that all heads share [p, M+1], complex.
         factor: the factor of that key for each head [G, p], complex.
         k, v: the maps of keys without position [G, D, M+1], and of values [G, E, M+1].
-        key_error: the relative error of the scores that the split makes.
     """
 
     rotary_key: Tensor
@@ -57,7 +56,6 @@ class TruncatedMaps:
         down: the down projection [n, M+1]; times the layer's gain it has spectral norm 1, so that
             |down x|^2 is at most M + 1.
         up_k, up_v: the up projections [G, D, n] and [G, E, n].
-        errors: the errors of the layer, with those of the rotary split.
         spectrum: all singular values; score forms and value forms are each scaled to norm 1.
     """
 
@@ -69,14 +67,7 @@ class TruncatedMaps:
 
 
 def mean_rotation(inv_freq: Float[Tensor, " p"], length: int) -> Complex[Tensor, " p"]:
-    """Return the mean of exp(-i theta d) over distances 0 <= d < length, weighted by 1 / (d + 1).
-
-    sum_d exp(-i theta d) / (d + 1) / sum_d 1 / (d + 1)
-
-    >>> rotation = mean_rotation(torch.tensor([1.0, 0.0], dtype=torch.float64), 256).abs()
-    >>> [round(x, 3) for x in rotation.tolist()]
-    [0.175, 1.0]
-    """
+    """Return sum_d exp(-i theta d) / (d + 1) / sum_d 1 / (d + 1) over distances 0 <= d < length."""
     total = torch.zeros(len(inv_freq), dtype=torch.complex128, device="cpu")
     for start in range(0, length, _DISTANCES_PER_BLOCK):
         d = torch.arange(
@@ -89,14 +80,8 @@ def mean_rotation(inv_freq: Float[Tensor, " p"], length: int) -> Complex[Tensor,
 
 
 def split_rotary(layer: AttentionMaps, rotation: Complex[Tensor, " p"]) -> RotarySplit:
-    """Compute the best common rotary key, and what remains of each key at the mean rotation.
-
-    k_j = c_j k + r_j for each rotary pair
-
-    k is cached with rotation. r_j is replaced by rotation * r_j, which does not depend on
-    positions.
-
-    The error of the score forms is sum_j |w_j r_j|^2 (1 - |rotation|^2), the mean over distances.
+    """Compute the best common rotary key k, cached with rotation, k_j = c_j k + r_j, and r_j at the
+    mean rotation; the error of the scores is sum_j |w_j r_j|^2 (1 - |rotation|^2).
     """
     k, rest = layer.split(layer.k)
     common, factor = common_pairs(k, layer.pair_weights(), layer.gain, 1)
@@ -108,10 +93,8 @@ def split_rotary(layer: AttentionMaps, rotation: Complex[Tensor, " p"]) -> Rotar
 
 
 def truncated_svd(layer: AttentionMaps, split: RotarySplit, n: int) -> TruncatedMaps:
-    """Compute the rank-n factors of keys without position and values with the least error.
-
-    [S_k k / |scores|; S_v v / |values|] ~ U_n U_n^T [...], with S_k^2 and S_v^2 the Gram matrices
-    of the queries and of the output maps. By Eckart and Young the squared error is the sum of the
+    """Compute the rank-n factors of keys without position and values: [S_k k / |scores|; S_v v /
+    |values|] ~ U_n U_n^T [...], S_k^2 and S_v^2 the Gram matrices; the squared error sums the
     squared singular values after the first n.
     """
     G, D, _ = split.k.shape
@@ -140,20 +123,14 @@ def truncated_svd(layer: AttentionMaps, split: RotarySplit, n: int) -> Truncated
 
 
 def query_gram(layer: AttentionMaps) -> Float[Tensor, "G D D"]:
-    """Return the Gram matrix [G, D, D] of the queries that attend to a key head, in all
-    dims.
-
-    The queries are not rotated, because keys without position are multiplied by unrotated queries.
-    """
+    """Return the Gram matrix [G, D, D] of the unrotated queries that attend to a key head."""
     q = layer.q * layer.gain
     gram: Tensor = (q @ q.mT).unflatten(0, (-1, layer.share)).sum(1)
     return gram
 
 
 def error_by_rank(truncated_layers: list[TruncatedMaps], full: int) -> dict[int, float]:
-    """Return rank -> relative error, as root mean square over layers, for sixteen ranks up to
-    `full`.
-    """
+    """Return rank -> relative error, root mean square over layers, for sixteen ranks."""
     ranks = sorted({max(1, round(full * step / 16)) for step in range(1, 17)})
     squares = [truncated.spectrum.square() for truncated in truncated_layers]
     left = [[x[rank:].sum() / x.sum().clamp(min=1e-300) for rank in ranks] for x in squares]
@@ -174,8 +151,8 @@ def to_latent(checkpoint: Checkpoint, rank: int | None = None) -> tuple[Checkpoi
 
     [c; k_r] = W_dkv x;  k_h = [W_uk,h c; R_s k_r], v_h = W_uv,h c;  q_h = [q_h; R_t conj(c_h) q_h]
 
-    DeepSeek's layer applies an RMS norm to c. One number of c is a constant that is much larger
-    than the others, so that the norm divides every token by nearly the same number.
+    DeepSeek's layer applies an RMS norm to c, in which one large constant makes the norm divide
+    every token by nearly the same number.
 
     Args:
         checkpoint: a decoder of pre-norm blocks with causal grouped queries and SwiGLU: llama,
@@ -310,10 +287,7 @@ def _score_factor(attention: Attention, D: int, rotary_dim: int) -> tuple[float,
 
 
 def _constant(rank: int) -> tuple[float, float]:
-    """Return the constant C of the latent, and the weight of its norm.
-
-    The weight is near C / sqrt(rank), and bfloat16 and float16 represent it exactly.
-    """
+    """Return the latent's constant C, and its weight near C / sqrt(rank), exact in 16 bits."""
     constants = (
         MAX_CONSTANT * torch.linspace(0.5, 1, 129, dtype=torch.float32, device="cpu")
     ).double()

@@ -28,12 +28,7 @@ the loss by 0.6 nats appeared as 0.02.
 
 
 class EvalWindows(NamedTuple):
-    """Token ids on which models are evaluated.
-
-    Attributes:
-        ids: ids [N, T], N windows of T tokens.
-        text: a description of the text; empty if the ids are random.
-    """
+    """Token ids [N, T] on which models are evaluated; `text` is empty if they are random."""
 
     ids: Int[Tensor, "N T"]
     text: str
@@ -43,22 +38,19 @@ class EvalWindows(NamedTuple):
 class ModelComparison:
     """Two models compared on the same ids.
 
-    Each window is read separately, and the standard error of a mean over n windows is s / sqrt(n),
-    with s their standard deviation (with n - 1); it is NaN for one window. The standard error of a
-    difference is computed from the differences per window, so that a window that is
-    difficult for both models does not increase it.
+    Each window is read separately. A standard error over n windows is s / sqrt(n) (NaN for one),
+    that of a difference from the differences per window.
 
     Args:
         tokens: the number of predicted tokens.
         rows, length: the number of windows, and the tokens of each.
-        divergence, divergence_error: the mean KL(before | after) in nats per token, and its
-            standard error.
+        divergence, divergence_error: the mean KL(before | after) in nats per token, and its error.
         agreement, agreement_error: how often both models have the same most likely token.
         loss_before, loss_after: the mean loss in nats per token; NaN without a text.
         loss_change, loss_change_error: after - before.
         largest: the largest absolute difference of a logit.
-        relative: the norm of the differences of the logits, divided by the norm of the logits; the
-            mean over the vocabulary, which softmax ignores, is subtracted first.
+        relative: the norm of the differences of the logits over the norm of the logits, each
+            without its mean over the vocabulary.
         text: a description of the text; empty if the ids are random.
     """
 
@@ -94,17 +86,9 @@ class ModelComparison:
 
 
 def evaluation_windows(model: Model, text: str | None, length: int, limit: int) -> EvalWindows:
-    """Return ids for an evaluation; without a tokenizer and a text they are random, and have no
-    loss.
-
-    The built-in text is the documentation of Python's language topics that `pydoc` prints, which
-    every Python contains: about 465,000 characters of English and examples. The windows are spread
-    evenly over it. Of a given text the beginning is used.
-
-    >>> import regard
-    >>> ids, text = evaluation_windows(regard.load("tiny"), None, 64, 128)
-    >>> ids.shape, text.startswith("the topics of pydoc")
-    (torch.Size([2, 64]), True)
+    """Return ids for an evaluation, random ones without a loss if tokenizer or text is missing; the
+    built-in text is Python's language topics of `pydoc`, 465,000 characters, over which windows are
+    spread.
     """
     for name, value in (("length", length), ("tokens", limit)):
         if value < MIN_TOKENS:
@@ -129,11 +113,7 @@ def evaluation_windows(model: Model, text: str | None, length: int, limit: int) 
 
 
 def pydoc_topics() -> str:
-    """Return the text of the language topics of `pydoc`, in the order of their names.
-
-    >>> len(pydoc_topics()) > 100_000
-    True
-    """
+    """Return the text of the language topics of `pydoc`, in the order of their names."""
     try:
         from pydoc_data.topics import topics
     except ImportError as error:
@@ -153,8 +133,7 @@ def compare_models(
     Args:
         before, after: functions from ids [1, T] to logits [1, T, V].
         ids: the windows [N, T].
-        text: a description of the text; empty if the ids are random, in which case there is no
-            loss.
+        text: a description of the text; empty if the ids are random, without a loss.
 
     Returns:
         The comparison.
@@ -225,9 +204,7 @@ def _rows(ids: Tensor, length: int) -> Tensor:
 
 
 def _spread(ids: Tensor, length: int, rows: int) -> Tensor:
-    """Return windows spread evenly over the ids, without overlap: `rows`, or as many as there
-    are.
-    """
+    """Return `rows` windows spread evenly over the ids, or as many as there are."""
     rows = max(1, min(rows, len(ids) // length))
     starts = [i * len(ids) // rows for i in range(rows)]
     return torch.stack([ids[a : a + length] for a in starts])
@@ -246,8 +223,7 @@ class FinetuneResult:
             tokens per row, and the random seed of their order.
         tokens: the number of tokens of the training text.
         loss_before, loss_after: the mean loss on it in nats per token.
-        held_tokens: the number of tokens of its last part, which is held out; 0 if the text is too
-            short.
+        held_tokens: the number of tokens of its last part, which is held out, or 0.
         held_before, held_after: the mean loss on that part in nats per token, NaN without one.
     """
 
@@ -266,14 +242,7 @@ class FinetuneResult:
 
 @dataclass(frozen=True)
 class ModelSummary:
-    """A model's family, dtype and sizes.
-
-    Attributes:
-        model_type: the `model_type` of its family.
-        dtype: the dtype of most parameters.
-        parameters: the number of parameters.
-        cached_values: the number of values that its caches store per token, over all layers.
-    """
+    """A model's family, dtype and sizes; `cached_values` are those per token over all layers."""
 
     model_type: str
     dtype: str
@@ -292,8 +261,7 @@ class ConversionReport:
         measured: both models compared on a text; the second one as loaded from the folder written.
         finetuning: the training steps after the conversion, or None.
         ignored: parts of the source's folder that were ignored; the result does not have them.
-        hidden_errors: the relative change of the hidden states after each layer, where weights are
-            stored in fewer bits; otherwise empty.
+        hidden_errors: the relative change of hidden states by layer, for stored weights; or empty.
     """
 
     source: str

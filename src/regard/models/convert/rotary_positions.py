@@ -1,9 +1,5 @@
-"""Conversions of rotary positions: to the other layout, that is, which dims of a head form a pair,
-and to a longer context by rotary scaling.
-
-"half" pairs dims (i, i + d/2), as in Hugging Face's Llama; "interleaved" pairs (2i, 2i + 1), as in
-Meta's files and GPT-J. Both rotate pair i by the same angle, so that the same permutation of the
-rows of queries and keys converts one into the other exactly. Values and outputs do not change.
+"""Conversions of rotary positions: to the other layout ("half" pairs dims (i, i + d/2),
+"interleaved" (2i, 2i + 1)) by an exact permutation of query and key rows, and to a longer context.
 """
 
 from __future__ import annotations
@@ -42,18 +38,16 @@ def to_layout(
 ) -> tuple[Checkpoint, ConversionStep]:
     """Convert to the other rotary layout; the network computes the same function.
 
-    A Llama with interleaved pairs cannot be described by a Llama config.json: transformers reads
-    every `llama` with the layout "half", and would silently compute something else. It is therefore
-    written as `model_type: "regard"`, which only this package supports; converted back, it is a
-    `llama` again. DeepSeek-V3 has a key for the layout.
+    A Llama config.json cannot express interleaved pairs, which transformers would silently compute
+    as "half". The result is written as `model_type: "regard"`, and converted back it is a `llama`
+    again; DeepSeek-V3 has a key for the layout.
 
     Args:
         checkpoint: a llama, mistral without a window, DeepSeek-V3, or regard's gqa with rotary;
             with `stored`, any family of separate queries and keys.
         layout: the new layout.
-        stored: the true layout of the weights, where config.json cannot express it:
-            `layout="half", stored="interleaved"` converts Meta's weights, stored under Hugging
-            Face's names, to an ordinary Llama folder.
+        stored: the true layout of the weights, where config.json cannot express it: with
+            `layout="half", stored="interleaved"`, Meta's weights become an ordinary Llama folder.
 
     Returns:
         The converted checkpoint, and a description.
@@ -107,13 +101,7 @@ def to_layout(
 
 
 def row_order(pairs: int, layout: Layout) -> Int[Tensor, " d"]:
-    """Return, for each row of this layout, the index of its row in the other layout.
-
-    >>> row_order(2, "interleaved").tolist(), row_order(2, "half").tolist()
-    ([0, 2, 1, 3], [0, 2, 1, 3])
-    >>> row_order(3, "interleaved").tolist(), row_order(3, "half").tolist()
-    ([0, 3, 1, 4, 2, 5], [0, 2, 4, 1, 3, 5])
-    """
+    """Return, for each row of this layout, the index of its row in the other layout."""
     shape = (2, pairs) if layout == "interleaved" else (pairs, 2)
     return torch.arange(2 * pairs, device="cpu").view(shape).T.flatten()
 
@@ -239,15 +227,12 @@ def extend_context(
 ) -> tuple[Checkpoint, ConversionStep]:
     """Set the context to `length` tokens by a rotary scaling, with s = length / the trained length.
 
-    linear: every angle / s (position interpolation). ntk: the base b becomes b s^(d/(d-2)); only
-        rope_theta is changed, since transformers has no rope_type of that name. dynamic: the same,
-        but s depends on the length of the text; max_position_embeddings stays the trained one, as
-        transformers expects. yarn: the angles of fast pairs are unchanged, those of slow pairs
-        are divided by s, and scores are multiplied by a factor. llama3: as yarn, but interpolated
-        by wavelength and without a factor on scores.
+    linear: every angle / s. ntk: the base b becomes b s^(d/(d-2)), so only rope_theta changes.
+        dynamic: the same, but s depends on the length of the text; max_position_embeddings stays.
+        yarn: fast pairs stay, slow pairs are divided by s, and scores get a factor. llama3: as
+        yarn, interpolated by wavelength, without a factor.
 
-    No weight is trained. The result is better than before beyond the trained length, and usually a
-    little worse within it.
+    No weight is trained; the result is usually a little worse within the trained length.
 
     Args:
         checkpoint: a decoder with rotary positions that are not scaled.

@@ -17,13 +17,7 @@ from regard.units import size
 
 
 def to_stored_weights(checkpoint: Checkpoint, form: str) -> ConversionStep:
-    """Store the weights of linear maps, of the head and of the embedding in fewer bits, in place.
-
-    >>> import regard
-    >>> tiny = regard.load("tiny")
-    >>> to_stored_weights(Checkpoint(tiny.decoder, tiny.config), "int8").what
-    'weights to int8: 15.0 MiB in float32 to 3.82 MiB'
-    """
+    """Store the weights of linear maps, head and embedding in fewer bits, in place."""
     wanted, network = weight_form(form), checkpoint.network
     owners: dict[int, list[tuple[nn.Module, str]]] = {}
     parameters: dict[int, Tensor] = {}
@@ -65,14 +59,7 @@ def to_stored_weights(checkpoint: Checkpoint, form: str) -> ConversionStep:
 def hidden_errors(
     before: nn.Module, after: nn.Module, ids: Int[Tensor, "N T"]
 ) -> tuple[float, ...]:
-    """Return how much the hidden states after each layer change: the norm of the difference over
-    the norm, on one window.
-
-    >>> import regard
-    >>> decoder = regard.load("tiny").decoder
-    >>> hidden_errors(decoder, decoder, torch.arange(8)[None])
-    (0.0, 0.0, 0.0, 0.0)
-    """
+    """Return how much the hidden states after each layer change, relative to their norm."""
     old, new = (_hidden_states(model, ids[:1]) for model in (before, after))
     return tuple(
         float((b - a).norm() / a.norm()) if bool(a.any()) else 0.0
@@ -98,9 +85,5 @@ def _hidden_states(model: nn.Module, ids: Tensor) -> list[Tensor]:
 
 
 def is_stored(network: nn.Module) -> bool:
-    """Return whether a network has weights that are stored in fewer bits.
-
-    >>> is_stored(nn.Linear(2, 2))
-    False
-    """
+    """Return whether a network has weights that are stored in fewer bits."""
     return any(True for _ in stored_modules(network))

@@ -1,10 +1,5 @@
-"""The network and the name table of each model family.
-
-A config with a `DecoderRecipe` is built from it by `models/assembly/llama_like.py`. Other
-families, and those with further names in checkpoints, are in the file that their config names
-(`family_file`), which is called like the file of their configs in `regard.configs` where a maker
-has both. These files never import each other; shared parts are in `models/checkpoint`,
-`models/assembly` and `nn`.
+"""The network and the name table of each model family that a `DecoderRecipe` alone does not give,
+in the file that its config names (`family_file`); these files never import each other.
 """
 
 from __future__ import annotations
@@ -25,12 +20,7 @@ FAMILIES = LOADABLE
 
 
 def family(model_type: str) -> Family:
-    """Return the family of a `model_type`.
-
-    >>> llama = family("llama")
-    >>> llama.architecture, llama.config.__name__
-    ('decoder', 'LlamaConfig')
-    """
+    """Return the family of a `model_type`."""
     its_family = find_family(model_type)
     if its_family is None:
         raise ArgumentError(

@@ -1,12 +1,6 @@
 """BART, Marian and Whisper: encoder-decoders of blocks with LayerNorms and biases, and a head that
-is the embedding's matrix.
-
-BART has post-norm blocks, learned positions, and a norm behind each embedding. Marian, the
-translation models of OPUS-MT, has sinusoidal positions and no such norms. Whisper has an encoder of
-log-mel features, pre-norm blocks, and maps to keys without a bias.
-
-Source: Lewis et al. 2019 (arXiv 1910.13461); Junczys-Dowmunt et al. 2018 (arXiv 1804.00344);
-Radford et al. 2022 (arXiv 2212.04356); key names as in Hugging Face checkpoints.
+is the embedding's matrix. Source: Lewis et al. 2019 (arXiv 1910.13461); Junczys-Dowmunt et al. 2018
+(arXiv 1804.00344); Radford et al. 2022 (arXiv 2212.04356).
 """
 
 from __future__ import annotations
@@ -51,14 +45,7 @@ from regard.positions import LearnedPositions, sinusoidal
 
 @dataclass(frozen=True)
 class LayerSizes:
-    """The sizes and the kind of the layers of one stack.
-
-    Attributes:
-        dim, heads, hidden: M, H and the hidden size of the feed-forward layers.
-        activation: the activation's name in config.json.
-        key_bias: whether the maps to keys have a bias, as all others have.
-        residual: `PostNorm` or `PreNorm`.
-    """
+    """The sizes and the kind of the layers of one stack."""
 
     dim: int
     heads: int
@@ -127,9 +114,7 @@ def decoder_blocks(sizes: LayerSizes, count: int) -> list[DecoderBlock]:
 def _encoder_decoder(
     config: BartConfig | MarianConfig, positions: Sequence[nn.Module], *, norm: bool
 ) -> EncoderDecoder:
-    """Build an encoder-decoder of post-norm blocks with initial weights: normal (standard deviation
-    0.02), biases 0, norms 1.
-    """
+    """Build an encoder-decoder with initial weights: normal (std 0.02), biases 0, norms 1."""
     M, V = config.d_model, config.vocab_size
     embedding, head = nn.Embedding(V, M), Linear(M, V, bias=config.logits_bias)
     head.weight = embedding.weight

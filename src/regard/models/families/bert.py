@@ -1,13 +1,6 @@
-"""BERT, RoBERTa, DistilBERT and ModernBERT.
-
-BERT, RoBERTa (XLM-RoBERTa, CamemBERT) and DistilBERT are encoders of post-norm blocks with learned
-positions, and a head for masked language modelling whose matrix is the embedding. ModernBERT has
-rotary positions, gated feed-forward layers, no biases, and windows in two of three layers, which
-have another rotary base; its first block has no norm before its attention, because the embedding
-ends in one.
-
-Source: Devlin et al. 2018 (arXiv 1810.04805); Liu et al. 2019 (arXiv 1907.11692); Sanh et al. 2019
-(arXiv 1910.01108); Warner et al. 2024 (arXiv 2412.13663); key names as in Hugging Face checkpoints.
+"""BERT, RoBERTa, DistilBERT and ModernBERT. Source: Devlin et al. 2018 (arXiv 1810.04805); Liu et
+al. 2019 (arXiv 1907.11692); Sanh et al. 2019 (arXiv 1910.01108); Warner et al. 2024 (arXiv
+2412.13663).
 """
 
 from __future__ import annotations
@@ -41,14 +34,7 @@ from regard.positions import LearnedPositions, Rotary
 
 @dataclass(frozen=True)
 class EncoderSizes:
-    """The sizes of an encoder like BERT.
-
-    Attributes:
-        dim, hidden, layers, heads: M, the hidden size of the feed-forward layers, the number of
-            layers, and H.
-        activation: the activation's name in config.json.
-        eps: the eps of the norms.
-    """
+    """The sizes of an encoder like BERT."""
 
     dim: int
     hidden: int
@@ -258,9 +244,7 @@ def _complete_modernbert(
 
 
 def _build_modernbert(config: ModernBertConfig) -> HeadedEncoder:
-    """Build the encoder of a config with its head, and initial weights: normal (standard deviation
-    0.02), biases 0, norms 1.
-    """
+    """Build an encoder with its head and initial weights: normal (std 0.02), norms 1."""
     M = config.hidden_size
     distances = config.distances()
     rotaries = {x: building_blocks.rotary_module(config.rope(x)) for x in set(distances)}

@@ -1,14 +1,11 @@
 """DeepSeek-V2, V3 and V3.2, and Kimi Linear: latent attention, and dense layers, then mixtures of
 experts.
 
-DeepSeek-V2 scores experts by a softmax, and V3 by sigmoids with a bias that balances their load. In
-V3.2 attention reads only the keys that a lightning indexer selects. The released code turns the
-index queries and keys by a Hadamard matrix and rounds them to 8 bits. The turn changes no score;
-the rounding is not done here. Kimi Linear has three layers of Kimi Delta Attention, then one of
-latent attention without positions.
+The released code of V3.2 turns index queries and keys by a Hadamard matrix, which changes no score,
+and rounds them to 8 bits, which is not done here.
 
 Source: DeepSeek-AI 2024 (arXiv 2405.04434); DeepSeek-AI 2024 (arXiv 2412.19437); DeepSeek-AI 2025
-(DeepSeek-V3.2-Exp); Kimi Team 2025 (arXiv 2510.26692); key names as in Hugging Face checkpoints.
+(DeepSeek-V3.2-Exp); Kimi Team 2025 (arXiv 2510.26692).
 """
 
 from __future__ import annotations
@@ -82,21 +79,13 @@ NAMES = (
     | LATENT_ATTENTION
     | llama_like.expert_names(Experts(""))
 )
-"""Stored name -> parameter name; the first {} is the number of the layer, a second one that of the
-expert.
-"""
+"""Stored name -> parameter name; the first {} is the layer, a second one the expert."""
 BUFFERS = (*llama_like.BUFFERS, r"model\.layers\.61\..*")
-"""Patterns of stored tensors that are not loaded. Layer 61 of V3 predicts a second token
-(multi-token prediction).
-"""
+"""Patterns of stored tensors that are not loaded; layer 61 of V3 predicts a second token."""
 
 
 def groups(n_group: int | None, topk_group: int | None, best: int) -> ExpertGroups:
-    """Return the groups of experts of a config.
-
-    >>> groups(8, 4, 2)
-    ExpertGroups(count=8, topk=4, best=2)
-    """
+    """Return the groups of experts of a config."""
     if n_group is None or topk_group is None:
         raise ArgumentError(f"n_group is {n_group} and topk_group {topk_group}; groups need both")
     return ExpertGroups(n_group, topk_group, best)
@@ -179,10 +168,7 @@ METHODS = ("greedy", "group_limited_greedy")
 
 
 def softmax_router(config: DeepseekV2Config) -> SoftmaxRouter:
-    """Build the router: softmax over all experts, which topk_method may limit to the best groups.
-
-    Groups are ranked by their best expert.
-    """
+    """Build the router: softmax over all experts, or those of topk_method's best groups."""
     if config.topk_method not in METHODS:
         raise ArgumentError(
             f"topk_method is {config.topk_method!r}; supported are "

@@ -1,11 +1,6 @@
-"""Falcon and Falcon-H1.
-
-Falcon has attention and feed-forward in parallel, and one key and one value for all query heads or
-for groups of them, in one fused matrix. Falcon-H1 has attention and Mamba-2 beside each other in
-every layer, then a SwiGLU; most linear maps have a factor.
-
-Source: Almazrouei et al. 2023 (arXiv 2311.16867); Falcon-LLM Team 2025 (arXiv 2507.22448); key
-names as in Hugging Face checkpoints.
+"""Falcon, with attention and feed-forward in parallel, and Falcon-H1, with attention and Mamba-2
+beside each other. Source: Almazrouei et al. 2023 (arXiv 2311.16867); Falcon-LLM Team 2025 (arXiv
+2507.22448).
 """
 
 from __future__ import annotations
@@ -98,9 +93,7 @@ for end in ("weight", "bias"):
         f"{STORED_LAYER}ln_attn.{end}": as_stored(FIRST + end, requires=SECOND + end),
         f"{STORED_LAYER}ln_mlp.{end}": SECOND + end,
     }
-"""Stored name -> parameter name; {} is the layer. A norm that both sublayers share has its own
-name.
-"""
+"""Stored name -> parameter name; {} is the layer. A shared norm has its own name."""
 
 
 def _h1_layer(config: FalconH1Config, _: int, rotary: Rotary | None, window: int | None) -> Block:

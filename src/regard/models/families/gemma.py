@@ -1,14 +1,6 @@
-"""The language models of Gemma 3 and Gemma 3n.
-
-Gemma 3n has alternating updates of several streams, an embedding of each token for each layer, a
-low-rank branch beside the attention, sparse activations, and last layers that read the keys and
-values of earlier ones.
-
-From a folder with image and sound input (`model_type` "gemma3" and "gemma3n"), only `text_config`
-and the tensors of the language model are read.
-
-Source: Gemma Team 2025 (arXiv 2503.19786); Gemma Team 2025, "Gemma 3n"; key names as in Hugging
-Face checkpoints.
+"""The language models of Gemma 3 and of Gemma 3n, which has several streams, an embedding of each
+token for each layer, and last layers that read earlier layers' keys and values. Source: Gemma Team
+2025 (arXiv 2503.19786); Gemma Team 2025, "Gemma 3n".
 """
 
 from __future__ import annotations

@@ -1,14 +1,7 @@
 """GPT-2, GPT-BigCode, GPT-J, GPT-Neo and GPT-NeoX: decoders with LayerNorms and feed-forward layers
-without a gate.
-
-GPT-2 has learned positions and one fused matrix for queries, keys and values, and in GPT-BigCode
-(SantaCoder, StarCoder) all query heads share one key and one value. GPT-Neo has scores without a
-scale and windows in some layers. GPT-J and GPT-NeoX (Pythia) have rotary positions on a part of
-each head, and attention and feed-forward in parallel.
-
-Source: Radford et al. 2019, "Language Models are Unsupervised Multitask Learners"; Ben Allal et al.
-2023 (arXiv 2301.03988); Wang and Komatsuzaki 2021, "GPT-J-6B"; Black et al. 2021, "GPT-Neo"; Black
-et al. 2022 (arXiv 2204.06745); key names as in Hugging Face checkpoints.
+without a gate. Source: Radford et al. 2019, "Language Models are Unsupervised Multitask Learners";
+Ben Allal et al. 2023 (arXiv 2301.03988); Wang and Komatsuzaki 2021, "GPT-J-6B"; Black et al. 2021,
+"GPT-Neo"; Black et al. 2022 (arXiv 2204.06745).
 """
 
 from __future__ import annotations

@@ -1,16 +1,10 @@
 """BLOOM, MPT and OPT: decoders with LayerNorms and feed-forward layers without a gate.
 
-BLOOM has ALiBi, a norm after the embedding, and one fused matrix in which the rows of queries, keys
-and values are grouped by head. MPT has ALiBi, and no biases in linear maps and norms. OPT has ReLU,
-and learned positions whose table has two unused rows in front.
-
-The first code of MPT also had learned positions, biases, prefixes without causal mask, norms on
-heads, multi-query attention and a factor on logits. They raise here, as transformers does not
-support them. `alibi_bias_max` is used, as in the first code; transformers 5.23 ignores it and uses
-8.
+What only the first code of MPT has (learned positions, biases, prefixes, norms on heads and more)
+raises, as in transformers; but `alibi_bias_max` is used, where transformers 5.23 takes 8.
 
 Source: Le Scao et al. 2022 (arXiv 2211.05100); MosaicML 2023, "Introducing MPT-7B"; Zhang et al.
-2022 (arXiv 2205.01068); key names as in Hugging Face checkpoints.
+2022 (arXiv 2205.01068).
 """
 
 from __future__ import annotations

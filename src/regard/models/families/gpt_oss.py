@@ -1,7 +1,5 @@
 """gpt-oss: learned attention sinks, a sliding window in every second layer, and mixtures of experts
-with clipped SwiGLU.
-
-Source: OpenAI 2025 (arXiv 2508.10925), section 2.2; key names as in Hugging Face checkpoints.
+with clipped SwiGLU. Source: OpenAI 2025 (arXiv 2508.10925), section 2.2.
 """
 
 from __future__ import annotations
@@ -32,10 +30,8 @@ def _layer(config: GptOssConfig, _: int, rotary: Rotary | None, window: int | No
 
 
 def _stacked(*parts: str) -> TensorRule:
-    """Return the rule for a tensor that stores some parameters of all n experts.
-
-    With several `parts`, the stored columns alternate between them. A stored [n, in, parts * out]
-    gives n matrices [out, in] for each part; a stored [n, parts * out] gives n biases [out].
+    """Return the rule for a tensor with some parameters of n experts: [n, in, parts * out] gives n
+    matrices [out, in] for each part, [n, parts * out] biases; the columns of `parts` alternate.
     """
 
     def unpack(stored: Tensor, _: Sequence[torch.Size]) -> list[Tensor]:

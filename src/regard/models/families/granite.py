@@ -1,8 +1,7 @@
 """Granite 3 MoE, Granite 4.0 H and Bamba: Granite 3 with mixtures of experts whose matrices are
 stored in one tensor for all experts, and models with Mamba-2 in most layers and attention in a few.
-
 Source: IBM 2024, "Granite 3.0 Language Models"; IBM 2025, "Granite 4.0 Language Models"; IBM,
-Princeton, CMU and UIUC 2024, "Bamba"; key names as in Hugging Face checkpoints.
+Princeton, CMU and UIUC 2024, "Bamba".
 """
 
 from __future__ import annotations
@@ -42,9 +41,7 @@ def _feed_forward(config: GraniteHybridConfig) -> nn.Module:
 
 
 def _shared(stored: str, *parts: str) -> NameTable:
-    """Return the entry of a matrix of the layer for all tokens, which is a part of the mixture of
-    experts if there is one.
-    """
+    """Return the entry of the matrix for all tokens, in a mixture of experts if there is one."""
     places = ("feed_forward.", "feed_forward.shared.")
     rules = (stacked_rows(*(f"{MODEL_LAYER}{place}{part}" for part in parts)) for place in places)
     return {f"{STORED_LAYER}shared_mlp.{stored}": tuple(rules)}

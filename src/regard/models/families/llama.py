@@ -1,13 +1,8 @@
 """The language model of Llama 4: attention inside chunks with rotary positions in three of four
-layers, queries with a temperature and no positions in the others, and mixtures of experts that read
-weighted inputs.
+layers, queries with a temperature and no positions in the others, and mixtures of experts.
 
-From a folder with image input (`model_type` "llama4"), only `text_config` and the tensors of the
-language model are read. The temperature counts positions of tokens; transformers counts slots, so
-that its rows with padding on the left differ from the same rows alone.
-
-Source: Meta 2025, "The Llama 4 herd", and its released code; key names as in Hugging Face
-checkpoints.
+The temperature counts positions of tokens; transformers counts slots, so that its rows with padding
+on the left differ from the same rows alone. Source: Meta 2025, "The Llama 4 herd", and its code.
 """
 
 from __future__ import annotations

@@ -1,15 +1,10 @@
 """Mamba-2, Jamba and Nemotron-H: decoders without positions.
 
-Mamba-2 has neither attention nor feed-forward layers. Jamba has Mamba in most layers and attention
-in a few, each with a SwiGLU or a mixture of experts. In Nemotron-H, layers of Mamba-2, of attention
-and of feed-forward networks are blocks of their own.
-
-The step sizes of Mamba-2 in Nemotron-H have the limits of `time_step_limit`, in prompts and in
-decoding, as in the released code. Transformers' class (5.23) has `time_step_min` as the smallest in
-prompts, and no limit in decoding.
+The step sizes of Nemotron-H have the limits of `time_step_limit`, as in the released code;
+transformers (5.23) has `time_step_min` as the smallest in prompts, and no limit in decoding.
 
 Source: Dao and Gu 2024 (arXiv 2405.21060); Lieber et al. 2024 (arXiv 2403.19887); NVIDIA 2025
-(arXiv 2504.03624); key names as in Hugging Face checkpoints.
+(arXiv 2504.03624).
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """MiniMax-Text-01: layers of lightning attention, layers of softmax attention, a mixture of experts
-in each, and residual connections of weighted normalized states.
-
-Source: MiniMax 2025 (arXiv 2501.08313), section 2; key names as in Hugging Face checkpoints.
+in each, and residual connections of weighted normalized states. Source: MiniMax 2025 (arXiv
+2501.08313), section 2.
 """
 
 from __future__ import annotations

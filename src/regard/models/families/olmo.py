@@ -1,8 +1,7 @@
 """OLMo Hybrid: three pre-norm layers of Gated DeltaNet, then one with the attention of OLMo 3,
-which has norms after its sublayers, with rotary positions or without.
-
-Source: Ai2 2026, "OLMo Hybrid"; Yang et al. 2024 (arXiv 2412.06464); negative eigenvalues: Grazzi
-et al. 2024 (arXiv 2411.12537); key names as in Hugging Face checkpoints.
+which has norms after its sublayers, with rotary positions or without. Source: Ai2 2026, "OLMo
+Hybrid"; Yang et al. 2024 (arXiv 2412.06464); negative eigenvalues: Grazzi et al. 2024 (arXiv
+2411.12537).
 """
 
 from __future__ import annotations

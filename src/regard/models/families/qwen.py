@@ -1,11 +1,7 @@
 """Qwen3-Next and Qwen3.5: three layers of Gated DeltaNet, then one of attention with an output
 gate, and dense feed-forward layers, or mixtures of experts with one for all tokens behind a gate.
-
-From a folder with image input (`model_type` "qwen3_5" and "qwen3_5_moe"), only `text_config` and
-the tensors of the language model are read.
-
 Source: Qwen Team 2025, "Qwen3-Next"; Qwen Team 2026, "Qwen3.5"; Yang et al. 2024 (arXiv
-2412.06464); Qiu et al. 2025 (arXiv 2505.06708); key names as in Hugging Face checkpoints.
+2412.06464); Qiu et al. 2025 (arXiv 2505.06708).
 """
 
 from __future__ import annotations
@@ -70,9 +66,7 @@ FUSED_EXPERTS: NameTable = {
     STORED_LAYER + "mlp.experts.gate_up_proj": llama_like.experts_in_one_tensor("gate", "up"),
     STORED_LAYER + "mlp.experts.down_proj": llama_like.experts_in_one_tensor("down"),
 }
-"""Further names of the experts: the matrices of all of them in one tensor, as Qwen3.5 is
-published.
-"""
+"""Further names of experts, with all matrices in one tensor, as in Qwen3.5."""
 SEPARATE_MAPS: NameTable = {
     STORED_DELTA + "in_proj_qkv.weight": stacked_rows(*QKV),
     STORED_DELTA + "in_proj_z.weight": GATE,

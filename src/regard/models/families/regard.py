@@ -1,12 +1,10 @@
 """The family "regard": pre-norm blocks of SwiGLU and any causal mechanism in `regard.nn.variants`.
+No other library supports this model_type.
 
     x = E[id] + positions
     x = x + mechanism(norm(x))
     x = x + W_down (silu(W_gate norm(x)) * W_up norm(x))
     logits = W norm(x)
-
-Parameters are stored under their names in the network. Other libraries do not support this
-model_type.
 """
 
 from __future__ import annotations
@@ -29,12 +27,7 @@ from regard.positions import LearnedPositions
 
 @dataclass(frozen=True)
 class Config(RegardConfig):
-    """The config, with a check of the mechanism.
-
-    Raises:
-        ArgumentError: a size is less than 1, or the mechanism cannot be the layer of a decoder with
-            these options, positions and window.
-    """
+    """The config, with a check of the mechanism."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -1,7 +1,5 @@
 """RWKV-4: a decayed mean of the values in each channel, then a feed-forward layer that reads the
-token before.
-
-Source: Peng et al. 2023 (arXiv 2305.13048); key names as in Hugging Face checkpoints.
+token before. Source: Peng et al. 2023 (arXiv 2305.13048).
 """
 
 from __future__ import annotations

@@ -35,13 +35,7 @@ from regard.nn.variants.projections import output_projection, separate_qkv
 
 
 class T5AttentionSizes(NamedTuple):
-    """The sizes of an attention layer of T5.
-
-    Attributes:
-        dim: the model dim M.
-        heads: the number of heads H.
-        head_dim: the dim of a head, which need not be M / H.
-    """
+    """The sizes of an attention layer of T5, whose head dim need not be M / H."""
 
     dim: int
     heads: int
@@ -57,13 +51,7 @@ class T5AttentionSizes(NamedTuple):
 def stack_bias(
     sizes: T5AttentionSizes, buckets: int, max_distance: int, *, bidirectional: bool
 ) -> T5Relative:
-    """Build the position bias of the encoder or the decoder; all layers share its table.
-
-    The table is normal with standard deviation M^-0.5.
-
-    >>> stack_bias(T5AttentionSizes(8, 2, 4), 32, 128, bidirectional=True)
-    t5_relative(32 buckets, bidirectional)
-    """
+    """Build the position bias of a stack, whose layers share its table, normal with std M^-0.5."""
     table = nn.Embedding(buckets, sizes.heads).weight
     nn.init.normal_(table, std=sizes.dim**-0.5)
     return T5Relative(table, bidirectional=bidirectional, max_distance=max_distance)
@@ -75,15 +63,7 @@ def encoder_block(
     feed_forward: nn.Module,
     norm: Callable[[], nn.Module],
 ) -> Block:
-    """Build a pre-norm block of the encoder.
-
-    >>> bias = stack_bias(T5AttentionSizes(8, 2, 4), 32, 128, bidirectional=True)
-    >>> sizes, feed_forward = T5AttentionSizes(8, 2, 4), nn.Linear(8, 8)
-    >>> encoder_block(sizes, bias, feed_forward, lambda: nn.LayerNorm(8)).attention.scale
-    1.0
-
-    Source: Raffel et al. 2020 (arXiv 1910.10683), section 2.1.
-    """
+    """Build a pre-norm block of the encoder (arXiv 1910.10683, section 2.1)."""
     own = Attention(*sizes.parts(), scale=1.0, bias=bias)
     return Block(own, feed_forward, PreNorm(norm()), PreNorm(norm()))
 
@@ -94,14 +74,8 @@ def decoder_block(
     feed_forward: nn.Module,
     norm: Callable[[], nn.Module],
 ) -> DecoderBlock:
-    """Build a pre-norm block of the decoder; its cross-attention has no bias.
-
-    >>> bias = stack_bias(T5AttentionSizes(8, 2, 4), 32, 128, bidirectional=False)
-    >>> sizes, feed_forward = T5AttentionSizes(8, 2, 4), nn.Linear(8, 8)
-    >>> decoder_block(sizes, bias, feed_forward, lambda: nn.LayerNorm(8)).attention.mask
-    Causal()
-
-    Source: Raffel et al. 2020 (arXiv 1910.10683), section 2.1.
+    """Build a pre-norm block of the decoder; its cross-attention has no bias. Source: Raffel et al.
+    2020 (arXiv 1910.10683), section 2.1.
     """
     own = Attention(*sizes.parts(), mask=Causal(), scale=1.0, bias=bias)
     cross = CrossAttention(*sizes.parts(), scale=1.0)
@@ -109,16 +83,8 @@ def decoder_block(
 
 
 def initialize_t5(model: EncoderDecoder, head_dim: int) -> None:
-    """Draw initial weights in place, as T5's released code does: normal with std 1/sqrt(fan-in).
-
-    The query maps have std 1/sqrt(fan-in * D), which replaces the scale of the scores; the
-    embedding and the head have std 1.
-
-    >>> from regard.models.encoder_decoder import transformer
-    >>> model = transformer(7, 64, 4, 1)
-    >>> initialize_t5(model, 16)
-    >>> 0.02 < model.layers[0].attention.project.q.linear.weight.std().item() < 0.05
-    True
+    """Draw initial weights in place as T5's code does: std 1/sqrt(fan-in), query maps 1/sqrt(fan-in
+    * D), which replaces the scale of scores, embedding and head 1.
     """
     for name, part in model.named_modules():
         if isinstance(part, nn.Linear):
@@ -129,9 +95,8 @@ def initialize_t5(model: EncoderDecoder, head_dim: int) -> None:
 
 
 def complete_config(config: T5Config, _: Raw, stored: Collection[str]) -> T5Config:
-    """Untie the head if it is stored and not scaled, as in version 1.1.
-
-    tie_word_embeddings does not decide it, since transformers 5 writes true for every T5.
+    """Untie a head that is stored and not scaled (version 1.1): transformers 5 writes
+    tie_word_embeddings for every T5.
     """
     own = "lm_head.weight" in stored and not config.scale_decoder_outputs
     return replace(config, tie_word_embeddings=False) if own else config

@@ -70,8 +70,7 @@ class Hypothesis(NamedTuple):
 
     Attributes:
         ids: the ids of its tokens, without the one that ended it.
-        score: the sum of log p over its tokens, with the one that ended it, divided by their number
-            to the power of length_penalty.
+        score: the sum of log p over its tokens and its end, over their number ** length_penalty.
         ended: True if an end id ended the text, False if the text reached the limit.
     """
 
@@ -95,16 +94,13 @@ def beam_search(
 
     score(y) = (sum_t log p(y_t | y_<t)) / n^length_penalty, for n tokens with the end
 
-    At each step the most likely continuations of all candidates of a row are ranked. One that ends
-    is a result if it is among the first `beams`; the first `beams` that do not end are the next
-    candidates. A row is done when it has `beams` results and no candidate can reach the score of
-    the worst of them. This is transformers' search with early_stopping="never"; Wu et al. 2016
-    divide by ((5 + n) / 6)^alpha instead. With one beam the search ends with its first result and
-    equals `greedy`.
+    The most likely continuations of a row's candidates are ranked: one that ends is a result if it
+    is among the first `beams`, and the first `beams` that do not end are the next candidates. A row
+    is done when it has `beams` results that no candidate can reach. This is transformers' search
+    with early_stopping="never"; Wu et al. divide by ((5 + n) / 6)^alpha. One beam equals `greedy`.
 
     Args:
-        step: a function from ids [rows, 1] to logits [rows, 1, V]; it keeps its own state between
-            calls.
+        step: a function from ids [rows, 1] to logits [rows, 1, V] with a state of its own.
         first: the id [B] that starts each row.
         end: the id, or ids, that end a text.
         limit: the largest number of tokens of a text, at least 1.
@@ -117,8 +113,7 @@ def beam_search(
         For each row at most `beams` hypotheses, best first.
 
     Raises:
-        ArgumentError: limit or beams is less than 1, first is not one id per row, or a logit is
-            NaN.
+        ArgumentError: limit or beams is less than 1, first is not one id per row, a logit is NaN.
 
     >>> def count(ids):  # the next token after n is n + 1, or 9
     ...     logits = torch.full((*ids.shape, 10), -torch.inf)
@@ -156,9 +151,7 @@ def _check(first: Tensor, limit: int, beams: int, length_penalty: float) -> None
 
 
 class _BeamSearch:
-    """The state of a beam search: candidates [B, R, n], the sums [B, R] of their log probabilities,
-    and the texts found so far.
-    """
+    """The state of a beam search: candidates [B, R, n], log probabilities [B, R], found texts."""
 
     def __init__(
         self, rows: int, beams: int, limit: int, length_penalty: float, end_ids: Tensor
@@ -200,9 +193,7 @@ class _BeamSearch:
         return rows.flatten(), token.gather(1, next_beams).flatten()
 
     def _keep(self, texts: Tensor, value: Tensor, whole: Tensor, ended: Tensor) -> None:
-        """Store the complete texts among the first `beams` continuations; a row keeps its best
-        ones.
-        """
+        """Store the complete texts among the first `beams`; a row keeps its best ones."""
         size = texts.shape[2] ** self.length_penalty
         for b, best_texts in enumerate(self.hypotheses):
             if not self._open[b]:
@@ -256,11 +247,8 @@ class BeamSearchResult:
     """The result of a beam search for a prompt, with its cost.
 
     Attributes:
-        completions: at most `beams` texts, best first.
-        seconds: the time of the whole search.
         prefill_seconds, prompt_tokens: the time for reading the prompt, and the number of tokens
             read: all but the last, with which the search begins.
-        steps: the number of decoding steps.
         cache_bytes: the number of bytes in the caches of all beams at the end.
     """
 
@@ -295,8 +283,8 @@ def beam_search_text(
         The texts, best first, and the cost of the search.
 
     Raises:
-        ArgumentError: as in `beam_search` and `CacheConfig`; the prompt is empty; or options name a
-            sampler, a stop string, or a CUDA graph.
+        ArgumentError: as in `beam_search` and `CacheConfig`; the prompt is empty; or options name
+            what beams do not have.
 
     >>> import regard
     >>> options = GenerationOptions(max_tokens=3)

@@ -50,17 +50,14 @@ class CacheConfig:
 
     To use your own cache class, give its `kind`.
 
-    Those from "h2o" to "expected_attention" choose tokens for each key/value head
-    (`regard.caches.eviction`): when max_context tokens are held, an eighth of them is evicted, for
-    good. Up to max_context tokens the result is that of "growing"; with "pyramidkv" up to the
-    smallest budget of a layer, since max_context is the mean over the layers.
+    Those from "h2o" to "expected_attention" evict an eighth of max_context tokens for each
+    key/value head (`regard.caches.eviction`) when they are held. Up to then the result is that of
+    "growing"; with "pyramidkv", whose mean over layers max_context is, up to the smallest budget.
 
-    "quest" loses nothing: each query head reads max_context / 16 pages of 16 tokens, rounded down,
-    and may miss the best one (`regard.nn.QuestAttention`). With so many pages in all, the result
-    is that of "growing".
+    "quest" loses nothing: each query head reads max_context / 16 pages of 16 tokens, and may miss
+    the best one (`regard.nn.QuestAttention`).
 
-    "ring" and "streaming" change the result after max_context tokens, in the same way for every
-    chunk size: a layer whose mask is unbounded gets a bounded one (see `restrict`).
+    "ring" and "streaming" give a layer with an unbounded mask a bounded one (see `restrict`).
 
     Args:
         cache: the kind of cache.
@@ -68,8 +65,7 @@ class CacheConfig:
             is no limit.
 
     Raises:
-        ArgumentError: the kind is unknown, max_context is too small, or it is missing for a kind
-            that drops old tokens.
+        ArgumentError: the kind is unknown, or max_context is too small or missing.
 
     >>> CacheConfig("ring", 256).forgets
     True
@@ -147,9 +143,7 @@ class CacheConfig:
             )
 
     def with_capacity(self, prompt_tokens: int, new_tokens: int) -> CacheConfig:
-        """Return this configuration, checked, with max_context where the cache needs it.
-
-        A kind that is allocated once, and has no max_context, gets just enough slots.
+        """Return this configuration, checked, with enough slots for a kind that needs a number.
 
         Args:
             prompt_tokens: the number of tokens of the prompt.
@@ -199,7 +193,7 @@ class CacheConfig:
     def restrict(self, decoder: Decoder) -> Decoder:
         """Return the decoder with the masks that this cache needs.
 
-        It is the decoder itself, or a copy with the same parameters and narrower masks. "ring" adds
+        It is the decoder itself, or a copy with the same parameters. "ring" adds
         `Window(max_context)` to the mask of every layer that keeps every token. "streaming" makes
         such a layer a `StreamingAttention` where its heads end with a rotary step, so that
         distances stay inside the cache; otherwise it adds `Window(max_context - 4) | Sinks(4)`, at
@@ -212,9 +206,8 @@ class CacheConfig:
             The decoder to run with these caches.
 
         Raises:
-            ArgumentError: a layer keeps every token and has no mask to restrict, or it has several
-                mechanisms with a cache each; or the rotary frequencies depend on the length, and
-                the cache is not "growing".
+            ArgumentError: a layer keeps every token and has no mask to restrict, or several caches;
+                or the rotary frequencies depend on the length, and the cache is not "growing".
         """
         if self.cache != "growing" and has_dynamic_rotary(decoder):
             raise ArgumentError(
@@ -278,9 +271,7 @@ class CacheConfig:
     def _choosing(
         self, i: int, attention: Attention, number: int, layers: int
     ) -> EvictingAttention | QuestAttention:
-        """Return the attention of layer i with the rule of this cache; it is layer `number` of
-        those that keep every token.
-        """
+        """Return layer i's attention with this rule; it is the `number`-th that can have it."""
         assert self.max_context is not None, "the constructor requires it"
         plain = type(attention) is Attention and attention.mask == Causal()
         if not plain or attention.bias is not None or attention.score is not None:
@@ -330,9 +321,7 @@ class CacheConfig:
 
 
 def _with_mask(attention: Attention, mask: Mask, *, in_place: bool = False) -> Attention:
-    """Add a mask to the attention, or make it a `StreamingAttention` where that is possible, unless
-    `in_place`.
-    """
+    """Add a mask to the attention, or if possible and not `in_place`, make it streaming."""
     bound = mask.reach()
     if not in_place and bound.sinks and attention.mask == Causal() and attention.bias is None:
         try:

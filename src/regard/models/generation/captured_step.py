@@ -28,9 +28,7 @@ workspaces; `torch.cuda.make_graphed_callables` runs as many. They are steps of 
 """
 
 Step: TypeAlias = Callable[[], Tensor]
-"""A decoding step without arguments: it reads and writes memory that stays where it is, and returns
-the logits.
-"""
+"""A decoding step on memory that stays where it is, which returns the logits."""
 
 
 class StepRecorder(Protocol):
@@ -46,11 +44,7 @@ class StepRecorder(Protocol):
 
 
 class CudaGraphRecorder:
-    """Captures a step as a `torch.cuda.CUDAGraph`, on a stream of its own.
-
-    Args:
-        device: a CUDA device.
-    """
+    """Captures a step as a `torch.cuda.CUDAGraph`, on a stream of its own."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -85,9 +79,8 @@ class CudaGraphRecorder:
 class CapturedSession:
     """A `DecodeSession` that has read its prompts, as one captured step with static caches.
 
-    The first steps run without capture, the next one is captured, and all later ones run again from
-    the captured graph: the same function in the same memory. Rows that are finished stay in it, and
-    what they compute is not returned.
+    The first steps run without capture, the next one is captured, and later ones run from the
+    graph, in the same memory. Finished rows stay in it, and what they compute is not returned.
 
     Args:
         session: a session that has read the prompts; its caches are copied.
@@ -192,8 +185,8 @@ class CapturedSession:
 
     @torch.inference_mode()
     def refill(self, session: DecodeSession) -> None:
-        """Start again from another session that has read its prompts, in the same memory, so that a
-        captured step stays as it is.
+        """Start again from another session that has read its prompts, in the memory of the captured
+        step.
 
         Args:
             session: a session of the same decoder, with as many rows, and no more tokens.
@@ -238,19 +231,7 @@ def check_captured(session: DecodeSession, *, has_recorder: bool = False) -> Non
 
 
 def why_not_captured(decoder: Decoder, caches: Sequence[Cache]) -> list[str]:
-    """Return why the step of a decoder with these caches cannot be captured; empty if it can.
-
-    A module or a cache says so itself, in `static_step_refusal`.
-
-    >>> import regard
-    >>> decoder = regard.load("tiny").decoder
-    >>> why_not_captured(decoder, decoder.new_caches())
-    []
-    >>> from regard.caches import Paged
-    >>> reason, = why_not_captured(decoder, [Paged(16, 8) for _ in decoder.layers])
-    >>> reason[:40]
-    'the cache of layer 0, a Paged, cannot: P'
-    """
+    """Return why the step of a decoder with these caches cannot be captured; empty if it can."""
     reasons: dict[str, str] = {}
     for name, module in decoder.named_modules():
         if module._forward_hooks or module._forward_pre_hooks:

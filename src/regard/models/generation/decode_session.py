@@ -55,9 +55,8 @@ class LanguageModel(Protocol):
 class DecodeSession:
     """A decoder with the caches of a batch; each token is computed once.
 
-    A decoder whose rotary frequencies depend on the length runs in a `regard.nn.PrefixRecomputer`.
-    It computes the prefix again when the frequencies change, so that decoding with a cache gives
-    the same result as one pass. Such a prompt is read in one pass.
+    Where rotary frequencies depend on the length, it runs in a `regard.nn.PrefixRecomputer`, which
+    computes the prefix again when they change, so that decoding equals one pass.
 
     Args:
         decoder: the network.
@@ -113,10 +112,9 @@ class DecodeSession:
 
         Args:
             ids: token ids [B, T], T at least 1.
-            positions: positions [B, T], -1 for padding; None continues from the last token of each
-                row.
-            chunk: the number of tokens per forward pass; None is one pass. It does not change the
-                result.
+            positions: positions [B, T], -1 for padding; None continues each row.
+            chunk: the number of tokens per forward pass, without influence on the result; None is
+                one.
 
         Returns:
             Logits [B, V] for the token after the last slot of each row.
@@ -198,12 +196,7 @@ class DecodeSession:
 def pad_left(
     rows: Sequence[Sequence[int]], start: int = 0
 ) -> tuple[Int[Tensor, "B T"], Positions | None]:
-    """Stack rows of ids into one tensor, padded on the left.
-
-    >>> ids, positions = pad_left([[7, 8, 9], [5]])
-    >>> ids.tolist(), positions.tolist()
-    ([[7, 8, 9], [0, 0, 5]], [[0, 1, 2], [-1, -1, 0]])
-    """
+    """Stack rows of ids into one tensor, padded on the left."""
     T = max(len(row) for row in rows)
     ids = torch.tensor(
         [[0] * (T - len(row)) + list(row) for row in rows], dtype=torch.int64, device="cpu"
@@ -220,9 +213,8 @@ def pad_left(
 class PrefixCache:
     """A prompt that a model has read, whose caches several continuations share (prefix caching).
 
-    `model.cache_prefix` creates it. The ids of a continuation are the ids of the prefix, followed
-    by those of the new text. The two texts are tokenized separately, so that a word across the
-    border may have other tokens than in the joined text.
+    `model.cache_prefix` creates it. Prefix and continuation are tokenized separately, so that a
+    word across the border may have other tokens than in the joined text.
 
     Args:
         model: the model that reads.
@@ -326,14 +318,7 @@ def check_prefix(
 def encode_prompt(
     model: LanguageModel, prompt: Prompt, prefix: PrefixCache | None = None
 ) -> list[int]:
-    """Convert a prompt to ids: a text with special tokens unless it continues a prefix, and ids as
-    they are.
-
-    >>> import regard, torch
-    >>> model = regard.load("tiny")
-    >>> encode_prompt(model, torch.tensor([[5, 6]])), encode_prompt(model, "To be") == [5, 6]
-    ([5, 6], False)
-    """
+    """Convert a prompt to ids: a text gets special tokens unless it continues a prefix."""
     if isinstance(prompt, str):
         if prefix is None:
             ids = model.encode(prompt)[0].tolist()
@@ -368,11 +353,7 @@ def _ids_of(prompt: object) -> list[int]:
 
 
 def is_single_prompt(prompt: object) -> bool:
-    """Return whether an argument is one prompt, and not a list or tuple of prompts.
-
-    >>> is_single_prompt([5, 6]), is_single_prompt([[5, 6]]), is_single_prompt("to")
-    (True, False, True)
-    """
+    """Return whether an argument is one prompt, and not a list or tuple of prompts."""
     if not isinstance(prompt, (list, tuple)):
         return True
     return bool(prompt) and all(isinstance(index, int) for index in prompt)

@@ -28,16 +28,14 @@ from regard.models.generation.sampling import Sampler, SamplingParams
 class StopStrings:
     """A filter that passes on streamed text up to the first stop string.
 
-    Text that may be the beginning of a stop string is held back until that is decided. The stop
-    string that is complete first ends the text; of several that are complete at the same character,
-    the one that began first. The result depends on the characters, not on the pieces in which they
-    arrive.
+    What may begin a stop string is held back until that is decided. The stop string that is
+    complete first ends the text; of several, the one that began first. How the text is cut into
+    pieces does not matter.
 
     Args:
         stops: a string, or several, none of them empty.
 
     Attributes:
-        stops: the stop strings.
         matched: the stop string that ended the text, or None.
 
     Raises:
@@ -125,8 +123,7 @@ class GenerationOptions:
             (`CapturedSession`).
 
     Raises:
-        ArgumentError, ArgumentTypeError: a number is not an int, or out of its range; a stop string
-            is empty; cuda_graph is not a bool.
+        ArgumentError, ArgumentTypeError: an option has a wrong type or is out of its range.
 
     >>> GenerationOptions(max_tokens=3, stop=("end",)).chunk
     512
@@ -235,8 +232,6 @@ class _GenerationLoop:
     """The generation loop of `BatchGeneration` and `Generation`, with its measurements.
 
     Attributes:
-        rows: a `Continuation` for each prompt.
-        seconds: the time in the model so far.
         prefill_seconds: the part of it for reading the prompts.
         decode_seconds: the part of it after the first token of each row, which the pass over the
             prompt gives.
@@ -295,9 +290,7 @@ class _GenerationLoop:
 
     @property
     def tokens_per_second(self) -> float:
-        """The new tokens of all rows per second of model time, including the pass over the
-        prompts.
-        """
+        """The new tokens of all rows per second of model time, prompts included."""
         tokens = sum(len(row.ids) for row in self.rows)
         return tokens / self.seconds if self.seconds else 0.0
 
@@ -308,9 +301,7 @@ class _GenerationLoop:
 
     @property
     def decode_tokens_per_second(self) -> float:
-        """The tokens of all rows per second after the first of each row; 0 if there was only
-        one.
-        """
+        """The tokens per second after the first of each row; 0 if there was only one."""
         return self._decoded_tokens / self.decode_seconds if self.decode_seconds else 0.0
 
     def _checked_config(self) -> CacheConfig:
@@ -390,9 +381,8 @@ class _GenerationLoop:
 class BatchGeneration(_GenerationLoop):
     """Continuations of several prompts, generated while the object is iterated over, once.
 
-    It yields pairs (index of the prompt, piece of text). Prompts of different length are padded on
-    the left, at position -1. A finished row leaves the batch. Rows are independent: row i gets what
-    its prompt alone gets with seed + i, up to the rounding of a batch.
+    It yields pairs (index of the prompt, piece of text). A finished row leaves the batch. Row i
+    gets what its prompt alone gets with seed + i, up to the rounding of a batch.
 
     Args:
         model: the model.
@@ -402,8 +392,8 @@ class BatchGeneration(_GenerationLoop):
 
     Attributes:
         rows: a `Continuation` for each prompt.
-        seconds, prefill_seconds, decode_seconds: the time in the model so far; the part of it for
-            reading the prompts, and the part for all tokens of a row after its first.
+        seconds, prefill_seconds, decode_seconds: the time in the model so far, its part for reading
+            the prompts, and its part for all tokens of a row after its first.
         prompt_tokens: the number of tokens of all prompts, without those of a prefix.
 
     Raises:

@@ -44,8 +44,7 @@ class SamplingParams:
         top_k: at least 1; None keeps all.
         top_p: above 0 and at most 1; None keeps all.
         min_p: 0 to 1; None keeps all.
-        repetition_penalty: above 0; 1 changes nothing, a larger value makes repetitions less
-            likely.
+        repetition_penalty: above 0; 1 changes nothing.
         seed: random seed of the first row of a batch; row i has seed + i.
 
     Raises:
@@ -109,8 +108,7 @@ def distribution(
 
     p = softmax(steps(logits)), with the steps of `SamplingParams` in their order
 
-    transformers' TopKLogitsWarper keeps every token that ties with the k-th, and so more than k;
-    here exactly k remain.
+    Exactly k tokens remain; transformers' TopKLogitsWarper also keeps those that tie with the k-th.
 
     Args:
         logits: logits [B, V]; a token with -inf cannot be drawn.
@@ -144,9 +142,7 @@ def _penalized(logits: Tensor, sampling: SamplingParams, seen_ids: Tensor | None
 
 
 def _distribution(x: Tensor, sampling: SamplingParams) -> Tensor:
-    """Return the probabilities after the steps that follow the penalty; nothing is read from
-    another device than the CPU.
-    """
+    """Return the probabilities after the penalty; other devices are not read."""
     largest, best = x.max(1)
     if sampling.greedy:
         return F.one_hot(best, x.shape[1]).to(x.dtype)
@@ -162,11 +158,7 @@ def _distribution(x: Tensor, sampling: SamplingParams) -> Tensor:
 
 
 def top_ids(x: Float[Tensor, "B V"], k: int) -> Int[Tensor, "B k"]:
-    """Return the ids [B, k] of the k largest values of each row, largest first, ties by id.
-
-    >>> top_ids(torch.tensor([[1.0, 5.0, 1.0, 1.0]]), 3).tolist()
-    [[1, 0, 2]]
-    """
+    """Return the ids [B, k] of the k largest values of each row, largest first, ties by id."""
     if not x.is_cpu:  # `nonzero` would wait for the device
         return x.argsort(dim=1, descending=True, stable=True)[:, :k]
     least = x.topk(k).values[:, -1:]
@@ -244,10 +236,8 @@ class Sampler:
         return tokens
 
     def _draw_on_device(self, logits: Tensor) -> list[int]:
-        """Draw on the device of the logits, and read it once, at the end.
-
-        `torch.multinomial` on a CPU returns the largest p / e with e drawn from the exponential
-        distribution. Here e is drawn by the same generator and sent to the device.
+        """Draw on the logits' device, and read it once: the largest p / e, as `torch.multinomial`,
+        with e drawn by the generator.
         """
         device, rows = logits.device, logits.shape[0]
         if self._seen_ids is not None and self._seen_ids.device != device:
@@ -290,9 +280,7 @@ def _keep_ids(x: Tensor, ids: Tensor) -> Tensor:
 
 
 def _nucleus(x: Tensor, top_p: float) -> Tensor:
-    """Return x for the most likely tokens until their sum reaches top_p, and -inf for the
-    others.
-    """
+    """Return x for the most likely tokens up to the sum top_p, and -inf for the others."""
     p = x.softmax(1)
     # on a CPU these are enough for most rows, and much cheaper than a full sort
     few = min(p.shape[1], 1024) if p.is_cpu else p.shape[1]
