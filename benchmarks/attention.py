@@ -119,17 +119,12 @@ class AttentionSizes(ProblemSizes):
         window: how many keys a query sees, its own included; None for all earlier keys.
         alibi: whether ALiBi's bias is added to the scores.
         padded: whether row b has b S / (2 B) padding tokens on the left.
-        train: whether the gradient is computed.
         bits: the bits of the quantized cache from which keys and values are read; None for keys and
             values that are not quantized.
         pattern: what else decides which earlier keys a query sees: "documents" (8 packed texts of
             one length), "prefix" (all queries see the first eighth of the keys), "sinks" (besides
             its window, a query sees the first 4 keys), or None.
-        softcap: the bound on the scores, or None.
         sink: whether each head has a logit in the denominator only.
-
-    >>> print(AttentionSizes(B=1, H=32, G=8, D=128, S=32768, T=1))
-    B1 H32 G8 D128 S32768 T1
     """
 
     B: int
@@ -356,12 +351,6 @@ def prepared_call(
     kernel: str = "",
 ) -> PreparedCall:
     """Return a prepared call of attention; in training it computes the gradients of q, k and v too.
-
-    >>> sizes = AttentionSizes(B=1, H=1, G=1, D=2, S=3, train=True)
-    >>> problem = sizes.problem(torch.float32, torch.device("cpu"))
-    >>> call = prepared_call(problem, lambda: problem.q + problem.k + problem.v)
-    >>> sorted(call.read(call.step()))
-    ['dk', 'dq', 'dv', 'out']
     """
     if not problem.train:
 

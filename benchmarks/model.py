@@ -123,8 +123,6 @@ class ModelSizes(ProblemSizes):
     """The sizes of a model with S tokens in the cache; the defaults are those of Qwen2-0.5B.
 
     Args:
-        S, B: cached tokens, and batch rows.
-        layers, dim, inner, H, G, vocabulary: the sizes of the model.
         bits: None, or 8 or 4: matrices whose numbers are whole codes of so many bits times one
             power of two, so that every format of these bits with groups of at least 32 inputs holds
             exactly the same numbers.

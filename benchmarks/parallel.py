@@ -57,7 +57,6 @@ class ParallelSizes(AttentionSizes):
     """The sizes of causal attention over several ranks.
 
     Args:
-        W: the number of ranks.
         documents: whether the sequence holds packed documents, which do not see one another.
     """
 
@@ -73,12 +72,7 @@ class ParallelSizes(AttentionSizes):
 
 
 class ParallelProblem(AttentionProblem):
-    """Attention over a sequence that lies on several ranks.
-
-    Attributes:
-        mask: the mask.
-        shards: which rank holds which tokens.
-    """
+    """Attention over a sequence that lies on several ranks."""
 
     sizes: ParallelSizes
 
@@ -157,9 +151,6 @@ class RankInputs:
 
     Args:
         q, k, v: its queries, keys and values, `[B, heads, n, D]`.
-        shards: which rank holds which tokens.
-        mask: the mask.
-        rank: the number of the rank.
         group: the process group; None is the default group.
     """
 
@@ -262,7 +253,6 @@ class RankPool:
 
     Args:
         name: the name of the peer, a key of `RANK_STEPS`.
-        problem: the problem.
         shards: which rank holds which tokens.
     """
 

@@ -165,11 +165,7 @@ class CheckpointSizes(ProgramSizes):
 
 
 class CheckpointProblem(ProgramProblem):
-    """A checkpoint on disk; the outputs are its first and its last tensor by name.
-
-    Attributes:
-        sizes: the sizes.
-    """
+    """A checkpoint on disk; the outputs are its first and its last tensor by name."""
 
     def __init__(self, sizes: CheckpointSizes, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__(dtype, device)
@@ -424,8 +420,6 @@ class MemorySizes(ProgramSizes):
 
     Args:
         model: the sizes of the model; with `bits` its matrices are in the format Q8_0 or Q4_0.
-        prompt: the number of tokens of the prompt.
-        steps: the number of decoded tokens.
     """
 
     model: ModelSizes
@@ -449,12 +443,7 @@ class MemorySizes(ProgramSizes):
 
 
 class MemoryProblem(ProgramProblem):
-    """A GGUF file with random weights, and the logits of a short prompt.
-
-    Attributes:
-        sizes: the sizes.
-        short: the tokens of the short prompt.
-    """
+    """A GGUF file with random weights, and the logits of a short prompt."""
 
     def __init__(self, sizes: MemorySizes, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__(dtype, device)

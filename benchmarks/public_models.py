@@ -51,7 +51,6 @@ class PublicModelSizes(ProblemSizes):
         layers: the number of layers; fewer than the published model has.
         tokens: the number of tokens, or of cached tokens in a decoding step; 0 where the model
             fixes it.
-        batch: the number of batch rows.
         narrow: whether widths are reduced to a few dims, for a run of milliseconds.
         memory: an estimate of the memory of the problem and its reference in bytes.
     """
@@ -146,11 +145,7 @@ def accelerated(problem: PublicModelProblem) -> PreparedCall:
 
 
 class AttentionTimer(TorchFunctionMode):
-    """A mode that measures the time in `F.scaled_dot_product_attention`.
-
-    Attributes:
-        seconds: the time in attention calls.
-    """
+    """A mode that measures the time in `F.scaled_dot_product_attention`."""
 
     def __init__(self) -> None:
         super().__init__()

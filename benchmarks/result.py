@@ -33,9 +33,6 @@ class OutputCheck(NamedTuple):
     relative to its bound.
 
     Attributes:
-        correct: whether every output is within its bound.
-        error: the largest absolute error of that output.
-        allowed: its bound.
         why: what is wrong, or "".
     """
 
@@ -107,18 +104,14 @@ class PeerResult:
     """The result of one peer.
 
     Attributes:
-        peer, status, why: the name of the peer, its status, and why it was not timed.
-        kernel: the name of the kernel that ran, if the peer reports it.
         seconds, quartiles, rounds: the median time of a call, its quartiles, and how many rounds.
         ratio: the median over rounds of its time divided by regard's time in the same round.
-        ratio_quartiles: the quartiles of these ratios.
         bytes_per_second, flops_per_second: the minimum work of the problem divided by the median
             time; None where nothing is counted.
         of_read, of_gemm: these rates as shares of the machine's: the bandwidth is measured in the
             same rounds, the FLOP rate before them.
         error, allowed: the largest error of its outputs, and the bound of the rule.
         peak_bytes: the peak memory of a call with its result, if it was measured.
-        figures: further figures that the peer reports, by name.
     """
 
     peer: str
@@ -145,12 +138,8 @@ class CaseResult:
     """The result of a case at one size in one dtype.
 
     Attributes:
-        case, description: the name and the description of the case.
-        sizes: the sizes as text.
-        dtype, device: the dtype and the device of the problem.
         work: the minimum work; None if the case was not run.
         refused: why the case was not run, or "".
-        rows: one result per peer.
         interrupted: whether the run was interrupted before its last round.
     """
 

@@ -228,13 +228,7 @@ _CODE = "import sys; from benchmarks.runner import serve; serve(int(sys.argv[1])
 
 
 class PeerProcess:
-    """A process in which a peer solves a problem. It ends when this object is deleted.
-
-    Args:
-        peer: the peer, which the process gets as a pickle.
-        sizes: the sizes of the problem, which the process creates again.
-        dtype, device: the dtype and the device of the problem.
-    """
+    """A process in which a peer solves a problem. It ends when this object is deleted."""
 
     def __init__(
         self, peer: Peer[Any], sizes: ProblemSizes, dtype: torch.dtype, device: torch.device

@@ -47,10 +47,6 @@ class SentenceSizes(ProblemSizes):
     """The sizes of an encoder and of its texts; the defaults are those of all-MiniLM-L6-v2.
 
     The lengths of the texts follow a log-normal distribution with a median of 18 words.
-
-    Args:
-        texts: the number of texts.
-        layers, dim, inner, H, vocabulary: the sizes of the model.
     """
 
     texts: int
@@ -85,7 +81,6 @@ class SentenceProblem(Problem):
     The texts are tokenized by every peer with the same tokenizer, as part of the measured time.
 
     Attributes:
-        model: the encoder with its tokenizer.
         texts: the texts, in random order of their lengths.
     """
 

@@ -80,15 +80,6 @@ def find_claim(name: str) -> Claim:
 
     Args:
         name: a key of `CLAIMS`.
-
-    Returns:
-        The claim.
-
-    Raises:
-        ArgumentError: there is no such claim; the message suggests similar ids.
-
-    >>> str(find_claim("scale").sources[1])
-    'AttnJourney, section 3.1'
     """
     if name not in CLAIMS:
         hint = suggest(name, CLAIMS, most=2, otherwise=";")
@@ -106,20 +97,9 @@ def experiments(claims: Sequence[Claim], budget: float = 1.0, seed: int = 0) -> 
     Claims that use the measurement of another claim share its experiment.
 
     Args:
-        claims: the claims to measure.
         budget: 1 takes at most about two minutes per experiment on two cores; 2 doubles steps and
             rounds.
         seed: the random seed for weights, data and order.
-
-    Returns:
-        The experiments, each once.
-
-    Raises:
-        ArgumentError: the budget is not above 0 and finite.
-
-    >>> from experiments import find_claim
-    >>> [experiment.name for experiment in experiments([find_claim("scale")], budget=0.01)]
-    ['claim/scale']
     """
     if not (budget > 0 and math.isfinite(budget)):
         raise ArgumentError(
@@ -136,21 +116,7 @@ def run_claims(
     stored.
 
     Args:
-        session: a session, whose store has the numbers.
-        claims: the claims to measure.
         budget, seed: see `experiments`.
-
-    Returns:
-        One outcome per claim.
-
-    Raises:
-        ArgumentError: the budget is not above 0 and finite.
-
-    >>> from regard.compare import ExperimentStore, Session
-    >>> from experiments import find_claim
-    >>> session = Session(ExperimentStore(None))
-    >>> [outcome.verdict for outcome in run_claims(session, [find_claim("minus-infinity")])]
-    ['holds with limits']
     """
     outcomes = []
     for claim in claims:

@@ -24,8 +24,6 @@ class Criterion:
     """One measured number, and the bounds within which it lies if the statement is true.
 
     Args:
-        quantity: a description of the number.
-        value: the measured value.
         low, high: the bounds. A value equal to a bound is inside; NaN is always outside.
         role: "claim": the statement is false if this criterion fails. "limit": a special case; if
             it fails, the statement holds with limits. "control": if it fails, the measurement
@@ -33,11 +31,6 @@ class Criterion:
         spread: the range of the repeated measurements (the quartiles of the rounds, or the least
             and the largest value over the seeds), or None. A bound inside the range leaves the
             criterion undecided.
-
-    >>> Criterion("speed-up", 2.4, low=2.0).answer, Criterion("slow-down", 2.4, high=1.0).answer
-    ('yes', 'no')
-    >>> Criterion("slow-down", 1.02, high=1.0, spread=(0.97, 1.06)).answer
-    'undecided'
     """
 
     quantity: str
@@ -77,11 +70,7 @@ class Criterion:
         return f"{self.low:.4g} to {self.high:.4g}"
 
     def as_dict(self) -> Numbers:
-        """Return the criterion as plain values for JSON.
-
-        Returns:
-            The attributes and the answer. A value or a bound that is not finite is None.
-        """
+        """Return the criterion as plain values for JSON."""
         finite = {
             name: value if math.isfinite(value) else None
             for name, value in (("value", self.value), ("low", self.low), ("high", self.high))
@@ -106,19 +95,7 @@ def median_criterion(
     """Return a criterion for the median of repeated measurements.
 
     Args:
-        quantity: a description of the number.
-        values: the measurements, one for each round or seed.
-        low, high: the bounds of the median.
         role: see `Criterion`.
-
-    Returns:
-        The criterion. Its spread is the first and the third quartile, or for fewer than four
-        measurements the least and the largest one.
-
-    >>> median_criterion("seeds", [0.2, 0.4]).spread
-    (0.2, 0.4)
-    >>> median_criterion("rounds", [1.0, 2.0, 3.0, 4.0, 50.0]).spread
-    (2.0, 4.0)
     """
     spread = (min(values), max(values)) if len(values) < 4 else quartiles(values)
     return Criterion(quantity, median(values), low, high, role, spread)
@@ -130,15 +107,6 @@ def verdict(criteria: Sequence[Criterion]) -> str:
     If a control fails, the claim is undecided. Otherwise the claim does not hold if one of its own
     criteria fails, and is undecided if one of them is undecided. Otherwise it holds: with limits if
     a limit is not met.
-
-    Args:
-        criteria: all criteria of the claim.
-
-    Returns:
-        One of `VERDICTS`.
-
-    >>> verdict([Criterion("a", 1.0, low=0.0), Criterion("b", 1.0, low=2.0, role="limit")])
-    'holds with limits'
     """
     answers = {role: {c.answer for c in criteria if c.role == role} for role in get_args(Role)}
     if answers["control"] - {"yes"}:
@@ -159,11 +127,7 @@ OUTLINE = "the outline"
 
 
 class NoteSection(NamedTuple):
-    """A section of a public note that makes the statement of a claim.
-
-    >>> str(NoteSection(ATTN_JOURNEY, "3.1")), str(NoteSection(OUTLINE, "long contexts"))
-    ('AttnJourney, section 3.1', 'the outline, long contexts')
-    """
+    """A section of a public note that makes the statement of a claim."""
 
     note: str
     section: str
@@ -183,9 +147,7 @@ class Claim:
     """One statement, with the experiment that tests it. The verdict is about `statement` alone.
 
     Args:
-        id: the name on the command line.
         sources: the sections of the notes that make the statement.
-        statement: the statement of the notes, in one sentence.
         prediction: the measurements that would confirm the statement.
         scope: what an experiment of this size can and cannot show.
         measure: a function of budget and seed; returns numbers that JSON can hold.
@@ -219,9 +181,7 @@ class Outcome:
     """A claim with its measured numbers.
 
     Args:
-        claim: the claim.
         numbers: the numbers that `claim.measure` returned.
-        budget, seed: the arguments of the measurement.
         reused: whether the numbers come from an earlier run.
     """
 
@@ -252,11 +212,7 @@ class Outcome:
         return [] if self.claim.table is None else self.claim.table(self.numbers)
 
     def as_dict(self) -> Numbers:
-        """Return the claim and its outcome as plain values for JSON.
-
-        Returns:
-            The texts of the claim, the verdict, the criteria, the numbers, the table and the plot.
-        """
+        """Return the claim and its outcome as plain values for JSON."""
         claim = self.claim
         texts = {
             name: getattr(claim, name)

@@ -42,9 +42,6 @@ def _step(cache: Cache, parts: tuple[int, ...], mask: Mask, x: Tensor, *, slots:
     """Return the error of the last call if it uses no mask, so that every stored key is visible.
 
     Args:
-        cache: an empty cache.
-        parts: the number of tokens of each call.
-        mask: the mask of the right result.
         x: the tokens, `[1, N, 8]`.
         slots: whether a buffer of 16 slots is passed to attention, with zeros in the empty slots.
     """

@@ -52,12 +52,6 @@ class DependencyChain(TorchDispatchMode):
 
     An operation on whole tensors counts as one step, a view as none. A tensor that was created
     outside the mode has depth 0.
-
-    >>> with DependencyChain() as chain:
-    ...     x = torch.ones(3) + 1
-    ...     y = (x * 2) + (x * 3)
-    >>> chain.depth(x), chain.depth(y)
-    (2, 4)
     """
 
     def __init__(self) -> None:

@@ -305,12 +305,6 @@ class RotatedValues(SeparateQKV):
 
     Args:
         before: a projection with rotary queries and keys, whose `q`, `k` and `v` are used.
-        back: whether the output of attention is rotated back.
-
-    >>> _, model = small_decoder(BYTES, dim=16, heads=2)
-    >>> project = RotatedValues(model.layers[0].attention.project, back=True)
-    >>> project.remember(torch.zeros(1, 3, 16), Span(0, 3))[1].shape
-    torch.Size([1, 2, 3, 8])
     """
 
     def __init__(self, before: SeparateQKV, *, back: bool) -> None:

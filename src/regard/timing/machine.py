@@ -56,9 +56,6 @@ class MachineFacts(TypedDict):
 def describe_machine(device: torch.device) -> MachineFacts:
     """Return the processor, its threads and features, the free memory, and the versions of
     software.
-
-    >>> describe_machine(torch.device("cpu"))["torch"] == torch.__version__
-    True
     """
     cpuinfo = _read_cpuinfo()
     facts: MachineFacts = {
@@ -81,11 +78,7 @@ def describe_machine(device: torch.device) -> MachineFacts:
 
 
 def free_memory(device: torch.device) -> int:
-    """Return the free memory of a device in bytes; 0 if the system does not report it.
-
-    >>> free_memory(torch.device("cpu")) >= 0
-    True
-    """
+    """Return the free memory of a device in bytes; 0 if the system does not report it."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
     path = Path("/proc/meminfo")
@@ -131,10 +124,6 @@ GEMM_SECONDS = 0.1
 class BandwidthProbe:
     """A read of memory that is timed in turns with the peers, since some machines read at half the
     speed for seconds at a time.
-
-    Attributes:
-        bytes: how many bytes are read.
-        step: reads them.
     """
 
     bytes: int
@@ -149,10 +138,6 @@ class Ceilings:
         read: the memory bandwidth of all threads, in bytes per second.
         gemm: FLOPs per second of a matrix product, by dtype.
         probe: the fastest way to read memory; with None, shares are relative to `read`.
-
-    >>> ceilings = Ceilings(4e10, {torch.float32: 2e11})
-    >>> ceilings.of_read(2e10), ceilings.of_gemm(1e11, torch.float32)
-    (0.5, 0.5)
     """
 
     read: float
@@ -175,19 +160,8 @@ class Ceilings:
         counts.
 
         Args:
-            dtypes: the dtypes of the matrix products.
-            device: the device.
             rounds: how often each is timed.
             read_bytes: how many bytes are read, at most an eighth of the free memory.
-            side: the largest side of the matrices.
-
-        Returns:
-            The rates.
-
-        >>> small = {"rounds": 1, "read_bytes": 1 << 16, "side": 16}
-        >>> ceilings = Ceilings.measure([torch.float32], torch.device("cpu"), **small)
-        >>> ceilings.read > 0 and ceilings.gemm[torch.float32] > 0
-        True
         """
         free = free_memory(device)
         if free:
@@ -207,26 +181,11 @@ class Ceilings:
         )
 
     def of_read(self, bytes_per_second: float) -> float:
-        """Return a bandwidth as a share of the machine's.
-
-        Args:
-            bytes_per_second: the bandwidth.
-
-        Returns:
-            The share; 1.0 is the bandwidth of the machine.
-        """
+        """Return a bandwidth as a share of the machine's."""
         return bytes_per_second / self.read
 
     def of_gemm(self, flops_per_second: float, dtype: torch.dtype) -> float | None:
-        """Return a FLOP rate as a share of the rate of a matrix product.
-
-        Args:
-            flops_per_second: the FLOP rate.
-            dtype: the dtype of the matrix product.
-
-        Returns:
-            The share, or None for a dtype that was not measured.
-        """
+        """Return a FLOP rate as a share of the rate of a matrix product."""
         ceiling = self.gemm.get(dtype)
         return None if ceiling is None else flops_per_second / ceiling
 
@@ -243,14 +202,6 @@ def wait_for(device: torch.device) -> None:
 def peak_bytes_on(device: torch.device, work: Callable[[], object]) -> int | None:
     """Return how far some work raises the memory in use: on a CPU the resident memory of this
     process, on CUDA what torch allocates; None if it is not reported.
-
-    Args:
-        device: the device on which the work computes.
-        work: the function.
-
-    >>> peak = peak_bytes_on(torch.device("cpu"), lambda: b"x" * (1 << 26))
-    >>> peak is None or peak > 1 << 25
-    True
     """
     if device.type == "cpu":
         return peak_bytes(work)
@@ -288,12 +239,7 @@ def _gemm_flops_per_second(
 
 @contextmanager
 def torch_threads(count: int | None) -> Iterator[None]:
-    """Set the number of torch's threads for a block, and restore the former number afterwards.
-
-    >>> with torch_threads(1):
-    ...     torch.get_num_threads()
-    1
-    """
+    """Set the number of torch's threads for a block, and restore the former number afterwards."""
     before = torch.get_num_threads()
     if count is not None:
         torch.set_num_threads(count)

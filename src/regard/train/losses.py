@@ -98,12 +98,6 @@ def linear_cross_entropy(
     as much memory as x and W. Under autocast the products are in its dtype, as in a linear map, and
     the rest is in fp32 or better.
 
-    >>> x, w = torch.tensor([[1.0, 0.0]], requires_grad=True), torch.eye(2)
-    >>> loss = linear_cross_entropy(x, w, torch.tensor([0]))
-    >>> loss.backward()
-    >>> round(loss.item(), 4), [round(g, 4) for g in x.grad[0].tolist()]
-    (0.3133, [-0.2689, 0.2689])
-
     Source: Hsu et al. 2024 (arXiv 2410.10989), section 3.2.
     """
     check_linear_map(x, weight, bias)
@@ -231,11 +225,6 @@ def smoothed_cross_entropy(
     p = softmax(logits)
     loss = mean over labels y != ignored of  -(1 - eps) log p_y - (eps / V) sum_k log p_k
 
-    >>> import math
-    >>> loss = smoothed_cross_entropy(torch.zeros(2, 4), torch.tensor([1, -100]), 0.1)
-    >>> round(loss.item() / math.log(4), 5)
-    1.0
-
     Source: Szegedy et al. 2015 (arXiv 1512.00567), section 7; Vaswani et al. 2017 (arXiv
     1706.03762), section 5.4.
     """
@@ -260,14 +249,6 @@ class Seq2SeqLoss:
 
     Args:
         smoothing: eps of the label smoothing, at least 0 and less than 1.
-
-    Raises:
-        ArgumentError: smoothing is out of range.
-
-    >>> from regard.models import recurrent
-    >>> rows = PaddedBatch(torch.tensor([[3, 2]]), torch.tensor([[1, 3, 2]]))
-    >>> bool(Seq2SeqLoss(0.1)(recurrent(5, 4, 4), rows) > 0)
-    True
     """
 
     smoothing: float = 0.0
@@ -291,14 +272,6 @@ class AnswerLoss:
 
     Args:
         smoothing: eps of the label smoothing, at least 0 and less than 1.
-
-    Raises:
-        ArgumentError: smoothing is out of range.
-
-    >>> model = nn.Embedding.from_pretrained(torch.zeros(4, 4))
-    >>> rows = PaddedBatch(torch.tensor([[3, 2]]), torch.tensor([[-100, 1]]))
-    >>> round(AnswerLoss()(model, rows).item(), 4)
-    1.3863
     """
 
     smoothing: float = 0.0
@@ -315,9 +288,6 @@ class AnswerLoss:
 def padded_positions(ids: Int[Tensor, "B L"]) -> Positions:
     """Return the positions of ids that are padded on the right: 0, 1, ..., and -1 where the id is
     `PAD`.
-
-    >>> padded_positions(torch.tensor([[3, 4], [5, 0]])).tolist()
-    [[0, 1], [0, -1]]
     """
     return torch.arange(ids.shape[1], device=ids.device).masked_fill(ids == PAD, -1)
 

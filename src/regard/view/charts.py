@@ -49,10 +49,6 @@ class Chart(Protocol):
 def svg(chart: Chart, *, alone: bool = True) -> str:
     """Return a chart as SVG text: for a file of its own, or for a page that includes
     `plotting.css()` once.
-
-    >>> one = Picture("work", "n", "seconds", (Line("full", ((1.0, 1.0), (2.0, 4.0))),), "xy")
-    >>> svg(one).count("full: 2, 4.00 s")
-    1
     """
     return plotting.svg(chart.draw(), chart.title, alone=alone)
 
@@ -68,14 +64,10 @@ class Line:
     """The points of one series, in the order of x.
 
     Args:
-        name: name in the legend.
         points: (x, y) of each point.
         spans: interval (low, high) of y for each point, drawn as a vertical bar; () for none.
         hints: tooltip of each point; () shows its numbers.
         crossed: the x values whose marks are crossed out.
-
-    >>> Line("full", ((1.0, 2.0), (2.0, 8.0))).name
-    'full'
     """
 
     name: str
@@ -90,8 +82,6 @@ class Picture:
     """A line chart.
 
     Args:
-        title: text above the chart.
-        x: name of the horizontal axis.
         y: name of the vertical axis. Axes named after "seconds", "bytes" or "share" are labelled in
             these units; on axes of tokens, 1k is 1024.
         lines: the lines; points that a logarithmic axis cannot show are left out.
@@ -99,9 +89,6 @@ class Picture:
         edge: x from which on the background is shaded, such as the longest trained length; None
             for no shading.
         beyond: label of the shaded part.
-
-    >>> Picture("work", "n", "seconds", (Line("full", ((1.0, 1.0), (2.0, 4.0))),), "xy").drawable
-    True
     """
 
     title: str
@@ -235,12 +222,7 @@ class Picture:
 
 @dataclass(frozen=True)
 class Panels:
-    """Line charts side by side under one title, with one legend for the lines of the first.
-
-    >>> half = Picture("", "n", "seconds", (Line("full", ((1.0, 1.0), (2.0, 4.0))),))
-    >>> len(Panels("work", (half, half)).draw().figure.axes)
-    2
-    """
+    """Line charts side by side under one title, with one legend for the lines of the first."""
 
     title: str
     pictures: tuple[Picture, ...]
@@ -283,18 +265,7 @@ class Panels:
 
 @dataclass(frozen=True)
 class LengthBin:
-    """The share of correct answers for sources of `low` to `high` tokens.
-
-    Args:
-        low: tokens of the shortest source.
-        high: tokens of the longest source.
-        share: share of correct answers.
-        interval: confidence interval of the share.
-        examples: number of sources.
-
-    >>> LengthBin(1, 4, 0.5, (0.4, 0.6), 100).middle
-    2.5
-    """
+    """The share of correct answers for sources of `low` to `high` tokens."""
 
     low: int
     high: int
@@ -310,11 +281,7 @@ class LengthBin:
 
 @dataclass(frozen=True)
 class Accuracy:
-    """The share of correct answers of one model, in the order of length.
-
-    >>> Accuracy("lstm", (LengthBin(1, 4, 0.5, (0.4, 0.6), 100),)).name
-    'lstm'
-    """
+    """The share of correct answers of one model, in the order of length."""
 
     name: str
     bins: tuple[LengthBin, ...]
@@ -323,10 +290,6 @@ class Accuracy:
 def accuracy_chart(models: Sequence[Accuracy], trained: int, title: str) -> Picture:
     """Return a chart of correct answers against the length of the source, with a line for each
     model.
-
-    >>> one = Accuracy("lstm", (LengthBin(1, 4, 1.0, (0.9, 1.0), 100),))
-    >>> accuracy_chart([one], 4, "translate").lines[0].hints
-    ('lstm, length 1 to 4: 100.0 % of 100',)
     """
     lines = tuple(
         Line(
@@ -359,14 +322,9 @@ class ScatterPoint:
     """A mechanism in a scatter plot: its cost, its quality, and the spread of the quality.
 
     Args:
-        name: text beside the mark.
         x: the cost, above 0.
-        y: the quality.
         span: range of y over random seeds.
         on_pareto_front: whether no other mechanism is better in both.
-
-    >>> ScatterPoint("mqa", 1024.0, 2.5, (2.4, 2.6), on_pareto_front=True).name
-    'mqa'
     """
 
     name: str
@@ -381,11 +339,7 @@ class Axis:
     """The name of an axis, and its unit.
 
     Args:
-        title: name of the axis.
         unit: "bytes" or "seconds" (logarithmic), "bits" or "share" (linear).
-
-    >>> Axis("cache", "bytes").logarithmic
-    True
     """
 
     title: str
@@ -404,15 +358,7 @@ class Scatter:
 
     Args:
         marks: the mechanisms; at least one.
-        x: the axis of the cost.
-        y: the axis of the quality.
-        title: text above the chart.
         caption: a sentence that a page writes below it.
-
-    >>> one = ScatterPoint("mqa", 1024.0, 2.5, (2.5, 2.5), on_pareto_front=True)
-    >>> chart = Scatter((one,), Axis("cache", "bytes"), Axis("loss", "bits"), "text")
-    >>> list(chart.draw().hints.values())
-    [['mqa: 1.00 KiB, 2.5, on the Pareto front']]
     """
 
     marks: Sequence[ScatterPoint]
@@ -505,10 +451,6 @@ class RatioBar:
     Args:
         label: name of the implementation; the first bar of a group also names the group.
         ratio: above 1 is slower than regard.
-        words: text to the right of the bar.
-
-    >>> RatioBar("decode: torch SDPA", 1.5, "1.50x, 3.00 ms").ratio
-    1.5
     """
 
     label: str
@@ -520,9 +462,6 @@ class RatioBar:
 class RatioBars:
     """Times of other implementations divided by the time of regard: bars that start at 1, on a
     logarithmic axis.
-
-    >>> RatioBars([RatioBar("torch SDPA", 1.5, "1.50x")], "bench").draw().hints
-    {}
     """
 
     bars: Sequence[RatioBar]
@@ -571,10 +510,6 @@ def context_charts(rows: Mapping[str, Sequence[Mapping[str, Any]]], title: str) 
 
     The token is in seconds if all rows have them, else in FLOPs. Contexts at which weights and
     cache do not fit the machine are crossed out.
-
-    >>> row = {"context": 1024, "kv_bytes": 4096, "decode_flops": 1e6}
-    >>> [one.y for one in context_charts({"m": [row]}, "batch 1").pictures]
-    ['cache, bytes', 'one token, FLOPs']
     """
     timed = all("decode_seconds" in row for model_rows in rows.values() for row in model_rows)
     token = ("decode_seconds", translate("one token, seconds at best"))

@@ -582,13 +582,7 @@ def predictions(data: Data) -> Lines:
 
 
 def show(data: Data, console: Console) -> None:
-    """Print the page on a rich console.
-
-    >>> from io import StringIO
-    >>> show({}, Console(file=StringIO()))
-    Traceback (most recent call last):
-    KeyError: 'sizes'
-    """
+    """Print the page on a rich console."""
     for line in page(data):
         console.print(line, no_wrap=True, overflow="ignore", crop=False, highlight=False)
 
@@ -659,12 +653,6 @@ def show_heads(
 ) -> None:
     """Print one row per head: the key with the largest weight, and that weight; the chosen head is
     marked.
-
-    >>> row = {"layer": 0, "head": 0, "key": 1, "piece": "b", "weight": 1}
-    >>> show_heads("1 b", [row], (0, 0), Console(width=80))
-    Largest weight of query 1 b in each head, leaving out the first token
-      layer head  weight                           key token
-    ▶     0    0  1.0000 ████████████████████████    1 b
     """
     say = Sentences(lang)
     title = say("heads.title", query=terminal.cell(query, 20).rstrip())
@@ -730,11 +718,7 @@ def _title(data: Data) -> Lines:
 
 
 def translate_styled(text: str, /, **values: Text) -> Text:
-    """Return a text in the reader's language, with styled texts in place of its placeholders.
-
-    >>> translate_styled("kernel {name}", name=Text("tiled")).plain
-    'kernel tiled'
-    """
+    """Return a text in the reader's language, with styled texts in place of its placeholders."""
     parts = PLACEHOLDER.split(translate(text))
     return Text.assemble(*(values[part] if n % 2 else part for n, part in enumerate(parts)))
 

@@ -30,13 +30,8 @@ class CachedHeads:
 
     Args:
         name: its name, such as "GQA".
-        heads: the number of query heads.
         groups: the number of key/value heads; 0 if all heads share one latent.
-        values: the number of cached values of a token.
         latent: the parts of the latent, as text; "" without a latent.
-
-    >>> CachedHeads("GQA", 32, 8, 2048).drawn
-    (8, 2)
     """
 
     name: str
@@ -58,11 +53,7 @@ class HeadsFigure:
 
     Args:
         mechanisms: the panels, from left to right.
-        bytes_per_value: the bytes of one cached value.
         title: the text above; by default, what the figure shows.
-
-    >>> HeadsFigure((CachedHeads("MQA", 8, 1, 256),)).captions
-    ['512 B a token']
     """
 
     mechanisms: Sequence[CachedHeads]
@@ -135,10 +126,6 @@ class MaskFigure:
     Args:
         visible: whether query i sees key j, `[T, S]`.
         title: the text above, such as the mask.
-        q_start, k_start: the positions of the first query and of the first key.
-
-    >>> MaskFigure(np.tril(np.ones((4, 4), bool)), "causal").draw().figure.axes[0].get_title()
-    ''
     """
 
     visible: Bool[np.ndarray, "T S"]
@@ -183,11 +170,6 @@ class MaskPanels:
 
     Args:
         masks: the panels, from left to right, each with its own title.
-        title: the text above.
-
-    >>> full = MaskFigure(np.tril(np.ones((4, 4), bool)), "causal")
-    >>> MaskPanels((full,), "masks").captions
-    ['10 of 16 pairs']
     """
 
     masks: Sequence[MaskFigure]

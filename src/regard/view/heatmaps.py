@@ -33,13 +33,7 @@ class AlignmentMap:
 
     Args:
         weights: `[T, S]`; each row is a distribution.
-        predicted: word of each row.
-        source: word of each column.
         title: description for screen readers.
-
-    >>> chart = AlignmentMap(np.eye(2), ["一", "二"], ["one", "two"])
-    >>> chart.draw().hints["cells"][0]
-    '一 ← one: 1.0000'
     """
 
     weights: Float[np.ndarray, "T S"]
@@ -120,12 +114,8 @@ class HeadWeights:
 
     Args:
         weights: `[T][S]`, each between 0 and 1.
-        title: text above the chart.
         queries: name of each row; () shows their numbers.
         keys: name of each column; () shows their numbers.
-
-    >>> len(HeadWeights([[1.0, 0.0], [0.5, 0.5]], "head 0").draw().hints["cells"])
-    4
     """
 
     weights: Sequence[Sequence[float]]
@@ -195,16 +185,7 @@ class EffectMap:
 
     Args:
         values: the numbers `[R, C]`; NaN leaves a cell empty.
-        rows: name of each row.
-        columns: name of each column.
-        title: text above the chart.
-        across: what the columns are.
-        quantity: what the numbers are.
         cells: a text for each cell, which is drawn in it; () draws none.
-
-    >>> chart = EffectMap(np.array([[0.5, -2.0]]), ["layer 0"], ["0", "1"], "ablation", "head")
-    >>> chart.draw().hints["cells"]
-    ['layer 0, head 0: 0.5', 'layer 0, head 1: -2']
     """
 
     values: Float[np.ndarray, "R C"]

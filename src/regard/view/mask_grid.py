@@ -76,9 +76,6 @@ class Grid:
 def pool(T: int, S: int, width: int = WIDTH) -> tuple[int, int]:
     """Return how many queries and keys a cell must stand for, so that the drawing fits the width of
     the terminal; powers of two.
-
-    >>> pool(16, 16), pool(100, 40), pool(4096, 4096)
-    ((1, 1), (4, 1), (128, 128))
     """
 
     def factor(n: int, most: int) -> int:
@@ -91,14 +88,6 @@ def pool(T: int, S: int, width: int = WIDTH) -> tuple[int, int]:
 def draw(grid: Grid, *, ascii_only: bool = False, width: int = WIDTH) -> Iterator[Text]:
     """Generate the lines of a grid: a legend, a ruler of keys, and a row per query with the keys
     that it sees.
-
-    >>> grid = Grid(np.tril(np.full((3, 3), 2, np.int8)), np.array([1, 2, 3]))
-    >>> for line in draw(grid, ascii_only=True): print(line.plain)
-      rows are queries, columns are keys: ## visible, @@ its own, . masked
-             0
-          0 |@@ . .|    1  0
-          1 |##@@ .|    2  0-1
-          2 |####@@|    3  0-2
     """
     symbols = ASCII if ascii_only else UNICODE
     columns = grid.states.shape[1]
@@ -121,14 +110,7 @@ def draw_tiles(
     ascii_only: bool = False,
     width: int = WIDTH,
 ) -> Iterator[Text]:
-    """Generate the lines of a map of tiles, at most 32 a side.
-
-    >>> states = np.array([[1, 0], [2, 1]], np.int8)
-    >>> for line in draw_tiles(states, (4, 4), ascii_only=True): print(line.plain)
-      tiles of 4 queries x 4 keys: ## full, ++ partial, . empty
-            |++ .|
-            |##++|
-    """
+    """Generate the lines of a map of tiles, at most 32 a side."""
     symbols = ASCII if ascii_only else UNICODE
     shown = states[:MAX_WIDE_COLUMNS, :MAX_WIDE_COLUMNS]
     cut = ""
@@ -153,11 +135,7 @@ def draw_tiles(
 
 
 def runs(row: Sequence[bool] | Bool[np.ndarray, " n"], start: int = 0, to: str = "-") -> list[str]:
-    """Return the runs of true entries as text, counted from `start`.
-
-    >>> runs([True, False, True, True, True])
-    ['0', '2-4']
-    """
+    """Return the runs of true entries as text, counted from `start`."""
     steps = np.diff(np.concatenate([[0], np.asarray(row, np.int8), [0]]))
     limits = zip((steps == 1).nonzero()[0], (steps == -1).nonzero()[0] - 1, strict=True)
     return [f"{start + a}" if a == b else f"{start + a}{to}{start + b}" for a, b in limits]

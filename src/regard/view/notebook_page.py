@@ -22,13 +22,7 @@ INSTALL = "python -m pip install 'regard[notebook]'"
 
 
 class PagePlace(NamedTuple):
-    """A place, as it stands on the page.
-
-    Args:
-        name: its name.
-        heads: its heads.
-        T, N: the number of its queries and of its keys.
-    """
+    """A place, as it stands on the page."""
 
     name: str
     heads: tuple[int, ...]

@@ -70,7 +70,6 @@ class Drawing:
     """A figure, and the tooltips of its marks.
 
     Args:
-        figure: the matplotlib figure.
         hints: gid of an artist, to a text for each of its marks, in their order.
     """
 
@@ -136,9 +135,6 @@ def weight_colours() -> ListedColormap:
 def lowest_weight(columns: int) -> float:
     """Return the weight at the low end of the colour scale of a pattern: 1 / (16 N), rounded up to
     a power of two, for N keys. The uniform weight 1 / N then has a colour near the middle.
-
-    >>> lowest_weight(8), lowest_weight(1)
-    (0.0078125, 0.0625)
     """
     return float(2.0 ** -(4 + int(math.log2(max(columns, 1)))))
 
@@ -153,11 +149,7 @@ def weight_scale(columns: int) -> LogNorm:
 
 
 def power_of_two(x: float) -> str:
-    """Return a power of two as text.
-
-    >>> power_of_two(0.0078125)
-    '2⁻⁷'
-    """
+    """Return a power of two as text."""
     exponent = round(math.log2(x))
     return "2" + str(exponent).translate(str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹"))
 
@@ -172,11 +164,7 @@ def signed_colours() -> ListedColormap:
 
 
 def css() -> str:
-    """Return the style that adapts the charts of a page to dark pages.
-
-    >>> '.chart [fill="#0063a8"]{fill:#74b9f5}' in css()
-    True
-    """
+    """Return the style that adapts the charts of a page to dark pages."""
     pairs = {palette.LIGHT[name]: palette.DARK[name] for name in palette.LIGHT}
     pairs |= dict(zip(_shades("light"), _shades("dark"), strict=True))
     pairs |= dict(zip(_signed_shades("light"), _signed_shades("dark"), strict=True))

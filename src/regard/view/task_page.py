@@ -25,15 +25,10 @@ class AlignedExample:
     """One example with its alignment.
 
     Args:
-        source: words of the source.
         predicted: words of the model's answer.
         expected: words of the correct answer.
         weights: attention weights, `[T, S]`: rows are words of the answer, columns are words of the
             source.
-        place: dotted name of the attention.
-
-    >>> AlignedExample(("a",), ("b",), ("b",), np.ones((1, 1)), "decoder").right
-    True
     """
 
     source: tuple[str, ...]
@@ -50,16 +45,7 @@ class AlignedExample:
 
 @dataclass(frozen=True)
 class WrongAnswer:
-    """A wrong answer, with its source and the correct answer, as text.
-
-    Args:
-        source: text of the source.
-        predicted: text that the model produced.
-        expected: the correct text.
-
-    >>> WrongAnswer("one", "二", "一").predicted
-    '二'
-    """
+    """A wrong answer, with its source and the correct answer, as text."""
 
     source: str
     predicted: str
@@ -71,17 +57,9 @@ class TaskPage:
     """The content of the page of a task.
 
     Args:
-        title: the heading.
-        sentence: a sentence below the heading.
         facts: name to value, shown below the heading.
         series: accuracies of this model, and of others to compare with.
-        max_trained_tokens: number of tokens of the longest source in training.
         aligned: examples with their alignments.
-        wrong: wrong answers.
-
-    >>> page = TaskPage("translate", "Numbers.", {"model": "lstm"}, (), 32)
-    >>> "<h1>translate</h1>" in page.html()
-    True
     """
 
     title: str
@@ -142,12 +120,6 @@ class TaskPage:
 def accuracy_lines(series: Accuracy, trained: int, width: int = 36) -> Iterator[Text]:
     """Generate terminal lines of accuracies: a bar per length bin, with its interval and its number
     of examples.
-
-    >>> from regard.view.charts import LengthBin
-    >>> one = Accuracy("lstm", (LengthBin(1, 4, 0.5, (0.4, 0.6), 100),))
-    >>> for line in accuracy_lines(one, 4, 4): print(line.plain)
-         tokens  correct                examples
-         1 - 4   ██    50.0% ( 40 to  60)  100
     """
     yield Text(f"     tokens  {'correct':<{width}}                examples", "dim")
     beyond = False
@@ -170,16 +142,7 @@ def alignment_lines(
     source: Sequence[str],
     most: int = 33,
 ) -> Iterator[Text]:
-    """Generate terminal lines of an alignment: two characters per cell, source words by number.
-
-    >>> lines = alignment_lines(np.eye(2), ["一", "二"], ["one", "two"])
-    >>> for line in lines: print(line.plain.rstrip())
-      rows are the answer, columns are the source; blank below 0.02, ░ 0.02+ ▒ 0.1+ ▓ 0.3+ █ 0.6+
-      0 one  1 two
-                     0 1
-                 一 │██  │
-                 二 │  ██│
-    """
+    """Generate terminal lines of an alignment: two characters per cell, source words by number."""
     low = " ".join(
         f"{shade} {step:g}+"
         for shade, step in zip(terminal.SHADES[1:], terminal.SHADE_STEPS, strict=True)

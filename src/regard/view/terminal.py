@@ -50,9 +50,6 @@ def bar(share: float, width: int) -> str:
 def columns(values: Sequence[float], top: float) -> tuple[str, str]:
     """Return two rows of characters, one per value: positive values above the middle line, negative
     ones below.
-
-    >>> columns([1.0, -1.0, 0.5], top=1.0)
-    ('█ ▄', ' █ ')
     """
     shares = [v / top if top else 0.0 for v in values]
     up = "".join(BARS_UP[math.ceil(min(max(x, 0.0), 1.0) * 8 - 1e-9)] for x in shares)
@@ -63,9 +60,6 @@ def columns(values: Sequence[float], top: float) -> tuple[str, str]:
 def fold(values: Sequence[float], most: int) -> tuple[int, list[float]]:
     """Reduce values to at most `most`, each the one of largest size among n neighbours; return (n,
     values).
-
-    >>> fold([1.0, -3.0, 2.0, 0.0], 2)
-    (2, [-3.0, 2.0])
     """
     n = max(1, -(-len(values) // most))
     groups = (np.asarray(values[i : i + n]) for i in range(0, len(values), n))
@@ -75,9 +69,6 @@ def fold(values: Sequence[float], most: int) -> tuple[int, list[float]]:
 def number(x: float | None, width: int = 0) -> str:
     """Format a number with 4 significant digits; None stands for minus infinity, the score of a
     masked key.
-
-    >>> number(3.14159), number(None), number(-0.00001234), number(12345.678)
-    ('3.142', '-∞', '-1.23e-05', '12346')
     """
     if x is None or x == -math.inf:
         return "-∞".rjust(width)
@@ -100,9 +91,6 @@ def score(x: float | None) -> str:
 def weight(p: float, width: int = 0) -> str:
     """Format a weight between 0 and 1 with 4 decimals; smaller weights that are not 0 are marked as
     such.
-
-    >>> weight(0.25), weight(0.00001), weight(0.0)
-    ('0.2500', '<.0001', '0.0000')
     """
     return ("<.0001" if 0 < p < 5e-5 else f"{p:.4f}").rjust(width)
 
@@ -120,11 +108,7 @@ def cell(text: str, width: int) -> str:
 
 
 def right(text: str, width: int) -> str:
-    """Pad a text on the left to a width in terminal cells.
-
-    >>> right("权重", 6)
-    '  权重'
-    """
+    """Pad a text on the left to a width in terminal cells."""
     return " " * (width - cell_len(text)) + text
 
 
@@ -176,9 +160,6 @@ _UNIT = re.compile(f" |[\uff08\u300a]*(?:[{_WIDE}]|[^ {_WIDE}]+)[{_CLOSING}]*")
 def wrap_cells(text: str, width: int) -> list[str]:
     """Break a text into lines by its width in terminal cells: at spaces, and between Chinese
     characters, though never before a closing mark.
-
-    >>> wrap_cells("a query reads 一个键。", 8)
-    ['a query', 'reads 一', '个键。']
     """
     lines = [""]
     for unit in _UNIT.findall(text):
@@ -331,12 +312,6 @@ class Sentences:
 
     Args:
         lang: "en" or "zh".
-
-    Raises:
-        ArgumentError: there is no such language.
-
-    >>> Sentences("en").count("head", 1), Sentences("zh").count("head", 2)
-    ('1 head', '2 个头')
     """
 
     def __init__(self, lang: str) -> None:

@@ -52,8 +52,6 @@ class ScoreFunction(NamedTuple):
     Args:
         q: the query, `[D]`.
         k: the keys, `[n, D]`.
-        scale: factor on q . k.
-        softcap: softcap, or None.
         bias: bias, `[n]`, or None.
         visible: which keys the mask allows, `[n]`.
     """
@@ -90,12 +88,8 @@ class KernelRow:
     """One head of a recorded call, for one query.
 
     Args:
-        call: the call.
-        head: query head.
         chain: the scores of the row as a function of q and k.
         v: values, `[n, E]`.
-        sink: sink logit, or None.
-        lse: lse of the kernel.
         out: output of the kernel, `[E]`.
     """
 
@@ -189,10 +183,6 @@ def softmax(s: Array, sink: float | None = None) -> SoftmaxRow:
 
     The sink is one more term of the denominator of the weights; it is not part of the sum, nor of
     the lse.
-
-    >>> row = softmax(np.array([0.0, 0.0, -np.inf]))
-    >>> row.row_max, row.total, row.weights.tolist()
-    (0.0, 2.0, [0.5, 0.5, 0.0])
     """
     top = float(s.max(initial=-np.inf))
     if top == -np.inf:  # the query sees no key
@@ -208,10 +198,6 @@ def softmax(s: Array, sink: float | None = None) -> SoftmaxRow:
 def online_softmax(s: Array, v: Array, size: int | None = None) -> tuple[SoftmaxBlock, ...]:
     """Compute the softmax of a row block by block, as a fused kernel does, with a running maximum,
     sum and output.
-
-    >>> blocks = online_softmax(np.zeros(4), np.ones((4, 1)), 2)
-    >>> [(block.stop, block.running_sum) for block in blocks]
-    [(2, 2.0), (4, 4.0)]
     """
     n = len(s)
     size = size or max(MIN_BLOCK, 1 << (max(n - 1, 1) // MAX_BLOCKS).bit_length())
@@ -239,11 +225,7 @@ def online_softmax(s: Array, v: Array, size: int | None = None) -> tuple[Softmax
 def finish_online(
     blocks: tuple[SoftmaxBlock, ...], sink: float | None = None
 ) -> tuple[float, Array]:
-    """Return the lse and the output z after the last block.
-
-    >>> finish_online(online_softmax(np.zeros(4), np.ones((4, 1)), 2), sink=0.0)[1].tolist()
-    [0.8]
-    """
+    """Return the lse and the output z after the last block."""
     last = blocks[-1]
     if last.running_sum == 0:
         return -np.inf, np.zeros_like(last.running_output)
@@ -489,10 +471,6 @@ def why_masked(
     k_positions: Positions | None = None,
 ) -> tuple[str, ...]:
     """Return, for each key, the terms of the mask that exclude it for query i; "" if it is visible.
-
-    >>> from regard.span import Span
-    >>> why_masked(masks.Causal(), Span(0, 3), 1, np.array([True, True, False]))
-    ('', '', 'future')
     """
     keys = positions if k_positions is None else k_positions
     if (

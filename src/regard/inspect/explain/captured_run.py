@@ -40,9 +40,6 @@ class QueryCall:
     """One query of a sequence in one recorded call: row `row` of step `number` of a place.
 
     Args:
-        place: the place.
-        number: index of the step.
-        row: index of the query within the step.
         branch: the end of the place's name, if the call belongs to a branch of the attention:
             "window" for "layers.3.window"; else "".
     """
@@ -194,13 +191,7 @@ def record_sites(run: PreparedRun, sites: Sequence[AttentionSite]) -> CapturedRu
 
 
 def record_run(run: PreparedRun) -> Recording:
-    """Run the network once, and record every softmax attention call, for pages and files.
-
-    >>> import regard
-    >>> from regard.inspect.explain.prepared_run import prepare_run
-    >>> list(record_run(prepare_run(regard.load("tiny"), "to be")).places)[0]
-    'layers.0'
-    """
+    """Run the network once, and record every softmax attention call, for pages and files."""
     recorder = Recorder()
     recorder.missing = "ignore"  # the page and the file raise an error for an empty recording
     with torch.inference_mode(), recorder:

@@ -85,13 +85,7 @@ contains the row and a pooled pattern.
 
 @dataclass(frozen=True, eq=False)
 class Target:
-    """What is explained: one attention module of a prepared run, and one query.
-
-    Args:
-        prepared: the prepared run.
-        site: the attention module.
-        i: index of the query in its token sequence.
-    """
+    """What is explained: one attention module of a prepared run, and one query."""
 
     prepared: PreparedRun
     site: AttentionSite

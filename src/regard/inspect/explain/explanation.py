@@ -55,10 +55,6 @@ class TensorSummary(NamedTuple):
     """A tensor of a layer, summarized.
 
     Args:
-        name: name of the stage.
-        equation: its equation.
-        shape: shape of the tensor.
-        mean: mean of the finite entries.
         std: standard deviation of the finite entries.
         seconds: time of the stage, or None if it was not measured.
     """
@@ -75,8 +71,6 @@ class SoftmaxBlock(NamedTuple):
     """The state of the online softmax after the keys `start` to `stop`.
 
     Args:
-        start: first key of the block.
-        stop: first key after the block.
         running_max: maximum m of all scores so far.
         rescale: factor on the earlier sums.
         running_sum: sum l of exp(s - m).
@@ -95,13 +89,7 @@ class RecurrentState(NamedTuple):
     """The recurrent state of one head after the query: the matrix S and its size.
 
     Args:
-        shape: shape of S.
-        num_values: number of values in the state.
-        bytes: size of the state.
-        norm: norm of S after the query.
-        norm_before: norm of S before the query.
         rank: effective rank of S, exp of the entropy of its singular values.
-        matrix: S.
     """
 
     shape: tuple[int, ...]
@@ -118,9 +106,6 @@ class MixtureTerm(NamedTuple):
 
     Args:
         name: name of the pattern, such as "call 0" or "window".
-        factor: the factor of this pattern in the combination.
-        row_sum: sum of its row.
-        is_explained: whether it is the pattern that is explained.
     """
 
     name: str
@@ -134,7 +119,6 @@ class Mixture(NamedTuple):
 
     Args:
         text: how they are combined, in words.
-        terms: the patterns and their factors.
         row: the combined row, `[S]`, or None if there is none.
     """
 
@@ -147,11 +131,6 @@ class Counterfactual(NamedTuple):
     """The row under another rule, with the same q, k and v.
 
     Args:
-        name: name of the rule.
-        equation: its equation.
-        weight: weight of the explained key.
-        top_key: the key with the largest weight.
-        top_weight: its weight.
         effective_keys: exp(entropy) of the weights.
         total_variation: total variation distance from the actual weights, sum |p' - p| / 2.
         relative_change: |z' - z| / |z|.
@@ -170,15 +149,7 @@ class Counterfactual(NamedTuple):
 
 
 class CacheCost(NamedTuple):
-    """The size of a cache for this layer.
-
-    Args:
-        name: kind of cache.
-        values_per_token: numbers stored per token.
-        tokens: tokens stored.
-        bytes: size.
-        is_this_layer: whether it is the cache that this layer uses.
-    """
+    """The size of a cache for this layer."""
 
     name: str
     values_per_token: int
@@ -191,12 +162,9 @@ class RowCost(NamedTuple):
     """The cost of the row.
 
     Args:
-        keys: number of visible keys.
         flops: FLOPs of scores and weighted sum in this head.
         layer_flops: FLOPs of the layer for one decoded token, or 0 if unknown.
         formula: the formula of `layer_flops`.
-        bytes: bytes read and written.
-        caches: sizes of caches.
     """
 
     keys: int
@@ -242,26 +210,16 @@ class Location:
     """What was run, and which query, key and head are explained.
 
     Args:
-        model: name of the model.
-        text: the text.
-        place: dotted name of the attention.
         mechanism: class of the attention module.
-        layer: index of the layer.
-        head: query head.
         group: the key/value head that it reads, h // (H/G).
-        query: index of the query in its token sequence.
-        key: index of the key among the keys of the call.
         sizes: {"layers", "H", "G", "T", "S", "D", "E", "M"}.
         kind: "softmax", "additive" (the scores are not q . k), or "linear" (no softmax; the weights
             are those that the mechanism applies to the values).
-        kernel: name of the kernel.
-        dtype: dtype of the run.
         key_kind: what the keys are, such as "keys" or "latents".
         call: index of the call, where there are several for this query.
         calls: names of the calls (branches, passes) for this query.
         chosen_by: the rule that chose the head; "" if it was given.
         key_chosen_by: the rule that chose the key; "" if it was given.
-        notes: remarks about the run.
     """
 
     model: str
@@ -291,10 +249,7 @@ class RowTokens:
 
     Args:
         ids: token ids of the keys, `[n]`.
-        pieces: text of each key.
         positions: positions of the keys, `[n]`.
-        query_piece: text of the query.
-        query_position: position of the query.
         row_pieces: text of every query of the call.
     """
 
@@ -330,9 +285,7 @@ class InputChain:
     Args:
         q: the steps of the query, each `[D]`.
         k: the steps of the keys, each `[n, D]`.
-        values: the steps of the values.
         v: the values, `[n, E]`.
-        rotary: the rotary angles of queries and keys.
     """
 
     q: tuple[ComputationStep, ...]
@@ -366,7 +319,6 @@ class SoftmaxRow:
     Args:
         row_max: the maximum m of the scores.
         exps: exp(s - m), `[n]`.
-        total: their sum.
         lse: ln sum exp(s).
         weights: the weights p, `[n]`.
         sink: sink logit of the head, one more term of the denominator of the weights, or None; it
@@ -391,7 +343,6 @@ class HeadOutput:
         contributions: p_j v_j, `[n, E]`.
         mixed: their sum, `[E]`.
         z: output of the head after a gate, norm or map, `[E']`.
-        joined: z of all heads, concatenated.
         head_out: what this head adds to `out`, `[M]`.
         shares: each head's share of `out`, (out_h . out) / (out . out); they sum to 1, less the
             share of a bias.
@@ -413,10 +364,7 @@ class HiddenStates:
     it was not recorded.
 
     Args:
-        embedding: the token embedding.
-        entering: the input of the layer.
         normed: the input of the attention, x_i.
-        residual: the hidden state after the residual connection.
         normed_key: the input of the attention at the token of the explained key, x_j.
     """
 

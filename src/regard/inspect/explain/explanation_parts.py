@@ -239,9 +239,6 @@ def head_patterns(call: QueryCall, head: int, whole: int) -> HeadPatterns:
 def pool_largest(blocks: Array, n: int) -> Array:
     """Pool patterns `[H, T, S]` to `[H, t, s]` by the maximum over n x n cells; NaN marks masked
     cells.
-
-    >>> pool_largest(np.eye(4)[None], 2).tolist()
-    [[[1.0, 0.0], [0.0, 1.0]]]
     """
     H, T, S = blocks.shape
     t, s = -(-T // n), -(-S // n)

@@ -165,10 +165,6 @@ def choose_head(
     (`place`).
 
     If `key`, the index of a token, is given, the head with the largest weight on it is chosen.
-
-    >>> import regard
-    >>> choose_head(prepare_run(regard.load("tiny"), "x"), 0).head
-    0
     """
     sites = prepared.main_sites if place is None else (prepared.site(place=place),)
     if all(explainable(site.attention).has_own_row for site in sites):

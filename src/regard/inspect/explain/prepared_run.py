@@ -59,10 +59,7 @@ class TokenSequence(NamedTuple):
     """The tokens of one sequence.
 
     Args:
-        ids: token ids.
-        pieces: text of each token.
         text: the text as the user wrote it, or the decoded tokens.
-        end_offsets: offset in the text at which each token ends.
     """
 
     ids: tuple[int, ...]
@@ -76,11 +73,7 @@ class AttentionSite(NamedTuple):
 
     Args:
         place: its dotted name, such as "layers.3"; its taps have this prefix.
-        layer: index of its layer.
-        attention: the module.
         residual_path: the module that adds its output to the residual stream, or None.
-        query_sequence: name of the sequence of its queries.
-        key_sequence: name of the sequence of its keys.
     """
 
     place: str
@@ -138,9 +131,6 @@ class PreparedRun:
     """A network, its tokens, and how to run it.
 
     Args:
-        name: name of the model.
-        text: the text that was given.
-        network: the whole network.
         sequences: its token sequences by name: "text", or "source" and "target".
         sites: its attention modules, in the order of the run.
         run: function that runs the network once; it returns states or logits, so that two runs can
@@ -148,10 +138,6 @@ class PreparedRun:
         embed: the module whose output is the embedded tokens, or None.
         last: the module to whose output `predict` is applied.
         predict: maps rows of that output to logits, or None.
-        predicted_sequence: name of the sequence whose next token is predicted.
-        names: maps ids to texts.
-        max_trained_tokens: number of tokens of the longest sequence in its training, or None.
-        notes: remarks for the reader.
     """
 
     name: str
@@ -230,12 +216,7 @@ ModelInput: TypeAlias = Model | TextEncoder | Seq2Seq | PretokenizedInput
 def prepare_run(
     model: ModelInput, text: str | None = None, target: str | None = None
 ) -> PreparedRun:
-    """Prepare a model and a text to be run and explained.
-
-    >>> import regard
-    >>> len(prepare_run(regard.load("tiny"), "to be").sites)
-    4
-    """
+    """Prepare a model and a text to be run and explained."""
     if isinstance(model, PretokenizedInput):
         return (
             _prepare_pretokenized_decoder(model)

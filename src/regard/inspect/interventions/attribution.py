@@ -129,9 +129,7 @@ class Direction(NamedTuple):
 
     Args:
         vector: w, `[M]`, in fp64.
-        constant: the bias of the head for the answer.
         logit: the logit of the run (or the difference of two), before a cap.
-        name: the answer in words.
     """
 
     vector: Tensor

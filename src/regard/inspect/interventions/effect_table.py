@@ -41,7 +41,6 @@ class NamedMetric(NamedTuple):
     """A metric and its name.
 
     Args:
-        name: what it measures, in words.
         measure: a function from the output of a run to a tensor without dimensions.
     """
 

@@ -39,7 +39,6 @@ class RunResult(NamedTuple):
 
     Args:
         output: what the model returned: logits `[B, T, V]`, or hidden states `[B, T, M]`.
-        trace: the captured tensors.
     """
 
     output: Tensor
@@ -51,7 +50,6 @@ class ModelRun:
     """A model with one prepared input.
 
     Args:
-        model: the model.
         call: runs the model without arguments and returns its output.
         ids: the token ids `[B, T]`, or None if the input has none; of an encoder-decoder, those of
             the target.

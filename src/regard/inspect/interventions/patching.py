@@ -220,9 +220,6 @@ class _TwoRuns:
 
     Args:
         run: the run that is changed, and which starts from `start`.
-        start: its activations by full name.
-        source: the activations of the other run.
-        metric: what is measured.
         baseline, target: the metric of the changed run and of the other one.
     """
 

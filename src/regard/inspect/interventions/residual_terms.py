@@ -60,19 +60,7 @@ class FrozenNorm:
     class of the norm need not be known. The linear map is compared with the module's own result.
 
     Args:
-        norm: the module.
         x: the states `[B, T, M]` that it normalized.
-        y: its result for them.
-
-    Raises:
-        ArgumentError: the module is not a LayerNorm or RMSNorm in disguise: the linear map does not
-            give its result.
-
-    >>> norm, x = nn.LayerNorm(4), torch.randn(1, 3, 4)
-    >>> frozen = FrozenNorm(norm, x, norm(x))
-    >>> total = frozen(x - 1) + frozen(torch.ones_like(x)) + frozen.bias
-    >>> bool(torch.allclose(total, norm(x).double(), atol=1e-5))
-    True
 
     Source: Elhage et al. 2021, "A Mathematical Framework for Transformer Circuits", section
     "handling layer normalization".
@@ -150,10 +138,7 @@ class OutputMap(NamedTuple):
     cap tanh(head(norm(x)) / cap).
 
     Args:
-        norm: the last norm.
-        head: the map to logits.
         logits: the logits of the last token of the run before a cap, `[V]`, in fp64.
-        cap: the cap of the logits, or None.
     """
 
     norm: nn.Module
@@ -191,7 +176,6 @@ class ResidualTerms:
     """The terms of the hidden state of one token before the last norm.
 
     Args:
-        position: index of the token.
         taps: the captured tensors of the run.
         by_key: whether the terms of heads are kept apart by the key that they come from.
     """
@@ -315,14 +299,7 @@ def _decompose_blocks(
 
 
 class _AttentionLayer(NamedTuple):
-    """An attention layer of a block, with its residual connection.
-
-    Args:
-        place: its name in a trace.
-        attention: the layer.
-        residual: the residual connection.
-        norm: name of the tap of its norm.
-    """
+    """An attention layer of a block, with its residual connection."""
 
     place: str
     attention: nn.Module

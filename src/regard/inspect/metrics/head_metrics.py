@@ -243,13 +243,10 @@ class MeasuredPlace:
     Rows are the measured queries of the place, columns are its keys.
 
     Args:
-        place: a place of a recording.
         ids: token ids of its columns, `[N]`, or None.
-        batch: row of the batch.
         sinks: number of first positions that count as sinks.
         local_distance: a key at a smaller distance is local.
         padding: which columns are padding, bool `[N]`, or None.
-        heads: which recorded heads are measured.
         chosen: which queries of the place are measured, in increasing order.
     """
 

@@ -101,11 +101,7 @@ def _is_ours(rule: Mask) -> bool:
 
 
 def mask_from(data: Any, tensors: Mapping[str, Tensor], depth: int = 0) -> Mask:
-    """Build the mask that `mask_data` described; a dense mask where its class is unknown here.
-
-    >>> str(mask_from({"all": [{"text": "causal"}, {"not": {"text": "window(3)"}}]}, {}))
-    'causal & ~window(3)'
-    """
+    """Build the mask that `mask_data` described; a dense mask where its class is unknown here."""
     if depth > _MAX_DEPTH:
         raise ArgumentError(f"a mask is nested deeper than {_MAX_DEPTH}")
     if "text" in data:
@@ -135,11 +131,7 @@ def bias_data(bias: Bias | None, step: RecordedStep, keep: StoreTensor) -> dict[
 
 
 def bias_from(data: object, tensors: Mapping[str, Tensor], depth: int = 0) -> Bias | None:
-    """Build the bias that `bias_data` described; a dense bias where its class is unknown here.
-
-    >>> bias_from({"alibi": "a", "symmetric": False}, {"a": torch.tensor([0.5, 0.25])})
-    alibi(2 slopes)
-    """
+    """Build the bias that `bias_data` described; a dense bias where its class is unknown here."""
     if data is None:
         return None
     if depth > _MAX_DEPTH:
@@ -185,11 +177,7 @@ def score_from(data: object, tensors: Mapping[str, Tensor], depth: int = 0) -> S
 
 @dataclass(frozen=True, eq=False, repr=False)
 class RecordedRule(ScoreRule):
-    """The text of a rule that a file could not store, such as a function.
-
-    Args:
-        text: what the rule printed.
-    """
+    """The text of a rule that a file could not store, such as a function."""
 
     kind: ClassVar[str] = "recorded"
 

@@ -33,11 +33,7 @@ RECORDED_IMPLEMENTATIONS = ("regard", "sdpa", "flex_attention")
 
 
 class WatchedCalls(NamedTuple):
-    """What a run of a module showed about its attention calls.
-
-    Args:
-        places: what was watched.
-    """
+    """What a run of a module showed about its attention calls."""
 
     places: ModulePlaces
 

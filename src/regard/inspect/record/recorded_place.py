@@ -39,16 +39,11 @@ class RecordedStep:
         columns: column of the pattern for each key, `[s]`.
         q_positions: positions of all queries of the call, including those that were not kept.
         k_positions: positions of the keys; -1 is an empty slot in that row of the batch.
-        mask: the mask of the whole call.
-        bias: the bias of the whole call, or None.
         scale: factor on q . k.
         softcap: cap c of s = c tanh(s / c), or None.
         sink: sink logit of each recorded head, `[h]`, or None.
-        kernel: name of the kernel.
         first: index of the first kept query within the call.
         token: index of the first kept query among all queries that reached the place.
-        dropout: dropout probability of the call.
-        pool: index of the pool of the place that holds the keys.
         pool_index: index of each key in its pool, `[s]`; None if it equals `columns`.
         scores: scores `[B, h, t, s]` that an edit put in place of the computed ones, or None.
         pattern: weights `[B, h, t, s]` that an edit put in place of the computed ones, or None.
@@ -181,7 +176,6 @@ class ScoreInputs(NamedTuple):
 
     Args:
         dot: q_i . k_j.
-        bias: bias of each cell, or None.
         visible: True where the mask lets the query attend to the key.
     """
 

@@ -44,7 +44,6 @@ class KeyValueStore:
         like: a pair (k `[B, g, s, D]`, v `[B, g, s, E]` or None) with the layout that is stored.
         groups: indices of the key/value heads that are stored.
         G: number of key/value heads of the model.
-        key_kind: what the keys are, in words.
     """
 
     def __init__(
@@ -169,11 +168,6 @@ class CallKeys(NamedTuple):
 
     Args:
         columns: column of each key, `[s]`.
-        k: keys.
-        v: values.
-        positions: positions of the keys.
-        mask: the mask, for these keys.
-        bias: the bias, for these keys, or None.
         present: which rows of the batch have the key, `[B, s]`; None means all.
         call_slots: which slots of the call these keys are, `[b or 1, s]`; None means all, in order.
     """

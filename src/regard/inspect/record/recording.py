@@ -151,9 +151,7 @@ class UnrecordedCall:
     """Calls at one place that ran in torch and were not recorded.
 
     Args:
-        place: the path of the module.
         reason: why they could not be recorded.
-        count: their number.
     """
 
     place: str

@@ -41,10 +41,7 @@ class AuditSample:
     """Some rows of a step, as they were recorded.
 
     Args:
-        place: the place.
-        step: the step.
         first: row of the place at which the sample begins.
-        own: range of rows of the step.
         score_inputs: the terms of the scores, in fp64.
         values: values of the recorded heads, `[B, h, s, E]`, or None.
     """

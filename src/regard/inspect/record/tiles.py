@@ -240,13 +240,8 @@ class PoolAccumulator:
     """Adds the tiles of a pattern to its blocks, for code that already iterates over the tiles.
 
     Args:
-        place: a place of a recording.
         size: rows and columns of a block, at least 1.
         heads: a range of query heads of the model; by default all recorded heads.
-        batch: row of the batch.
-
-    Raises:
-        ArgumentError: a size is less than 1, or there is no such row of the batch.
     """
 
     def __init__(

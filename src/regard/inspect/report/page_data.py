@@ -108,11 +108,6 @@ def place_overview(place: Place, ids: Tensor | None = None, row: int = 0) -> Pla
     Each tile is computed once, in fp32 unless the queries are fp64: a weight then has a relative
     error of about 2^-22 times the size of its score, which no byte of a thumbnail shows. The exact
     heads of the page are computed in fp64.
-
-    >>> import regard
-    >>> recording = regard.inspect.record(regard.load("tiny"), "to be or not to be")
-    >>> place_overview(recording[0]).metrics["future"][:2]
-    [0.0, 0.0]
     """
     tall, wide = (max(1, -(-length // THUMBNAIL_SIDE)) for length in (place.T, place.N))
     pool = PoolAccumulator(place, (tall, wide), batch=row)
@@ -130,9 +125,6 @@ def place_overview(place: Place, ids: Tensor | None = None, row: int = 0) -> Pla
 def as_bytes(x: Float[Tensor, "*n"]) -> NDArray[np.uint8]:
     """Encode weights as bytes: 1 + 254 (1 + log2(x) / 24) rounded, at least 1 for anything above 0;
     NaN is 255.
-
-    >>> as_bytes(torch.tensor([0.0, 1e-30, 0.5, 1.0])).tolist()
-    [0, 1, 244, 255]
     """
     level = (1 + 254 * (1 + x.double().clamp(min=2.0**-OCTAVES).log2() / OCTAVES)).round()
     level = torch.where(x.isnan(), 255.0, level.clamp(1, 255))

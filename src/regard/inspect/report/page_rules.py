@@ -33,12 +33,7 @@ MAX_RANGES = 8
 
 @dataclass
 class RuleGroup:
-    """Rows of a place with the same mask, bias, scale, softcap and sink.
-
-    Args:
-        step: the first of the steps.
-        steps: each step, and its first row.
-    """
+    """Rows of a place with the same mask, bias, scale, softcap and sink."""
 
     step: RecordedStep
     steps: list[tuple[RecordedStep, int]] = field(default_factory=list)
@@ -248,12 +243,6 @@ def split_by_pool(place: Place) -> list[Place]:
 
     The result has several places if calls read different keys for the same token. For example, MLA
     may read the keys of all heads for a prompt, and latents for a decoded token.
-
-    >>> import torch, regard
-    >>> with regard.inspect.Recorder() as recorder:
-    ...     _ = regard.attend(*[torch.eye(3)[None, None]] * 3)
-    >>> len(split_by_pool(recorder.recording()[0]))
-    1
     """
     if place.has_one_key_per_column:
         return [place]

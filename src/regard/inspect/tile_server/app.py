@@ -53,7 +53,6 @@ class Limits(NamedTuple):
     """How many connections a server holds, and for how long it waits.
 
     Args:
-        connections: number of connections.
         request_seconds: time from the connection, or from the answer before, to a whole request; a
             browser keeps idle connections for about the default.
         answer_seconds: time from a request until its answer is read.
@@ -65,12 +64,7 @@ class Limits(NamedTuple):
 
 
 class BoundedProtocol(H11Protocol):
-    """A connection with a deadline, one of a limited number.
-
-    Args:
-        limits: the limits of the server.
-        options: what uvicorn gives to a connection.
-    """
+    """A connection with a deadline, one of a limited number."""
 
     def __init__(self, limits: Limits, **options: Any) -> None:
         super().__init__(**options)
@@ -149,9 +143,7 @@ class Policy(NamedTuple):
     """Which requests are answered.
 
     Args:
-        token: the secret of the link.
         hosts: allowed values of Host, with the port.
-        content: the content security policy of the page.
     """
 
     token: str
@@ -227,7 +219,6 @@ class Endpoints:
     """Answers questions about a session in a pool of threads.
 
     Args:
-        session: what is served.
         page: the HTML of the page without data.
         max_queue: number of requests that may wait or be computed at once.
     """

@@ -65,7 +65,6 @@ class TileData:
         keys: mean number of keys that the rows of a block row see in the whole pattern, `[R]`.
         peaks: the most concentrated weights, by p ln n: near 1 in a row of few keys is nothing.
         computed: share of the tile whose rows are all computed; the rest is sampled.
-        sampled: the number of rows of each block row that were sampled for the rest.
     """
 
     mass: Tensor
@@ -95,8 +94,6 @@ class HeadTiles:
 
     Args:
         place: a place whose columns have one key each (`split_by_pool`).
-        head: query head of the model.
-        batch: row of the batch.
         like: another head of the place, whose mask is not evaluated again if all heads have it.
     """
 

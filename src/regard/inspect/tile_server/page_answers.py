@@ -324,11 +324,7 @@ EMPTY, BLOCKS, LINE = range(3)
 
 
 def encode_tile(tile: TileData | None, level: int) -> bytes:
-    """Return a tile as bytes; None is a tile in which the mask allows no pair.
-
-    >>> len(encode_tile(None, 3))
-    24
-    """
+    """Return a tile as bytes; None is a tile in which the mask allows no pair."""
     if tile is None:
         return HEADER.pack(MAGIC, EMPTY, level, 0, 0, 0, 0, 0, 1.0, 0)
     if level == 0:

@@ -33,14 +33,9 @@ class Server:
     Use it as a context manager, or call `close` when it is no longer needed.
 
     Args:
-        session: what is served.
-        host: the address to listen on.
         port: the port; 0 lets the system choose one.
         lang: language in which the page opens.
         limits: how many connections are held, and for how long; None takes the default.
-
-    Attributes:
-        url: the link, with its token.
     """
 
     def __init__(

@@ -39,13 +39,6 @@ R = TypeVar("R")
 class KeptResults(Generic[R]):
     """The results that were asked for last. A thread that asks for a result that another thread
     computes waits for it, and does not compute it a second time.
-
-    Args:
-        limit: number of results that are kept.
-
-    >>> kept = KeptResults[int](limit=1)
-    >>> kept.get("a", lambda: 1), kept.get("a", lambda: 2), kept.get("b", lambda: 3)
-    (1, 1, 3)
     """
 
     def __init__(self, limit: int) -> None:
@@ -90,15 +83,9 @@ class ViewSession:
     """What is served: the places and heads of a recording.
 
     Args:
-        recording: the recording.
         overviews: overviews of heads that were made while the model ran.
         b: a second recording, of another text, model or kernel, whose heads stand after those of
             the first.
-        batch: row of the batch.
-        cache_bytes: the largest number of bytes of cached tiles.
-
-    Raises:
-        ArgumentError: nothing was recorded, or there is no such row of the batch.
     """
 
     def __init__(

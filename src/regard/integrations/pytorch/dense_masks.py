@@ -17,11 +17,7 @@ MAX_CACHED_MASKS = 32
 
 
 class RecognizedMaskCache:
-    """A cache of recognized masks by storage and version.
-
-    Args:
-        size: the number of tensors that it remembers.
-    """
+    """A cache of recognized masks by storage and version."""
 
     def __init__(self, size: int = MAX_CACHED_MASKS) -> None:
         self._size = size

@@ -51,11 +51,7 @@ GRAPH = "the graph is being traced"
 def convert_score_mod(
     score_mod: ScoreMod | None, heads: int = 1, device: torch.device | str = "cpu"
 ) -> FnScore | str | None:
-    """Convert the `score_mod` of a call to a score rule.
-
-    >>> convert_score_mod(lambda s, b, h, q, k: s), convert_score_mod(lambda s, b, h, q, k: 2 * s)
-    (None, fn(<lambda>))
-    """
+    """Convert the `score_mod` of a call to a score rule."""
     if score_mod is None:
         return None
     score = torch.ones((), dtype=torch.float32, device=device)

@@ -30,11 +30,7 @@ class _ReadKeys(NamedTuple):
 class ModulePlaces:
     """The places of the attention calls of one model, while one thread runs it.
 
-    Args:
-        model: the model, whose modules name the places.
-
     Attributes:
-        model: the model.
         observed: the number of calls that were passed to the open traces.
         unrecorded: the number of calls that could not be, by place and reason.
         written_out: for each place, the shape of a softmax that was computed there outside of any

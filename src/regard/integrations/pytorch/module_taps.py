@@ -36,7 +36,6 @@ class Stack(NamedTuple):
     """The blocks of a model, or of one side of it.
 
     Args:
-        path: path of the list of blocks.
         blocks: the blocks by name, in the order of the computation. A list may have empty entries,
             which have no name here, and a block that stands in it several times has its first name.
     """
@@ -81,10 +80,6 @@ def _contains_attention(block: nn.Module) -> bool:
 def find_feed_forward(block: nn.Module) -> nn.Module | None:
     """Return the module whose output is that of the feed-forward layer of a block: a child with one
     of the usual names, else the last linear map outside of attention; None if there is none.
-
-    >>> layer = nn.TransformerEncoderLayer(8, 2, batch_first=True)
-    >>> find_feed_forward(layer) is layer.linear2
-    True
     """
     for name, child in block.named_children():
         if name.lower() in FEED_FORWARD_NAMES:
@@ -146,15 +141,6 @@ def module_taps(model: nn.Module) -> Iterator[None]:
     output of its feed-forward layer, `<path>.norm` the output of a norm, and `logits` the tensor
     `logits` of the model's output. With several stacks of blocks, `embed` has the path of its
     stack.
-
-    >>> import torch
-    >>> from regard import Trace
-    >>> layer = nn.TransformerEncoderLayer(8, 2, batch_first=True, norm_first=True).eval()
-    >>> model = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
-    >>> with module_taps(model), Trace("residual", "mlp", "embed") as trace:
-    ...     _ = model(torch.zeros(1, 3, 8))
-    >>> list(trace)
-    ['embed', 'layers.0.mlp', 'layers.0.residual', 'layers.1.mlp', 'layers.1.residual']
     """
     hooks = _TapHooks(threading.get_ident())
     stacks = find_stacks(model)
@@ -186,9 +172,6 @@ def module_taps(model: nn.Module) -> Iterator[None]:
 
 class _TapHooks:
     """Forward hooks that pass tensors through taps, in one thread and only while a trace is open.
-
-    Args:
-        thread: the identifier of the thread.
     """
 
     def __init__(self, thread: int) -> None:

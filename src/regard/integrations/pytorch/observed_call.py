@@ -42,8 +42,6 @@ class ObservedCall(NamedTuple):
     """A call that ran in this package.
 
     Args:
-        call: the call.
-        result: the result of the kernel, with its lse.
         z: the output `[B, H, T, E]` after the tap `z`.
     """
 

@@ -108,9 +108,6 @@ def regard_mask(
 def rule_of(function: MaskFunction, positions: MaskPositions) -> Mask | None:
     """Return the rule of a mask function of transformers at these positions; None for other
     functions.
-
-    >>> print(rule_of(masking_utils.causal_mask_function, MaskPositions(Span(0, 3), Span(0, 3))))
-    causal
     """
     convert = _RULES.get(_name(function))
     return None if convert is None else convert(_closure_values(function), positions)

@@ -59,13 +59,7 @@ class AttentionUsage(NamedTuple):
 
 @functools.cache
 def attention_usage(cls: type) -> AttentionUsage | None:
-    """Inspect the source of a model class; return None if there is no source.
-
-    >>> from transformers.models.llama.modeling_llama import LlamaForCausalLM, LlamaModel
-    >>> usage = attention_usage(LlamaForCausalLM)
-    >>> attention_usage(LlamaModel).interface, usage.interface, usage.models
-    (True, False, True)
-    """
+    """Inspect the source of a model class; return None if there is no source."""
     if _definitions(cls.__module__) is None:
         return None
     reached, models = _reachable_definitions(cls)

@@ -30,11 +30,7 @@ from regard.view.html_page import content_hash
 
 
 def catalogue(lang: str) -> dict[str, str]:
-    """Return the sentences of a language, by key.
-
-    >>> catalogue("en")["cell.title"]
-    'Explain one cell'
-    """
+    """Return the sentences of a language, by key."""
     return dict(language.catalogue("regard.view.report", lang))
 
 
@@ -110,9 +106,6 @@ def pack(arrays: Mapping[str, NDArray[np.generic]]) -> PackedArrays:
 
     Of each array the first bytes of all numbers come first, then the second bytes, and so on:
     signs and exponents then stand together, and gzip leaves 85 % of fp32 numbers instead of 93 %.
-
-    >>> pack({"x": np.zeros(3, np.float32)}).table
-    [{'name': 'x', 'type': 'f32', 'offset': 0, 'count': 3}]
     """
     table, blocks, offset = [], [], 0
     for name, x in arrays.items():
@@ -141,9 +134,6 @@ def as_json(content: object) -> str:
 def to_page_value(value: object) -> Any:
     """Return plain data with control and hidden characters shown by number, and non-finite numbers
     as None.
-
-    >>> to_page_value({"a": ["x\\u202ey", 1, float("nan")]})
-    {'a': ['x‹202E›y', 1, None]}
     """
     if isinstance(value, float) and not math.isfinite(value):
         return None
