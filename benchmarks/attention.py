@@ -350,8 +350,7 @@ def prepared_call(
     out: Callable[[Any], Tensor] = lambda result: result,
     kernel: str = "",
 ) -> PreparedCall:
-    """Return a prepared call of attention; in training it computes the gradients of q, k and v too.
-    """
+    """Return a prepared call of attention, in training with the gradients of q, k and v."""
     if not problem.train:
 
         def call() -> object:

@@ -137,8 +137,7 @@ def validation_bytes(count: int) -> Int[Tensor, " n"]:
 def answer_accuracy(
     model: nn.Module, task: Task, split: str, examples: int = 256, seed: int | str = 0
 ) -> float:
-    """Return the share of answers that the model predicts, each after the right tokens before it.
-    """
+    """Return the share of answers that the model predicts after the right tokens before them."""
     model.eval()
     correct = total = 0
     for rows in pad(task, task.examples(split, examples, seed)).split(32):

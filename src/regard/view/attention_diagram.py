@@ -23,8 +23,7 @@ WIDE, HIGH, STEP, BOX = 720, 500, 62, 168
 
 
 def svg(heads: int = 3) -> str:
-    """Draw one head on the left, and several heads with their inputs, join and output on the right.
-    """
+    """Draw one head on the left, and on the right several, with inputs, join and output."""
     rows = HIGH - 96
     parts = [
         *_paper(WIDE, HIGH, translate("Scaled dot-product attention, and several heads of it")),
@@ -56,9 +55,7 @@ def svg(heads: int = 3) -> str:
 
 
 def block_svg() -> str:
-    """Draw a pre-norm Transformer block: two sublayers, each behind a norm, each added to the path
-    around it.
-    """
+    """Draw a pre-norm Transformer block: two sublayers, each with a norm and an addition."""
     high, path, side = 452, 130, 220
     parts = [
         *_paper(560, high, translate("A Transformer block")),
@@ -86,8 +83,7 @@ def block_svg() -> str:
 
 
 def two_forms_svg() -> str:
-    """Draw the two ways to write several heads: a list of heads, and one projection that is split.
-    """
+    """Draw two ways to write several heads: a list, and one projection that is split."""
     high = 330
     parts = [
         *_paper(

@@ -47,9 +47,7 @@ class Chart(Protocol):
 
 
 def svg(chart: Chart, *, alone: bool = True) -> str:
-    """Return a chart as SVG text: for a file of its own, or for a page that includes
-    `plotting.css()` once.
-    """
+    """Return a chart as SVG, for a file or for a page that includes `plotting.css()`."""
     return plotting.svg(chart.draw(), chart.title, alone=alone)
 
 
@@ -123,9 +121,7 @@ class Picture:
         }
 
     def draw(self) -> Drawing:
-        """Return the figure, with a legend above the lines; without any point it is an empty
-        frame.
-        """
+        """Return the figure, with a legend; without any point it is an empty frame."""
         return Panels(self.title, (self,)).draw()
 
     def fill(self, axes: Axes) -> dict[str, list[str]]:
@@ -288,9 +284,7 @@ class Accuracy:
 
 
 def accuracy_chart(models: Sequence[Accuracy], trained: int, title: str) -> Picture:
-    """Return a chart of correct answers against the length of the source, with a line for each
-    model.
-    """
+    """Return a chart of right answers against source length, a line for each model."""
     lines = tuple(
         Line(
             model.name,
@@ -322,7 +316,6 @@ class ScatterPoint:
     """A mechanism in a scatter plot: its cost, its quality, and the spread of the quality.
 
     Args:
-        x: the cost, above 0.
         span: range of y over random seeds.
         on_pareto_front: whether no other mechanism is better in both.
     """
@@ -336,11 +329,7 @@ class ScatterPoint:
 
 @dataclass(frozen=True)
 class Axis:
-    """The name of an axis, and its unit.
-
-    Args:
-        unit: "bytes" or "seconds" (logarithmic), "bits" or "share" (linear).
-    """
+    """The name of an axis, with "bytes" or "seconds" (logarithmic), "bits" or "share" (linear)."""
 
     title: str
     unit: str
@@ -353,13 +342,7 @@ class Axis:
 
 @dataclass(frozen=True)
 class Scatter:
-    """A scatter plot of quality against cost: a named mark for each mechanism, and a line along the
-    Pareto front.
-
-    Args:
-        marks: the mechanisms; at least one.
-        caption: a sentence that a page writes below it.
-    """
+    """A scatter plot of quality against cost, with names and the Pareto front."""
 
     marks: Sequence[ScatterPoint]
     x: Axis
@@ -446,12 +429,7 @@ class Scatter:
 
 @dataclass(frozen=True)
 class RatioBar:
-    """The time of another implementation divided by the time of regard.
-
-    Args:
-        label: name of the implementation; the first bar of a group also names the group.
-        ratio: above 1 is slower than regard.
-    """
+    """The time of another implementation divided by that of regard; above 1 is slower."""
 
     label: str
     ratio: float
@@ -460,9 +438,7 @@ class RatioBar:
 
 @dataclass(frozen=True)
 class RatioBars:
-    """Times of other implementations divided by the time of regard: bars that start at 1, on a
-    logarithmic axis.
-    """
+    """Bars of times divided by that of regard, which start at 1 on a logarithmic axis."""
 
     bars: Sequence[RatioBar]
     title: str
@@ -505,11 +481,9 @@ class RatioBars:
 
 
 def context_charts(rows: Mapping[str, Sequence[Mapping[str, Any]]], title: str) -> Panels:
-    """Return charts of the cache size, and of the cost of one decoded token, over the context
-    length.
+    """Return charts of cache size and cost of a decoded token over the context.
 
-    The token is in seconds if all rows have them, else in FLOPs. Contexts at which weights and
-    cache do not fit the machine are crossed out.
+    The cost is in seconds if all rows have them, else FLOPs; what does not fit is crossed out.
     """
     timed = all("decode_seconds" in row for model_rows in rows.values() for row in model_rows)
     token = ("decode_seconds", translate("one token, seconds at best"))

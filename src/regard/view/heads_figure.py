@@ -26,13 +26,7 @@ PANEL, HIGH = 236, 300
 
 @dataclass(frozen=True)
 class CachedHeads:
-    """What one mechanism caches for a token in one layer.
-
-    Args:
-        name: its name, such as "GQA".
-        groups: the number of key/value heads; 0 if all heads share one latent.
-        latent: the parts of the latent, as text; "" without a latent.
-    """
+    """What one mechanism caches for a token in one layer: `groups` is 0 with a latent."""
 
     name: str
     heads: int
@@ -49,12 +43,7 @@ class CachedHeads:
 
 @dataclass(frozen=True)
 class HeadsFigure:
-    """Several mechanisms side by side: query heads above, cached keys and values below.
-
-    Args:
-        mechanisms: the panels, from left to right.
-        title: the text above; by default, what the figure shows.
-    """
+    """Several mechanisms side by side: query heads above, cached keys and values below."""
 
     mechanisms: Sequence[CachedHeads]
     bytes_per_value: int = 2
@@ -121,12 +110,7 @@ def _box(axes: Axes, x: float, y: float, wide: float, high: float, role: str) ->
 
 @dataclass(frozen=True)
 class MaskFigure:
-    """The keys that each query sees: rows are queries, columns are keys.
-
-    Args:
-        visible: whether query i sees key j, `[T, S]`.
-        title: the text above, such as the mask.
-    """
+    """The keys that each query sees, `[T, S]`: rows are queries, columns are keys."""
 
     visible: Bool[np.ndarray, "T S"]
     title: str
@@ -166,11 +150,7 @@ class MaskFigure:
 
 @dataclass(frozen=True)
 class MaskPanels:
-    """Several masks side by side, each with its number of visible pairs.
-
-    Args:
-        masks: the panels, from left to right, each with its own title.
-    """
+    """Several masks side by side, each with its number of visible pairs."""
 
     masks: Sequence[MaskFigure]
     title: str

@@ -28,13 +28,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class AlignmentMap:
-    """A heatmap of the attention of each word of the answer (rows) over the words of the source
-    (columns).
-
-    Args:
-        weights: `[T, S]`; each row is a distribution.
-        title: description for screen readers.
-    """
+    """A heatmap `[T, S]` of the attention of an answer's words over the source's words."""
 
     weights: Float[np.ndarray, "T S"]
     predicted: Sequence[str]
@@ -42,9 +36,7 @@ class AlignmentMap:
     title: str = "alignment: rows are the answer, columns are the source"
 
     def draw(self) -> Drawing:
-        """Return the figure; the darker a cell is, the larger is the weight of its row on its
-        column, on a logarithmic scale.
-        """
+        """Return the figure, in which darker cells have larger weights, logarithmically."""
         rows, columns = self.weights.shape
         predicted, source = (
             [escape_controls(word) for word in words] for words in (self.predicted, self.source)
@@ -110,13 +102,7 @@ class AlignmentMap:
 
 @dataclass(frozen=True)
 class HeadWeights:
-    """A heatmap of the weights of one head with their numbers; rows are queries, columns are keys.
-
-    Args:
-        weights: `[T][S]`, each between 0 and 1.
-        queries: name of each row; () shows their numbers.
-        keys: name of each column; () shows their numbers.
-    """
+    """A heatmap `[T][S]` of a head's weights with their numbers; () numbers the axes."""
 
     weights: Sequence[Sequence[float]]
     title: str
@@ -181,12 +167,7 @@ class HeadWeights:
 
 @dataclass(frozen=True)
 class EffectMap:
-    """A heatmap of numbers of both signs, such as the effect of each head of each layer.
-
-    Args:
-        values: the numbers `[R, C]`; NaN leaves a cell empty.
-        cells: a text for each cell, which is drawn in it; () draws none.
-    """
+    """A heatmap `[R, C]` of numbers of both signs, such as effects; NaN leaves a cell empty."""
 
     values: Float[np.ndarray, "R C"]
     rows: Sequence[str]

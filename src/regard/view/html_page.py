@@ -50,11 +50,7 @@ def safe(text: str) -> str:
 
 @dataclass(frozen=True)
 class CaptionedChart:
-    """A chart with a caption above it.
-
-    Args:
-        good: whether the caption reports a success (True), a failure (False), or neither (None).
-    """
+    """A chart with a caption above it: a success (True), a failure (False), or neither."""
 
     chart: Chart
     caption: str = ""

@@ -28,8 +28,7 @@ TITLES = {
 
 
 def rows(layers: Sequence[Mapping[str, Any]]) -> list[list[str]]:
-    """Return one row of text per stage and layer: shape, mean, standard deviation and milliseconds.
-    """
+    """Return a row of text per stage and layer: shape, mean, deviation and milliseconds."""
     return [
         [
             layer["name"],
@@ -112,9 +111,7 @@ def _shape(stage: Mapping[str, Any]) -> str:
 
 
 def _array(values: object) -> NDArray[np.float64]:
-    """Convert nested lists to an array; None, which only masked scores contain, becomes minus
-    infinity.
-    """
+    """Convert nested lists to an array; None, a masked score, becomes minus infinity."""
     nested = np.array(values, dtype=object)
     return np.where(nested == None, -np.inf, nested).astype(float)  # noqa: E711
 

@@ -74,9 +74,7 @@ class Grid:
 
 
 def pool(T: int, S: int, width: int = WIDTH) -> tuple[int, int]:
-    """Return how many queries and keys a cell must stand for, so that the drawing fits the width of
-    the terminal; powers of two.
-    """
+    """Return the queries and keys per cell, a power of two, that fit the terminal."""
 
     def factor(n: int, most: int) -> int:
         pooled = min(MAX_WIDE_COLUMNS, most)
@@ -86,9 +84,7 @@ def pool(T: int, S: int, width: int = WIDTH) -> tuple[int, int]:
 
 
 def draw(grid: Grid, *, ascii_only: bool = False, width: int = WIDTH) -> Iterator[Text]:
-    """Generate the lines of a grid: a legend, a ruler of keys, and a row per query with the keys
-    that it sees.
-    """
+    """Generate a grid: a legend, a ruler of keys, and the keys of each query."""
     symbols = ASCII if ascii_only else UNICODE
     columns = grid.states.shape[1]
     wide = 2 if columns <= MAX_WIDE_COLUMNS and 2 * columns + BESIDE <= width else 1
@@ -192,9 +188,7 @@ def _symbol_and_style(state: int, wide: int, symbols: dict[str, str]) -> tuple[s
 
 
 def _append_count(line: Text, grid: Grid, i: int, symbols: dict[str, str], width: int) -> None:
-    """Append how many keys the query sees, and which, as far as they fit; for pooled queries,
-    the largest count.
-    """
+    """Append how many keys the query sees, and which, as far as they fit."""
     counts = grid.counts[i * grid.cell[0] : (i + 1) * grid.cell[0]]
     line.append(f"{counts.max():>6}" if grid.pooled else f"{counts.max():>5}", "bold")
     if grid.pooled:

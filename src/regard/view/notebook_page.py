@@ -90,9 +90,7 @@ def _widget_class() -> Any:
             key: int | None = None,
             view: str = "map",
         ) -> None:
-            """Move the page to a head, and to a query and a key if they are given, as `address`
-            checks them.
-            """
+            """Move the page to a head, query and key, as `address` checks them."""
             self.address = address(self.places, layer, head, query, key, view)
 
     return PageWidget

@@ -60,9 +60,7 @@ SIGNED: dict[str, tuple[Rgb, ...]] = {
 
 
 def ramp(stops: Sequence[Rgb], t: float) -> Rgb:
-    """Return the colour at t in 0..1 along evenly spaced stops, linear between them; t outside is
-    clipped.
-    """
+    """Return the colour at t in 0..1 (clipped) along evenly spaced stops."""
     x = min(max(t, 0.0), 1.0) * (len(stops) - 1)
     i = min(int(x), len(stops) - 2)
     low, high = stops[i], stops[i + 1]

@@ -22,14 +22,7 @@ from regard.view.terminal import WIDTH, style
 
 @dataclass(frozen=True)
 class AlignedExample:
-    """One example with its alignment.
-
-    Args:
-        predicted: words of the model's answer.
-        expected: words of the correct answer.
-        weights: attention weights, `[T, S]`: rows are words of the answer, columns are words of the
-            source.
-    """
+    """One example, its answer and the correct one, and attention weights `[T, S]`."""
 
     source: tuple[str, ...]
     predicted: tuple[str, ...]
@@ -54,13 +47,7 @@ class WrongAnswer:
 
 @dataclass(frozen=True)
 class TaskPage:
-    """The content of the page of a task.
-
-    Args:
-        facts: name to value, shown below the heading.
-        series: accuracies of this model, and of others to compare with.
-        aligned: examples with their alignments.
-    """
+    """The content of the page of a task."""
 
     title: str
     sentence: str
@@ -71,9 +58,7 @@ class TaskPage:
     wrong: Sequence[WrongAnswer] = field(default=())
 
     def html(self) -> str:
-        """Return the page as HTML without scripts; all text is escaped, since words are
-        untrusted.
-        """
+        """Return the page as HTML without scripts; all text is escaped."""
         sections = [*self._accuracy(), *self._alignments(), *self._mistakes()]
         return page(self.title, self.sentence, self.facts, "", sections)
 
@@ -118,9 +103,7 @@ class TaskPage:
 
 
 def accuracy_lines(series: Accuracy, trained: int, width: int = 36) -> Iterator[Text]:
-    """Generate terminal lines of accuracies: a bar per length bin, with its interval and its number
-    of examples.
-    """
+    """Generate a bar per length bin, with its interval and its number of examples."""
     yield Text(f"     tokens  {'correct':<{width}}                examples", "dim")
     beyond = False
     for point in series.bins:

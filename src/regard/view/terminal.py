@@ -48,9 +48,7 @@ def bar(share: float, width: int) -> str:
 
 
 def columns(values: Sequence[float], top: float) -> tuple[str, str]:
-    """Return two rows of characters, one per value: positive values above the middle line, negative
-    ones below.
-    """
+    """Return two rows of characters: positive values above the middle, negative ones below."""
     shares = [v / top if top else 0.0 for v in values]
     up = "".join(BARS_UP[math.ceil(min(max(x, 0.0), 1.0) * 8 - 1e-9)] for x in shares)
     down = "".join(BARS_DOWN[math.ceil(min(max(-x, 0.0), 1.0) * 3 - 1e-9)] for x in shares)
@@ -58,18 +56,14 @@ def columns(values: Sequence[float], top: float) -> tuple[str, str]:
 
 
 def fold(values: Sequence[float], most: int) -> tuple[int, list[float]]:
-    """Reduce values to at most `most`, each the one of largest size among n neighbours; return (n,
-    values).
-    """
+    """Return (n, values): at most `most` values, each the largest in size of n neighbours."""
     n = max(1, -(-len(values) // most))
     groups = (np.asarray(values[i : i + n]) for i in range(0, len(values), n))
     return n, [float(group[np.abs(group).argmax()]) for group in groups]
 
 
 def number(x: float | None, width: int = 0) -> str:
-    """Format a number with 4 significant digits; None stands for minus infinity, the score of a
-    masked key.
-    """
+    """Format a number with 4 significant digits; None is a masked score, minus infinity."""
     if x is None or x == -math.inf:
         return "-∞".rjust(width)
     size = abs(x)
@@ -89,9 +83,7 @@ def score(x: float | None) -> str:
 
 
 def weight(p: float, width: int = 0) -> str:
-    """Format a weight between 0 and 1 with 4 decimals; smaller weights that are not 0 are marked as
-    such.
-    """
+    """Format a weight with 4 decimals; a smaller one that is not 0 is marked."""
     return ("<.0001" if 0 < p < 5e-5 else f"{p:.4f}").rjust(width)
 
 
@@ -158,9 +150,7 @@ _UNIT = re.compile(f" |[\uff08\u300a]*(?:[{_WIDE}]|[^ {_WIDE}]+)[{_CLOSING}]*")
 
 
 def wrap_cells(text: str, width: int) -> list[str]:
-    """Break a text into lines by its width in terminal cells: at spaces, and between Chinese
-    characters, though never before a closing mark.
-    """
+    """Break a text at spaces and between Chinese characters, by its width in cells."""
     lines = [""]
     for unit in _UNIT.findall(text):
         while cell_len(lines[-1]) + cell_len(unit) > width:
@@ -195,9 +185,7 @@ def legend(what: str) -> Text:
 
 
 def strip(title: str, values: Sequence[float], role: str, top: float | None = None) -> Lines:
-    """Generate the lines that show a vector: its minimum, maximum and norm, and a bar per dim,
-    which points up for positive and down for negative values.
-    """
+    """Generate a vector's minimum, maximum and norm, and a bar per dim, up or down."""
     n, shown = fold(values, STRIP_WIDTH)
     wide = max(1, STRIP_WIDTH // len(shown))
     full = max(map(abs, values), default=0.0) if top is None else top
@@ -222,9 +210,7 @@ def norm(values: Sequence[float]) -> float:
 
 
 def large_pattern(data: Data) -> Lines:
-    """Generate the pattern of the head, at most 32 cells a side: two characters per cell, a name
-    before each row.
-    """
+    """Generate a pattern of at most 32 x 32 cells of two characters, with row names."""
     n, cells = data["pool"], data["patterns"][data["head"]]
     text = translate("rows are queries, columns are keys 0 .. {last}", last=len(data["pieces"]) - 1)
     if n > 1:
@@ -308,11 +294,7 @@ PACKAGE = "regard.view"
 
 
 class Sentences:
-    """The sentences in one language.
-
-    Args:
-        lang: "en" or "zh".
-    """
+    """The sentences in one language."""
 
     def __init__(self, lang: str) -> None:
         self.lang = check_language(lang)

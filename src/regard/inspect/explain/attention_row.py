@@ -139,9 +139,7 @@ def kernel_row(call: QueryCall, head: int) -> KernelRow:
 
 
 def score_and_compare(row: KernelRow) -> tuple[tuple[ComputationStep, ...], SoftmaxRow, Checks]:
-    """Compute the scores and the softmax of a row, and their differences from the results of the
-    kernel.
-    """
+    """Compute the scores and the softmax of a row, and how far they are from the kernel's."""
     steps = row.chain.steps()
     row_softmax = softmax(steps[-1].values, row.sink)
     denominator = row.lse if row.sink is None else float(np.logaddexp(row.lse, row.sink))
@@ -178,11 +176,9 @@ def visible_values(row: KernelRow) -> Array:
 
 
 def softmax(s: Array, sink: float | None = None) -> SoftmaxRow:
-    """Compute each part of the softmax of a row: the maximum m, exp(s - m), their sum, ln sum
-    exp(s), and the weights.
+    """Return the maximum m, exp(s - m), their sum, ln sum exp(s), and the weights of a row.
 
-    The sink is one more term of the denominator of the weights; it is not part of the sum, nor of
-    the lse.
+    The sink is a term of the weights' denominator only.
     """
     top = float(s.max(initial=-np.inf))
     if top == -np.inf:  # the query sees no key
@@ -196,9 +192,7 @@ def softmax(s: Array, sink: float | None = None) -> SoftmaxRow:
 
 
 def online_softmax(s: Array, v: Array, size: int | None = None) -> tuple[SoftmaxBlock, ...]:
-    """Compute the softmax of a row block by block, as a fused kernel does, with a running maximum,
-    sum and output.
-    """
+    """Compute the softmax of a row block by block, as a fused kernel does."""
     n = len(s)
     size = size or max(MIN_BLOCK, 1 << (max(n - 1, 1) // MAX_BLOCKS).bit_length())
     running_max, running_sum, running_output, blocks = -np.inf, 0.0, np.zeros(v.shape[1]), []
@@ -294,9 +288,7 @@ def mix_of_rows(
     i: int,
     tokens: int,
 ) -> Mixture | None:
-    """Return how the row of a call enters the output of the head; None if the head has no other
-    row.
-    """
+    """Return how the row of a call enters the output of the head; None if it is the only row."""
     weights = [CallWeights(one.branch, torch.from_numpy(one.weights), one.keys) for one in calls]
     layer = layer_run(run)
     mix = mechanism.explain_mix(layer, weights, list(calls).index(call), head, i)
@@ -315,11 +307,7 @@ def layer_run(captured: CapturedRun) -> LayerRun:
 def _mix_of_calls(
     run: CapturedRun, calls: Sequence[QueryCall], call: QueryCall, head: int, i: int, tokens: int
 ) -> Mixture:
-    """Describe how the results of several calls for one query form the output z of the head.
-
-    Either one call replaces the others, or all are merged by their lse. Both are computed and
-    compared with the recorded z to find out which one the mechanism did.
-    """
+    """Find out, from the recorded z, whether one call replaced the others or all were merged."""
     outs = [kernel_row(one, head).out for one in calls]
     z = to_array(run.taps["z"][head, i]) if "z" in run.taps else None
     lses = np.array([kernel_row(one, head).lse for one in calls])
@@ -372,9 +360,7 @@ class RuleRow(NamedTuple):
 
 
 def rule_row(row: KernelRow) -> RuleRow:
-    """Compute the row of a recorded call with a score rule, and compare it with the recorded
-    weights and output.
-    """
+    """Compute the row of a recorded call with a score rule, and compare it with what it gave."""
     rule = row.call.step.score
     assert rule is not None, "callers ask for a rule first"
     head, (s, block) = row.head, _scores_of_all_heads(row)
@@ -470,8 +456,7 @@ def why_masked(
     head: int = 0,
     k_positions: Positions | None = None,
 ) -> tuple[str, ...]:
-    """Return, for each key, the terms of the mask that exclude it for query i; "" if it is visible.
-    """
+    """Return, for each key, the terms of the mask that hide it from query i, or ""."""
     keys = positions if k_positions is None else k_positions
     if (
         empty := find_empty_slots(slice_positions(positions, slice(i, i + 1)))
@@ -491,9 +476,7 @@ def why_masked(
 
 
 def _reasons(mask: masks.Mask, q: Positions, k: Positions, i: int, head: int) -> list[set[str]]:
-    """Return, for each key, the terms that exclude it; empty where the mask as a whole allows
-    it.
-    """
+    """Return, for each key, the terms that exclude it; empty where the whole mask allows it."""
     rows = mask.block(q, k, slice(i, i + 1))[0]
     allowed = rows[head if rows.shape[0] > 1 else 0, 0].tolist()
     if operands := mask.operands():

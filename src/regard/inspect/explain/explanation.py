@@ -52,12 +52,7 @@ class ComputationStep(NamedTuple):
 
 
 class TensorSummary(NamedTuple):
-    """A tensor of a layer, summarized.
-
-    Args:
-        std: standard deviation of the finite entries.
-        seconds: time of the stage, or None if it was not measured.
-    """
+    """The statistics of a tensor of a layer; `seconds` is None if it was not measured."""
 
     name: str
     equation: str
@@ -71,8 +66,6 @@ class SoftmaxBlock(NamedTuple):
     """The state of the online softmax after the keys `start` to `stop`.
 
     Args:
-        running_max: maximum m of all scores so far.
-        rescale: factor on the earlier sums.
         running_sum: sum l of exp(s - m).
         running_output: sum o of exp(s - m) v, `[E]`.
     """
@@ -86,7 +79,7 @@ class SoftmaxBlock(NamedTuple):
 
 
 class RecurrentState(NamedTuple):
-    """The recurrent state of one head after the query: the matrix S and its size.
+    """The recurrent state S of one head; `rank` is exp of the entropy of its singular values.
 
     Args:
         rank: effective rank of S, exp of the entropy of its singular values.
@@ -102,11 +95,7 @@ class RecurrentState(NamedTuple):
 
 
 class MixtureTerm(NamedTuple):
-    """One of the patterns that are combined in a head.
-
-    Args:
-        name: name of the pattern, such as "call 0" or "window".
-    """
+    """One of the patterns that are combined in a head, such as "call 0" or "window"."""
 
     name: str
     factor: float
@@ -115,12 +104,7 @@ class MixtureTerm(NamedTuple):
 
 
 class Mixture(NamedTuple):
-    """Several patterns that are combined in one head.
-
-    Args:
-        text: how they are combined, in words.
-        row: the combined row, `[S]`, or None if there is none.
-    """
+    """Several patterns that are combined in one head; `row` `[S]` is their result, if any."""
 
     text: str
     terms: tuple[MixtureTerm, ...]
@@ -245,13 +229,7 @@ class Location:
 
 @dataclass(frozen=True, eq=False)
 class RowTokens:
-    """The tokens of the row.
-
-    Args:
-        ids: token ids of the keys, `[n]`.
-        positions: positions of the keys, `[n]`.
-        row_pieces: text of every query of the call.
-    """
+    """The tokens of the row: of the keys `[n]`, of the query, and of every query of the call."""
 
     ids: NDArray[np.integer]
     pieces: tuple[str, ...]
@@ -300,7 +278,6 @@ class ScoreChain:
     """The scores of the row.
 
     Args:
-        scale: factor on q . k.
         steps: from q . k to the masked score, each `[n]`; -inf where masked.
         products: the D terms of q . k for the explained key.
         masked: for each key, why the query may not see it; "" where it may.
@@ -317,10 +294,8 @@ class SoftmaxRow:
     """The softmax of the row.
 
     Args:
-        row_max: the maximum m of the scores.
         exps: exp(s - m), `[n]`.
         lse: ln sum exp(s).
-        weights: the weights p, `[n]`.
         sink: sink logit of the head, one more term of the denominator of the weights, or None; it
             is not part of `total`, nor of `lse`.
         online: the same computation block by block.
@@ -396,9 +371,7 @@ T = TypeVar("T")
 
 
 class Shortcut(Generic[T]):
-    """A part of an explanation under a short name: `explanation.weights` is
-    `explanation.softmax.weights`.
-    """
+    """A part of an explanation under a short name, such as `explanation.weights`."""
 
     def __init__(self, read: Callable[[Explanation], T]) -> None:
         self._read = read

@@ -161,8 +161,7 @@ def choose_head(
     place: str | None = None,
     key: int | None = None,
 ) -> Choice:
-    """Choose as `strongest_head` does, for any prepared run, or for one of its attentions
-    (`place`).
+    """Choose as `strongest_head` does, for any prepared run, or for one of its attentions.
 
     If `key`, the index of a token, is given, the head with the largest weight on it is chosen.
     """
@@ -256,7 +255,7 @@ def _query_weights(
 ) -> Tensor:
     """Run the network, and return the weights of the query at each site, `[sites, H, S]`.
 
-    In self-attention the first token and the query itself get -1, unless `keep_all` is True.
+    In self-attention the first token and the query itself get -1, unless `keep_all`.
     """
     run = record_sites(prepared, sites)
     rows: list[Tensor | None] = []

@@ -40,13 +40,7 @@ DROPOUT = 0.1
 
 
 class Stage(NamedTuple):
-    """The result of one stage of a layer.
-
-    Args:
-        name: q, k, v, scores, masked, weights, z or out.
-        equation: how it follows from the stages before it.
-        seconds: the shortest time of several runs of this stage alone.
-    """
+    """One stage of a layer; `seconds` is the shortest time of several runs of it alone."""
 
     name: str
     equation: str
@@ -54,9 +48,7 @@ class Stage(NamedTuple):
     seconds: float
 
     def summary(self) -> TensorSummary:
-        """Return the shape of the tensor, and the mean and standard deviation of its finite
-        entries.
-        """
+        """Return the shape, and the mean and standard deviation of the finite entries."""
         return summarize_tensor(self.name, self.equation, self.values, self.seconds)
 
 
@@ -193,11 +185,9 @@ def summarize_layer(
     own: bool,
     most_pairs: int = MAX_SCORES,
 ) -> tuple[TensorSummary, ...]:
-    """Summarize the tensors of a layer that ran: for softmax self-attention all stages, with their
-    times.
+    """Summarize the tensors of a layer: of softmax self-attention all stages, with times.
 
-    For other mechanisms these are the captured taps, without times; for long texts the stages of
-    size H T^2 are left out.
+    Of other mechanisms these are the taps; long texts leave out the stages of size H T^2.
     """
     x = hidden.get("x")
     if type(attention) is Attention and own and x is not None and x.shape[0] == taps["q"].shape[1]:
@@ -217,13 +207,7 @@ def summarize_layer(
 
 @dataclass(frozen=True, eq=False)
 class LayerStages:
-    """One layer of a mechanism, and what it computed.
-
-    Args:
-        x: the input, `[B, T, M]`.
-        mask: the mask, or None for no mask.
-        stages: q, k, v, scores, masked, weights, z, out, and block, which is LayerNorm(x + out).
-    """
+    """One layer of a mechanism on x `[B, T, M]`, and its stages; block is LayerNorm(x + out)."""
 
     name: str
     x: Tensor
@@ -243,9 +227,7 @@ class LayerStages:
         return self.mask.block(Span(0, T), Span(0, T))[0, 0].long().numpy()
 
     def as_dict(self) -> dict[str, object]:
-        """Return plain values for JSON: every tensor with its statistics, minus infinity as
-        None.
-        """
+        """Return plain values for JSON: tensors with statistics, minus infinity as None."""
         return {
             "name": self.name,
             "mask": str(self.mask),
@@ -318,9 +300,7 @@ def run_layer(
 
 
 def run_block_stages(module: Attention, x: Tensor) -> tuple[Stage, ...]:
-    """Run the stages of a layer, then a post-norm residual block on its output, as in the first
-    Transformer.
-    """
+    """Run the stages of a layer, then a post-norm residual block on its output."""
     stages = run_stages(module, x)
     path = PostNorm(nn.LayerNorm(x.shape[2]), dropout=DROPOUT).eval().to(x.device, x.dtype)
     with torch.no_grad():

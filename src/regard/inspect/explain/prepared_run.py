@@ -56,11 +56,7 @@ def check_index(name: str, index: int, length: int, one: str, many: str) -> int:
 
 
 class TokenSequence(NamedTuple):
-    """The tokens of one sequence.
-
-    Args:
-        text: the text as the user wrote it, or the decoded tokens.
-    """
+    """The tokens of one sequence, and its text as it was written or decoded."""
 
     ids: tuple[int, ...]
     pieces: tuple[str, ...]
@@ -155,10 +151,7 @@ class PreparedRun:
     notes: tuple[str, ...] = ()
 
     def site(self, layer: int | None = None, place: str | None = None) -> AttentionSite:
-        """Return an attention module by its place, or by its layer.
-
-        In an encoder-decoder the layer means the cross-attention.
-        """
+        """Return an attention by place or layer (of an encoder-decoder, its cross-attention)."""
         if place is not None:
             for site in self.sites:
                 if site.place == place:
@@ -178,17 +171,12 @@ class PreparedRun:
 
     @property
     def main_sites(self) -> tuple[AttentionSite, ...]:
-        """Return the attentions that `layer` counts: the cross-attentions if there are any, else
-        all.
-        """
+        """Return the attentions that `layer` counts: the cross-attentions if any, else all."""
         return tuple(s for s in self.sites if s.query_sequence != s.key_sequence) or self.sites
 
 
 class TokenEnds(Sequence[int]):
-    """The offset at which each token ends in the decoded text, computed on demand.
-
-    Each offset costs one decoding of all tokens up to it.
-    """
+    """The offset of each token's end in the decoded text, each at the cost of one decoding."""
 
     def __init__(self, ids: Sequence[int], decode: Callable[[Sequence[int]], str]) -> None:
         self._ids, self._decode = ids, decode
@@ -401,9 +389,7 @@ def _encoder_decoder_sites(network: EncoderDecoder) -> Iterator[AttentionSite]:
 def token_sequence(
     model: Model | TextEncoder | Seq2Seq, ids: Tensor, text: str | None = None
 ) -> TokenSequence:
-    """Build a token sequence from ids `[1, T]`; without a text, from the text that they decode
-    to.
-    """
+    """Build a token sequence from ids `[1, T]`, with the text that they decode to by default."""
     row, tokenizer = tuple(ids[0].tolist()), model.tokenizer
     # the user's text has no special tokens, which the tokenizer adds around it
     decode = partial(tokenizer.decode, skip_special=text is not None)

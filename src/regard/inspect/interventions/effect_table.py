@@ -38,11 +38,7 @@ Metric: TypeAlias = Callable[[Tensor], Tensor | float] | Answer | tuple[Answer, 
 
 
 class NamedMetric(NamedTuple):
-    """A metric and its name.
-
-    Args:
-        measure: a function from the output of a run to a tensor without dimensions.
-    """
+    """A function from the output of a run to a tensor without dimensions, and its name."""
 
     name: str
     measure: Callable[[Tensor], Tensor]
@@ -404,9 +400,7 @@ class EffectTable:
     def _repr_mimebundle_(
         self, include: object = None, exclude: object = None
     ) -> Mapping[str, str]:
-        """Return the forms in which a notebook can show the table: a data frame's if pandas is
-        installed, and plain text.
-        """
+        """Return the forms that a notebook shows: a data frame if pandas is there, and text."""
         try:
             shown: str = self.frame()._repr_html_()
         except ArgumentError:

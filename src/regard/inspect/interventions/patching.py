@@ -216,12 +216,7 @@ class Receiver(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class _TwoRuns:
-    """Both runs of a patching experiment.
-
-    Args:
-        run: the run that is changed, and which starts from `start`.
-        baseline, target: the metric of the changed run and of the other one.
-    """
+    """Both runs of a patching experiment: `run` starts from `start` and is changed."""
 
     run: ModelRun
     start: Mapping[str, Tensor]

@@ -166,10 +166,7 @@ def measure_corpus(
     measure_place: Callable[[Place, Tensor | None], Mapping[str, Tensor]],
     corpus: Iterable[Any],
 ) -> CorpusMeasures:
-    """Record one text after the other, and accumulate the metrics of all heads.
-
-    Only one recording is in memory at a time.
-    """
+    """Accumulate the metrics of all heads over texts, of which one is in memory at a time."""
     places: tuple[str, ...] = ()
     running: dict[tuple[str, int], _Running] = {}
     names: dict[str, None] = {}

@@ -74,9 +74,7 @@ class RecordedStep:
 
     @property
     def edited(self) -> tuple[str, ...]:
-        """Return which of "scores" and "pattern" are stored, because an edit replaced them or a
-        score rule gave them.
-        """
+        """Return which of "scores" and "pattern" an edit or a score rule gave."""
         both = {"scores": self.scores, "pattern": self.pattern}
         return tuple(name for name, x in both.items() if x is not None)
 
@@ -87,9 +85,7 @@ class RecordedStep:
 
     @property
     def denominator(self) -> Tensor:
-        """Return the natural log of the softmax denominator, `[B, h, t]` in fp64: the lse with
-        the sink included.
-        """
+        """Return ln of the softmax denominator, sink included, `[B, h, t]` in fp64."""
         lse = self.lse.double()
         return lse if self.sink is None else torch.logaddexp(lse, self.sink.double()[:, None])
 
@@ -140,7 +136,6 @@ class KeyValuePool:
         v: values, `[B, g, n, E]`, or None if they were not kept.
         columns: column of the pattern for each key, `[n]`.
         groups: indices of the g key/value heads that are stored, out of G.
-        G: number of key/value heads of the model.
         key_kind: what the keys are: "keys"; "latents" for the latents of MLA with the rotary key;
             or "keys from a quantized cache" for values decoded from it.
     """
@@ -153,31 +148,19 @@ class KeyValuePool:
     key_kind: str = "keys"
 
     def group_index(self, head: int, H: int) -> int:
-        """Return the index, among the stored groups, of the key/value head h // (H/G) that a
-        query head reads.
-        """
+        """Return the index, among the stored groups, of the key/value head h // (H/G)."""
         return self.groups.index(head // (H // self.G))
 
 
 class PatternBlock(NamedTuple):
-    """A block of a pattern: scores and weights.
-
-    Args:
-        scores: -inf where masked, or where the step did not have the key.
-        weights: 0 in the same cells.
-    """
+    """A block of scores (-inf where masked or absent) and weights (0 there)."""
 
     scores: Tensor
     weights: Tensor
 
 
 class ScoreInputs(NamedTuple):
-    """The terms of a block of scores, each `[B, h, t, n]` or broadcastable to it.
-
-    Args:
-        dot: q_i . k_j.
-        visible: True where the mask lets the query attend to the key.
-    """
+    """The terms q_i . k_j, bias and mask of scores, each broadcastable to `[B, h, t, n]`."""
 
     dot: Tensor
     bias: Tensor | None
@@ -500,9 +483,7 @@ class Place:
 
 
 def _range_of(slots: slice | Tensor) -> tuple[slice, Tensor | None]:
-    """Return the smallest range that contains the slots, and the slots relative to it (None:
-    all).
-    """
+    """Return the smallest range with the slots, and the slots in it (None is all)."""
     if isinstance(slots, slice):
         return slots, None
     low = int(slots.min())

@@ -33,12 +33,7 @@ Labels: TypeAlias = Axes | Mapping[str, Axes]
 
 
 class PlaceLabels(NamedTuple):
-    """The texts of a place.
-
-    Args:
-        rows: one text for each row, or ().
-        columns: one text for each column, or ().
-    """
+    """One text for each row and column of a place, or ()."""
 
     rows: tuple[str, ...]
     columns: tuple[str, ...]
@@ -47,9 +42,8 @@ class PlaceLabels(NamedTuple):
 def label_places(places: Mapping[str, Place], labels: Labels) -> dict[str, PlaceLabels]:
     """Assign texts to the rows and columns of places.
 
-    One sequence of texts labels every axis of its length. Of a pair, the first labels rows and the
-    second columns; where the lengths show that a place is self-attention of one of the two, that
-    one labels both.
+    A sequence labels every axis of its length; of a pair, the first labels rows and the second
+    columns, except where the lengths show self-attention of one of the two.
     """
     if isinstance(labels, Mapping):
         return _by_name(places, labels)
@@ -148,11 +142,7 @@ class TopKeys(NamedTuple):
 
 @dataclass(frozen=True)
 class UnrecordedCall:
-    """Calls at one place that ran in torch and were not recorded.
-
-    Args:
-        reason: why they could not be recorded.
-    """
+    """Calls at one place that ran in torch, and why they were not recorded."""
 
     place: str
     reason: str
@@ -434,9 +424,7 @@ class Recording:
     def _repr_mimebundle_(
         self, include: object = None, exclude: object = None
     ) -> Mapping[str, Any]:
-        """Return what a notebook shows: the interactive page, as a widget if anywidget is
-        installed, else in a frame; or the table of places if the recording is too large for a page.
-        """
+        """Return the page as a widget or in a frame, or the table of places if it is too large."""
         # by name: the page reads recordings, and is above this module
         bundle: Mapping[str, Any] = importlib.import_module(
             "regard.inspect.record.export"
@@ -444,9 +432,7 @@ class Recording:
         return bundle
 
     def _repr_html_(self) -> str:
-        """Return a table of the places, their sizes and their audits, as static HTML for a
-        notebook.
-        """
+        """Return a table of the places, their sizes and their audits, as HTML."""
         lines = [("place", "kernel", "heads", "queries x keys", "audit")]
         for name, place in self.places.items():
             kernels = ", ".join(dict.fromkeys(step.kernel for step in place.steps))
@@ -464,9 +450,7 @@ class Recording:
         columns: slice | int | None,
         batch: int,
     ) -> PatternBlock:
-        """Compute a block of one head, after checking the batch row, the head, the rows and the
-        columns.
-        """
+        """Compute a block of one head, after checking what was asked for."""
         place = self[layer]
         place.head_index(head)
         _check_batch(place, batch)

@@ -106,9 +106,7 @@ def iterate_tiles(
 
 
 def _nonempty_blocks(place: Place, rows: slice, wide: int, heads: slice, batch: int) -> list[bool]:
-    """Return, for each block of columns, whether some query of a block of rows may see one of
-    its keys.
-    """
+    """Return, for each block of columns, whether some query of a block of rows sees it."""
     n = -(-place.N // wide)
     parts = list(place.split_rows(rows))
     if len(parts) > MAX_CHECKED_STEPS:
@@ -237,12 +235,7 @@ def pool_pattern(
 
 
 class PoolAccumulator:
-    """Adds the tiles of a pattern to its blocks, for code that already iterates over the tiles.
-
-    Args:
-        size: rows and columns of a block, at least 1.
-        heads: a range of query heads of the model; by default all recorded heads.
-    """
+    """Adds the tiles of a pattern to its blocks, for code that already iterates over the tiles."""
 
     def __init__(
         self, place: Place, size: int | tuple[int, int], *, heads: slice = ALL, batch: int = 0
@@ -262,9 +255,7 @@ class PoolAccumulator:
 
     @property
     def tile_size(self) -> tuple[int, int]:
-        """Return rows and columns of the tiles that `add` takes: whole blocks, so that no block
-        lies in two tiles.
-        """
+        """Return the size of the tiles that `add` takes, which is whole blocks."""
         tall, wide = self._size
         return tall * max(1, TILE_SIZE // tall), wide * max(1, TILE_SIZE // wide)
 
@@ -307,10 +298,7 @@ def _blocks(x: Tensor, tall: int, wide: int) -> Tensor:
 
 
 def block_sums(x: Tensor, tall: int, wide: int) -> Tensor:
-    """Return the sum of each block of `[..., t, n]`, `[..., R, C]`.
-
-    Rows are added first: a reduction over two separate dims at once takes many times as long.
-    """
+    """Return the sum of each block of `[..., t, n]`, rows first, which is much faster."""
     return _blocks(x, tall, wide).sum(-3).sum(-1)
 
 

@@ -140,11 +140,7 @@ Application: TypeAlias = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 
 class Policy(NamedTuple):
-    """Which requests are answered.
-
-    Args:
-        hosts: allowed values of Host, with the port.
-    """
+    """Which requests are answered; `hosts` are the values of Host, with the port."""
 
     token: str
     hosts: frozenset[str]
@@ -179,9 +175,7 @@ class Policy(NamedTuple):
 
 
 def guarded(app: Application, policy: Policy) -> Application:
-    """Return an application that refuses requests by the policy, and adds the headers that keep
-    answers where they belong.
-    """
+    """Return an application with the policy's refusals, and with protective headers."""
     headers = [
         (b"content-security-policy", policy.content.encode()),
         (b"x-content-type-options", b"nosniff"),
@@ -216,12 +210,7 @@ def guarded(app: Application, policy: Policy) -> Application:
 
 
 class Endpoints:
-    """Answers questions about a session in a pool of threads.
-
-    Args:
-        page: the HTML of the page without data.
-        max_queue: number of requests that may wait or be computed at once.
-    """
+    """Answers questions about a session in threads; at most `max_queue` requests wait."""
 
     def __init__(self, session: ViewSession, page: str, *, max_queue: int = MAX_QUEUE) -> None:
         self._session, self._page, self._max_queue = session, page, max_queue

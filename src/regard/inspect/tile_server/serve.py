@@ -28,15 +28,7 @@ START_SECONDS = 60.0
 
 
 class Server:
-    """A running server of one recording.
-
-    Use it as a context manager, or call `close` when it is no longer needed.
-
-    Args:
-        port: the port; 0 lets the system choose one.
-        lang: language in which the page opens.
-        limits: how many connections are held, and for how long; None takes the default.
-    """
+    """A running server of one recording: a context manager, or call `close` at the end."""
 
     def __init__(
         self,

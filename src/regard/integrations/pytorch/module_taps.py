@@ -171,8 +171,7 @@ def module_taps(model: nn.Module) -> Iterator[None]:
 
 
 class _TapHooks:
-    """Forward hooks that pass tensors through taps, in one thread and only while a trace is open.
-    """
+    """Forward hooks that pass tensors through taps, in one thread and while a trace is open."""
 
     def __init__(self, thread: int) -> None:
         self._thread = thread
