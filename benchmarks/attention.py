@@ -34,8 +34,9 @@ BLOCK_BYTES = 1 << 27
 
 
 def plain_attention(problem: AttentionProblem, dtype: torch.dtype, groups: list[int]) -> Outputs:
-    """Compute softmax(q k^T / sqrt(D) + bias, -inf where masked) v for some key/value heads, one
-    block of queries at a time; gradients of keys and values are summed in fp32 or better.
+    """Compute attention for some key/value heads, one block of queries at a time.
+
+    softmax(q k^T / sqrt(D) + bias, -inf where masked) v; gradients are summed in fp32 or better.
     """
     s, ratio = problem.sizes, problem.sizes.H // problem.sizes.G
     outputs: dict[str, list[Tensor]] = {}
@@ -114,10 +115,8 @@ class AttentionSizes(ProblemSizes):
     """The sizes of attention in which the last T of S tokens attend causally.
 
     Args:
-        B, H, G, D: batch rows, query heads, key/value heads, and the dim of a head.
         S, T: the numbers of keys and of queries; with T=None they are equal.
         window: how many keys a query sees, its own included; None for all earlier keys.
-        alibi: whether ALiBi's bias is added to the scores.
         padded: whether row b has b S / (2 B) padding tokens on the left.
         bits: the bits of the quantized cache from which keys and values are read; None for keys and
             values that are not quantized.
@@ -441,9 +440,7 @@ class LatentProblem(Problem):
 
     @property
     def work(self) -> MinimumWork:
-        """The FLOPs of the absorbed form, and the bytes of the latents, the weights, the queries
-        and the outputs, each read or written once.
-        """
+        """The FLOPs of the absorbed form, and the bytes, each read or written once."""
         s = self.sizes
         flops = s.B * absorb_flops(1, s.S, s.H, s.rank, s.nope, s.rope, s.value)
         numbers = s.B * s.S * latent_values(s.rank, s.rope) + self.weight.numel()

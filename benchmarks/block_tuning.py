@@ -63,11 +63,7 @@ class Trial(NamedTuple):
 
 
 class Proposal(NamedTuple):
-    """The row of a table that a reviewer may enter.
-
-    Args:
-        chosen: the trial of the sizes that are proposed.
-    """
+    """The row of a table that a reviewer may enter; `chosen` are the proposed sizes."""
 
     key: RowKey
     current: Trial
@@ -364,9 +360,7 @@ def launches_of(call: RecurrenceCall) -> list[Launch]:
 def _launches_of_recurrence(
     key: RecurrenceSizesKey, device: torch.device
 ) -> Callable[[RecurrenceSizes], tuple[list[Launch], list[Launch]]]:
-    """Return a function that prepares the kernels of a row: all run once, for their inputs are the
-    results of others, and those of the row's kind are timed.
-    """
+    """Return a function that prepares a row's kernels: all run once, and the row's are timed."""
     call = recurrence_of(key, device)
 
     def prepared(sizes: RecurrenceSizes) -> tuple[list[Launch], list[Launch]]:

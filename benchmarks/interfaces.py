@@ -26,11 +26,7 @@ def name_of(dtype: torch.dtype) -> str:
 
 
 class MinimumWork(NamedTuple):
-    """The least work that a problem takes.
-
-    Attributes:
-        flops: floating-point operations.
-    """
+    """The least work that a problem takes, in FLOPs and bytes."""
 
     flops: int
     bytes: int
@@ -54,9 +50,7 @@ class Problem(ABC):
 
     @abstractmethod
     def plain(self) -> Outputs:
-        """Compute the outputs in a straightforward way in the problem's own dtype; {} in fp32 and
-        fp64, if the allowed error need not depend on them.
-        """
+        """Compute the outputs plainly in the problem's dtype, or {} if no bound needs them."""
 
     def checked(self, outputs: Outputs) -> Outputs:
         """Return the part of a peer's outputs that the reference has values for."""

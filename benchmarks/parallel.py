@@ -54,11 +54,7 @@ CHECKED_QUERIES = 128
 
 @dataclass(frozen=True)
 class ParallelSizes(AttentionSizes):
-    """The sizes of causal attention over several ranks.
-
-    Args:
-        documents: whether the sequence holds packed documents, which do not see one another.
-    """
+    """The sizes of causal attention over several ranks, perhaps of packed documents."""
 
     W: int = 4
     documents: bool = False
@@ -147,12 +143,7 @@ class ParallelProblem(AttentionProblem):
 
 @dataclass(frozen=True, eq=False)
 class RankInputs:
-    """What one rank holds of a problem.
-
-    Args:
-        q, k, v: its queries, keys and values, `[B, heads, n, D]`.
-        group: the process group; None is the default group.
-    """
+    """What one rank holds: q, k, v `[B, heads, n, D]`, and its group (None is the default)."""
 
     q: Tensor
     k: Tensor
@@ -179,9 +170,7 @@ def one_process(inputs: RankInputs) -> Tensor:
 
 
 def forwarding_ring(inputs: RankInputs) -> Tensor:
-    """Send all keys and values around a ring: at each step a rank forwards the block that it has
-    just received, whether or not the next rank's queries see it.
-    """
+    """Send all keys and values around a ring, whether or not the next queries see them."""
     x, W = inputs, inputs.shards.world
     block = torch.stack([x.k, x.v])
     parts = {span: list[Partial]() for span in x.shards.spans(x.rank)}
@@ -249,12 +238,7 @@ RANK_STEPS: dict[str, RankStep] = {
 
 
 class RankPool:
-    """Processes that compute one peer's attention at each command.
-
-    Args:
-        name: the name of the peer, a key of `RANK_STEPS`.
-        shards: which rank holds which tokens.
-    """
+    """Processes that compute the attention of a peer of `RANK_STEPS` at each command."""
 
     def __init__(self, name: str, problem: ParallelProblem, shards: Shards) -> None:
         pairs = [Pipe() for _ in range(shards.world)]

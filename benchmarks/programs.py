@@ -416,11 +416,7 @@ print(json.dumps(peak()))
 
 @dataclass(frozen=True)
 class MemorySizes(ProgramSizes):
-    """The sizes of a model in a GGUF file, of a prompt, and the number of decoded tokens.
-
-    Args:
-        model: the sizes of the model; with `bits` its matrices are in the format Q8_0 or Q4_0.
-    """
+    """The sizes of a model in a GGUF file (Q8_0 or Q4_0 by `bits`), and of its texts."""
 
     model: ModelSizes
     prompt: int = 64

@@ -32,7 +32,6 @@ class BuiltModel(NamedTuple):
     """A model of a public library.
 
     Attributes:
-        module: the model; its parameters are converted to the dtype of the problem.
         prepare: a function that creates the inputs, and the cache where there is one, in a dtype,
             and returns the step that is timed. A step leaves its inputs and its cache unchanged.
     """
@@ -104,9 +103,7 @@ class PublicModelProblem(Problem):
             return {"out": self._prepare(wide)()}
 
     def plain(self) -> Outputs:
-        """Return the output of the model as its library computes it; {} in fp32, where the allowed
-        error does not depend on it.
-        """
+        """Return the output of the library's model; {} in fp32, whose bound does not need it."""
         return {} if self.dtype == torch.float32 else {"out": self.step()}
 
 
@@ -174,10 +171,7 @@ _TORCH_ATTENTION = torch._C._nn.scaled_dot_product_attention
 
 
 def plain(problem: PublicModelProblem) -> PreparedCall:
-    """Prepare the step as it is; the kernel is the share of attention in the time of a step.
-
-    torch's fused layers do not call the attention function, so that nothing is said of them.
-    """
+    """Prepare the step; the kernel is the share of attention, which fused layers hide."""
     problem.step()
     with AttentionTimer() as timer:
         start = time.perf_counter()

@@ -29,12 +29,7 @@ TOLERANCE_RULE = (
 
 
 class OutputCheck(NamedTuple):
-    """The comparison of a peer's outputs with the reference, for the output with the largest error
-    relative to its bound.
-
-    Attributes:
-        why: what is wrong, or "".
-    """
+    """A peer's output with the largest error relative to its bound; `why` says what is wrong."""
 
     correct: bool
     error: float
@@ -135,13 +130,7 @@ class PeerResult:
 
 @dataclass(frozen=True)
 class CaseResult:
-    """The result of a case at one size in one dtype.
-
-    Attributes:
-        work: the minimum work; None if the case was not run.
-        refused: why the case was not run, or "".
-        interrupted: whether the run was interrupted before its last round.
-    """
+    """The result of a case at one size in one dtype."""
 
     case: str
     description: str
@@ -186,9 +175,7 @@ def timed_result(
     case: CaseResult,
     ceilings: Ceilings,
 ) -> PeerResult:
-    """Return the result of a peer whose outputs are right, from the seconds of each round of its
-    own, of regard's and of reading memory; "interrupted" without any round.
-    """
+    """Return the result of a peer from the seconds of each round, or "interrupted"."""
     row = PeerResult(name, "timed", "", kernel, error=check.error, allowed=check.allowed)
     if not own:
         return replace(row, status="interrupted", why="no round was completed")

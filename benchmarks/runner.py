@@ -53,7 +53,6 @@ class TimingBudget:
     """How long a case is measured.
 
     Args:
-        rounds: how many rounds; each round times every peer once.
         seconds: no new round begins after this many seconds of rounds; None is no limit.
         sample: seconds of one timing; short calls are repeated.
     """
@@ -84,8 +83,7 @@ def measure(
 ) -> CaseResult:
     """Measure a case at one size in one dtype.
 
-    After an interrupt during the rounds, the complete rounds count and the result is marked as
-    interrupted. An interrupt before the first round is raised.
+    After an interrupt the complete rounds count; before the first round it is raised.
     """
     needed, available = sizes.bytes(dtype), free_memory(device)
     result = CaseResult(case.name, case.description, str(sizes), dtype, device.type)

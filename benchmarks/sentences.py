@@ -46,7 +46,7 @@ CHECKED_TEXTS = 32
 class SentenceSizes(ProblemSizes):
     """The sizes of an encoder and of its texts; the defaults are those of all-MiniLM-L6-v2.
 
-    The lengths of the texts follow a log-normal distribution with a median of 18 words.
+    The lengths of the texts are log-normal, with a median of 18 words.
     """
 
     texts: int
@@ -78,10 +78,7 @@ class SentenceSizes(ProblemSizes):
 class SentenceProblem(Problem):
     """Texts whose normalized mean vectors are computed, "vectors" `[N, M]`.
 
-    The texts are tokenized by every peer with the same tokenizer, as part of the measured time.
-
-    Attributes:
-        texts: the texts, in random order of their lengths.
+    Each peer tokenizes them in the measured time, in random order of their lengths.
     """
 
     def __init__(self, sizes: SentenceSizes, dtype: torch.dtype, device: torch.device) -> None:

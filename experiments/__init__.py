@@ -76,11 +76,7 @@ CLAIMS: dict[str, Claim] = {
 
 
 def find_claim(name: str) -> Claim:
-    """Return the claim of an id.
-
-    Args:
-        name: a key of `CLAIMS`.
-    """
+    """Return the claim of an id, which is a key of `CLAIMS`."""
     if name not in CLAIMS:
         hint = suggest(name, CLAIMS, most=2, otherwise=";")
         raise ArgumentError(
@@ -92,9 +88,7 @@ def find_claim(name: str) -> Claim:
 
 
 def experiments(claims: Sequence[Claim], budget: float = 1.0, seed: int = 0) -> list[Experiment]:
-    """Return the experiments that measure claims, under the names claim/<id>.
-
-    Claims that use the measurement of another claim share its experiment.
+    """Return the experiments that measure claims, shared where claims share one, as claim/<id>.
 
     Args:
         budget: 1 takes at most about two minutes per experiment on two cores; 2 doubles steps and
@@ -112,12 +106,7 @@ def experiments(claims: Sequence[Claim], budget: float = 1.0, seed: int = 0) -> 
 def run_claims(
     session: Session, claims: Sequence[Claim], budget: float = 1.0, seed: int = 0
 ) -> list[Outcome]:
-    """Measure claims, or take the numbers that an earlier run with the same budget and seed has
-    stored.
-
-    Args:
-        budget, seed: see `experiments`.
-    """
+    """Measure claims, or take the numbers of an earlier run of this budget and seed."""
     outcomes = []
     for claim in claims:
         (experiment,) = experiments([claim], budget, seed)

@@ -42,9 +42,7 @@ class Criterion:
 
     @property
     def answer(self) -> str:
-        """The answer: "yes" if the whole spread lies inside the bounds, "no" if none of it does,
-        "undecided" otherwise; always "reported" for that role.
-        """
+        """The answer: "yes", "no" or "undecided" as the spread lies inside, or "reported"."""
         if self.role == "reported":
             return "reported"
         least, most = self.spread or (self.value, self.value)
@@ -92,11 +90,7 @@ def median_criterion(
     high: float = math.inf,
     role: Role = "claim",
 ) -> Criterion:
-    """Return a criterion for the median of repeated measurements.
-
-    Args:
-        role: see `Criterion`.
-    """
+    """Return a criterion for the median of repeated measurements."""
     spread = (min(values), max(values)) if len(values) < 4 else quartiles(values)
     return Criterion(quantity, median(values), low, high, role, spread)
 
@@ -104,9 +98,8 @@ def median_criterion(
 def verdict(criteria: Sequence[Criterion]) -> str:
     """Return the verdict that follows from the answers to the criteria.
 
-    If a control fails, the claim is undecided. Otherwise the claim does not hold if one of its own
-    criteria fails, and is undecided if one of them is undecided. Otherwise it holds: with limits if
-    a limit is not met.
+    A failed control decides nothing; else a failed criterion of its own refutes the claim, an
+    undecided one leaves it undecided; else it holds, with limits if a limit is not met.
     """
     answers = {role: {c.answer for c in criteria if c.role == role} for role in get_args(Role)}
     if answers["control"] - {"yes"}:
@@ -178,12 +171,7 @@ class Claim:
 
 @dataclass(frozen=True)
 class Outcome:
-    """A claim with its measured numbers.
-
-    Args:
-        numbers: the numbers that `claim.measure` returned.
-        reused: whether the numbers come from an earlier run.
-    """
+    """A claim with its measured numbers."""
 
     claim: Claim
     numbers: Numbers

@@ -24,14 +24,9 @@ def time_cases(
     sample: float = 0.01,
     limit: float = 20.0,
 ) -> dict[str, list[float]]:
-    """Time functions in turns in this process, on one thread, in processor time.
+    """Time functions in turns on one thread, in processor time, which other work leaves alone.
 
-    Processor time excludes waiting, so that other work on a busy machine does not change a verdict.
-
-    Args:
-        budget: a factor for the number of rounds and for the time limit.
-        rounds: the number of rounds at a budget of 1.
-        limit: seconds of all rounds together, at a budget of 1.
+    At a budget of 1 there are `rounds` rounds, or fewer in `limit` seconds.
     """
     with torch.inference_mode(), torch_threads(1):
         return interleaved(
@@ -44,10 +39,7 @@ def time_cases(
 
 
 def round_ratios(times: Mapping[str, Sequence[float]], of: str, to: str) -> list[float]:
-    """Return the ratio of two functions' times in each round.
-
-    A change of the machine's speed affects both times of a round.
-    """
+    """Return the ratio of two times in each round, where the machine's speed is the same."""
     return [x / y for x, y in zip(times[of], times[to], strict=True)]
 
 

@@ -212,9 +212,7 @@ MLA_TIME = Claim(
 
 
 def _pair() -> tuple[Attention, Attention]:
-    """Return attention with a fused projection, and with separate ones, both with the same
-    weights.
-    """
+    """Return attention with fused and with separate projections of the same weights."""
     fused, separate = gpt(DIM, HEADS, bias=False).eval(), mha(DIM, HEADS, is_causal=True).eval()
     fused_project, separate_project = fused.project, separate.project
     assert isinstance(fused_project, FusedQKV)

@@ -148,10 +148,7 @@ def answer_accuracy(
 
 
 def _fit(model: nn.Module, data: BatchSource, count: int, lr: float, loss: Loss) -> float:
-    """Train without output, with a warm-up of a tenth of the steps, on one thread.
-
-    A second thread would make matrix products of this size slower.
-    """
+    """Train silently with a warm-up of a tenth, on one thread, which is faster at this size."""
     settings = Settings(steps=count, lr=lr, warmup=max(1, count // 10), weight_decay=0.01)
     with torch_threads(1):
         result = fit(model, data, settings, loss=loss)

@@ -163,9 +163,7 @@ def _with_sizes(finding: Finding, context: CheckContext) -> Finding:
 
 
 class ClaimOptions(TypedDict, total=False):
-    """The keyword arguments of `audit` that say what the code is claimed to be: see
-    `AuditClaims`.
-    """
+    """The keyword arguments of `audit` that are claims: see `AuditClaims`."""
 
     dim: int | None
     heads: int | None

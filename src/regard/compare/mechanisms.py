@@ -133,18 +133,14 @@ class Candidate:
 
 
 def _mla(shape: Shape) -> dict[str, object]:
-    """Return MLA sizes in the proportions of DeepSeek-V2: D for nope and value, D/2 for rotary. The
-    latent has 2 D, because these models have few heads.
-    """
+    """Return MLA sizes like DeepSeek-V2's: D, D/2 rotary; 2 D latent, as heads are few."""
     D = shape.head_dim
     rope = max(2, D // 4 * 2)
     return {"kv_rank": 2 * D, "nope_dim": D, "rope_dim": rope, "value_dim": D}
 
 
 def _nsa(shape: Shape) -> dict[str, object]:
-    """Return NSA options with small blocks: for a window of W tokens and a stride d, a token reads
-    S/d compressed tokens, W selected tokens, and a window of W/2 tokens.
-    """
+    """Return small NSA options: S/d compressed, W selected, and a window of W/2 tokens."""
     stride = max(2, shape.window // 8)
     return {
         "groups": _groups(shape),

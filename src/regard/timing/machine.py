@@ -54,9 +54,7 @@ class MachineFacts(TypedDict):
 
 
 def describe_machine(device: torch.device) -> MachineFacts:
-    """Return the processor, its threads and features, the free memory, and the versions of
-    software.
-    """
+    """Return the processor, its threads and features, the free memory, and versions."""
     cpuinfo = _read_cpuinfo()
     facts: MachineFacts = {
         "device": device.type,
@@ -122,9 +120,7 @@ GEMM_SECONDS = 0.1
 
 @dataclass(frozen=True)
 class BandwidthProbe:
-    """A read of memory that is timed in turns with the peers, since some machines read at half the
-    speed for seconds at a time.
-    """
+    """A read of memory, timed in turns with the peers, since some machines' speed varies."""
 
     bytes: int
     step: Callable[[], object]
@@ -136,7 +132,6 @@ class Ceilings:
 
     Args:
         read: the memory bandwidth of all threads, in bytes per second.
-        gemm: FLOPs per second of a matrix product, by dtype.
         probe: the fastest way to read memory; with None, shares are relative to `read`.
     """
 
@@ -154,15 +149,7 @@ class Ceilings:
         read_bytes: int = READ_BYTES,
         side: int = GEMM_MAX_SIDE,
     ) -> Ceilings:
-        """Measure the memory bandwidth and the FLOP rates.
-
-        Memory is read in several ways, since each may have a limit of its own; the fastest way
-        counts.
-
-        Args:
-            rounds: how often each is timed.
-            read_bytes: how many bytes are read, at most an eighth of the free memory.
-        """
+        """Measure the FLOP rates, and the memory bandwidth, of which the fastest way counts."""
         free = free_memory(device)
         if free:
             read_bytes = min(read_bytes, free // 8)
@@ -200,9 +187,7 @@ def wait_for(device: torch.device) -> None:
 
 
 def peak_bytes_on(device: torch.device, work: Callable[[], object]) -> int | None:
-    """Return how far some work raises the memory in use: on a CPU the resident memory of this
-    process, on CUDA what torch allocates; None if it is not reported.
-    """
+    """Return how far work raises a process's memory, or torch's on CUDA; None if unknown."""
     if device.type == "cpu":
         return peak_bytes(work)
     if device.type != "cuda":
@@ -218,9 +203,7 @@ def peak_bytes_on(device: torch.device, work: Callable[[], object]) -> int | Non
 def _gemm_flops_per_second(
     dtype: torch.dtype, device: torch.device, rounds: int, side: int
 ) -> float:
-    """Return the best FLOP rate over products of increasing size, as long as one product is fast
-    enough.
-    """
+    """Return the best FLOP rate over products of increasing size, while they are fast."""
     best, n = 0.0, min(GEMM_MIN_SIDE, side)
     while n <= side:
         a, b = torch.randn(2, n, n, device=device).to(dtype).unbind(0)

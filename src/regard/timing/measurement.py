@@ -29,12 +29,10 @@ def interleaved(
     clock: Callable[[], float] | None = None,
     settle: Callable[[], object] | None = None,
 ) -> dict[str, list[float]]:
-    """Time functions in turns: each round times each function once, so that a change of the
-    machine's speed affects all of them.
+    """Time functions in turns, so that the machine's speed changes for all of them.
 
-    Each function is called twice before the first round. Each round begins with another function,
-    so that none always follows the same one. A function is timed when the threads of the one before
-    it sleep.
+    Each is called twice before the first round, and timed when the threads of the one before sleep;
+    each round begins with another one.
     """
     clock = time.perf_counter if clock is None else clock
     settle = wait_until_idle if settle is None else settle
@@ -61,8 +59,7 @@ def interleaved(
 def wait_until_idle(pause: float = 0.002, limit: float = 1.0) -> None:
     """Wait until no thread of this process computes.
 
-    The threads of OpenMP, ONNX Runtime and others look for work for up to 0.2 seconds after a call,
-    and would slow down whatever is timed next.
+    Those of OpenMP, ONNX Runtime and others look for work for up to 0.2 seconds after a call.
     """
     start = time.perf_counter()
     while True:
@@ -73,11 +70,7 @@ def wait_until_idle(pause: float = 0.002, limit: float = 1.0) -> None:
 
 
 def rotated_order(names: Sequence[str], by: int) -> list[str]:
-    """Return the order of the names in round `by`.
-
-    Each round starts at the next name. After every name has been first once, the direction is
-    reversed.
-    """
+    """Return the names in round `by`: from the next one, and reversed after each turn."""
     if not names:
         return []
     turn, first = divmod(by, len(names))
@@ -152,10 +145,9 @@ def resident_bytes(field: str = "VmRSS", process: Path = PROCESS) -> int | None:
 
 
 def peak_bytes(work: Callable[[], object], process: Path = PROCESS) -> int | None:
-    """Return how far the resident memory of this process rises while a function runs.
+    """Return how far the resident memory rises above a reset peak while a function runs.
 
-    The peak is reset first. Memory that was freed before without being returned to the system would
-    hide a part of the rise; `ALLOCATOR` prevents this.
+    Freed memory that the process kept would hide a part of it; `ALLOCATOR` prevents this.
     """
     gc.collect()
     before = resident_bytes(process=process)

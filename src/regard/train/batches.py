@@ -134,9 +134,7 @@ class Batches:
         return torch.where((repeats & random_tokens)[:, None], random_rows, rows)
 
     def _warmup_rows(self) -> Int[Tensor, "batch row"]:
-        """Return easy rows `[batch, context + 1]`: random tokens of few kinds, repeated with short
-        periods.
-        """
+        """Return easy rows `[batch, context + 1]`: few kinds of tokens with short periods."""
         tokens = self._frequent_tokens[:WARMUP_DISTINCT_TOKENS]
         low, high = (math.log(p) for p in (WARMUP_PERIODS[0], WARMUP_PERIODS[1] + 1))
         fraction = torch.rand(self.batch, 1, generator=self._generator)
@@ -232,9 +230,7 @@ def validation_rows(tokens: Int[Tensor, " N"], context: int, limit: int) -> Int[
 
 
 class ExampleBatch(Protocol):
-    """The examples of a validation set: a tensor `[N, row]`, or a type with the same `to`, `split`
-    and length, such as `PaddedBatch`.
-    """
+    """The examples of a validation set: a tensor `[N, row]`, or a type like `PaddedBatch`."""
 
     def __len__(self) -> int: ...
 
@@ -265,9 +261,7 @@ class BatchSource(Protocol):
 
 
 def token_stream(documents: Sequence[TextDocument], tokenizer: Tokenizer) -> Int[Tensor, " N"]:
-    """Return the token ids of all documents in order, with an end-of-text token after each
-    document.
-    """
+    """Return the token ids of all documents, with an end-of-text token after each."""
     end = tokenizer.end_of_text
     if end is None:
         raise ArgumentError(

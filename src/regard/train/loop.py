@@ -28,10 +28,9 @@ from regard.untrusted_text import error_text
 
 @contextmanager
 def catch_signals() -> Iterator[list[int]]:
-    """Catch SIGINT and SIGTERM while a block runs.
+    """Catch SIGINT and SIGTERM in a block of the main thread, which alone gets signals.
 
-    A second signal exits with 128 + its number. In a thread other than the main one, which receives
-    no signals, nothing is caught. The former handlers are restored afterwards.
+    A second signal exits with 128 + its number.
     """
     caught: list[int] = []
 

@@ -56,9 +56,7 @@ def next_token_loss(model: nn.Module, rows: Int[Tensor, "B row"]) -> Float[Tenso
 
 
 def _plain_head(model: nn.Module) -> nn.Linear | None:
-    """Return the head of a decoder if it is a linear map that may be left out of the call of the
-    model, because nothing observes that call; otherwise None.
-    """
+    """Return a decoder's linear head if nothing observes its call; otherwise None."""
     if type(model) is not Decoder or is_compiling() or is_transformed() or model.head is None:
         return None
     head = model.head
@@ -88,15 +86,13 @@ def linear_cross_entropy(
     bias: Float[Tensor, " V"] | None = None,
     chunk_rows: int | None = None,
 ) -> Float[Tensor, ""]:
-    """Return the mean cross entropy of x W^T + b, chunk by chunk, so that the N V logits are never
-    in memory together.
+    """Return the mean cross entropy of x W^T + b, without all N V logits in memory.
 
     z = W x + b;  loss = mean_i (log sum_v exp z_iv - z_i,target);
     dz = (softmax(z) - onehot(target)) / N;  dx = dz W;  dW = dz^T x;  db = sum_i dz_i
 
-    The gradients are computed in the forward pass, while the logits of a chunk are there; they take
-    as much memory as x and W. Under autocast the products are in its dtype, as in a linear map, and
-    the rest is in fp32 or better.
+    The forward pass computes the gradients of a chunk with its logits. Under autocast the products
+    are in its dtype, and the rest is in fp32 or better.
 
     Source: Hsu et al. 2024 (arXiv 2410.10989), section 3.2.
     """
@@ -244,11 +240,7 @@ def smoothed_cross_entropy(
 class Seq2SeqLoss:
     """The loss of a model that maps a source to a target, with teacher forcing.
 
-    Positions that hold `PAD` are never attended to and do not count. Label smoothing is used in
-    training mode only; in evaluation mode the loss is the plain cross entropy.
-
-    Args:
-        smoothing: eps of the label smoothing, at least 0 and less than 1.
+    `PAD` does not count; the label smoothing eps is for training mode only.
     """
 
     smoothing: float = 0.0
@@ -268,11 +260,7 @@ class Seq2SeqLoss:
 
 @dataclass(frozen=True)
 class AnswerLoss:
-    """The loss of a causal model on the tokens that a task asks for.
-
-    Args:
-        smoothing: eps of the label smoothing, at least 0 and less than 1.
-    """
+    """The loss of a causal model on a task's answers; `smoothing` is eps, at least 0, below 1."""
 
     smoothing: float = 0.0
 
@@ -286,9 +274,7 @@ class AnswerLoss:
 
 
 def padded_positions(ids: Int[Tensor, "B L"]) -> Positions:
-    """Return the positions of ids that are padded on the right: 0, 1, ..., and -1 where the id is
-    `PAD`.
-    """
+    """Return the positions of right-padded ids: 0, 1, ..., and -1 where the id is `PAD`."""
     return torch.arange(ids.shape[1], device=ids.device).masked_fill(ids == PAD, -1)
 
 

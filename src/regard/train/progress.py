@@ -38,10 +38,9 @@ COLUMNS = [f.name for f in fields(LogRow)]
 
 
 class CsvLog:
-    """The log train.csv of a run.
+    """The log train.csv of a run, whose columns are the attributes of `LogRow`.
 
-    When a run resumes, the rows after the step of its checkpoint are removed, so that a run in
-    several parts has every row once. The columns are the attributes of `LogRow`.
+    A run that resumes removes the rows after its checkpoint.
     """
 
     def __init__(self, path: str | Path, *, after_step: int = 0) -> None:

@@ -319,9 +319,7 @@ class Influence(NamedTuple):
         return ~(self.amount <= self.threshold)
 
     def strongest(self, where: Tensor) -> tuple[int, int, float]:
-        """Return the first influenced output inside `where`, its strongest token, and the
-        amount.
-        """
+        """Return the first influenced output in `where`, its strongest token, and the amount."""
         amounts = torch.where(where & self.visible, self.amount, 0.0)
         i = int((amounts > 0).any(1).to(torch.int64).argmax())
         j = int(amounts[i].argmax())

@@ -196,9 +196,7 @@ class FunctionAdapter(TargetAdapter):
         )
 
     def bias(self, T: int, S: int | None = None) -> Tensor | None:
-        """Return a random bias [1,H,T,S] by distance for the last T tokens, if the code
-        takes one.
-        """
+        """Return a random bias [1,H,T,S] by distance for the last tokens; None if not taken."""
         if not self.keywords.bias:
             return None
         S = S or T

@@ -36,9 +36,7 @@ TESTED_KEYS = (0, 20, 70, 135, 200, 283, 290)
 
 
 def check_future(context: CheckContext, T: int | None = None) -> list[Finding]:
-    """Check that no token depends on a later one: plain, or with weights, padding, cache or
-    flag.
-    """
+    """Check that no token depends on a later one: plain, with weights, padding or cache."""
     if context.notes.get("unclear"):
         return _check_unclear(context, T or FUTURE_LENGTH)
     if not context.causal:

@@ -29,9 +29,7 @@ class RecognizedMaskCache:
         """The number of masks that were not in the cache."""
 
     def recognize(self, mask: Tensor, T: int, S: int) -> RecognizedMask:
-        """Return `recognize_mask` of these arguments, computed once for a tensor that does not
-        change.
-        """
+        """Return `recognize_mask` of these arguments, computed once for an unchanged tensor."""
         if mask.is_inference():  # inference tensors have no version counter
             self.misses += 1
             return recognize_mask(mask, T, S)

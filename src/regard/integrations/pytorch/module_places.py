@@ -96,10 +96,9 @@ class ModulePlaces:
     def first_position(self, place: str, k: Tensor, T: int) -> int:
         """Return the position of the first query of a call whose mask does not say it.
 
-        A call continues an earlier one at its place if it reads the same tensor of keys, as
-        cross-attention does while a text is generated, or the earlier keys followed by one new key
-        for each query, as self-attention with a cache does. Its queries then follow those of the
-        earlier call. Otherwise a single query is aligned with the last key, and several begin at 0.
+        It continues a call with the same tensor of keys (cross-attention), or with these keys and a
+        new one for each query (a cache). Otherwise a single query is aligned with the last key, and
+        several begin at 0.
         """
         S, last = k.shape[2], self._last_keys.get(place)
         start = S - 1 if T == 1 else 0

@@ -33,12 +33,7 @@ FEED_FORWARD_NAMES = (
 
 
 class Stack(NamedTuple):
-    """The blocks of a model, or of one side of it.
-
-    Args:
-        blocks: the blocks by name, in the order of the computation. A list may have empty entries,
-            which have no name here, and a block that stands in it several times has its first name.
-    """
+    """The blocks by name of a model, or of one side of it; empty and repeated ones are left out."""
 
     path: str
     blocks: dict[str, nn.Module]
@@ -78,9 +73,7 @@ def _contains_attention(block: nn.Module) -> bool:
 
 
 def find_feed_forward(block: nn.Module) -> nn.Module | None:
-    """Return the module whose output is that of the feed-forward layer of a block: a child with one
-    of the usual names, else the last linear map outside of attention; None if there is none.
-    """
+    """Return the module that gives a block's feed-forward output, by name or place; or None."""
     for name, child in block.named_children():
         if name.lower() in FEED_FORWARD_NAMES:
             return child
@@ -119,9 +112,7 @@ def is_norm(module: nn.Module) -> bool:
 
 
 def stack_prefix(stack: Stack) -> str:
-    """Return the path under which the taps of a stack of blocks are named: that of the modules, or
-    `layers` if the attention of transformers names its taps by the index of the layer.
-    """
+    """Return the path of a stack's taps; `layers` where transformers' attention has it."""
     names = sys.modules.get("regard.integrations.transformers.attention")
     for module in stack.first.modules():
         index = getattr(module, "layer_idx", None)

@@ -106,9 +106,7 @@ def regard_mask(
 
 
 def rule_of(function: MaskFunction, positions: MaskPositions) -> Mask | None:
-    """Return the rule of a mask function of transformers at these positions; None for other
-    functions.
-    """
+    """Return the rule of a transformers mask function at these positions, or None."""
     convert = _RULES.get(_name(function))
     return None if convert is None else convert(_closure_values(function), positions)
 
@@ -228,10 +226,7 @@ def _with_padding(rule: Mask, keep: Tensor, positions: MaskPositions) -> Mask:
 
 
 def _plain_mask_for_graph(arguments: dict[str, Any], others: dict[str, Any]) -> Tensor | None:
-    """Make the plain tensor that the model's own code expects.
-
-    A compiled graph cannot hold a rule, and it does not check whether a tensor has changed.
-    """
+    """Make the plain tensor of the model's own code, since graphs hold no rules."""
     if accepts_bool_masks(others.get("config")):
         return masking_utils.sdpa_mask(**arguments, **others)
     return masking_utils.eager_mask(**arguments, **others)

@@ -39,10 +39,7 @@ _warned: dict[str, object] = {}
 
 
 class AttentionUsage(NamedTuple):
-    """How the source of a model class uses attention.
-
-    The modules that the class builds are included; other model classes are not.
-    """
+    """How the source of a model class, and of the modules that it builds, uses attention."""
 
     interface: bool
     """It calls the attention function of the interface."""
@@ -100,9 +97,7 @@ def _definitions(module: str) -> dict[str, _Definition] | None:
 
 
 def _words(statement: ast.stmt) -> Iterator[str]:
-    """Yield the names in a statement, except in attributes that only mention other model
-    classes.
-    """
+    """Yield the names in a statement, except those of other model classes in attributes."""
     inside = statement.body if isinstance(statement, ast.ClassDef) else [statement]
     for part in inside:
         if not {"_init_weights", "_can_record_outputs"} & set(_defined_names(part)):
@@ -160,9 +155,7 @@ def _reachable_definitions(cls: type) -> tuple[set[tuple[str, str]], bool]:
 
 
 def require_supported(cls: type) -> None:
-    """Refuse a model class whose attention cannot run through regard; warn once about a class that
-    ignores `attn_implementation`.
-    """
+    """Refuse a class whose attention cannot run here; warn once of an ignored option."""
     usage = attention_usage(cls)
     if usage is None:
         return
@@ -252,12 +245,7 @@ def architectures() -> tuple[str, ...]:
 
 
 def accepts_bool_masks(config: object) -> bool:
-    """Whether the model class of a configuration accepts bool masks, True = may attend, as sdpa
-    does.
-
-    Every class accepts the additive masks of eager attention; only one that supports sdpa also
-    accepts bool masks.
-    """
+    """Whether a configuration's class accepts bool masks, as it does if it supports sdpa."""
     module = type(config).__module__.replace(".configuration_", ".modeling_")
     classes = vars(sys.modules[module]).values() if module in sys.modules else ()
     models = [
@@ -269,10 +257,7 @@ def accepts_bool_masks(config: object) -> bool:
 
 
 def _configs_switched(config: Any, implementation: object) -> Iterator[object]:
-    """Yield the configurations for which `set_attn_implementation` selects "regard".
-
-    `implementation` is one name, or names by sub-configuration.
-    """
+    """Yield the configurations for which `set_attn_implementation` selects "regard"."""
     by_key = implementation if isinstance(implementation, dict) else None
     if (implementation if by_key is None else by_key.get("")) == IMPLEMENTATION:
         yield config
@@ -285,10 +270,9 @@ def _configs_switched(config: Any, implementation: object) -> Iterator[object]:
 
 
 def wrap_model_methods() -> None:
-    """Check each model class when it is built with, or switched to, `attn_implementation="regard"`.
+    """Check a model class when it is built with, or switched to, "regard".
 
-    transformers has no hook for this, so that two methods of `PreTrainedModel` are wrapped; any
-    other implementation name is passed on unchanged.
+    Two methods of `PreTrainedModel` are wrapped, because transformers has no hook.
     """
     if hasattr(PreTrainedModel.set_attn_implementation, "__wrapped__"):
         return

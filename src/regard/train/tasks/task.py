@@ -327,9 +327,8 @@ def pad(task: Task, examples: Sequence[Example]) -> PaddedBatch:
 class TaskBatches:
     """Endless batches of a task's training examples, for `fit` in place of `Batches`.
 
-    `POOL_BATCHES` batches are drawn together, sorted by the length of source and target, cut into
-    batches, and shuffled, so that a batch has little padding. Batch i depends only on the seed and
-    i.
+    `POOL_BATCHES` batches are drawn together and sorted by length, so that there is little padding.
+    Batch i depends only on the seed and i.
     """
 
     def __init__(
@@ -356,9 +355,7 @@ class TaskBatches:
         return pad(self.task, self._current_pool[1][i])
 
     def state_dict(self) -> dict[str, object]:
-        """Return the number of batches drawn and a fingerprint of the data, as plain values for
-        JSON.
-        """
+        """Return the number of batches drawn, and a fingerprint of the data."""
         return {"drawn": self._drawn, "drawn_from": self._fingerprint()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
