@@ -1,6 +1,4 @@
-"""Benchmark problems of one attention call, with their definitions: softmax attention, with or
-without its gradient, and one decoding step of multi-head latent attention.
-"""
+"""Benchmark problems of attention calls: softmax attention, and a latent decoding step."""
 
 from __future__ import annotations
 

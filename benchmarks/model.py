@@ -1,6 +1,4 @@
-"""One decoding step of a whole model with random weights, and the same model in plain torch and as
-a GGUF file.
-"""
+"""One decoding step of a whole model, and the same in plain torch and as a GGUF file."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Inference of architectures that other people wrote, built with random weights by their public
-libraries, with `regard.accelerate` and without.
-"""
+"""Inference of public libraries' architectures, with and without `regard.accelerate`."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Running a case: peers are prepared, in this process or in one of their own, and checked; those
-with right outputs are timed in turns.
+"""Running a case: peers are prepared and checked; those that are right are timed in turns.
 
 Threads of another library slow down the others in the same process. CTranslate2 starts its threads
 with the OpenMP library that torch has loaded; with more threads than processors, that library lets

@@ -1,6 +1,4 @@
-"""Sentence vectors: texts of unequal length through a BERT with random weights, by `embed` of
-regard, which packs rows, and by other engines with padded batches of texts of similar length.
-"""
+"""Sentence vectors of texts of unequal length, packed or padded, through a random BERT."""
 
 from __future__ import annotations
 

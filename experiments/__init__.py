@@ -1,9 +1,7 @@
 """Statements about attention, each tested by an experiment that anyone can run.
 
-A `Claim` is one sentence from the public notes that this project began from. It names the
-measurement that would confirm the sentence, runs it, and compares the numbers with bounds that are
-written in the same file. The verdict is one of: holds, holds with limits, undecided, does not hold.
-All experiments are small, and each claim says what an experiment of its size can and cannot show.
+A `Claim` is one sentence from public notes, with a measurement and bounds that would confirm it.
+The verdict is one of: holds, holds with limits, undecided, does not hold.
 """
 
 from __future__ import annotations

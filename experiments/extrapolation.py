@@ -1,5 +1,4 @@
-"""Claims about contexts beyond the trained length: rotary positions with five extensions, and
-ALiBi.
+"""Claims about contexts beyond the trained length: rotary extensions, and ALiBi.
 
 Perplexity is measured on text with the model "tiny", and retrieval with two small models, rotary
 and ALiBi, that are trained to find a passkey. The rotary base of the small model is b = (T / 2

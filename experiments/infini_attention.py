@@ -1,8 +1,7 @@
 """Claims about Infini-attention: recall across segments, against a window and against all keys.
 
-Each example consists of key-value pairs, then filler tokens (the silence), then the same pairs
-again, whose values are the answers. The silence is as long as the windows of all layers together,
-so that a model with windows alone cannot retrieve the values.
+An example has key-value pairs, a silence as long as the windows of all layers together, and the
+pairs again, whose values are the answers.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Claims about the time of MHA, GPT's attention and MLA, about fused projections, and about masks.
 
-The note timed MHA and GPT with a dropout of 0.1 and MLA with 0.0, once each without warm-up, and
-MHA first. Here every kind is timed in turns after a warm-up: with dropout 0.1 in training mode, and
-in evaluation mode; MLA is also timed in training mode without dropout, as in the note.
+The note timed each once, without warm-up, MLA without dropout. Here all are timed in turns after
+a warm-up, with dropout 0.1 in training and in evaluation mode; MLA also as in the note.
 """
 
 from __future__ import annotations

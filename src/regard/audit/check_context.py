@@ -1,6 +1,4 @@
-"""`CheckContext`, which all checks receive: how to call the code, which mask it needs, and how to
-compare two of its outputs.
-"""
+"""`CheckContext`, which all checks receive: how to call the code, and compare outputs."""
 
 from __future__ import annotations
 

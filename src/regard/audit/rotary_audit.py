@@ -1,6 +1,4 @@
-"""The audit of rotary functions, rotate(x) or rotate(x, positions): norms, distances and
-precision.
-"""
+"""The audit of rotary functions: norms, distances and precision."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""The function `audit`: call the code, run every check, and reduce each fault to a small
-example.
-"""
+"""The function `audit`: run every check, and reduce each fault to a small example."""
 
 from __future__ import annotations
 

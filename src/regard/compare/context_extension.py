@@ -1,6 +1,4 @@
-"""Compare the context extensions of one checkpoint: perplexity by length, passage retrieval, rotary
-frequencies, and consistency of cached decoding.
-"""
+"""Compare the context extensions of one checkpoint: perplexity, retrieval, and caches."""
 
 from __future__ import annotations
 

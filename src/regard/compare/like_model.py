@@ -1,6 +1,4 @@
-"""Compare mechanisms at the sizes of a real model: its shape, and whether this machine has the
-memory for it.
-"""
+"""Compare mechanisms at the sizes of a real model, if this machine has the memory."""
 
 from __future__ import annotations
 

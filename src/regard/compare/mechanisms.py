@@ -29,7 +29,6 @@ class Shape:
 
     Args:
         dim: M, the width of the model.
-        layers: the number of blocks.
         heads: H, the number of query heads.
         hidden: the width of the feed-forward layers; None is 8/3 of dim, rounded up to a multiple
             of 32.
@@ -91,8 +90,6 @@ class Candidate:
     """A mechanism of the catalogue with its options, under the name that tables show.
 
     Args:
-        name: its name in the comparison.
-        attention: its name in the catalogue.
         options: its options, as plain values.
 
     >>> Candidate("mha", "gqa", {"groups": 4}).config(Shape(dim=32)).attention_options
@@ -247,7 +244,6 @@ def same_parameters(config: Config, wanted: int) -> Config:
 
     Args:
         config: the config of a model.
-        wanted: the number of parameters.
 
     Returns:
         The same config with another `intermediate_size`.
@@ -283,7 +279,6 @@ def configs(
     Args:
         mechanisms: the mechanisms; with "parameters", the others get as many parameters as the
             first.
-        shape: the sizes.
         same: a word of `MATCHED_BY`: "sizes" or "parameters".
 
     Returns:

@@ -1,10 +1,7 @@
-"""How well each mechanism learns: evaluation tasks of text and recall, and training under equal
-conditions.
+"""How well each mechanism learns text and recall, trained under equal conditions.
 
-An evaluation task has data to train on, validation data by which a learning rate is chosen, and
-test data. The tasks are text, read as bytes, and recall. All mechanisms see the same tokens in the
-same order. Mechanisms that are sensitive to the learning rate are trained with several, and the
-validation data choose among them.
+All mechanisms see the same tokens in the same order. Validation data choose among the learning
+rates of those that are sensitive to it.
 """
 
 from __future__ import annotations

@@ -1,6 +1,4 @@
-"""Measure each mechanism on this machine: the time of prompts, decoding steps and training steps,
-in turns, and the peak memory in a process of its own.
-"""
+"""Measure time of prompts, decoding and training steps in turns, and peak memory."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Measuring functions: the times of several in turns, and the peak memory of one in a process of
-its own.
-"""
+"""Measuring functions: times of several in turns, and the peak memory of a process."""
 
 from __future__ import annotations
 

@@ -49,9 +49,6 @@ class Batches:
 
     Args:
         tokens: the stream `[N]`, at least context + 1 tokens.
-        batch: rows per batch.
-        context: inputs per row.
-        seed: the seed of the random rows.
         repeat: the share of rows that repeat themselves, from 0 to 1.
         repeat_random: the share of these that repeat random tokens, from 0 to 1.
         repeat_first: how many easy batches come first.
@@ -205,7 +202,6 @@ def validation_rows(tokens: Int[Tensor, " N"], context: int, limit: int) -> Int[
     Args:
         tokens: the stream `[N]`.
         context: inputs per row.
-        limit: the largest number of rows.
 
     Returns:
         The rows, `[rows, context + 1]`.

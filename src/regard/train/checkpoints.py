@@ -49,8 +49,6 @@ class TrainingCheckpoint:
     """The content of one checkpoint.
 
     Args:
-        step: the optimizer step.
-        tensors: for each file the named tensors.
         state: JSON values: settings, random state, data order, and the state of the run.
 
     >>> TrainingCheckpoint(step=3, tensors={}, state={"loss": 1.5}).step

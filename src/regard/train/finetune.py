@@ -1,6 +1,4 @@
-"""Fine-tuning of a converted model: a few training steps of every parameter that requires a
-gradient.
-"""
+"""Fine-tuning of a converted model: a few training steps of all that has a gradient."""
 
 from __future__ import annotations
 

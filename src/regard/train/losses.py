@@ -1,6 +1,4 @@
-"""Losses: next-token prediction on a stream of tokens, and the losses of tasks, with label
-smoothing.
-"""
+"""Losses: next-token prediction on a stream, and those of tasks with label smoothing."""
 
 from __future__ import annotations
 
@@ -190,7 +188,6 @@ def evaluate(
         model: the model; its mode is restored afterwards.
         rows: the examples, such as ids `[N, T + 1]`.
         batch: examples per forward pass.
-        loss: the loss of a batch.
 
     Returns:
         The mean over all examples.

@@ -183,7 +183,6 @@ def make_progress(steps: int, start: int = 0, console: Console | None = None) ->
     """Return a progress display: a bar on a terminal, plain lines in files and pipes.
 
     Args:
-        steps: the number of steps of the run.
         start: the step from which the run resumes.
         console: the output; None is standard error, so that standard output has results only.
 

@@ -1,6 +1,4 @@
-"""Block diagrams as SVG: one head with its steps beside several heads, a Transformer block, and
-the two forms of several heads.
-"""
+"""Block diagrams as SVG: one head, several heads in two forms, and a Transformer block."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Figures of mechanisms: which query heads share which keys and values and the bytes of the cache,
-and which keys each query sees under a mask.
-"""
+"""Figures of mechanisms: shared keys and values, cache bytes, and masks."""
 
 from __future__ import annotations
 

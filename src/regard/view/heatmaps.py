@@ -1,6 +1,4 @@
-"""Heatmaps of attention weights: the words of an answer over those of the source, one head, and the
-head and the row of an explanation.
-"""
+"""Heatmaps of attention weights: of words, of one head, and of an explanation."""
 
 from __future__ import annotations
 

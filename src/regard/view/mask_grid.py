@@ -1,6 +1,4 @@
-"""A mask as lines of a terminal: which keys each query may see. Rows are queries, columns are
-keys.
-"""
+"""A mask as lines of a terminal: rows are queries, columns are keys."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""The interactive page in a notebook: as a widget if anywidget is installed, else as a frame of
-HTML. Both show it in a sandbox, without access to the notebook or the network.
-"""
+"""The interactive page in a notebook, in a sandbox: a widget of anywidget, or a frame."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""The results of a trained task, as an HTML page and as lines of a terminal: accuracy by length,
-alignments, and wrong answers.
-"""
+"""The results of a trained task as an HTML page, and as lines of a terminal."""
 
 from __future__ import annotations
 

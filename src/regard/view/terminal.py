@@ -1,6 +1,4 @@
-"""Parts of terminal pages: headings, equations, strips of numbers, characters for values, and the
-sentences of a page from the catalogues of this package.
-"""
+"""Parts of terminal pages: headings, equations, numbers, and translated sentences."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""What an audit needs to know of the code: `AuditClaims`, what the code is claimed to be, and
-`TargetAdapter`, the interface through which the checks call code of any kind.
-"""
+"""What an audit needs to know of the code: `AuditClaims`, and `TargetAdapter`, which calls it."""
 
 from __future__ import annotations
 
@@ -26,7 +24,6 @@ class AuditClaims:
 
     Args:
         dim: the model dimension M.
-        heads: the number of query heads H.
         kv_heads: the number of key/value heads G.
         head_dim: the features of one head D.
         causal: True if no token may depend on a later one; None infers it from the code's results

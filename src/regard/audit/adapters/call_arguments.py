@@ -1,6 +1,4 @@
-"""Recognize the arguments of attention code by their names, build the arguments of a call, and
-interpret its result.
-"""
+"""Recognize the arguments of attention code by their names, and interpret its results."""
 
 from __future__ import annotations
 

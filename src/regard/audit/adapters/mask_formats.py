@@ -1,6 +1,4 @@
-"""Find out in which format attention code expects masks: call it with masks in every format, and
-measure which tokens influence which outputs.
-"""
+"""Find the formats of masks: call the code with every one, and measure influences."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""The adapters for modules: forward(x, ...), forward(query, key, value, ...), forward(query,
-keys), and for regard's own mechanisms and models.
-"""
+"""The adapters for modules, and for regard's own mechanisms and models."""
 
 from __future__ import annotations
 

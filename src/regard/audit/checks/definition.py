@@ -1,6 +1,4 @@
-"""Compare the output with the definition of attention, and name the fewest faults that explain
-it.
-"""
+"""Compare the output with the definition, and name the fewest faults that explain it."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Checks of the tokens that influence an output: later tokens, other rows of the batch, keys
-outside the window, and visible keys without influence.
-"""
+"""Checks of the tokens that influence an output, and of visible keys that do not."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Checks of masks and padding that are passed to the code: the meaning of True, masks that differ
-by row, the content of hidden tokens, and rows in which every key is hidden.
-"""
+"""Checks of masks and padding: True, rows, hidden tokens, and rows without a key."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Checks of calls: equal calls agree, no call changes its input, and some call has passed each
-argument.
-"""
+"""Checks of calls: equal ones agree, inputs stay, and each argument was passed."""
 
 from __future__ import annotations
 

@@ -42,8 +42,6 @@ class ComputationStep(NamedTuple):
 
     Args:
         name: the name of the step.
-        equation: its equation.
-        values: the result.
     """
 
     name: str
@@ -399,15 +397,11 @@ class Explanation:
 
     Args:
         where: what was run, and which query, key and head are explained.
-        tokens: the tokens of the row.
-        hidden: the hidden state of the query token.
         inputs: how the query, the keys and the values were computed.
         score: the scores of the row; `scores` are its steps.
-        softmax: the softmax of the row.
         output: the weighted values, the joined heads, and the output of the attention.
         heads: the weights of whole heads; `pattern` and `patterns` are its arrays.
         checks: the largest absolute difference from the model, by the name of the quantity.
-        cost: the cost of the row.
         mixture: how several patterns are combined in the head, if they are.
         state: the recurrent state, if there is one.
         counterfactuals: the same row under other mechanisms.

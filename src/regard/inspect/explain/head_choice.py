@@ -58,8 +58,6 @@ class Choice:
     """A layer and a head, and the rule that chose them.
 
     Args:
-        layer: index of the layer.
-        head: query head.
         rule: the rule in words; "" if both were given.
         key: index of the token whose weight decided; None if none did.
     """
@@ -78,7 +76,6 @@ def find_query(model: Model, text: str, query: int | str) -> int:
 
     Args:
         model: the model whose tokenizer is used.
-        text: the text.
         query: an index (negative counts from the end), or a word of the text.
 
     Returns:
@@ -131,9 +128,6 @@ def strongest_head(
     no other token, the result is the first head of the first layer.
 
     Args:
-        model: the model.
-        ids: token ids.
-        query: index of the query.
         layer: a layer to which the choice is restricted.
         head: a head to which the choice is restricted.
 
@@ -210,8 +204,6 @@ def strongest_keys(
 
     Args:
         model: the model.
-        ids: token ids.
-        query: index of the query.
 
     Returns:
         The largest weights and the indices of their keys.

@@ -29,7 +29,6 @@ def check_index(name: str, index: int, length: int, one: str, many: str) -> int:
     Args:
         name: name of the argument, for errors.
         index: the index; negative counts from the end.
-        length: number of items.
         one: what one item is called, for errors.
         many: what several items are called.
 

@@ -163,11 +163,9 @@ class EffectTable:
 
     Args:
         title: what was done, and on what.
-        quantity: what the numbers are.
         values: the numbers `[R, C]`, in fp64; NaN where there is nothing, such as a layer with
             fewer heads.
         row_axis, column_axis: what rows and columns are, such as "layer" and "head".
-        rows, columns: the name of each row and of each column.
         baseline: the metric of the run that was changed, or None.
         target: the metric of the other run, whose activations were used, or None.
         notes: remarks that belong beside every use of the numbers.
@@ -311,10 +309,6 @@ class EffectTable:
 
         Raises:
             FileError: the ending is another one, or the file cannot be written.
-
-        >>> table = EffectTable("a", "effect", np.array([[0.5]]), "layer", "head", ("0",), ("3",))
-        >>> table.to("effects.csv").read_text().splitlines()
-        ['layer,head,effect', '0,3,0.5']
         """
         path = Path(path)
         kind = path.suffix.lower()

@@ -54,7 +54,6 @@ def rollout(
         method: "rollout" or "flow".
         query: for "flow" the row to compute (negative counts from the end); None computes all rows.
         residual: r, the share of the residual connection.
-        batch: row of the batch.
 
     Returns:
         A table of queries and tokens; each row of a rollout sums to 1, or to 0 for a query from

@@ -60,8 +60,6 @@ def repeated_ids(
     Args:
         vocabulary: number of tokens to draw from.
         length: number of ids before the repetition.
-        batch: number of rows.
-        seed: random seed.
 
     Returns:
         Ids, `[batch, 2 length]`.
@@ -120,7 +118,6 @@ def induction_score(
 
     Args:
         pattern: attention weights, each row a query and each column a key.
-        ids: token id of each row.
 
     Returns:
         The score of each head.
@@ -149,7 +146,6 @@ def duplicate_score(
 
     Args:
         pattern: attention weights, each row a query and each column a key.
-        ids: token id of each row.
 
     Returns:
         The score of each head.
@@ -191,7 +187,6 @@ def sink_share(pattern: Float[Tensor, "*H T T"], first: int = NUM_SINKS) -> Floa
 
     Args:
         pattern: attention weights, each row a query and each column a key.
-        first: number of first keys.
 
     Returns:
         The share of each head.

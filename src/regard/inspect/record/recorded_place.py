@@ -187,8 +187,6 @@ class Place:
         name: the dotted name, such as `layers.3`.
         steps: the recorded calls, in order.
         pools: the keys and values that the steps read.
-        H: number of query heads of the model.
-        heads: indices of the recorded query heads.
         N: number of columns of the pattern, one per token.
     """
 
@@ -334,11 +332,7 @@ class Place:
         """Compute the exact scores and weights of a block of rows and columns.
 
         Args:
-            rows: a range of rows.
-            columns: a range of columns.
             heads: a range of query heads of the model; by default all recorded heads.
-            batch: a range of rows of the batch.
-            dtype: dtype in which scores are computed.
 
         Returns:
             Scores and weights, each `[batch, heads, rows, columns]`.
@@ -386,11 +380,6 @@ class Place:
 
         Args:
             step: a step of this place.
-            own: a range of rows of the step.
-            slots: which keys of the step.
-            heads: query heads of the model.
-            batch: a range of rows of the batch.
-            dtype: dtype in which scores are computed.
 
         Returns:
             Scores and weights, each `[batch, heads, rows, keys]`.
@@ -426,11 +415,6 @@ class Place:
         """Compute the terms of the scores of some rows of a step with some of its keys.
 
         Args:
-            step: a step of this place.
-            own: a range of rows of the step.
-            slots: which keys of the step.
-            heads: query heads of the model.
-            batch: a range of rows of the batch.
             dtype: dtype of the products and the bias.
 
         Returns:

@@ -131,7 +131,6 @@ class TopKeys(NamedTuple):
         columns: columns of these keys, `[n]`, the largest weight first.
         weights: their weights, `[n]`.
         rest: sum of the weights of the other visible keys.
-        others: number of the other visible keys.
     """
 
     columns: Tensor
@@ -163,7 +162,6 @@ class Recording:
         pieces: text of each token of the first row, or ().
         metadata: model, dtype, device and other facts, as text.
         source_ids: token ids that the encoder read, where there are two texts.
-        source_pieces: their texts.
         token_labels: the texts of rows and columns that the caller gave, by place.
         unrecorded: the calls of torch's attention functions that were not recorded: `place`,
             `reason` and `count` of each.
@@ -214,11 +212,8 @@ class Recording:
         masked.
 
         Args:
-            layer: name or index of a place.
-            head: query head.
             rows: a range of rows, one row, or None for all.
             columns: a range of columns, one column, or None for all.
-            batch: row of the batch.
 
         Returns:
             Weights, `[rows, columns]`.
@@ -242,18 +237,11 @@ class Recording:
         """Compute any block of the scores of one head: s_ij = softcap(scale q_i . k_j) + bias_ij.
 
         Args:
-            layer: name or index of a place.
-            head: query head.
             rows: a range of rows, one row, or None for all.
             columns: a range of columns, one column, or None for all.
-            batch: row of the batch.
 
         Returns:
             Scores, `[rows, columns]`; -inf where masked, or where the step did not have the key.
-
-        Raises:
-            ArgumentError: as for `weights`.
-            ArgumentTypeError: as for `weights`.
         """
         return self._block(layer, head, rows, columns, batch).scores[batch, 0]
 
@@ -264,15 +252,9 @@ class Recording:
 
         Args:
             layer: name or index of a place.
-            head: query head.
-            query: row.
-            batch: row of the batch.
 
         Returns:
             Weights, `[N]`.
-
-        Raises:
-            ArgumentError: as for `weights`.
         """
         return self.weights(layer, head, query, batch=batch)[0]
 
@@ -283,15 +265,9 @@ class Recording:
 
         Args:
             layer: name or index of a place.
-            head: query head.
-            key: column.
-            batch: row of the batch.
 
         Returns:
             Weights, `[T]`.
-
-        Raises:
-            ArgumentError: as for `weights`.
         """
         return self.weights(layer, head, None, key, batch=batch)[:, 0]
 
@@ -303,14 +279,9 @@ class Recording:
 
         Args:
             layer: name or index of a place.
-            head: query head.
-            batch: row of the batch.
 
         Returns:
             Row sums, `[T]`.
-
-        Raises:
-            ArgumentError: as for `weights`.
         """
         place = self[layer]
         return torch.cat(
@@ -327,10 +298,6 @@ class Recording:
 
         Args:
             layer: name or index of a place.
-            head: query head.
-            query: row.
-            n: number of keys.
-            batch: row of the batch.
 
         Returns:
             Columns and weights of these keys, and the sum and the number of the others.
@@ -355,9 +322,6 @@ class Recording:
 
         Args:
             layer: name or index of a place.
-            head: query head.
-            size: rows and columns of a block.
-            batch: row of the batch.
 
         Returns:
             Mass and maximum of each block.
@@ -375,7 +339,6 @@ class Recording:
 
         Args:
             layer: name or index of a place.
-            batch: row of the batch.
 
         Returns:
             Positions, `[T]`.

@@ -470,7 +470,6 @@ class RowSums:
     """Result of the audit of one place.
 
     Args:
-        place: name of the place.
         rows: number of rows that were checked, in every recorded head and batch row.
         of: number of all rows of the place.
         residual: the largest |ln sum_j exp(s_ij - lse_i)|, which is about |row sum - 1| where it is
@@ -526,7 +525,6 @@ def row_sums(place: Place, *, cells: int = MAX_CHECKED_SCORES) -> RowSums:
     """Audit what was recorded at a place.
 
     Args:
-        place: a place of a recording.
         cells: approximate number of scores to check; for longer runs, evenly spaced rows are
             sampled, among them the first and the last.
 

@@ -30,7 +30,6 @@ class Tile(NamedTuple):
 
     Args:
         rows: the range of rows, or their indices in increasing order.
-        columns: the range of columns.
         scores: `[h, t, n]`, -inf where masked.
         weights: `[h, t, n]`, 0 where masked.
     """
@@ -70,11 +69,7 @@ def iterate_tiles(
     Tiles in which no query of the heads sees a key are skipped.
 
     Args:
-        place: a place of a recording.
-        size: rows and columns of a tile.
         heads: a range of query heads of the model; by default all recorded heads.
-        batch: row of the batch.
-        rows: a range of rows.
         dtype: dtype in which scores are computed.
 
     Returns:
@@ -129,8 +124,6 @@ class Pooled:
     """Blocks of `size` rows and columns of a pattern; the last ones may be smaller.
 
     Args:
-        size: rows and columns of a block.
-        shape: rows and columns of the pattern.
         mass: sum over the keys of a block, mean over its rows that see any key, `[..., R, C]`.
         max: largest weight of a block, `[..., R, C]`.
         seeing: number of rows of each block row that see any key, `[..., R]`.
@@ -180,12 +173,6 @@ class Pooled:
 
         Raises:
             ArgumentError: `times` is less than 1.
-
-        >>> import regard
-        >>> recording = regard.inspect.record(regard.load("tiny"), "to be or not to be")
-        >>> blocks = recording.pooled(0, 0, 2)
-        >>> blocks.coarser(3).mass.sum(1).round(decimals=5).tolist()
-        [1.0]
         """
         down, across = times if isinstance(times, tuple) else (times, times)
         if min(down, across) < 1:
@@ -212,10 +199,8 @@ def pool_pattern(
     """Compute mass and maximum of the blocks of a pattern, tile by tile.
 
     Args:
-        place: a place of a recording.
         size: rows and columns of a block, at least 1.
         heads: a range of query heads of the model; by default all recorded heads.
-        batch: row of the batch.
 
     Returns:
         Blocks of every head, `[h, R, C]`.

@@ -476,7 +476,6 @@ def report(
     """Convert one or two recordings to the data that `regard.view.report.page` draws.
 
     Args:
-        recording: the recording.
         b: a second recording to compare with: of another prompt, model or kernel.
         model: the recorded model, for facts that a recording lacks, such as rotary frequencies.
         choice: an object with `layer` and `head`, or that pair: the head at which the page opens,
@@ -484,7 +483,6 @@ def report(
         query: row at which the page opens.
         key: column at which it opens; the strongest key by default.
         title: title of the page; the text by default.
-        row: row of the batch.
         budget: bytes of the page; heads for which there is no space are thumbnails only, and the
             page says so.
         explanation: JSON data of an explanation of the chosen query, to be embedded.

@@ -140,7 +140,6 @@ def view(
         recording: a recording, or the path of one that was saved.
         b: a second one to compare with, of another text, model, checkpoint or kernel.
         overviews: overviews of more heads than the recording keeps (`OverviewRecorder`).
-        batch: row of the batch.
         host: the address to listen on.
         port: the port; 0 lets the system choose a free one.
         allow_remote: whether an address other than the loopback is allowed. The connection is not

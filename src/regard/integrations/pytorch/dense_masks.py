@@ -1,6 +1,4 @@
-"""The recognized masks of dense tensors, by storage and version: the layers of a model share one
-tensor, whose rule is looked for once.
-"""
+"""The recognized masks of dense tensors, which layers share, by storage and version."""
 
 from __future__ import annotations
 

@@ -1,9 +1,7 @@
 """Calls of torch's `flex_attention` as calls of this package.
 
-A `BlockMask` carries a function of indices, `mask_mod`, and lists of blocks that a compiled kernel
-visits. Outside of compiled graphs torch evaluates the function for every query and key, and holds
-all scores. Here the function is evaluated for all indices once, exactly as torch does it, and the
-table is recognized as a rule (causal, window, padding, documents) where it equals one.
+Here a `mask_mod` is evaluated for all indices once, as torch does it outside of compiled graphs,
+and the table is recognized as a rule (causal, window, padding, documents) where it equals one.
 """
 
 from __future__ import annotations

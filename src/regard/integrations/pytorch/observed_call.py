@@ -1,9 +1,7 @@
 """Attention calls of torch, passed through the taps of the open traces and through our kernels.
 
-This is the one place where a call of torch becomes a call of this package: q, k and v pass their
-taps, the mask becomes a rule, `run_on_kernel` reports the call and its result to every trace that
-observes calls, and the output passes the tap `z`. The kernels compute what torch means by the
-arguments. A call that cannot be expressed exactly runs in torch, and is listed with the reason.
+This is the one place where a call of torch becomes a call of this package. One that cannot be
+expressed exactly runs in torch, and is listed with the reason.
 """
 
 from __future__ import annotations

@@ -1,6 +1,4 @@
-"""The attention function that transformers' modules call, which translates their arguments for
-`attend`.
-"""
+"""The attention function that transformers' modules call, with their arguments."""
 
 from __future__ import annotations
 

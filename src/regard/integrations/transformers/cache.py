@@ -1,6 +1,4 @@
-"""A preallocated cache for transformers' models: a step writes its own tokens and copies no
-others.
-"""
+"""A preallocated cache for transformers' models: a step copies no old tokens."""
 
 from __future__ import annotations
 

@@ -61,12 +61,10 @@ def regard_mask(
     Args:
         batch_size: the number of rows B.
         q_length: the number of queries T.
-        kv_length: the number of keys S.
         q_offset: the position of the first query.
         kv_offset: the position of the first key.
         mask_function: the mask as a function (batch_idx, head_idx, q_idx, kv_idx) -> bool.
         attention_mask: [B, L], True = a token, at positions 0 to L - 1.
-        device: the device of the mask.
         kwargs: other arguments of transformers. `allow_is_causal_skip` is applied in a traced graph
             only.
 

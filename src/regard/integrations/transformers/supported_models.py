@@ -1,8 +1,7 @@
 """Find out which model classes of transformers take their attention from `AttentionInterface`.
 
-transformers accepts any registered name in the constructor, even for a class that never calls the
-registered function, or that would add a bool mask to its scores. Therefore the source of each class
-is inspected before the class is built or switched.
+transformers accepts any registered name, even for a class that never calls the function, or adds
+a bool mask to its scores; so the source of a class is inspected before it is built or switched.
 """
 
 from __future__ import annotations

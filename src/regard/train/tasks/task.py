@@ -199,10 +199,6 @@ class Task:
 
         Returns:
             One of `SPLITS`; None if the source is shorter or longer than in any split.
-
-        >>> from regard.train.tasks import TASKS
-        >>> TASKS["translate"].split_of(("seven",) * 40)
-        'longer'
         """
         shortest, trained, longest = self.lengths
         if not shortest <= len(source) <= longest:
@@ -243,7 +239,6 @@ class Task:
         Args:
             split: one of `SPLITS`.
             count: how many examples.
-            seed: the seed of the random generator.
 
         Returns:
             The examples.
@@ -266,10 +261,6 @@ class Task:
 
         Raises:
             ArgumentError: a word is not in the vocabulary, or the text has no words.
-
-        >>> from regard.train.tasks import TASKS
-        >>> TASKS["translate"].tokenize("forty two, seven")
-        ('forty', 'two', ',', 'seven')
         """
         words = tuple(text.replace(",", " , ").split()) if self.source_separator else tuple(text)
         if not words:
