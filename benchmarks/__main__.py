@@ -231,9 +231,7 @@ def measure_jobs(
     memory: dict[str, Any] | None,
     json_is_printed: bool,
 ) -> Run:
-    """Measure the cases and print their tables, on standard error if the JSON is printed; `memory`
-    has the options --size, --length and --batch by name if memory is measured.
-    """
+    """Measure the cases and print their tables, on standard error if JSON is printed."""
     echo = partial(typer.echo, err=json_is_printed)
     machine_facts, ceilings, results = describe_machine(device), None, list[CaseResult]()
     interrupted = False

@@ -223,12 +223,7 @@ def whisper_decode(sizes: PublicModelSizes) -> BuiltModel:
 
 
 class CausalSelfAttention(nn.Module):
-    """Causal self-attention as small GPT implementations write it: one map for q, k and v.
-
-    Args:
-        dim: the width of the model.
-        heads: the number of heads.
-    """
+    """Causal self-attention as small GPT implementations write it: one map for q, k and v."""
 
     def __init__(self, dim: int, heads: int) -> None:
         super().__init__()
@@ -247,12 +242,7 @@ class CausalSelfAttention(nn.Module):
 
 
 class NanoGptBlock(nn.Module):
-    """Attention and a feed-forward network, each behind a layer norm and with a residual path.
-
-    Args:
-        dim: the width of the model.
-        heads: the number of heads.
-    """
+    """Attention and a feed-forward network, each behind a layer norm and with a residual path."""
 
     def __init__(self, dim: int, heads: int) -> None:
         super().__init__()
@@ -268,13 +258,7 @@ class NanoGptBlock(nn.Module):
 
 
 class NanoGpt(nn.Module):
-    """A small GPT: embeddings of tokens and positions, blocks, and a layer norm.
-
-    Args:
-        vocabulary: the number of tokens.
-        length: the largest number of positions.
-        dim, heads, layers: the sizes of the blocks.
-    """
+    """A small GPT: embeddings of tokens and positions, blocks, and a layer norm."""
 
     def __init__(self, vocabulary: int, length: int, dim: int, heads: int, layers: int) -> None:
         super().__init__()

@@ -1,6 +1,4 @@
-"""Benchmark problems of one attention call, with their definitions: softmax attention, with or
-without its gradient, and one decoding step of multi-head latent attention.
-"""
+"""Benchmark problems of attention calls: softmax attention, and a latent decoding step."""
 
 from __future__ import annotations
 
@@ -34,8 +32,9 @@ BLOCK_BYTES = 1 << 27
 
 
 def plain_attention(problem: AttentionProblem, dtype: torch.dtype, groups: list[int]) -> Outputs:
-    """Compute softmax(q k^T / sqrt(D) + bias, -inf where masked) v for some key/value heads, one
-    block of queries at a time; gradients of keys and values are summed in fp32 or better.
+    """Compute attention for some key/value heads, one block of queries at a time.
+
+    softmax(q k^T / sqrt(D) + bias, -inf where masked) v; gradients are summed in fp32 or better.
     """
     s, ratio = problem.sizes, problem.sizes.H // problem.sizes.G
     outputs: dict[str, list[Tensor]] = {}
@@ -114,22 +113,15 @@ class AttentionSizes(ProblemSizes):
     """The sizes of attention in which the last T of S tokens attend causally.
 
     Args:
-        B, H, G, D: batch rows, query heads, key/value heads, and the dim of a head.
         S, T: the numbers of keys and of queries; with T=None they are equal.
         window: how many keys a query sees, its own included; None for all earlier keys.
-        alibi: whether ALiBi's bias is added to the scores.
         padded: whether row b has b S / (2 B) padding tokens on the left.
-        train: whether the gradient is computed.
         bits: the bits of the quantized cache from which keys and values are read; None for keys and
             values that are not quantized.
         pattern: what else decides which earlier keys a query sees: "documents" (8 packed texts of
             one length), "prefix" (all queries see the first eighth of the keys), "sinks" (besides
             its window, a query sees the first 4 keys), or None.
-        softcap: the bound on the scores, or None.
         sink: whether each head has a logit in the denominator only.
-
-    >>> print(AttentionSizes(B=1, H=32, G=8, D=128, S=32768, T=1))
-    B1 H32 G8 D128 S32768 T1
     """
 
     B: int
@@ -355,14 +347,7 @@ def prepared_call(
     out: Callable[[Any], Tensor] = lambda result: result,
     kernel: str = "",
 ) -> PreparedCall:
-    """Return a prepared call of attention; in training it computes the gradients of q, k and v too.
-
-    >>> sizes = AttentionSizes(B=1, H=1, G=1, D=2, S=3, train=True)
-    >>> problem = sizes.problem(torch.float32, torch.device("cpu"))
-    >>> call = prepared_call(problem, lambda: problem.q + problem.k + problem.v)
-    >>> sorted(call.read(call.step()))
-    ['dk', 'dq', 'dv', 'out']
-    """
+    """Return a prepared call of attention, in training with the gradients of q, k and v."""
     if not problem.train:
 
         def call() -> object:
@@ -453,9 +438,7 @@ class LatentProblem(Problem):
 
     @property
     def work(self) -> MinimumWork:
-        """The FLOPs of the absorbed form, and the bytes of the latents, the weights, the queries
-        and the outputs, each read or written once.
-        """
+        """The FLOPs of the absorbed form, and the bytes, each read or written once."""
         s = self.sizes
         flops = s.B * absorb_flops(1, s.S, s.H, s.rank, s.nope, s.rope, s.value)
         numbers = s.B * s.S * latent_values(s.rank, s.rope) + self.weight.numel()

@@ -105,9 +105,7 @@ def why_not_chunked(problem: AttentionProblem) -> str | None:
 
 
 def absorbed(problem: LatentProblem) -> PreparedCall:
-    """Prepare latent attention in the absorbed form, with the latents as keys and values, and the
-    heads folded into queries, a shape that torch's fused kernel supports.
-    """
+    """Prepare latent attention in the absorbed form, which torch's fused kernel supports."""
     s = problem.sizes
     w_k, w_v = torch.unflatten(problem.weight, 0, (s.H, -1)).split_with_sizes(
         (s.nope, s.value), dim=1
@@ -245,9 +243,7 @@ FLEX = Peer("torch FlexAttention", "torch.compile(flex_attention).", flex, why_n
 
 
 def x_transformers(problem: AttentionProblem) -> PreparedCall:
-    """Prepare `Attend`. There query head h attends to key/value head h % G, in regard to
-    h // (H / G), so that the query heads are reordered in advance.
-    """
+    """Prepare `Attend`, whose head h attends to h % G, so that heads are reordered."""
     s = problem.sizes
     module = importlib.import_module("x_transformers.attend").Attend(causal=True, flash=True)
     order = torch.arange(s.H, device=problem.device).view(s.G, -1).T.flatten()

@@ -63,14 +63,7 @@ class Trial(NamedTuple):
 
 
 class Proposal(NamedTuple):
-    """The row of a table that a reviewer may enter.
-
-    Args:
-        key: the row.
-        current: the trial of the sizes of the table.
-        chosen: the trial of the sizes that are proposed.
-        trials: all trials.
-    """
+    """The row of a table that a reviewer may enter; `chosen` are the proposed sizes."""
 
     key: RowKey
     current: Trial
@@ -91,7 +84,6 @@ class TunedTable(NamedTuple):
         candidates: returns the sizes that are tried for a row, those of the table first.
         launches: returns a function that prepares the kernels of a row on a device: from sizes, the
             launches that must run before, and those that are timed.
-        row_name: returns the words for a row.
     """
 
     module: str
@@ -175,17 +167,7 @@ def as_python(
     proposals: Sequence[Proposal],
     table: TunedTable | None = None,
 ) -> str:
-    """Return proposals as the entry of `MEASURED`, with what was measured beside each row.
-
-    >>> key = SizesKey("forward", True, 64)
-    >>> trial = Trial(LaunchSizes(64, 64, 4, 2), 2e-3)
-    >>> print(as_python(90, "H200", [Proposal(key, trial, trial, (trial,))]))
-    # regard.ops.softmax.triton.block_sizes
-    # python -m benchmarks --tune on H200; times of the new row and of the old one
-    90: {
-        SizesKey("forward", True, 64): LaunchSizes(64, 64, 4, 2),  # 2 ms, 2 ms; spills 0 bytes
-    },
-    """
+    """Return proposals as the entry of `MEASURED`, with what was measured beside each row."""
     lines = [f"# {(table or ATTENTION).module}"]
     lines.append(
         f"# python -m benchmarks --tune on {device}; times of the new row and of the old one"
@@ -378,9 +360,7 @@ def launches_of(call: RecurrenceCall) -> list[Launch]:
 def _launches_of_recurrence(
     key: RecurrenceSizesKey, device: torch.device
 ) -> Callable[[RecurrenceSizes], tuple[list[Launch], list[Launch]]]:
-    """Return a function that prepares the kernels of a row: all run once, for their inputs are the
-    results of others, and those of the row's kind are timed.
-    """
+    """Return a function that prepares a row's kernels: all run once, and the row's are timed."""
     call = recurrence_of(key, device)
 
     def prepared(sizes: RecurrenceSizes) -> tuple[list[Launch], list[Launch]]:

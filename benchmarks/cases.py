@@ -485,10 +485,7 @@ GROUPS = {
 
 
 def peer_peak_bytes(settings: Mapping[str, Any]) -> int | None:
-    """Return the peak memory in bytes of one solution of a problem, with its result; None if the
-    system does not report it, or if other processes do the work. The settings are case, size,
-    length, batch, dtype, threads and peer, as the command has them.
-    """
+    """Return the peak bytes of one solution of a problem, with its result; None if unknown."""
     case = CASES[settings["case"]]
     torch.set_num_threads(settings["threads"])
     sizes = case.sizes[settings["size"]]

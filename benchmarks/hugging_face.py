@@ -125,8 +125,7 @@ def expanded_bytes(problem: LatentProblem) -> int:
 def model(problem: ModelProblem, *, name: str, static: bool = False) -> PreparedCall:
     """Prepare a decoding step of the Qwen2 of transformers with the same parameters.
 
-    The cache goes back to its former length after each step. With a `StaticCache` on a GPU the step
-    is compiled in the mode "reduce-overhead", which captures CUDA graphs.
+    With a `StaticCache` on a GPU the step is compiled with CUDA graphs.
     """
     network = qwen2_network(problem, name)
     cache = _cache(network.config, name, problem.sizes.S + 1, static=static)

@@ -26,24 +26,14 @@ def name_of(dtype: torch.dtype) -> str:
 
 
 class MinimumWork(NamedTuple):
-    """The least work that a problem takes.
-
-    Attributes:
-        flops: floating-point operations.
-        bytes: bytes that are read and written.
-    """
+    """The least work that a problem takes, in FLOPs and bytes."""
 
     flops: int
     bytes: int
 
 
 class Problem(ABC):
-    """The inputs of a computation, and its right outputs.
-
-    Attributes:
-        train: whether the outputs include the gradients.
-        dtype, device: the dtype and the device of the inputs.
-    """
+    """The inputs of a computation, and its right outputs."""
 
     train: bool = False
     dtype: torch.dtype
@@ -60,9 +50,7 @@ class Problem(ABC):
 
     @abstractmethod
     def plain(self) -> Outputs:
-        """Compute the outputs in a straightforward way in the problem's own dtype; {} in fp32 and
-        fp64, if the allowed error need not depend on them.
-        """
+        """Compute the outputs plainly in the problem's dtype, or {} if no bound needs them."""
 
     def checked(self, outputs: Outputs) -> Outputs:
         """Return the part of a peer's outputs that the reference has values for."""
@@ -94,7 +82,6 @@ class PreparedCall(NamedTuple):
     """The call with which a peer solves one problem, with inputs in the layout of the peer.
 
     Attributes:
-        step: the function that is timed.
         read: converts the result of `step` to outputs by name.
         kernel: the name of the kernel that runs, or "".
         figures: returns further figures of the steps by name, after they have been timed; None if
@@ -117,11 +104,8 @@ class Peer(Generic[P]):
     """An implementation that solves problems.
 
     Args:
-        name: the name in tables.
-        description: one sentence.
         prepare: a function that converts a problem's inputs to the peer's layout and returns the
             prepared call.
-        needs: the names of the modules that the peer imports.
         devices: the types of devices on which the peer can compute.
         dtypes: the dtypes that the peer has; None is all.
         why_not: a function that returns why the peer cannot solve a problem, or None if it can;
@@ -172,11 +156,9 @@ class Case:
     """A comparison of several peers on one kind of problem.
 
     Args:
-        name, description: shown in tables.
         sizes: the sizes "small", "default" and "paper".
         dtypes: the dtypes that are measured unless others are asked for.
         peers: the peers; ratios are relative to the first one, which is regard.
-        devices: the types of devices on which the case is measured.
     """
 
     name: str

@@ -1,6 +1,4 @@
-"""One decoding step of a whole model with random weights, and the same model in plain torch and as
-a GGUF file.
-"""
+"""One decoding step of a whole model, and the same in plain torch and as a GGUF file."""
 
 from __future__ import annotations
 
@@ -100,9 +98,7 @@ def _attention(
 
 
 def _rotate(config: Qwen2Config, x: Tensor, start: int, dtype: torch.dtype) -> Tensor:
-    """Rotate x by its positions: dims i and i + D/2 turn by the angle position theta^(-2 i / D),
-    which is computed in `dtype`.
-    """
+    """Rotate x: dims i and i + D/2 turn by position theta^(-2 i / D), in `dtype`."""
     wide = torch.promote_types(x.dtype, torch.float32)
     D = config.head_dim
     i = torch.arange(D // 2, device=x.device, dtype=dtype)
@@ -123,11 +119,8 @@ class ModelSizes(ProblemSizes):
     """The sizes of a model with S tokens in the cache; the defaults are those of Qwen2-0.5B.
 
     Args:
-        S, B: cached tokens, and batch rows.
-        layers, dim, inner, H, G, vocabulary: the sizes of the model.
-        bits: None, or 8 or 4: matrices whose numbers are whole codes of so many bits times one
-            power of two, so that every format of these bits with groups of at least 32 inputs holds
-            exactly the same numbers.
+        bits: 8 or 4: matrices of whole codes times a power of two, which every format of these bits
+            holds exactly; or None.
     """
 
     S: int
@@ -189,10 +182,8 @@ class ModelSizes(ProblemSizes):
 class ModelProblem(Problem):
     """A decoding step of a model with random weights.
 
-    The outputs are "logits" `[B, 1, V]` of one token after S cached ones, and "prompt", the last
-    logits of a short prompt. The cached keys and values are random, with a spread that makes the
-    attention weights uneven, so that the logits depend on the keys. Peers share the decoder's
-    parameters where they can.
+    The outputs are "logits" `[B, 1, V]` after S cached tokens, and "prompt", the last logits of a
+    short prompt. The cached keys make the weights uneven, so that the logits depend on them.
     """
 
     def __init__(self, sizes: ModelSizes, dtype: torch.dtype, device: torch.device) -> None:

@@ -54,12 +54,7 @@ CHECKED_QUERIES = 128
 
 @dataclass(frozen=True)
 class ParallelSizes(AttentionSizes):
-    """The sizes of causal attention over several ranks.
-
-    Args:
-        W: the number of ranks.
-        documents: whether the sequence holds packed documents, which do not see one another.
-    """
+    """The sizes of causal attention over several ranks, perhaps of packed documents."""
 
     W: int = 4
     documents: bool = False
@@ -73,12 +68,7 @@ class ParallelSizes(AttentionSizes):
 
 
 class ParallelProblem(AttentionProblem):
-    """Attention over a sequence that lies on several ranks.
-
-    Attributes:
-        mask: the mask.
-        shards: which rank holds which tokens.
-    """
+    """Attention over a sequence that lies on several ranks."""
 
     sizes: ParallelSizes
 
@@ -153,15 +143,7 @@ class ParallelProblem(AttentionProblem):
 
 @dataclass(frozen=True, eq=False)
 class RankInputs:
-    """What one rank holds of a problem.
-
-    Args:
-        q, k, v: its queries, keys and values, `[B, heads, n, D]`.
-        shards: which rank holds which tokens.
-        mask: the mask.
-        rank: the number of the rank.
-        group: the process group; None is the default group.
-    """
+    """What one rank holds: q, k, v `[B, heads, n, D]`, and its group (None is the default)."""
 
     q: Tensor
     k: Tensor
@@ -188,9 +170,7 @@ def one_process(inputs: RankInputs) -> Tensor:
 
 
 def forwarding_ring(inputs: RankInputs) -> Tensor:
-    """Send all keys and values around a ring: at each step a rank forwards the block that it has
-    just received, whether or not the next rank's queries see it.
-    """
+    """Send all keys and values around a ring, whether or not the next queries see them."""
     x, W = inputs, inputs.shards.world
     block = torch.stack([x.k, x.v])
     parts = {span: list[Partial]() for span in x.shards.spans(x.rank)}
@@ -258,13 +238,7 @@ RANK_STEPS: dict[str, RankStep] = {
 
 
 class RankPool:
-    """Processes that compute one peer's attention at each command.
-
-    Args:
-        name: the name of the peer, a key of `RANK_STEPS`.
-        problem: the problem.
-        shards: which rank holds which tokens.
-    """
+    """Processes that compute the attention of a peer of `RANK_STEPS` at each command."""
 
     def __init__(self, name: str, problem: ParallelProblem, shards: Shards) -> None:
         pairs = [Pipe() for _ in range(shards.world)]

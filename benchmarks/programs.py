@@ -165,11 +165,7 @@ class CheckpointSizes(ProgramSizes):
 
 
 class CheckpointProblem(ProgramProblem):
-    """A checkpoint on disk; the outputs are its first and its last tensor by name.
-
-    Attributes:
-        sizes: the sizes.
-    """
+    """A checkpoint on disk; the outputs are its first and its last tensor by name."""
 
     def __init__(self, sizes: CheckpointSizes, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__(dtype, device)
@@ -420,13 +416,7 @@ print(json.dumps(peak()))
 
 @dataclass(frozen=True)
 class MemorySizes(ProgramSizes):
-    """The sizes of a model in a GGUF file, of a prompt, and the number of decoded tokens.
-
-    Args:
-        model: the sizes of the model; with `bits` its matrices are in the format Q8_0 or Q4_0.
-        prompt: the number of tokens of the prompt.
-        steps: the number of decoded tokens.
-    """
+    """The sizes of a model in a GGUF file (Q8_0 or Q4_0 by `bits`), and of its texts."""
 
     model: ModelSizes
     prompt: int = 64
@@ -449,12 +439,7 @@ class MemorySizes(ProgramSizes):
 
 
 class MemoryProblem(ProgramProblem):
-    """A GGUF file with random weights, and the logits of a short prompt.
-
-    Attributes:
-        sizes: the sizes.
-        short: the tokens of the short prompt.
-    """
+    """A GGUF file with random weights, and the logits of a short prompt."""
 
     def __init__(self, sizes: MemorySizes, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__(dtype, device)

@@ -1,6 +1,4 @@
-"""Inference of architectures that other people wrote, built with random weights by their public
-libraries, with `regard.accelerate` and without.
-"""
+"""Inference of public libraries' architectures, with and without `regard.accelerate`."""
 
 from __future__ import annotations
 
@@ -32,7 +30,6 @@ class BuiltModel(NamedTuple):
     """A model of a public library.
 
     Attributes:
-        module: the model; its parameters are converted to the dtype of the problem.
         prepare: a function that creates the inputs, and the cache where there is one, in a dtype,
             and returns the step that is timed. A step leaves its inputs and its cache unchanged.
     """
@@ -51,7 +48,6 @@ class PublicModelSizes(ProblemSizes):
         layers: the number of layers; fewer than the published model has.
         tokens: the number of tokens, or of cached tokens in a decoding step; 0 where the model
             fixes it.
-        batch: the number of batch rows.
         narrow: whether widths are reduced to a few dims, for a run of milliseconds.
         memory: an estimate of the memory of the problem and its reference in bytes.
     """
@@ -105,9 +101,7 @@ class PublicModelProblem(Problem):
             return {"out": self._prepare(wide)()}
 
     def plain(self) -> Outputs:
-        """Return the output of the model as its library computes it; {} in fp32, where the allowed
-        error does not depend on it.
-        """
+        """Return the output of the library's model; {} in fp32, whose bound does not need it."""
         return {} if self.dtype == torch.float32 else {"out": self.step()}
 
 
@@ -146,11 +140,7 @@ def accelerated(problem: PublicModelProblem) -> PreparedCall:
 
 
 class AttentionTimer(TorchFunctionMode):
-    """A mode that measures the time in `F.scaled_dot_product_attention`.
-
-    Attributes:
-        seconds: the time in attention calls.
-    """
+    """A mode that measures the time in `F.scaled_dot_product_attention`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -179,10 +169,7 @@ _TORCH_ATTENTION = torch._C._nn.scaled_dot_product_attention
 
 
 def plain(problem: PublicModelProblem) -> PreparedCall:
-    """Prepare the step as it is; the kernel is the share of attention in the time of a step.
-
-    torch's fused layers do not call the attention function, so that nothing is said of them.
-    """
+    """Prepare the step; the kernel is the share of attention, which fused layers hide."""
     problem.step()
     with AttentionTimer() as timer:
         start = time.perf_counter()

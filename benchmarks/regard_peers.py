@@ -203,9 +203,7 @@ SPARE_STEPS = 8
 
 
 def captured_model(problem: ModelProblem) -> PreparedCall:
-    """Prepare a step of a model as a CUDA graph, whose positions go back at its end; on a CPU,
-    which has none, the same step with the same static caches.
-    """
+    """Prepare a step as a CUDA graph, whose positions go back; on a CPU, the plain step."""
     decoder, sizes = problem.decoder, problem.sizes
     size = StaticSize(sizes.S + SPARE_STEPS, sizes.B, problem.device)
     caches = to_static(problem.caches(problem.dtype), size)

@@ -29,15 +29,7 @@ TOLERANCE_RULE = (
 
 
 class OutputCheck(NamedTuple):
-    """The comparison of a peer's outputs with the reference, for the output with the largest error
-    relative to its bound.
-
-    Attributes:
-        correct: whether every output is within its bound.
-        error: the largest absolute error of that output.
-        allowed: its bound.
-        why: what is wrong, or "".
-    """
+    """A peer's output with the largest error relative to its bound; `why` says what is wrong."""
 
     correct: bool
     error: float
@@ -107,18 +99,14 @@ class PeerResult:
     """The result of one peer.
 
     Attributes:
-        peer, status, why: the name of the peer, its status, and why it was not timed.
-        kernel: the name of the kernel that ran, if the peer reports it.
         seconds, quartiles, rounds: the median time of a call, its quartiles, and how many rounds.
         ratio: the median over rounds of its time divided by regard's time in the same round.
-        ratio_quartiles: the quartiles of these ratios.
         bytes_per_second, flops_per_second: the minimum work of the problem divided by the median
             time; None where nothing is counted.
         of_read, of_gemm: these rates as shares of the machine's: the bandwidth is measured in the
             same rounds, the FLOP rate before them.
         error, allowed: the largest error of its outputs, and the bound of the rule.
         peak_bytes: the peak memory of a call with its result, if it was measured.
-        figures: further figures that the peer reports, by name.
     """
 
     peer: str
@@ -142,17 +130,7 @@ class PeerResult:
 
 @dataclass(frozen=True)
 class CaseResult:
-    """The result of a case at one size in one dtype.
-
-    Attributes:
-        case, description: the name and the description of the case.
-        sizes: the sizes as text.
-        dtype, device: the dtype and the device of the problem.
-        work: the minimum work; None if the case was not run.
-        refused: why the case was not run, or "".
-        rows: one result per peer.
-        interrupted: whether the run was interrupted before its last round.
-    """
+    """The result of a case at one size in one dtype."""
 
     case: str
     description: str
@@ -197,9 +175,7 @@ def timed_result(
     case: CaseResult,
     ceilings: Ceilings,
 ) -> PeerResult:
-    """Return the result of a peer whose outputs are right, from the seconds of each round of its
-    own, of regard's and of reading memory; "interrupted" without any round.
-    """
+    """Return the result of a peer from the seconds of each round, or "interrupted"."""
     row = PeerResult(name, "timed", "", kernel, error=check.error, allowed=check.allowed)
     if not own:
         return replace(row, status="interrupted", why="no round was completed")

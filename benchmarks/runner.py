@@ -1,5 +1,4 @@
-"""Running a case: peers are prepared, in this process or in one of their own, and checked; those
-with right outputs are timed in turns.
+"""Running a case: peers are prepared and checked; those that are right are timed in turns.
 
 Threads of another library slow down the others in the same process. CTranslate2 starts its threads
 with the OpenMP library that torch has loaded; with more threads than processors, that library lets
@@ -53,7 +52,6 @@ class TimingBudget:
     """How long a case is measured.
 
     Args:
-        rounds: how many rounds; each round times every peer once.
         seconds: no new round begins after this many seconds of rounds; None is no limit.
         sample: seconds of one timing; short calls are repeated.
     """
@@ -84,8 +82,7 @@ def measure(
 ) -> CaseResult:
     """Measure a case at one size in one dtype.
 
-    After an interrupt during the rounds, the complete rounds count and the result is marked as
-    interrupted. An interrupt before the first round is raised.
+    After an interrupt the complete rounds count; before the first round it is raised.
     """
     needed, available = sizes.bytes(dtype), free_memory(device)
     result = CaseResult(case.name, case.description, str(sizes), dtype, device.type)
@@ -228,13 +225,7 @@ _CODE = "import sys; from benchmarks.runner import serve; serve(int(sys.argv[1])
 
 
 class PeerProcess:
-    """A process in which a peer solves a problem. It ends when this object is deleted.
-
-    Args:
-        peer: the peer, which the process gets as a pickle.
-        sizes: the sizes of the problem, which the process creates again.
-        dtype, device: the dtype and the device of the problem.
-    """
+    """A process in which a peer solves a problem. It ends when this object is deleted."""
 
     def __init__(
         self, peer: Peer[Any], sizes: ProblemSizes, dtype: torch.dtype, device: torch.device

@@ -1,6 +1,4 @@
-"""Sentence vectors: texts of unequal length through a BERT with random weights, by `embed` of
-regard, which packs rows, and by other engines with padded batches of texts of similar length.
-"""
+"""Sentence vectors of texts of unequal length, packed or padded, through a random BERT."""
 
 from __future__ import annotations
 
@@ -46,11 +44,7 @@ CHECKED_TEXTS = 32
 class SentenceSizes(ProblemSizes):
     """The sizes of an encoder and of its texts; the defaults are those of all-MiniLM-L6-v2.
 
-    The lengths of the texts follow a log-normal distribution with a median of 18 words.
-
-    Args:
-        texts: the number of texts.
-        layers, dim, inner, H, vocabulary: the sizes of the model.
+    The lengths of the texts are log-normal, with a median of 18 words.
     """
 
     texts: int
@@ -82,11 +76,7 @@ class SentenceSizes(ProblemSizes):
 class SentenceProblem(Problem):
     """Texts whose normalized mean vectors are computed, "vectors" `[N, M]`.
 
-    The texts are tokenized by every peer with the same tokenizer, as part of the measured time.
-
-    Attributes:
-        model: the encoder with its tokenizer.
-        texts: the texts, in random order of their lengths.
+    Each peer tokenizes them in the measured time, in random order of their lengths.
     """
 
     def __init__(self, sizes: SentenceSizes, dtype: torch.dtype, device: torch.device) -> None:

@@ -29,13 +29,7 @@ through the whole network.
 
 
 class NanoGptStyle(nn.Module):
-    """The model as a short training script writes it: one product for q, k and v, torch's attention
-    function and norms, logits in one tensor.
-
-    Args:
-        problem: the problem, whose weights are copied.
-        fused: whether attention is torch's function; otherwise it is written out.
-    """
+    """The model as a short training script writes it, with torch's attention if `fused`."""
 
     def __init__(self, problem: ModelProblem, *, fused: bool = True) -> None:
         super().__init__()

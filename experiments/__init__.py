@@ -1,9 +1,7 @@
 """Statements about attention, each tested by an experiment that anyone can run.
 
-A `Claim` is one sentence from the public notes that this project began from. It names the
-measurement that would confirm the sentence, runs it, and compares the numbers with bounds that are
-written in the same file. The verdict is one of: holds, holds with limits, undecided, does not hold.
-All experiments are small, and each claim says what an experiment of its size can and cannot show.
+A `Claim` is one sentence from public notes, with a measurement and bounds that would confirm it.
+The verdict is one of: holds, holds with limits, undecided, does not hold.
 """
 
 from __future__ import annotations
@@ -76,20 +74,7 @@ CLAIMS: dict[str, Claim] = {
 
 
 def find_claim(name: str) -> Claim:
-    """Return the claim of an id.
-
-    Args:
-        name: a key of `CLAIMS`.
-
-    Returns:
-        The claim.
-
-    Raises:
-        ArgumentError: there is no such claim; the message suggests similar ids.
-
-    >>> str(find_claim("scale").sources[1])
-    'AttnJourney, section 3.1'
-    """
+    """Return the claim of an id, which is a key of `CLAIMS`."""
     if name not in CLAIMS:
         hint = suggest(name, CLAIMS, most=2, otherwise=";")
         raise ArgumentError(
@@ -101,25 +86,12 @@ def find_claim(name: str) -> Claim:
 
 
 def experiments(claims: Sequence[Claim], budget: float = 1.0, seed: int = 0) -> list[Experiment]:
-    """Return the experiments that measure claims, under the names claim/<id>.
-
-    Claims that use the measurement of another claim share its experiment.
+    """Return the experiments that measure claims, shared where claims share one, as claim/<id>.
 
     Args:
-        claims: the claims to measure.
         budget: 1 takes at most about two minutes per experiment on two cores; 2 doubles steps and
             rounds.
         seed: the random seed for weights, data and order.
-
-    Returns:
-        The experiments, each once.
-
-    Raises:
-        ArgumentError: the budget is not above 0 and finite.
-
-    >>> from experiments import find_claim
-    >>> [experiment.name for experiment in experiments([find_claim("scale")], budget=0.01)]
-    ['claim/scale']
     """
     if not (budget > 0 and math.isfinite(budget)):
         raise ArgumentError(
@@ -132,26 +104,7 @@ def experiments(claims: Sequence[Claim], budget: float = 1.0, seed: int = 0) -> 
 def run_claims(
     session: Session, claims: Sequence[Claim], budget: float = 1.0, seed: int = 0
 ) -> list[Outcome]:
-    """Measure claims, or take the numbers that an earlier run with the same budget and seed has
-    stored.
-
-    Args:
-        session: a session, whose store has the numbers.
-        claims: the claims to measure.
-        budget, seed: see `experiments`.
-
-    Returns:
-        One outcome per claim.
-
-    Raises:
-        ArgumentError: the budget is not above 0 and finite.
-
-    >>> from regard.compare import ExperimentStore, Session
-    >>> from experiments import find_claim
-    >>> session = Session(ExperimentStore(None))
-    >>> [outcome.verdict for outcome in run_claims(session, [find_claim("minus-infinity")])]
-    ['holds with limits']
-    """
+    """Measure claims, or take the numbers of an earlier run of this budget and seed."""
     outcomes = []
     for claim in claims:
         (experiment,) = experiments([claim], budget, seed)

@@ -24,8 +24,6 @@ class Criterion:
     """One measured number, and the bounds within which it lies if the statement is true.
 
     Args:
-        quantity: a description of the number.
-        value: the measured value.
         low, high: the bounds. A value equal to a bound is inside; NaN is always outside.
         role: "claim": the statement is false if this criterion fails. "limit": a special case; if
             it fails, the statement holds with limits. "control": if it fails, the measurement
@@ -33,11 +31,6 @@ class Criterion:
         spread: the range of the repeated measurements (the quartiles of the rounds, or the least
             and the largest value over the seeds), or None. A bound inside the range leaves the
             criterion undecided.
-
-    >>> Criterion("speed-up", 2.4, low=2.0).answer, Criterion("slow-down", 2.4, high=1.0).answer
-    ('yes', 'no')
-    >>> Criterion("slow-down", 1.02, high=1.0, spread=(0.97, 1.06)).answer
-    'undecided'
     """
 
     quantity: str
@@ -49,9 +42,7 @@ class Criterion:
 
     @property
     def answer(self) -> str:
-        """The answer: "yes" if the whole spread lies inside the bounds, "no" if none of it does,
-        "undecided" otherwise; always "reported" for that role.
-        """
+        """The answer: "yes", "no" or "undecided" as the spread lies inside, or "reported"."""
         if self.role == "reported":
             return "reported"
         least, most = self.spread or (self.value, self.value)
@@ -77,11 +68,7 @@ class Criterion:
         return f"{self.low:.4g} to {self.high:.4g}"
 
     def as_dict(self) -> Numbers:
-        """Return the criterion as plain values for JSON.
-
-        Returns:
-            The attributes and the answer. A value or a bound that is not finite is None.
-        """
+        """Return the criterion as plain values for JSON."""
         finite = {
             name: value if math.isfinite(value) else None
             for name, value in (("value", self.value), ("low", self.low), ("high", self.high))
@@ -103,23 +90,7 @@ def median_criterion(
     high: float = math.inf,
     role: Role = "claim",
 ) -> Criterion:
-    """Return a criterion for the median of repeated measurements.
-
-    Args:
-        quantity: a description of the number.
-        values: the measurements, one for each round or seed.
-        low, high: the bounds of the median.
-        role: see `Criterion`.
-
-    Returns:
-        The criterion. Its spread is the first and the third quartile, or for fewer than four
-        measurements the least and the largest one.
-
-    >>> median_criterion("seeds", [0.2, 0.4]).spread
-    (0.2, 0.4)
-    >>> median_criterion("rounds", [1.0, 2.0, 3.0, 4.0, 50.0]).spread
-    (2.0, 4.0)
-    """
+    """Return a criterion for the median of repeated measurements."""
     spread = (min(values), max(values)) if len(values) < 4 else quartiles(values)
     return Criterion(quantity, median(values), low, high, role, spread)
 
@@ -127,18 +98,8 @@ def median_criterion(
 def verdict(criteria: Sequence[Criterion]) -> str:
     """Return the verdict that follows from the answers to the criteria.
 
-    If a control fails, the claim is undecided. Otherwise the claim does not hold if one of its own
-    criteria fails, and is undecided if one of them is undecided. Otherwise it holds: with limits if
-    a limit is not met.
-
-    Args:
-        criteria: all criteria of the claim.
-
-    Returns:
-        One of `VERDICTS`.
-
-    >>> verdict([Criterion("a", 1.0, low=0.0), Criterion("b", 1.0, low=2.0, role="limit")])
-    'holds with limits'
+    A failed control decides nothing; else a failed criterion of its own refutes the claim, an
+    undecided one leaves it undecided; else it holds, with limits if a limit is not met.
     """
     answers = {role: {c.answer for c in criteria if c.role == role} for role in get_args(Role)}
     if answers["control"] - {"yes"}:
@@ -159,11 +120,7 @@ OUTLINE = "the outline"
 
 
 class NoteSection(NamedTuple):
-    """A section of a public note that makes the statement of a claim.
-
-    >>> str(NoteSection(ATTN_JOURNEY, "3.1")), str(NoteSection(OUTLINE, "long contexts"))
-    ('AttnJourney, section 3.1', 'the outline, long contexts')
-    """
+    """A section of a public note that makes the statement of a claim."""
 
     note: str
     section: str
@@ -183,9 +140,7 @@ class Claim:
     """One statement, with the experiment that tests it. The verdict is about `statement` alone.
 
     Args:
-        id: the name on the command line.
         sources: the sections of the notes that make the statement.
-        statement: the statement of the notes, in one sentence.
         prediction: the measurements that would confirm the statement.
         scope: what an experiment of this size can and cannot show.
         measure: a function of budget and seed; returns numbers that JSON can hold.
@@ -216,14 +171,7 @@ class Claim:
 
 @dataclass(frozen=True)
 class Outcome:
-    """A claim with its measured numbers.
-
-    Args:
-        claim: the claim.
-        numbers: the numbers that `claim.measure` returned.
-        budget, seed: the arguments of the measurement.
-        reused: whether the numbers come from an earlier run.
-    """
+    """A claim with its measured numbers."""
 
     claim: Claim
     numbers: Numbers
@@ -252,11 +200,7 @@ class Outcome:
         return [] if self.claim.table is None else self.claim.table(self.numbers)
 
     def as_dict(self) -> Numbers:
-        """Return the claim and its outcome as plain values for JSON.
-
-        Returns:
-            The texts of the claim, the verdict, the criteria, the numbers, the table and the plot.
-        """
+        """Return the claim and its outcome as plain values for JSON."""
         claim = self.claim
         texts = {
             name: getattr(claim, name)

@@ -24,22 +24,9 @@ def time_cases(
     sample: float = 0.01,
     limit: float = 20.0,
 ) -> dict[str, list[float]]:
-    """Time functions in turns in this process, on one thread, in processor time.
+    """Time functions in turns on one thread, in processor time, which other work leaves alone.
 
-    Processor time excludes waiting, so that other work on a busy machine does not change a verdict.
-
-    Args:
-        cases: the functions by name.
-        budget: a factor for the number of rounds and for the time limit.
-        rounds: the number of rounds at a budget of 1.
-        sample: seconds of one timing.
-        limit: seconds of all rounds together, at a budget of 1.
-
-    Returns:
-        Seconds per call, for each function and round.
-
-    >>> [len(rounds) for rounds in time_cases({"a": lambda: 1}, 0.01, sample=0.0).values()]
-    [3]
+    At a budget of 1 there are `rounds` rounds, or fewer in `limit` seconds.
     """
     with torch.inference_mode(), torch_threads(1):
         return interleaved(
@@ -52,31 +39,17 @@ def time_cases(
 
 
 def round_ratios(times: Mapping[str, Sequence[float]], of: str, to: str) -> list[float]:
-    """Return the ratio of two functions' times in each round.
-
-    A change of the machine's speed affects both times of a round.
-
-    >>> round_ratios({"a": [1.0, 3.0], "b": [5.0, 2.0]}, "b", "a")
-    [5.0, 0.6666666666666666]
-    """
+    """Return the ratio of two times in each round, where the machine's speed is the same."""
     return [x / y for x, y in zip(times[of], times[to], strict=True)]
 
 
 def combine_rounds(rows: Sequence[Sequence[float]]) -> list[float]:
-    """Return the geometric mean over rows, such as lengths, for each round that all rows have.
-
-    >>> combine_rounds([[1.0, 4.0, 9.0], [4.0, 1.0]])
-    [2.0, 2.0]
-    """
+    """Return the geometric mean over rows, such as lengths, for each round that all rows have."""
     return [geometric_mean(values) for values in zip(*rows, strict=False)]
 
 
 def fit_exponent(lengths: Sequence[float], values: Sequence[float]) -> float:
-    """Return the least-squares slope of log(value) over log(length): values ~ length^slope.
-
-    >>> round(fit_exponent([1, 2, 4], [3.0, 12.0, 48.0]), 6)
-    2.0
-    """
+    """Return the least-squares slope of log(value) over log(length): values ~ length^slope."""
     x, y = [math.log(n) for n in lengths], [math.log(v) for v in values]
     mx, my = sum(x) / len(x), sum(y) / len(y)
     return sum((a - mx) * (b - my) for a, b in zip(x, y, strict=True)) / sum(
@@ -113,12 +86,7 @@ def timing_lines(numbers: Numbers, *names: str) -> tuple[Line, ...]:
 
 
 def length_exponents(rows: Sequence[Numbers], name: str) -> list[float]:
-    """Return the exponent of the length in a function's times, for each round.
-
-    >>> rows = [{"length": n, "times": {"a": [1e-6 * n, 2e-6 * n**2]}} for n in (10, 100)]
-    >>> length_exponents(rows, "a")
-    [1.0, 2.0]
-    """
+    """Return the exponent of the length in a function's times, for each round."""
     lengths = [float(row["length"]) for row in rows]
     return [
         round(fit_exponent(lengths, times), 12)

@@ -77,10 +77,7 @@ def _measure(budget: float, seed: int) -> Numbers:
 
 @torch.no_grad()
 def _thirds(model: nn.Module, examples: Sequence[Example]) -> list[list[int]]:
-    """Return [correct, total] words for the first, second and last third of long targets.
-
-    Each word is predicted after the right words before it.
-    """
+    """Return [correct, total] words, after right ones, by thirds of long targets."""
     thirds = [[0, 0], [0, 0], [0, 0]]
     for rows in pad(TASK, examples).split(32):
         best = model(rows.source, rows.target[:, :-1], padded_positions(rows.source)).argmax(-1)

@@ -39,15 +39,7 @@ NUM_TOKENS = 24
 
 
 def _step(cache: Cache, parts: tuple[int, ...], mask: Mask, x: Tensor, *, slots: bool) -> float:
-    """Return the error of the last call if it uses no mask, so that every stored key is visible.
-
-    Args:
-        cache: an empty cache.
-        parts: the number of tokens of each call.
-        mask: the mask of the right result.
-        x: the tokens, `[1, N, 8]`.
-        slots: whether a buffer of 16 slots is passed to attention, with zeros in the empty slots.
-    """
+    """Return the last call's error without a mask, with tokens x `[1, N, 8]` or 16 `slots`."""
     module = mha(8, 2).double()
     start = 0
     for part in x[:, : sum(parts)].split_with_sizes(parts, 1):
@@ -75,9 +67,7 @@ def _buffer(x: Tensor) -> Tensor:
 
 
 def _without_cache(layers: int, x: Tensor) -> float:
-    """Return the error of the last row if no layer has a mask and there is no cache, so that all
-    rows are computed again for each new token.
-    """
+    """Return the last row's error without mask and cache: each token computes all rows."""
     stack = [mha(8, 2, is_causal=True).double() for _ in range(layers)]
 
     def last(mask: Mask | None) -> Tensor:

@@ -28,15 +28,9 @@ FEATURES: dict[str, Callable[[str], bool]] = {
 
 
 def _balanced_accuracy(score: Tensor, has: Tensor, train: Tensor) -> float:
-    """Return the balanced accuracy with which a score predicts a feature on the test half.
+    """Return how well a score `[V]` predicts on the test half which tokens have a feature.
 
-    The threshold is halfway between the mean scores of tokens with and without the feature in the
-    training half.
-
-    Args:
-        score: a number per token, `[V]`.
-        has: whether a token has the feature, `[V]`.
-        train: whether a token is in the training half, `[V]`.
+    The threshold is halfway between the mean scores with and without it in the training half.
     """
     threshold = (score[train & has].mean() + score[train & ~has].mean()) / 2
     sign = score[train & has].mean() > score[train & ~has].mean()
@@ -53,9 +47,7 @@ def _direction(x: Tensor, has: Tensor) -> Tensor:
 
 
 def _accuracies(table: Tensor, shuffled: Tensor, has: Tensor, train: Tensor) -> dict[str, float]:
-    """Return the accuracies on the test half: of a direction, of a direction in an embedding with
-    shuffled rows, and of the best single dim.
-    """
+    """Return the test accuracies of a direction, of one in shuffled rows, and of the best dim."""
     accuracies = {
         name: _balanced_accuracy(vectors @ _direction(vectors[train], has[train]), has, train)
         for name, vectors in (("direction", table), ("shuffled", shuffled))

@@ -1,5 +1,4 @@
-"""Claims about contexts beyond the trained length: rotary positions with five extensions, and
-ALiBi.
+"""Claims about contexts beyond the trained length: rotary extensions, and ALiBi.
 
 Perplexity is measured on text with the model "tiny", and retrieval with two small models, rotary
 and ALiBi, that are trained to find a passkey. The rotary base of the small model is b = (T / 2
@@ -52,10 +51,7 @@ METHODS: tuple[Extension, ...] = tuple(get_args(Extension))
 
 
 class TextAndAnswerLoss:
-    """The mean loss of all next tokens plus the mean loss of the answers.
-
-    The answers are few; as a separate mean they have the same weight as all tokens together.
-    """
+    """The mean loss of all next tokens plus that of the answers, which are few."""
 
     def __call__(self, model: nn.Module, rows: PaddedBatch) -> torch.Tensor:
         """Return the mean over all tokens plus the mean over the answers."""
@@ -110,9 +106,7 @@ def _trained(seed: int, count: int) -> tuple[LlamaConfig, Decoder, Decoder]:
 
 
 def _loss_and_accuracy(model: nn.Module, length: int, examples: int) -> dict[str, float]:
-    """Return the loss of all tokens in nats per token, and the accuracy of the passkey's digits, in
-    examples of a length.
-    """
+    """Return the loss in nats per token, and the passkey's accuracy, at a length."""
     task, split = passkey_of_length(length), "longer" if length > T else "validation"
     rows = pad(task, task.examples(split, examples, "read"))
     model.eval()
@@ -178,9 +172,7 @@ def _on_text(windows: int, methods: Sequence[Extension]) -> Numbers:
 def _tuned(
     rope: Decoder, config: LlamaConfig, method: Extension, count: int, examples: int, seed: int
 ) -> dict[str, float]:
-    """Return the results of an extension to twice the length after some training steps at that
-    length.
-    """
+    """Return an extension's results after training steps at twice the length."""
     checkpoint = Checkpoint(copy.deepcopy(rope), config)
     model = extend_context(checkpoint, 2 * T, method)[0].network.requires_grad_(True)
     longer = replace(TASK, lengths=(T, 2 * T, 2 * T + 1))

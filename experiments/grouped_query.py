@@ -151,10 +151,7 @@ def _checks_linear(numbers: Numbers) -> list[Criterion]:
 
 
 def _extra_loss(numbers: Numbers, name: str) -> list[float]:
-    """Return the loss minus MHA's loss in nats per byte, for each seed.
-
-    Both models of a seed are trained on the same text in the same order.
-    """
+    """Return the loss minus MHA's in nats per byte, for each seed, on the same text."""
     by = _by_name(numbers)
     return [a - b for a, b in zip(by[name]["text"], by["mha"]["text"], strict=True)]
 

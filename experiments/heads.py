@@ -164,10 +164,7 @@ def _measure_text(budget: float, seed: int) -> Numbers:
 
 
 def _gains(first: Numbers, second: Numbers) -> list[float]:
-    """Return the first loss minus the second one in nats per byte, for each seed.
-
-    Both models of a seed are trained on the same text in the same order.
-    """
+    """Return the first loss minus the second in nats per byte, for each seed."""
     return [a - b for a, b in zip(first["text"], second["text"], strict=True)]
 
 

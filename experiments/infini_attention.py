@@ -1,8 +1,7 @@
 """Claims about Infini-attention: recall across segments, against a window and against all keys.
 
-Each example consists of key-value pairs, then filler tokens (the silence), then the same pairs
-again, whose values are the answers. The silence is as long as the windows of all layers together,
-so that a model with windows alone cannot retrieve the values.
+An example has key-value pairs, a silence as long as the windows of all layers together, and the
+pairs again, whose values are the answers.
 """
 
 from __future__ import annotations
@@ -33,9 +32,7 @@ STEPS = 400
 
 
 def _draw_across_segments(random: Random, _: int) -> Example:
-    """Return keys with their values, silence, and the keys with their values again in another
-    order.
-    """
+    """Return keys with values, silence, and the same in another order."""
     keys = random.sample(KEYS, PAIRS)
     values = {key: random.choice(VALUES) for key in keys}
     pairs = [token for key in keys for token in (key, values[key])]
@@ -75,10 +72,7 @@ def _trained(name: str, count: int, rate: float, seed: int) -> Decoder:
 
 
 def _added_to(model: Decoder, seed: int) -> Decoder:
-    """Return a trained model in which Infini-attention replaces the mechanism.
-
-    Every weight that both have is copied; the gate is not trained.
-    """
+    """Return a trained model with Infini-attention, whose gate is not trained."""
     attention, options = MECHANISMS["infini"]
     _, new_model = small_decoder(
         len(TASK.vocabulary),

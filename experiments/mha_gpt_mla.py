@@ -1,8 +1,7 @@
 """Claims about the time of MHA, GPT's attention and MLA, about fused projections, and about masks.
 
-The note timed MHA and GPT with a dropout of 0.1 and MLA with 0.0, once each without warm-up, and
-MHA first. Here every kind is timed in turns after a warm-up: with dropout 0.1 in training mode, and
-in evaluation mode; MLA is also timed in training mode without dropout, as in the note.
+The note timed each once, without warm-up, MLA without dropout. Here all are timed in turns after
+a warm-up, with dropout 0.1 in training and in evaluation mode; MLA also as in the note.
 """
 
 from __future__ import annotations
@@ -212,9 +211,7 @@ MLA_TIME = Claim(
 
 
 def _pair() -> tuple[Attention, Attention]:
-    """Return attention with a fused projection, and with separate ones, both with the same
-    weights.
-    """
+    """Return attention with fused and with separate projections of the same weights."""
     fused, separate = gpt(DIM, HEADS, bias=False).eval(), mha(DIM, HEADS, is_causal=True).eval()
     fused_project, separate_project = fused.project, separate.project
     assert isinstance(fused_project, FusedQKV)

@@ -48,16 +48,9 @@ COUNTED, TIMED = (16, 64, 256), (128, 512, 2048)
 
 
 class DependencyChain(TorchDispatchMode):
-    """Counts the longest chain of operations in which each needs the result of the one before.
+    """Counts the longest chain of operations in which each needs the one before.
 
-    An operation on whole tensors counts as one step, a view as none. A tensor that was created
-    outside the mode has depth 0.
-
-    >>> with DependencyChain() as chain:
-    ...     x = torch.ones(3) + 1
-    ...     y = (x * 2) + (x * 3)
-    >>> chain.depth(x), chain.depth(y)
-    (2, 4)
+    Views do not count, and tensors from outside have depth 0.
     """
 
     def __init__(self) -> None:

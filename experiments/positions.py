@@ -298,19 +298,9 @@ VALUES_STEPS, VALUES_CONTEXT = 200, 96
 
 
 class RotatedValues(SeparateQKV):
-    """A projection that rotates its values in addition to its queries and keys.
+    """A projection that rotates its values, like the queries and keys of `before`.
 
-    `Attention` calls `query` before `postprocess`, so the projection stores the positions of the
-    queries, by which `postprocess` rotates the output back.
-
-    Args:
-        before: a projection with rotary queries and keys, whose `q`, `k` and `v` are used.
-        back: whether the output of attention is rotated back.
-
-    >>> _, model = small_decoder(BYTES, dim=16, heads=2)
-    >>> project = RotatedValues(model.layers[0].attention.project, back=True)
-    >>> project.remember(torch.zeros(1, 3, 16), Span(0, 3))[1].shape
-    torch.Size([1, 2, 3, 8])
+    `Attention` calls `query`, which stores the positions, before `postprocess` rotates back.
     """
 
     def __init__(self, before: SeparateQKV, *, back: bool) -> None:

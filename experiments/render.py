@@ -32,13 +32,7 @@ def list_claims(claims: Sequence[Claim]) -> str:
 
 
 def outcome_text(outcome: Outcome) -> str:
-    """Return a claim, its verdict, and every measured number with its bounds, for a terminal.
-
-    >>> from experiments import find_claim
-    >>> claim = find_claim("minus-infinity")
-    >>> outcome_text(Outcome(claim, claim.measure(1.0, 0))).splitlines()[0]
-    'minus-infinity: holds with limits'
-    """
+    """Return a claim, its verdict, and every measured number with its bounds, for a terminal."""
     claim = outcome.claim
     reused = translate(" (reused from an earlier run)") if outcome.reused else ""
     lines = [
@@ -81,11 +75,7 @@ def _bounds(check: Criterion) -> str:
 
 
 def summary(outcomes: Sequence[Outcome]) -> str:
-    """Return how many claims have each verdict, in one line.
-
-    >>> summary([])
-    '0 claims: 0 hold, 0 hold with limits, 0 undecided, 0 do not hold'
-    """
+    """Return how many claims have each verdict, in one line."""
     verdicts = [outcome.verdict for outcome in outcomes]
     counts = [verdicts.count(verdict) for verdict in VERDICTS]
     return translate(
@@ -99,11 +89,7 @@ def summary(outcomes: Sequence[Outcome]) -> str:
 
 
 def as_csv(outcomes: Sequence[Outcome]) -> str:
-    """Return the outcomes as CSV, with one line for each criterion.
-
-    >>> as_csv([]).strip()
-    'claim,verdict,check,value,least,most,low,high,answer,role'
-    """
+    """Return the outcomes as CSV, with one line for each criterion."""
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
     writer.writerow(COLUMNS)
@@ -117,13 +103,7 @@ def as_csv(outcomes: Sequence[Outcome]) -> str:
 
 
 def outcome_section(outcome: Outcome) -> Section:
-    """Return the outcome of a claim as a section of an HTML page.
-
-    >>> from experiments import find_claim
-    >>> claim = find_claim("minus-infinity")
-    >>> outcome_section(Outcome(claim, claim.measure(1.0, 0))).badge
-    'holds with limits'
-    """
+    """Return the outcome of a claim as a section of an HTML page."""
     claim = outcome.claim
     good = {VERDICTS[0]: True, VERDICTS[3]: False}.get(outcome.verdict)
     rows = [

@@ -64,10 +64,7 @@ def _checks(numbers: Numbers) -> list[Criterion]:
     n, m = numbers["rows"], numbers["keys"]
 
     def standard_errors(row: Numbers) -> float:
-        """Return the difference of the spread from sqrt(d), in standard errors.
-
-        The standard error is that of n m products, whose queries and keys have random lengths.
-        """
+        """Return the difference of the spread from sqrt(d), in errors of n m random products."""
         error = math.sqrt(2 / (n * m) + (2 / n + 2 / m) / row["dim"]) / 2
         return float(abs(row["spread"] / row["dim"] ** 0.5 - 1) / error)
 
@@ -131,10 +128,7 @@ GRADIENT_DIMS, TOKENS, DRAWS = (16, 64, 256, 1024), 64, 5
 def _gradients(
     dim: int, generator: torch.Generator, tokens: int = TOKENS
 ) -> dict[str, dict[str, float]]:
-    """Return the norms of the gradients of one layer, with and without the scale.
-
-    The tokens are random, and so is the gradient of the output.
-    """
+    """Return the gradient norms of one layer on random numbers, with and without the scale."""
     x, target = torch.randn(2, tokens, dim, generator=generator, dtype=torch.float64)
     maps = torch.randn(3, dim, dim, generator=generator, dtype=torch.float64) * dim**-0.5
     q, k, v = x @ maps
@@ -287,10 +281,7 @@ TRAINED_DIMS, WIDTH, SEEDS, STEPS = (16, 256), 64, 3, 100
 
 
 def _trained(dim: int, way: str, seed: int, count: int) -> dict[str, float]:
-    """Train two layers of one head on bytes, with or without the scale.
-
-    Returns the loss, and the largest and the median gradient norm of the training.
-    """
+    """Train two layers of one head; return the loss, and largest and median gradient norm."""
     _, model = small_decoder(BYTES, dim=WIDTH, heads=1, options={"head_dim": dim}, seed=seed)
     for layer in model.layers:
         attention = layer.attention

@@ -40,18 +40,9 @@ def small_decoder(
     The dim of the feed-forward layers is 8/3 of `dim`.
 
     Args:
-        vocabulary: the number of tokens.
-        dim, layers, heads: the sizes.
         attention, options: a mechanism of the catalogue and its options; "gqa" without options has
             one key/value head per query head.
         position, window: see `regard.models.families.regard.Config`.
-        seed: the seed of the weights.
-
-    Returns:
-        The config and the decoder.
-
-    >>> sum(p.numel() for p in small_decoder(256, layers=1)[1].parameters())
-    86208
     """
     mechanism_options = dict(options or {})
     if attention == "gqa":
@@ -80,14 +71,7 @@ def train_on_task(
     seed: int = 0,
     loss: Loss | None = None,
 ) -> float:
-    """Train on the examples of a task, and return the loss of the last step.
-
-    >>> from regard.train.tasks import TASKS
-    >>> task = TASKS["mqar"]
-    >>> _, model = small_decoder(len(task.vocabulary), dim=16, heads=2)
-    >>> train_on_task(model, task, 2, batch=2) > 0
-    True
-    """
+    """Train on the examples of a task, and return the loss of the last step."""
     return _fit(model, TaskBatches(task, batch=batch, seed=seed), count, lr, loss or AnswerLoss())
 
 
@@ -138,22 +122,14 @@ def gradient_norms(
 
 
 def byte_loss(model: nn.Module, context: int, rows: int = 64) -> float:
-    """Return the loss on the validation part of the text, in nats per byte.
-
-    >>> byte_loss(small_decoder(BYTES, dim=16, heads=2)[1], 16, rows=2) > 3
-    True
-    """
+    """Return the loss on the validation part of the text, in nats per byte."""
     validation = _documentation_bytes()[1]
     width = context + 1
     return evaluate(model, validation[: rows * width].view(-1, width), batch=16)
 
 
 def validation_bytes(count: int) -> Int[Tensor, " n"]:
-    """Return the first bytes of the validation part of the text, `[n]`.
-
-    >>> validation_bytes(3).shape
-    torch.Size([3])
-    """
+    """Return the first bytes of the validation part of the text, `[n]`."""
     return _documentation_bytes()[1][:count]
 
 
@@ -161,14 +137,7 @@ def validation_bytes(count: int) -> Int[Tensor, " n"]:
 def answer_accuracy(
     model: nn.Module, task: Task, split: str, examples: int = 256, seed: int | str = 0
 ) -> float:
-    """Return the share of answers that the model predicts, each after the right tokens before it.
-
-    >>> from regard.train.tasks import TASKS
-    >>> task = TASKS["mqar"]
-    >>> _, model = small_decoder(len(task.vocabulary), dim=16, heads=2)
-    >>> 0 <= answer_accuracy(model, task, "validation", 4) <= 1
-    True
-    """
+    """Return the share of answers that the model predicts after the right tokens before them."""
     model.eval()
     correct = total = 0
     for rows in pad(task, task.examples(split, examples, seed)).split(32):
@@ -179,10 +148,7 @@ def answer_accuracy(
 
 
 def _fit(model: nn.Module, data: BatchSource, count: int, lr: float, loss: Loss) -> float:
-    """Train without output, with a warm-up of a tenth of the steps, on one thread.
-
-    A second thread would make matrix products of this size slower.
-    """
+    """Train silently with a warm-up of a tenth, on one thread, which is faster at this size."""
     settings = Settings(steps=count, lr=lr, warmup=max(1, count // 10), weight_decay=0.01)
     with torch_threads(1):
         result = fit(model, data, settings, loss=loss)

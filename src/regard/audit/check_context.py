@@ -1,6 +1,4 @@
-"""`CheckContext`, which all checks receive: how to call the code, which mask it needs, and how to
-compare two of its outputs.
-"""
+"""`CheckContext`, which all checks receive: how to call the code, and compare outputs."""
 
 from __future__ import annotations
 
@@ -83,9 +81,7 @@ class CheckContext:
         self.float64_adapter = to_float64(self.adapter)
 
     def expected_mask(self, T: int, S: int, *, causal: bool | None = None) -> Tensor:
-        """Return the claimed mask of the last T queries and S keys, bool [T, S]; `causal` overrides
-        the context's.
-        """
+        """Return the claimed mask of the last queries, bool [T, S]; `causal` overrides it."""
         causal = self.causal if causal is None else causal
         i, j = torch.arange(S - T, S)[:, None], torch.arange(S)
         visible = torch.ones(T, S, dtype=torch.bool)
@@ -121,9 +117,7 @@ class CheckContext:
         weights: bool = False,
         adapter: TargetAdapter | None = None,
     ) -> CallOutput:
-        """Call the code on tokens x that begin at position `start`, with the mask that its claims
-        need.
-        """
+        """Call the code on tokens x from position `start`, with the mask that it needs."""
         adapter = adapter or self.adapter
         B, T = x.shape[:2]
         S = start + T if memory is not None else T
@@ -140,20 +134,16 @@ class CheckContext:
         return adapter.call(x, CallInputs(keep, padding, positions, memory, weights))
 
     def compare(self, x: Tensor, run: RunTarget, reference: RunTarget) -> Mismatch | None:
-        """Return where `run` differs from `reference`, both on this code, by the error rule, else
-        None.
+        """Return where `run` differs from `reference` by the error rule, else None.
 
-        The reference in float64 is the definition. The allowed error comes from the
-        reference in the dtype of the code, on x and on inputs that equal x up to rounding, so that
-        it does not depend on the rounding errors of a single run.
+        The allowed error is that of the reference in the code's dtype, on x and on inputs equal up
+        to rounding, so that it does not depend on the rounding of a single run.
         """
         plains, ref = self.reference_outputs(x, reference)
         return worst_mismatch(run(self.adapter, x), plains, ref)
 
     def reference_outputs(self, x: Tensor, reference: RunTarget) -> tuple[list[Tensor], Tensor]:
-        """Return what an output on x is compared with: plain computations in the dtype of the code,
-        and the reference in float64.
-        """
+        """Return plain computations in the code's dtype, and the reference in float64."""
         plain = reference(self.adapter, x)
         ref = (
             plain.double()
@@ -165,9 +155,7 @@ class CheckContext:
     def _outputs_with_other_rounding(
         self, x: Tensor, ref: Tensor, reference: RunTarget
     ) -> list[Tensor]:
-        """Return plain computations on x with rounding errors, or, for ids, with the errors on
-        other ids.
-        """
+        """Return plain computations on x with rounding errors; of ids, from other ids."""
         generators = [torch.Generator().manual_seed(turn) for turn in range(2)]
         if x.is_floating_point():
             eps = torch.finfo(self.adapter.dtype).eps
@@ -225,10 +213,8 @@ def make_context(
     """Find out whether the code is causal and whether its mask must be passed, and make the
     context.
 
-    If causality is not claimed, a call without a mask decides. Code in which no output depends on a
-    later token is causal. Code in which every output depends on every token is causal if it takes a
-    mask or has a causal flag, and bidirectional otherwise. For other code the note "unclear" is
-    set, and its dependence on later tokens is not reported as a fault.
+    Without a claim, a call without a mask decides: no dependence on later tokens is causal; full
+    dependence is causal with a mask argument or flag, else bidirectional; the rest is "unclear".
     """
     claimed_causal = adapter.claims.causal
     unmasked_context = CheckContext(adapter, causal=False, masked=False, seed=seed, strict=strict)

@@ -85,19 +85,14 @@ class FaultSearch:
     def inputs_for(
         self, interpretation: WeightInterpretation, x: Tensor, dtype: torch.dtype, turn: int = 0
     ) -> ReferenceInputs:
-        """Return the inputs of the reference for tokens x.
-
-        Calls with equal arguments return the same object, which stores intermediate results.
-        """
+        """Return the inputs of the reference for tokens x, stored by their arguments."""
         key = (id(interpretation.maps), interpretation.causal, x.shape[1], dtype, turn)
         if key not in self.inputs_cache:
             self.inputs_cache[key] = reference_inputs(self.context, interpretation, x, dtype)
         return self.inputs_cache[key]
 
     def reproduces(self, interpretation: WeightInterpretation, variant: AttentionVariant) -> bool:
-        """Whether a variant gives both outputs by the error rule, or, if it is faulty, in
-        float64.
-        """
+        """Whether a variant gives both outputs by the error rule, or in float64 if faulty."""
         if all(self._matches(interpretation, variant, x, out) for x, out in self.runs):
             return True
         return bool(variant.faults) and all(
@@ -151,10 +146,7 @@ class FaultSearch:
         return float((out.double() - ref).abs().max()) if ref.shape == out.shape else torch.inf
 
     def simplest(self) -> tuple[WeightInterpretation, AttentionVariant] | None:
-        """Return the variant with the fewest faults that reproduces the output, or None.
-
-        The order is: no fault, one fault, another scale, two faults.
-        """
+        """Return the first variant that gives the output: no fault, one, a scale, two; or None."""
         known = self.context.notes.get("variant")
         for n in range(3):
             for interpretation in self.interpretations:
@@ -263,9 +255,7 @@ def same_dtype_references(
     variant: AttentionVariant,
     x: Tensor,
 ) -> list[Tensor]:
-    """Return references of equal standing in the code's dtype: plain, rows reversed, angles in
-    float32.
-    """
+    """Return references of equal standing: plain, rows reversed, angles in float32."""
     dtype = context.adapter.dtype
     outputs = [reference_attention(reference_inputs(context, interpretation, x, dtype), variant)]
     outputs.append(

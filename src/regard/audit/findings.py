@@ -54,7 +54,6 @@ class PassedCheck:
     """One check that was completed and found no fault.
 
     Args:
-        name: the name of the check.
         description: the property of the code that the check confirmed.
     """
 
@@ -67,8 +66,6 @@ class NotTried:
     """One check that was not made on this code, and the reason.
 
     Args:
-        name: the name of the check.
-        why: the reason.
         applies: True if there is something to check, so that a fault may remain undetected. False
             if there is not: the code takes no cache, no window is claimed, and so on.
     """
@@ -83,14 +80,12 @@ class Audit:
     """The result of an audit.
 
     Args:
-        target: the name of the code that was audited.
         called: how it was called, such as "forward(x, mask=...)".
         findings: the faults, errors before warnings.
         passed: the checks that found no fault.
         not_tried: the checks that were not made, with their reasons. Those that apply leave the
             audit incomplete.
         accepted: faults that were found and that the caller accepts as known.
-        seed: the seed of all random numbers.
         claims: what the code was claimed to be.
 
     >>> Audit("f", "f(x)", ()).clean

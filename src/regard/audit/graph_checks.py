@@ -49,11 +49,9 @@ class GraphFault:
 def check_operations(
     adapter: TargetAdapter, x: Tensor, scale: float | None, dim: int, *, all_queries: bool = True
 ) -> list[GraphFault]:
-    """Return the faults that the operations on tokens x [1, T, M] show; an empty list if there are
-    none.
+    """Return the faults that the operations on tokens x [1, T, M] show.
 
-    `all_queries` is False for code that takes one query at a time. Its scores may be additive or
-    products, so that only its weights are checked.
+    Of code that takes one query at a time (not `all_queries`) only weights are checked.
     """
     module_and_adapter = adapter.traced_module()
     if module_and_adapter is None:
@@ -206,9 +204,7 @@ def check_rotary(adapter: TargetAdapter, x: Tensor) -> list[GraphFault]:
 
 
 def _one_sided_rotation(q: Tensor, k: Tensor, T: int) -> GraphFault | None:
-    """Find queries of equal tokens that are rotated by position and keys that are not, or the
-    reverse.
-    """
+    """Find queries that are rotated by position and keys that are not, or the reverse."""
     sides = {"queries": _by_token(q, T), "keys": _by_token(k, T)}
     if any(x is None or not _constant_norms(x) for x in sides.values()):
         return None
@@ -226,9 +222,9 @@ def _one_sided_rotation(q: Tensor, k: Tensor, T: int) -> GraphFault | None:
 
 
 def _by_token(x: Tensor, T: int) -> Tensor | None:
-    """Return the vectors of equal tokens as [..., T, D], also if heads and tokens lie along one
-    axis. Of its two orders, that in which the norms are equal, or else the vectors differ less, is
-    the right one. None if there is no axis of tokens.
+    """Return the vectors of equal tokens as [..., T, D]; None without an axis of tokens.
+
+    Of two orders on a joint axis, that of equal norms, or of the smaller difference, is right.
     """
     n = x.shape[-2]
     if n == T:
@@ -360,9 +356,7 @@ def _check_weight_sums(attention: AttentionNodes) -> Iterator[GraphFault]:
 
 
 def _check_hidden_scores(attention: AttentionNodes) -> Iterator[GraphFault]:
-    """Check that a key whose score is hidden on the way to the softmax has no weight, unless every
-    key of its row is hidden.
-    """
+    """Check that a key with a hidden score has no weight, unless its whole row is hidden."""
     if attention.softmax is None:
         return
     node, weights = attention.softmax, attention.softmax.value
@@ -383,9 +377,7 @@ def _check_hidden_scores(attention: AttentionNodes) -> Iterator[GraphFault]:
 
 
 def mask_sets_scores_to_zero(adapter: TargetAdapter, x: Tensor, inputs: CallInputs) -> bool:
-    """Whether the mask or padding of a call on x [1, T, ...] sets each hidden score to one small
-    number, which hides nothing.
-    """
+    """Whether a call sets each hidden score to one small number, which hides nothing."""
     T = x.shape[1]
     if inputs.keep is not None:
         hidden = ~inputs.keep[0]
@@ -457,8 +449,7 @@ def _scale_name(factor: float, correct: float, dim: int, T: int) -> str:
 def _sizes(attention: AttentionNodes, size: int) -> list[int]:
     """Return the head sizes D for which the scale 1/sqrt(D) is correct.
 
-    These are the number of summed features and, if a head's projection is absorbed into its query
-    or key (as in multi-head latent attention), the size of the head before that projection.
+    These are the summed features, and the size before an absorbed projection, as in MLA.
     """
     sizes = [size]
     for node in (attention.query, attention.key):
@@ -561,9 +552,7 @@ def _check_roles(attention: AttentionNodes) -> Iterator[GraphFault]:
 
 
 def _queries_are_rows(attention: AttentionNodes) -> bool:
-    """Whether the rows of the product are the rows of the weights, so that its first operand is
-    queries.
-    """
+    """Whether the rows of the product are those of the weights: its first operand is queries."""
     if attention.weights is None:
         return True
     scores = attention.products[0][0].value * attention.products[0][1]

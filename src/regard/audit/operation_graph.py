@@ -241,10 +241,7 @@ def _from_fused(node: OperationNode) -> AttentionNodes:
 def _from_products(
     node: OperationNode, a: OperationNode, b: OperationNode, *, weights_first: bool
 ) -> AttentionNodes:
-    """Return the attention that ends in the product `node` of weights and values.
-
-    `weights_first` says whether the weights are its first operand a or its second operand b.
-    """
+    """Return the attention that ends in the product `node` of weights and values."""
     pattern, value = (a, b) if weights_first else (b, a)
     weights = pattern.value if weights_first else pattern.value.transpose(-1, -2)
     softmax = _softmax_of(pattern)
@@ -384,9 +381,7 @@ def constant_of(node: OperationNode) -> float | None:
 
 
 def scale_and_weights(node: OperationNode) -> tuple[float, frozenset[str]]:
-    """Return the factor between a linear map or norm and a node, and the names of the map's
-    weights.
-    """
+    """Return the factor between a map or norm and a node, and the names of its weights."""
     name, inner = node.name, node.token_inputs
     if name == "tokens" or not inner:
         return 1.0, node.weights
@@ -414,9 +409,7 @@ def scale_and_weights(node: OperationNode) -> tuple[float, frozenset[str]]:
 def _unit_vector_reason(
     q: OperationNode, k: OperationNode, *, transposed: bool = False
 ) -> str | None:
-    """Return why any scale is correct if queries and keys are unit vectors, whose products are
-    cosines; else None.
-    """
+    """Return why unit vectors, whose products are cosines, allow any scale; else None."""
     keys = k.value.transpose(-1, -2) if transposed else k.value
     lengths = [
         x.norm(dim=-1) / abs(scale_and_weights(node)[0]) for x, node in ((q.value, q), (keys, k))

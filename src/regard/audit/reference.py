@@ -253,9 +253,7 @@ def _linear(x: Tensor, weights: LinearMap) -> Tensor:
 
 
 def _split(x: Tensor, heads: int, D: int, layout: str) -> Tensor:
-    """Split [B, T, heads * D] into [B, heads, T, D]; "rows" leaves out the transpose, which is a
-    fault.
-    """
+    """Split [B, T, heads * D] into [B, heads, T, D]; "rows" is the fault without transpose."""
     B, T, _ = x.shape
     if layout == "rows":  # view as [B,H,T,D] without a transpose
         return x.reshape(B, heads, T, D)
@@ -263,9 +261,7 @@ def _split(x: Tensor, heads: int, D: int, layout: str) -> Tensor:
 
 
 def _repeat_heads(x: Tensor, times: int, order: str) -> Tensor:
-    """Repeat G key/value heads for the query heads: each head `times` times in a row, or for the
-    fault "tiled" the whole sequence of heads `times` times.
-    """
+    """Repeat each key/value head `times` times, or all in turn for the fault "tiled"."""
     B, G, T, D = x.shape
     if order == "tiled":
         return x.repeat(1, times, 1, 1)
@@ -294,9 +290,7 @@ def _mask(inputs: ReferenceInputs, how: str) -> Tensor:
 def _attention_weights(
     scores: Tensor, inputs: ReferenceInputs, variant: AttentionVariant
 ) -> Tensor:
-    """Return the weights of scores [B, H, T, S]; a row in which every key is hidden is
-    uniform, because hidden scores are -1e9 and not -inf.
-    """
+    """Return the weights of scores [B, H, T, S]; a hidden row is uniform, as hidden is -1e9."""
     keep: Tensor = inputs.once(("mask", variant.mask), lambda: _mask(inputs, variant.mask))
     axis = {"queries": -2, "heads": 1}.get(variant.softmax, -1)
     if variant.mask == "zeroed":  # hidden scores become 0 instead of -inf

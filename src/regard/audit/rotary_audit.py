@@ -1,6 +1,4 @@
-"""The audit of rotary functions, rotate(x) or rotate(x, positions): norms, distances and
-precision.
-"""
+"""The audit of rotary functions: norms, distances and precision."""
 
 from __future__ import annotations
 
@@ -30,9 +28,7 @@ def audit_rotary(
     seed: int,
     reported_claims: dict[str, object],
 ) -> Audit:
-    """Check rotate(x [B,H,T,D]) or rotate(x, positions) -> [B,H,T,D] against the definition of a
-    rotation.
-    """
+    """Check rotate(x [B,H,T,D]), with or without positions, against the definition."""
     name = target if isinstance(target, str) else getattr(target, "__name__", type(target).__name__)
     function: Any = import_target(target) if isinstance(target, str) else target
     run_function = moved_function(
@@ -95,9 +91,7 @@ def audit_rotary(
 
 
 def _equal_vectors(H: int, D: int, seed: int) -> Tensor:
-    """Return vectors [1, H, T, D] that are the same at every position: q in head 0, k in the last
-    head.
-    """
+    """Return vectors [1, H, T, D], equal at every position: q in head 0, k in the last."""
     generator = torch.Generator().manual_seed(seed)
     return (
         torch.randn(1, H, 1, D, generator=generator, dtype=torch.float64)
@@ -148,9 +142,7 @@ def _check_relative(x: Tensor, out: Tensor, dtype: torch.dtype) -> list[Finding]
 
 
 def _check_precision(run: Callable[..., Tensor], D: int, seed: int) -> list[Finding]:
-    """Check bfloat16 vectors at a far position, where angles that are rounded to bfloat16 are wrong
-    by whole turns.
-    """
+    """Check bfloat16 at a far position, where rounded angles are wrong by whole turns."""
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(1, 1, 1, D, generator=generator, dtype=torch.float64).bfloat16()
     exact, got = run(x.double(), FAR_POSITION + 1).double(), run(x, FAR_POSITION + 1).double()

@@ -1,6 +1,4 @@
-"""The function `audit`: call the code, run every check, and reduce each fault to a small
-example.
-"""
+"""The function `audit`: run every check, and reduce each fault to a small example."""
 
 from __future__ import annotations
 
@@ -163,9 +161,7 @@ def _with_sizes(finding: Finding, context: CheckContext) -> Finding:
 
 
 class ClaimOptions(TypedDict, total=False):
-    """The keyword arguments of `audit` that say what the code is claimed to be: see
-    `AuditClaims`.
-    """
+    """The keyword arguments of `audit` that are claims: see `AuditClaims`."""
 
     dim: int | None
     heads: int | None

@@ -28,9 +28,7 @@ def summarize_quality(
     seeds: Sequence[int],
     done: Mapping[str, Numbers],
 ) -> QualityRow | None:
-    """Return the result of a mechanism in a task: the learning rate with the lowest mean validation
-    loss, and the test metric over seeds at that rate.
-    """
+    """Return a mechanism's rate of lowest validation loss, and its test metric over seeds."""
     runs = {
         rate: [done.get(run_name(task.name, name, rate, seed)) for seed in seeds]
         for rate in train_config.learning_rates
@@ -193,9 +191,7 @@ class ComparisonPlan:
 
 
 def collect_entries(plan: ComparisonPlan, done: Mapping[str, Numbers]) -> list[ComparisonEntry]:
-    """Return one entry for each mechanism with the results so far; values that are not measured are
-    None or missing.
-    """
+    """Return one entry for each mechanism; values that are not measured are None or missing."""
     entries: list[ComparisonEntry] = []
     train_configs = plan.train_configs
     for candidate in plan.candidates:
@@ -236,8 +232,7 @@ def collect_entries(plan: ComparisonPlan, done: Mapping[str, Numbers]) -> list[C
 
 
 def with_overlap(rows: Mapping[str, TimeRow], name: str) -> TimeRow:
-    """Return a row of times with `overlaps_first`, which is whether it overlaps the row of the
-    first mechanism; None for the first mechanism itself.
+    """Return a row of times with `overlaps_first`; None for the first mechanism itself.
 
     Two times overlap if the ranges between their quartiles do, or if either has fewer than
     `MIN_ROUNDS` rounds.
@@ -262,9 +257,7 @@ def cost_of(entry: ComparisonEntry, cost: str, context: int) -> float | None:
 def pareto_names(
     entries: Sequence[ComparisonEntry], task: EvalTask, cost: str, context: int
 ) -> list[str]:
-    """Return the names of the mechanisms on the Pareto front of cost and quality; those without
-    both numbers are left out.
-    """
+    """Return the mechanisms on the Pareto front of cost and quality that have both numbers."""
     sign = 1.0 if task.better == "lower" else -1.0
     points: dict[str, tuple[float, float]] = {}
     for entry in entries:
@@ -285,9 +278,7 @@ def as_json(
     interrupted: bool = False,
     notes: Sequence[str] = (),
 ) -> ComparisonData:
-    """Return the whole comparison as plain values; every number is finite or null, times are in
-    seconds, sizes in bytes.
-    """
+    """Return plain values: finite numbers or null, times in seconds, sizes in bytes."""
     entries, longest_context = collect_entries(plan, done), max(plan.timing.contexts)
     return {
         "schema": SCHEMA,
@@ -315,9 +306,7 @@ def as_json(
 def as_csv(plan: ComparisonPlan, done: Mapping[str, Numbers]) -> str:
     """Return a line of CSV for each mechanism; values that were not measured are empty.
 
-    Columns: name, attention, parameters, hidden; kv_bytes, prefill_seconds and decode_seconds at
-    each context; training_seconds; after each time its quartiles, _q1 and _q3; prefill_peak_bytes,
-    training_peak_bytes; for each task its metric, low, high, rate and steps.
+    After each time stand its quartiles, _q1 and _q3; for each task low, high, rate and steps.
     """
     entries = [_csv_columns(entry, plan) for entry in collect_entries(plan, done)]
     text = io.StringIO()
@@ -375,9 +364,7 @@ class Comparison:
         self.notes: list[str] = []
 
     def run(self) -> None:
-        """Measure everything that is not in the session yet; after an interrupt, the session has
-        the results of all finished experiments.
-        """
+        """Measure what the session lacks; after an interrupt it has what was finished."""
         plan, session = self.plan, self.session
         session.run(speed_and_memory.timing_experiments(plan.configs, plan.timing, self.machine))
         if self.with_memory:

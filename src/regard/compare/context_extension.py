@@ -1,6 +1,4 @@
-"""Compare the context extensions of one checkpoint: perplexity by length, passage retrieval, rotary
-frequencies, and consistency of cached decoding.
-"""
+"""Compare the context extensions of one checkpoint: perplexity, retrieval, and caches."""
 
 from __future__ import annotations
 
@@ -77,8 +75,7 @@ def extended_decoder(model: Model, method: str, target: int) -> Decoder:
 
 
 def rotary_spectrum(network: nn.Module, length: int) -> Numbers:
-    """Return how fast each rotary pair turns in a sequence of a length, and how the rotary
-    similarity decays with distance.
+    """Return how fast rotary pairs turn, and how the similarity decays with distance.
 
     theta_i in radians per position; decay(m) = f^2 (2 / d) sum_i cos(m theta_i) with the rotary
     factor f
@@ -144,9 +141,7 @@ def evaluate_lengths(
 
 
 def rotary_metadata(model: Model) -> dict[str, Any]:
-    """Return the properties that an extension starts from: the trained length, the rotary width,
-    the base, and how many dims turn at least once within the trained length.
-    """
+    """Return the trained length, the rotary width, the base, and how many dims turn once."""
     rotary, trained = rotary_of(model.decoder), int(model.config.max_position_embeddings)
     turning = 2 * len(rotary.inv_freq)
     return {
@@ -158,9 +153,7 @@ def rotary_metadata(model: Model) -> dict[str, Any]:
 
 
 def default_lengths(trained: int, target: int) -> tuple[int, ...]:
-    """Return half the trained length, the trained length, its doubles below the target, and the
-    target.
-    """
+    """Return half the trained length, it, its doubles below the target, and the target."""
     lengths: Sequence[int] = [trained // 2, trained]
     while lengths[-1] * 2 < target:
         lengths = [*lengths, lengths[-1] * 2]
@@ -175,9 +168,7 @@ POLICIES: tuple[CachePolicy, ...] = ("stale", "pre_rope", "re_rotate", "frozen",
 
 
 def with_cache_policy(network: Decoder, policy: CachePolicy, target: int) -> Decoder:
-    """Return a decoder whose rotary frequencies depend on the length, with a cache policy; it
-    shares all weights except those of queries and keys.
-    """
+    """Return a decoder with a cache policy, which shares all weights but q's and k's."""
     decoder = copy.copy(network)
     decoder._modules = dict(network._modules)
     decoder.layers = copy.deepcopy(network.layers, {id(p): p for p in network.layers.parameters()})
@@ -211,9 +202,7 @@ def _projection_with_policy(
 
 
 def _rotary_of_length(old: Rotary, length: int | None) -> Rotary:
-    """Return the same rotary embedding with the frequencies of a fixed length, or of the length of
-    each call.
-    """
+    """Return the same rotary embedding, with frequencies of a fixed or each call's length."""
     return Rotary(
         old.dim,
         old.base,
@@ -264,9 +253,7 @@ def _cached_step(network: Decoder) -> tuple[Callable[[Tensor], Any], PrefixRecom
 def consistency_by_policy(
     network: Decoder, ids: Int[Tensor, "1 N"], start: int, target: int
 ) -> dict[str, Numbers]:
-    """Return `cache_consistency` for every policy if the frequencies depend on the length;
-    otherwise only for the model as it is.
-    """
+    """Return `cache_consistency` of the model, for every policy if frequencies vary."""
     rotary = rotary_of(network)
     if not rotary.follows_length:
         return {"as it is": cache_consistency(network, ids, start)}
@@ -354,9 +341,7 @@ def extend_all(
 
 
 def _length_test(lengths: tuple[int, ...], options: ExtensionOptions) -> LengthTest:
-    """Return the sizes of the tests, which are smaller if the shortest length is too short for the
-    usual ones.
-    """
+    """Return the sizes of the tests, smaller if the shortest length demands it."""
     shortest = lengths[0]
     passage = max(2, min(20, (shortest + 1) // 3))
     key = max(1, passage * 2 // 5)
@@ -397,8 +382,7 @@ def losses_by_length(
 
     loss(L) = mean over ends e, i < counted of  -log p(x_{e-i} | x_{e-L} .. x_{e-i-1})
 
-    The targets are the last `counted` tokens of windows that end at the same positions, so that
-    lengths differ only in the tokens before them. Sums are in fp64.
+    Lengths differ only in the tokens before the targets. Sums are in fp64.
     """
     if min(lengths) < counted or counted < 1 or windows < 1:
         raise ArgumentError(
@@ -434,16 +418,13 @@ def needle_in_haystack(
     mark: int = 12,
     seed: int = 0,
 ) -> list[NeedleResult]:
-    """Test whether a model retrieves a passage from each depth: how often it is right, and how much
-    that lowers the loss.
+    """Test how often a model retrieves a passage from each depth, and how the loss falls.
 
     with the passage:    text .. cue answer .. text cue -> answer
     without the passage: text .. text cue -> answer
 
-    The passage is a cue of `mark` tokens and an answer of `key` tokens. It is a piece of the text
-    itself, so that a model that was never trained on passkeys can be tested. Each token of the
-    answer is predicted from all tokens before it. The share of right tokens without the passage is
-    the share that the model can guess.
+    The cue of `mark` tokens and the answer of `key` tokens are of the text itself, so that any
+    model can be tested. What it gets right without the passage is what it can guess.
     """
     passage_length = key + mark
     text_length = length - 2 * passage_length + 1
@@ -489,9 +470,7 @@ def needle_in_haystack(
 
 
 def _loss_and_accuracy(model: nn.Module, rows: Tensor, key: int) -> tuple[float, float]:
-    """Return the mean loss in nats of the last `key` tokens of each row, and the share of them that
-    are the model's first choice.
-    """
+    """Return the mean loss in nats of the last `key` tokens, and the share that is right."""
     logits = model(rows[:, :-1])[:, -key:].double()
     right = (logits.argmax(-1) == rows[:, -key:]).double().mean()
     return float(F.cross_entropy(logits.flatten(0, 1), rows[:, -key:].flatten())), float(right)

@@ -14,9 +14,7 @@ from regard.view.charts import Line, Picture
 
 
 def result_rows(results: ExtensionResults) -> list[list[str]]:
-    """Return a row for each method: perplexity at each length, passage retrieval, and cache
-    consistency.
-    """
+    """Return a row for each method: perplexities, passage retrieval, and cache consistency."""
     rows = []
     for name, numbers in results.methods.items():
         by_length = numbers["by_length"]

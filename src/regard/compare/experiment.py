@@ -1,6 +1,4 @@
-"""Experiments as data with a function, the folder that stores their results, and the session that
-runs them.
-"""
+"""Experiments as data with a function, their stored results, and their session."""
 
 from __future__ import annotations
 
@@ -125,8 +123,6 @@ class ExperimentStore:
         """Save the numbers of an experiment.
 
         Args:
-            experiment: the experiment that was run.
-            numbers: its result.
             seconds: how long it took.
 
         Raises:

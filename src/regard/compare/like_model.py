@@ -1,6 +1,4 @@
-"""Compare mechanisms at the sizes of a real model: its shape, and whether this machine has the
-memory for it.
-"""
+"""Compare mechanisms at the sizes of a real model, if this machine has the memory."""
 
 from __future__ import annotations
 
@@ -83,11 +81,9 @@ def _heads(mixer: object) -> tuple[int, int, int] | None:
 
 
 def needed_memory(configs: Mapping[str, Config], timing: Timing) -> int:
-    """Return an estimate of the bytes that a comparison needs at once.
+    """Return an estimate of the bytes that a comparison of models in memory needs.
 
-    All models are in memory together, because they are timed in turns: 4 bytes for each parameter,
-    or 16 in a training step, whose logits are added for one model. Caches and activations of
-    prompts are not counted.
+    That is 4 bytes a parameter, or 16 in a training step, with one model's logits; not caches.
     """
     parameters = sum(map(count_parameters, configs.values()))
     if not timing.training:

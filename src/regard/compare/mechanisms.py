@@ -29,7 +29,6 @@ class Shape:
 
     Args:
         dim: M, the width of the model.
-        layers: the number of blocks.
         heads: H, the number of query heads.
         hidden: the width of the feed-forward layers; None is 8/3 of dim, rounded up to a multiple
             of 32.
@@ -91,8 +90,6 @@ class Candidate:
     """A mechanism of the catalogue with its options, under the name that tables show.
 
     Args:
-        name: its name in the comparison.
-        attention: its name in the catalogue.
         options: its options, as plain values.
 
     >>> Candidate("mha", "gqa", {"groups": 4}).config(Shape(dim=32)).attention_options
@@ -133,18 +130,14 @@ class Candidate:
 
 
 def _mla(shape: Shape) -> dict[str, object]:
-    """Return MLA sizes in the proportions of DeepSeek-V2: D for nope and value, D/2 for rotary. The
-    latent has 2 D, because these models have few heads.
-    """
+    """Return MLA sizes like DeepSeek-V2's: D, D/2 rotary; 2 D latent, as heads are few."""
     D = shape.head_dim
     rope = max(2, D // 4 * 2)
     return {"kv_rank": 2 * D, "nope_dim": D, "rope_dim": rope, "value_dim": D}
 
 
 def _nsa(shape: Shape) -> dict[str, object]:
-    """Return NSA options with small blocks: for a window of W tokens and a stride d, a token reads
-    S/d compressed tokens, W selected tokens, and a window of W/2 tokens.
-    """
+    """Return small NSA options: S/d compressed, W selected, and a window of W/2 tokens."""
     stride = max(2, shape.window // 8)
     return {
         "groups": _groups(shape),
@@ -251,7 +244,6 @@ def same_parameters(config: Config, wanted: int) -> Config:
 
     Args:
         config: the config of a model.
-        wanted: the number of parameters.
 
     Returns:
         The same config with another `intermediate_size`.
@@ -287,7 +279,6 @@ def configs(
     Args:
         mechanisms: the mechanisms; with "parameters", the others get as many parameters as the
             first.
-        shape: the sizes.
         same: a word of `MATCHED_BY`: "sizes" or "parameters".
 
     Returns:

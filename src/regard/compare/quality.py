@@ -1,10 +1,7 @@
-"""How well each mechanism learns: evaluation tasks of text and recall, and training under equal
-conditions.
+"""How well each mechanism learns text and recall, trained under equal conditions.
 
-An evaluation task has data to train on, validation data by which a learning rate is chosen, and
-test data. The tasks are text, read as bytes, and recall. All mechanisms see the same tokens in the
-same order. Mechanisms that are sensitive to the learning rate are trained with several, and the
-validation data choose among them.
+All mechanisms see the same tokens in the same order. Validation data choose among the learning
+rates of those that are sensitive to it.
 """
 
 from __future__ import annotations
@@ -76,9 +73,7 @@ class EvalTask(ABC):
 
     @abstractmethod
     def score(self, model: nn.Module) -> Numbers:
-        """Return the results of a model on test data, which neither trained it nor chose its
-        learning rate.
-        """
+        """Return the results on test data, which chose neither weights nor learning rate."""
 
 
 @dataclass(frozen=True)
@@ -138,9 +133,7 @@ class TextTask(EvalTask):
         return validation_rows(self._streams[1], self.context, self.validation_rows)
 
     def score(self, model: nn.Module) -> Numbers:
-        """Return the bits per byte on rows spread over the last third of the held-out text: the
-        loss divided by log 2.
-        """
+        """Return the bits per byte, loss / log 2, on rows of the last third of held-out text."""
         rows = validation_rows(self._streams[2], self.context, self.test_rows)
         rows = rows.to(device_of(model))
         return {"bits_per_byte": evaluate(model, rows) / math.log(2), "rows": len(rows)}
@@ -197,9 +190,7 @@ class RecallTask(EvalTask):
         return pad(self.task, self.task.examples("validation", 4 * self.validation_rows, "select"))
 
     def score(self, model: nn.Module) -> Numbers:
-        """Return the share of right answers on other examples of the validation split; each answer
-        is predicted after the correct earlier answers (teacher forcing).
-        """
+        """Return the share of right answers on other examples, with teacher forcing."""
         rows = pad(self.task, self.task.examples("validation", 4 * self.test_rows, "judge"))
         answers = right = fully_right = 0
         with torch.no_grad():
@@ -296,9 +287,7 @@ class TrainConfig:
 def pilot_experiments(
     train_configs: Mapping[str, TrainConfig], tasks: Sequence[EvalTask], device: str = "cpu"
 ) -> list[Experiment]:
-    """Return an experiment for each task that measures the seconds of a training step: `seconds` by
-    mechanism.
-    """
+    """Return an experiment per task that measures `seconds` of a step by mechanism."""
     experiments = []
     for task in tasks:
         models = {name: asdict(one.config) for name, one in train_configs.items()}
@@ -318,9 +307,7 @@ def pilot_experiments(
 
 
 def _seconds_per_step(config: Config, task: EvalTask, device: str) -> float:
-    """Return the median seconds of a few training steps, on which a single pause of the machine has
-    little effect.
-    """
+    """Return the median seconds of a few training steps, on which a pause has little effect."""
     where = torch.device(device)
     model, batches, seconds = build_decoder(config).to(where), task.batches(0), []
     for _ in range(1 + PILOT_STEPS):
@@ -338,11 +325,10 @@ def steps_that_fit(
     runs: Mapping[str, int],
     seconds_left: float,
 ) -> tuple[dict[str, int], float]:
-    """Return the steps of each task with which all training ends in time; all tasks get the same
-    share of the steps that are wanted.
+    """Return the steps of each task, in equal shares, with which training ends in time.
 
-    f = min(1, seconds_left / sum_{task, mechanism} steps seconds runs)
-    steps' = max(20, floor(f steps))
+    f = min(1, seconds_left / sum_{task, mechanism} steps seconds runs) steps' = max(20, floor(f
+    steps))
     """
     total_seconds = sum(
         steps * seconds[task][name] * runs[name]
@@ -364,9 +350,9 @@ def training_experiments(
     seconds: Mapping[str, Mapping[str, float]],
     report: ReportProgress = ignore_progress,
 ) -> list[Experiment]:
-    """Return the experiments that train a model, one for each task, mechanism, rate and seed.
+    """Return the experiments that train a model for each task, mechanism, rate and seed.
 
-    All runs of one task come before those of the next, so that an interrupt leaves complete tasks.
+    An interrupt leaves complete tasks, because they come one after the other.
     """
     experiments = []
     for task in tasks:
@@ -416,9 +402,7 @@ class _TrainingRun:
         }
 
     def run(self) -> Numbers:
-        """Train and test the model; the result has `diverged` if the loss became infinite or
-        NaN.
-        """
+        """Train and test the model; `diverged` if the loss became infinite or NaN."""
         model = build_decoder(self.config, self.seed).to(self.training.device)
         batches = self.task.batches(self.seed)
         settings = Settings(

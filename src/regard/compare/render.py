@@ -139,12 +139,7 @@ def memory_rows(comparison: ComparisonData) -> list[list[str]]:
 
 
 def time_rows(comparison: ComparisonData) -> list[list[str]]:
-    """Return the rows of the table of times, with the column heads first: medians, and below them
-    the range between the quartiles.
-
-    A median has a ~ in front if its range overlaps that of the first mechanism: see
-    `overlap_legend`.
-    """
+    """Return the table of times: medians, below them the quartiles; ~ is `overlap_legend`."""
     contexts = _contexts(comparison)
     works: tuple[tuple[str, TimeKind], ...] = (
         (translate("prompt"), "prefill"),
@@ -399,9 +394,7 @@ def quality_charts(comparison: ComparisonData) -> Iterator[Scatter]:
 
 
 def cost_charts(comparison: ComparisonData) -> list[Scatter]:
-    """Return scatter charts of a decoded token's time against the cache and against a prompt's
-    time, at the longest context.
-    """
+    """Return scatter charts of a token's time against cache and prompt, at the longest context."""
     longest_context = max(comparison["timing"]["contexts"])
     token = Axis(f"time of a decoded token at {units.plural(longest_context, 'token')}", "seconds")
     charts = []
@@ -440,9 +433,7 @@ def cost_charts(comparison: ComparisonData) -> list[Scatter]:
 
 
 def context_plots(comparison: ComparisonData) -> list[Picture]:
-    """Return plots of times and cache sizes over the contexts, with a line for each mechanism; none
-    if there is only one context.
-    """
+    """Return plots of times and caches over the contexts, if there are several."""
     contexts = sorted(comparison["timing"]["contexts"])
     if len(contexts) < 2:
         return []
@@ -462,9 +453,7 @@ def context_plots(comparison: ComparisonData) -> list[Picture]:
 
 
 def notes(comparison: ComparisonData) -> list[str]:
-    """Return the notes of the comparison, the definition of peak memory, and the limits of small
-    models.
-    """
+    """Return the notes, the definition of peak memory, and the limits of small models."""
     lines = list(comparison["notes"])
     if any(entry["memory"] for entry in comparison["mechanisms"]):
         lines.append(f"peak memory: {comparison['memory']}")

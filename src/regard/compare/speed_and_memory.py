@@ -1,6 +1,4 @@
-"""Measure each mechanism on this machine: the time of prompts, decoding steps and training steps,
-in turns, and the peak memory in a process of its own.
-"""
+"""Measure time of prompts, decoding and training steps in turns, and peak memory."""
 
 from __future__ import annotations
 
@@ -98,17 +96,13 @@ def prefill_caches(
 
 
 def prefill_step(model: Decoder, config: Config, context: int, batch: int = 1) -> Step:
-    """Return a function that reads a prompt of `context` tokens into new caches and computes the
-    logits after its last token.
-    """
+    """Return a function that reads a prompt into new caches and computes the last logits."""
     prompt = _ids_on(model, random_ids(config, batch, context))
     return lambda: prefill_caches(model, prompt)
 
 
 def decode_step(model: Decoder, config: Config, context: int, batch: int = 1) -> Step:
-    """Return a function that decodes the token at position context - 1 with caches of all earlier
-    tokens, and then restores the caches, so that it can be called again.
-    """
+    """Return a function that decodes the token at context - 1 and restores the caches."""
     prompt = _ids_on(model, random_ids(config, batch, context))
     caches = (
         prefill_caches(model, prompt[:, : context - 1], context)
@@ -129,9 +123,7 @@ def decode_step(model: Decoder, config: Config, context: int, batch: int = 1) ->
 
 
 def training_step(model: Decoder, config: Config, length: int, batch: int) -> Step:
-    """Return a function that makes one optimizer step on rows of `length` predicted tokens:
-    forward, backward, AdamW.
-    """
+    """Return a function that makes one AdamW step on rows of `length` predicted tokens."""
     rows = _ids_on(model, random_ids(config, batch, length + 1))
     update = make_optimizer(model, Settings(steps=1, lr=LEARNING_RATE))
 
@@ -146,18 +138,14 @@ def training_step(model: Decoder, config: Config, length: int, batch: int) -> St
 
 
 def kernels_used(step: Step) -> list[str]:
-    """Return the kernels of softmax attention that a step runs; the list is empty if it runs none,
-    as for a recurrence.
-    """
+    """Return the kernels of softmax attention that a step runs, if any."""
     with KernelRecorder() as recorder:
         step()
     return recorder.names
 
 
 def cache_bytes(model: Decoder, config: Config, context: int, batch: int = 1) -> int:
-    """Return the bytes that the caches of all layers take after `context` tokens, measured on
-    caches of the default kind of each layer.
-    """
+    """Return the bytes that default caches of all layers take after `context` tokens."""
     caches = model.new_caches()
     with torch.inference_mode():
         model(_ids_on(model, random_ids(config, batch, context)), None, caches, last=1)
@@ -211,10 +199,9 @@ class Timing:
 def timing_experiments(
     configs: Mapping[str, Config], timing: Timing, machine: Mapping[str, object]
 ) -> list[Experiment]:
-    """Return the experiments of prompts and decoding at every context, and of training steps.
+    """Return the experiments of prompts, of decoding, and of training steps.
 
-    Within each experiment all mechanisms are timed in turns, so that a drift of the machine affects
-    all of them. If a mechanism is added, all mechanisms are therefore measured again.
+    All mechanisms are timed in turns, so that one more means that all are measured again.
     """
     machine_facts = _machine_facts(machine)
     shared = {
@@ -244,9 +231,7 @@ def timing_experiments(
 
 
 def _machine_facts(machine: Mapping[str, object]) -> dict[str, object]:
-    """Return the facts that measurements depend on; the device only if it is not the CPU, whose
-    saved measurements do not name it.
-    """
+    """Return the facts that measurements depend on; the device unless it is the CPU."""
     facts = {name: machine.get(name) for name in MACHINE_KEYS}
     if machine.get("device", "cpu") != "cpu":
         facts |= {name: machine.get(name) for name in ("device", "gpu")}
@@ -285,9 +270,7 @@ def time_in_turns(configs: Mapping[str, Config], kind: str, length: int, timing:
 
 
 def _prepare(config: Config, kind: str, length: int, timing: Timing) -> tuple[Numbers, Step]:
-    """Build a model, and return the values of its row that are known before timing, and the
-    function to time.
-    """
+    """Build a model, and return what is known before timing, and the function to time."""
     device = torch.device(timing.device)
     model = build_decoder(config).to(device)
     row: Numbers = {}
@@ -305,9 +288,7 @@ def _prepare(config: Config, kind: str, length: int, timing: Timing) -> tuple[Nu
 
 
 def _check_memory(needed: int, length: int, device: torch.device) -> None:
-    """Raise `ArgumentError` unless the caches of one mechanism fit twice in free memory: while a
-    cache grows, the old and the new storage exist together.
-    """
+    """Require free memory for twice the caches: they are copied while they grow."""
     free_bytes = free_memory(device)
     if free_bytes and 2 * needed > free_bytes:
         raise ArgumentError(
@@ -328,9 +309,7 @@ MEMORY_METHOD = (
 def memory_experiments(
     configs: Mapping[str, Config], timing: Timing, machine: Mapping[str, object]
 ) -> list[Experiment]:
-    """Return an experiment for each mechanism: the peak memory of a prompt of the longest context,
-    and of a training step.
-    """
+    """Return an experiment per mechanism: the peak memory of a prompt and a training step."""
     sizes: Numbers = {
         "context": max(timing.contexts),
         "length": timing.length,
@@ -368,9 +347,7 @@ def measure_peaks(settings: Mapping[str, object], command: Sequence[str] | None 
 
 
 def peaks(settings: Numbers) -> Numbers:
-    """Return the peak bytes of a prompt and of a training step; each runs once before it is
-    measured.
-    """
+    """Return the peak bytes of a prompt and of a training step, each after one run."""
     torch.set_num_threads(settings["threads"])
     config = Config(**settings["model"])
     device = torch.device(settings.get("device", "cpu"))

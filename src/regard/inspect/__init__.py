@@ -1,6 +1,4 @@
-"""Look inside a model, and change what it computes: record attention, explain one query token,
-measure heads, ablate and patch activations, attribute results.
-"""
+"""Look inside a model, and change what it computes: record, explain, measure, patch."""
 
 from regard.audit import Audit, Finding, audit
 from regard.inspect.explain.explain import MAX_PATTERN_TOKENS, explain

@@ -54,12 +54,7 @@ class MachineFacts(TypedDict):
 
 
 def describe_machine(device: torch.device) -> MachineFacts:
-    """Return the processor, its threads and features, the free memory, and the versions of
-    software.
-
-    >>> describe_machine(torch.device("cpu"))["torch"] == torch.__version__
-    True
-    """
+    """Return the processor, its threads and features, the free memory, and versions."""
     cpuinfo = _read_cpuinfo()
     facts: MachineFacts = {
         "device": device.type,
@@ -81,11 +76,7 @@ def describe_machine(device: torch.device) -> MachineFacts:
 
 
 def free_memory(device: torch.device) -> int:
-    """Return the free memory of a device in bytes; 0 if the system does not report it.
-
-    >>> free_memory(torch.device("cpu")) >= 0
-    True
-    """
+    """Return the free memory of a device in bytes; 0 if the system does not report it."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
     path = Path("/proc/meminfo")
@@ -129,13 +120,7 @@ GEMM_SECONDS = 0.1
 
 @dataclass(frozen=True)
 class BandwidthProbe:
-    """A read of memory that is timed in turns with the peers, since some machines read at half the
-    speed for seconds at a time.
-
-    Attributes:
-        bytes: how many bytes are read.
-        step: reads them.
-    """
+    """A read of memory, timed in turns with the peers, since some machines' speed varies."""
 
     bytes: int
     step: Callable[[], object]
@@ -147,12 +132,7 @@ class Ceilings:
 
     Args:
         read: the memory bandwidth of all threads, in bytes per second.
-        gemm: FLOPs per second of a matrix product, by dtype.
         probe: the fastest way to read memory; with None, shares are relative to `read`.
-
-    >>> ceilings = Ceilings(4e10, {torch.float32: 2e11})
-    >>> ceilings.of_read(2e10), ceilings.of_gemm(1e11, torch.float32)
-    (0.5, 0.5)
     """
 
     read: float
@@ -169,26 +149,7 @@ class Ceilings:
         read_bytes: int = READ_BYTES,
         side: int = GEMM_MAX_SIDE,
     ) -> Ceilings:
-        """Measure the memory bandwidth and the FLOP rates.
-
-        Memory is read in several ways, since each may have a limit of its own; the fastest way
-        counts.
-
-        Args:
-            dtypes: the dtypes of the matrix products.
-            device: the device.
-            rounds: how often each is timed.
-            read_bytes: how many bytes are read, at most an eighth of the free memory.
-            side: the largest side of the matrices.
-
-        Returns:
-            The rates.
-
-        >>> small = {"rounds": 1, "read_bytes": 1 << 16, "side": 16}
-        >>> ceilings = Ceilings.measure([torch.float32], torch.device("cpu"), **small)
-        >>> ceilings.read > 0 and ceilings.gemm[torch.float32] > 0
-        True
-        """
+        """Measure the FLOP rates, and the memory bandwidth, of which the fastest way counts."""
         free = free_memory(device)
         if free:
             read_bytes = min(read_bytes, free // 8)
@@ -207,26 +168,11 @@ class Ceilings:
         )
 
     def of_read(self, bytes_per_second: float) -> float:
-        """Return a bandwidth as a share of the machine's.
-
-        Args:
-            bytes_per_second: the bandwidth.
-
-        Returns:
-            The share; 1.0 is the bandwidth of the machine.
-        """
+        """Return a bandwidth as a share of the machine's."""
         return bytes_per_second / self.read
 
     def of_gemm(self, flops_per_second: float, dtype: torch.dtype) -> float | None:
-        """Return a FLOP rate as a share of the rate of a matrix product.
-
-        Args:
-            flops_per_second: the FLOP rate.
-            dtype: the dtype of the matrix product.
-
-        Returns:
-            The share, or None for a dtype that was not measured.
-        """
+        """Return a FLOP rate as a share of the rate of a matrix product."""
         ceiling = self.gemm.get(dtype)
         return None if ceiling is None else flops_per_second / ceiling
 
@@ -241,17 +187,7 @@ def wait_for(device: torch.device) -> None:
 
 
 def peak_bytes_on(device: torch.device, work: Callable[[], object]) -> int | None:
-    """Return how far some work raises the memory in use: on a CPU the resident memory of this
-    process, on CUDA what torch allocates; None if it is not reported.
-
-    Args:
-        device: the device on which the work computes.
-        work: the function.
-
-    >>> peak = peak_bytes_on(torch.device("cpu"), lambda: b"x" * (1 << 26))
-    >>> peak is None or peak > 1 << 25
-    True
-    """
+    """Return how far work raises a process's memory, or torch's on CUDA; None if unknown."""
     if device.type == "cpu":
         return peak_bytes(work)
     if device.type != "cuda":
@@ -267,9 +203,7 @@ def peak_bytes_on(device: torch.device, work: Callable[[], object]) -> int | Non
 def _gemm_flops_per_second(
     dtype: torch.dtype, device: torch.device, rounds: int, side: int
 ) -> float:
-    """Return the best FLOP rate over products of increasing size, as long as one product is fast
-    enough.
-    """
+    """Return the best FLOP rate over products of increasing size, while they are fast."""
     best, n = 0.0, min(GEMM_MIN_SIDE, side)
     while n <= side:
         a, b = torch.randn(2, n, n, device=device).to(dtype).unbind(0)
@@ -288,12 +222,7 @@ def _gemm_flops_per_second(
 
 @contextmanager
 def torch_threads(count: int | None) -> Iterator[None]:
-    """Set the number of torch's threads for a block, and restore the former number afterwards.
-
-    >>> with torch_threads(1):
-    ...     torch.get_num_threads()
-    1
-    """
+    """Set the number of torch's threads for a block, and restore the former number afterwards."""
     before = torch.get_num_threads()
     if count is not None:
         torch.set_num_threads(count)

@@ -1,6 +1,4 @@
-"""Measuring functions: the times of several in turns, and the peak memory of one in a process of
-its own.
-"""
+"""Measuring functions: times of several in turns, and the peak memory of a process."""
 
 from __future__ import annotations
 
@@ -29,16 +27,10 @@ def interleaved(
     clock: Callable[[], float] | None = None,
     settle: Callable[[], object] | None = None,
 ) -> dict[str, list[float]]:
-    """Time functions in turns: each round times each function once, so that a change of the
-    machine's speed affects all of them.
+    """Time functions in turns, so that the machine's speed changes for all of them.
 
-    Each function is called twice before the first round. Each round begins with another function,
-    so that none always follows the same one. A function is timed when the threads of the one before
-    it sleep.
-
-    >>> times = interleaved({"a": lambda: None, "b": lambda: None}, rounds=3, sample=0.0)
-    >>> {name: len(rounds) for name, rounds in times.items()}
-    {'a': 3, 'b': 3}
+    Each is called twice before the first round, and timed when the threads of the one before sleep;
+    each round begins with another one.
     """
     clock = time.perf_counter if clock is None else clock
     settle = wait_until_idle if settle is None else settle
@@ -65,10 +57,7 @@ def interleaved(
 def wait_until_idle(pause: float = 0.002, limit: float = 1.0) -> None:
     """Wait until no thread of this process computes.
 
-    The threads of OpenMP, ONNX Runtime and others look for work for up to 0.2 seconds after a call,
-    and would slow down whatever is timed next.
-
-    >>> wait_until_idle(limit=0.01)
+    Those of OpenMP, ONNX Runtime and others look for work for up to 0.2 seconds after a call.
     """
     start = time.perf_counter()
     while True:
@@ -79,14 +68,7 @@ def wait_until_idle(pause: float = 0.002, limit: float = 1.0) -> None:
 
 
 def rotated_order(names: Sequence[str], by: int) -> list[str]:
-    """Return the order of the names in round `by`.
-
-    Each round starts at the next name. After every name has been first once, the direction is
-    reversed.
-
-    >>> [rotated_order("abc", i) for i in range(4)]
-    [['a', 'b', 'c'], ['b', 'c', 'a'], ['c', 'a', 'b'], ['a', 'c', 'b']]
-    """
+    """Return the names in round `by`: from the next one, and reversed after each turn."""
     if not names:
         return []
     turn, first = divmod(by, len(names))
@@ -95,38 +77,22 @@ def rotated_order(names: Sequence[str], by: int) -> list[str]:
 
 
 def median_ratio(times: Mapping[str, Sequence[float]], of: str, to: str) -> float:
-    """Return the median over rounds of the ratio of two functions' times.
-
-    >>> median_ratio({"a": [2.0, 4.0, 9.0], "b": [1.0, 2.0, 3.0]}, "a", "b")
-    2.0
-    """
+    """Return the median over rounds of the ratio of two functions' times."""
     return median(round_ratios(times[of], times[to]))
 
 
 def round_ratios(own: Sequence[float], others: Sequence[float]) -> list[float]:
-    """Return the ratio of two functions' times in each round.
-
-    >>> round_ratios([2.0, 9.0], [1.0, 3.0])
-    [2.0, 3.0]
-    """
+    """Return the ratio of two functions' times in each round."""
     return [a / b for a, b in zip(own, others, strict=True)]
 
 
 def median(times: Sequence[float]) -> float:
-    """Return the median of times in seconds.
-
-    >>> median([1.0, 9.0, 2.0])
-    2.0
-    """
+    """Return the median of times in seconds."""
     return statistics.median(times)
 
 
 def quartiles(times: Sequence[float]) -> tuple[float, float]:
-    """Return the first and the third quartile; a single number is both.
-
-    >>> quartiles([1.0, 2.0, 3.0, 4.0, 5.0])
-    (2.0, 4.0)
-    """
+    """Return the first and the third quartile; a single number is both."""
     if len(times) < 2:
         return times[0], times[0]
     low, _, high = statistics.quantiles(times, n=4, method="inclusive")
@@ -166,12 +132,7 @@ PROCESS = Path("/proc/self")
 
 
 def resident_bytes(field: str = "VmRSS", process: Path = PROCESS) -> int | None:
-    """Return the resident memory of this process.
-
-    >>> resident = resident_bytes()
-    >>> resident is None or resident > 0
-    True
-    """
+    """Return the resident memory of this process."""
     status = process / "status"
     if not status.exists():
         return None
@@ -182,14 +143,9 @@ def resident_bytes(field: str = "VmRSS", process: Path = PROCESS) -> int | None:
 
 
 def peak_bytes(work: Callable[[], object], process: Path = PROCESS) -> int | None:
-    """Return how far the resident memory of this process rises while a function runs.
+    """Return how far the resident memory rises above a reset peak while a function runs.
 
-    The peak is reset first. Memory that was freed before without being returned to the system would
-    hide a part of the rise; `ALLOCATOR` prevents this.
-
-    >>> peak = peak_bytes(lambda: b"x" * (1 << 26))
-    >>> peak is None or peak > 1 << 25
-    True
+    Freed memory that the process kept would hide a part of it; `ALLOCATOR` prevents this.
     """
     gc.collect()
     before = resident_bytes(process=process)
@@ -205,12 +161,7 @@ def peak_bytes(work: Callable[[], object], process: Path = PROCESS) -> int | Non
 def call_in_subprocess(
     function: str, settings: object, *, advice: str = "", command: Sequence[str] | None = None
 ) -> Any:
-    """Call a function in a new process, whose allocator returns freed memory to the system.
-
-    >>> bytes_ = call_in_subprocess("regard.timing.measurement:resident_bytes", "VmHWM")
-    >>> bytes_ is not None or sys.platform != "linux"
-    True
-    """
+    """Call a function in a new process, whose allocator returns freed memory to the system."""
     module, _, name = function.partition(":")
     code = f"import json, sys; from {module} import {name}; "
     code += f"print(json.dumps({name}(json.load(sys.stdin))))"

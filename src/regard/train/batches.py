@@ -49,9 +49,6 @@ class Batches:
 
     Args:
         tokens: the stream `[N]`, at least context + 1 tokens.
-        batch: rows per batch.
-        context: inputs per row.
-        seed: the seed of the random rows.
         repeat: the share of rows that repeat themselves, from 0 to 1.
         repeat_random: the share of these that repeat random tokens, from 0 to 1.
         repeat_first: how many easy batches come first.
@@ -134,9 +131,7 @@ class Batches:
         return torch.where((repeats & random_tokens)[:, None], random_rows, rows)
 
     def _warmup_rows(self) -> Int[Tensor, "batch row"]:
-        """Return easy rows `[batch, context + 1]`: random tokens of few kinds, repeated with short
-        periods.
-        """
+        """Return easy rows `[batch, context + 1]`: few kinds of tokens with short periods."""
         tokens = self._frequent_tokens[:WARMUP_DISTINCT_TOKENS]
         low, high = (math.log(p) for p in (WARMUP_PERIODS[0], WARMUP_PERIODS[1] + 1))
         fraction = torch.rand(self.batch, 1, generator=self._generator)
@@ -207,7 +202,6 @@ def validation_rows(tokens: Int[Tensor, " N"], context: int, limit: int) -> Int[
     Args:
         tokens: the stream `[N]`.
         context: inputs per row.
-        limit: the largest number of rows.
 
     Returns:
         The rows, `[rows, context + 1]`.
@@ -232,9 +226,7 @@ def validation_rows(tokens: Int[Tensor, " N"], context: int, limit: int) -> Int[
 
 
 class ExampleBatch(Protocol):
-    """The examples of a validation set: a tensor `[N, row]`, or a type with the same `to`, `split`
-    and length, such as `PaddedBatch`.
-    """
+    """The examples of a validation set: a tensor `[N, row]`, or a type like `PaddedBatch`."""
 
     def __len__(self) -> int: ...
 
@@ -265,9 +257,7 @@ class BatchSource(Protocol):
 
 
 def token_stream(documents: Sequence[TextDocument], tokenizer: Tokenizer) -> Int[Tensor, " N"]:
-    """Return the token ids of all documents in order, with an end-of-text token after each
-    document.
-    """
+    """Return the token ids of all documents, with an end-of-text token after each."""
     end = tokenizer.end_of_text
     if end is None:
         raise ArgumentError(

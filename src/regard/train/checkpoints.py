@@ -49,8 +49,6 @@ class TrainingCheckpoint:
     """The content of one checkpoint.
 
     Args:
-        step: the optimizer step.
-        tensors: for each file the named tensors.
         state: JSON values: settings, random state, data order, and the state of the run.
 
     >>> TrainingCheckpoint(step=3, tensors={}, state={"loss": 1.5}).step
@@ -65,8 +63,7 @@ class TrainingCheckpoint:
 def save(folder: str | Path, checkpoint: TrainingCheckpoint, *, keep: int = 2) -> Path:
     """Write a checkpoint to `folder/step-XXXXXXXX`, verify it, and delete older ones.
 
-    The checkpoint is written under a temporary name and then renamed, so that a folder with the
-    final name is always complete.
+    It is renamed when it is complete.
     """
     if keep < 1:
         raise ArgumentError(f"keep is {keep}; it must be at least 1")
@@ -158,10 +155,7 @@ def _read(path: Path) -> TrainingCheckpoint:
 
 
 def latest(folder: str | Path) -> TrainingCheckpoint | None:
-    """Return the newest valid checkpoint of a folder, or None.
-
-    Damaged checkpoints are skipped with a logged warning.
-    """
+    """Return the newest valid checkpoint of a folder, or None; damaged ones are logged."""
     for path in _checkpoint_folders(Path(folder)):
         problem = find_damage(path)
         if not problem:
@@ -230,10 +224,7 @@ def _replace(temporary: Path, target: Path) -> None:
 
 
 def _deduplicate(named: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Return the tensors to store, and the names that share all of their memory with one of them.
-
-    Tied weights share their memory and are stored once.
-    """
+    """Return the tensors to store, and the names that share the memory of one of them."""
     stored: dict[str, Tensor] = {}
     duplicates: dict[str, str] = {}
     first_names: dict[tuple[object, ...], str] = {}
@@ -315,10 +306,9 @@ def unpack(
 
 
 def check_metadata(checkpoint: TrainingCheckpoint, metadata: Mapping[str, object] | None) -> None:
-    """Check that the metadata of a model equals the metadata in a checkpoint.
+    """Check that the metadata of a model equals a checkpoint's, or that this has none.
 
-    A checkpoint without metadata passes. Checkpoints of earlier versions store the metadata under
-    the key "about".
+    Checkpoints of earlier versions store the metadata under the key "about".
     """
     state = checkpoint.state
     saved, current = state.get("metadata") or state.get("about") or {}, metadata or {}

@@ -54,7 +54,6 @@ class TextDocument:
 
     Args:
         name: the path of the file, or the name of a topic or module of Python.
-        text: the content.
 
     >>> TextDocument("note", "Attention!").name
     'note'

@@ -1,6 +1,4 @@
-"""Fine-tuning of a converted model: a few training steps of every parameter that requires a
-gradient.
-"""
+"""Fine-tuning of a converted model: a few training steps of all that has a gradient."""
 
 from __future__ import annotations
 
@@ -31,10 +29,10 @@ def finetune(
     seed: int = 0,
     progress: Progress | None = None,
 ) -> FinetuneResult:
-    """Train a network in place on rows of token ids, and measure its loss before and after.
+    """Train a network in place on rows of token ids; measure its loss before and after.
 
-    All parameters that require a gradient are trained with AdamW, without LoRA. The learning rate
-    warms up over a tenth of the steps, at most 50, and then falls to a tenth along a cosine.
+    AdamW trains all parameters that require a gradient. The learning rate warms up over a tenth of
+    the steps, at most 50, then falls to a tenth along a cosine.
     """
     half_dtypes = {str(p.dtype) for p in network.parameters() if p.dtype.itemsize < 4}
     if half_dtypes:

@@ -28,10 +28,9 @@ from regard.untrusted_text import error_text
 
 @contextmanager
 def catch_signals() -> Iterator[list[int]]:
-    """Catch SIGINT and SIGTERM while a block runs.
+    """Catch SIGINT and SIGTERM in a block of the main thread, which alone gets signals.
 
-    A second signal exits with 128 + its number. In a thread other than the main one, which receives
-    no signals, nothing is caught. The former handlers are restored afterwards.
+    A second signal exits with 128 + its number.
     """
     caught: list[int] = []
 
@@ -62,7 +61,6 @@ class TrainResult:
     """The result of a training run.
 
     Args:
-        step: the last step.
         loss: the loss of the last step, in nats.
         validation: the last validation loss; None without validation.
         stopped_by: the signal that stopped the run, or None.
@@ -99,13 +97,10 @@ def fit(
 
     Args:
         model: the model to train; its loss is `loss(model, rows)`.
-        batches: the training data.
-        settings: the settings of the run.
         validation: examples on which the loss is measured every `settings.validate_every` steps.
         loss: a function that returns the mean loss of one batch; None is `next_token_loss`.
         folder: the folder for checkpoints; None saves none.
         log: the CSV file of the log; None writes none.
-        progress: a display of the progress.
         keep: how many of the newest checkpoints are kept in the folder.
         metadata: plain values that describe the model. A checkpoint with other metadata is refused.
         parallel: the ranks over which the tokens of each row are divided; None is one process.

@@ -1,6 +1,4 @@
-"""Losses: next-token prediction on a stream of tokens, and the losses of tasks, with label
-smoothing.
-"""
+"""Losses: next-token prediction on a stream, and those of tasks with label smoothing."""
 
 from __future__ import annotations
 
@@ -56,9 +54,7 @@ def next_token_loss(model: nn.Module, rows: Int[Tensor, "B row"]) -> Float[Tenso
 
 
 def _plain_head(model: nn.Module) -> nn.Linear | None:
-    """Return the head of a decoder if it is a linear map that may be left out of the call of the
-    model, because nothing observes that call; otherwise None.
-    """
+    """Return a decoder's linear head if nothing observes its call; otherwise None."""
     if type(model) is not Decoder or is_compiling() or is_transformed() or model.head is None:
         return None
     head = model.head
@@ -88,21 +84,13 @@ def linear_cross_entropy(
     bias: Float[Tensor, " V"] | None = None,
     chunk_rows: int | None = None,
 ) -> Float[Tensor, ""]:
-    """Return the mean cross entropy of x W^T + b, chunk by chunk, so that the N V logits are never
-    in memory together.
+    """Return the mean cross entropy of x W^T + b, without all N V logits in memory.
 
     z = W x + b;  loss = mean_i (log sum_v exp z_iv - z_i,target);
     dz = (softmax(z) - onehot(target)) / N;  dx = dz W;  dW = dz^T x;  db = sum_i dz_i
 
-    The gradients are computed in the forward pass, while the logits of a chunk are there; they take
-    as much memory as x and W. Under autocast the products are in its dtype, as in a linear map, and
-    the rest is in fp32 or better.
-
-    >>> x, w = torch.tensor([[1.0, 0.0]], requires_grad=True), torch.eye(2)
-    >>> loss = linear_cross_entropy(x, w, torch.tensor([0]))
-    >>> loss.backward()
-    >>> round(loss.item(), 4), [round(g, 4) for g in x.grad[0].tolist()]
-    (0.3133, [-0.2689, 0.2689])
+    The forward pass computes the gradients of a chunk with its logits. Under autocast the products
+    are in its dtype, and the rest is in fp32 or better.
 
     Source: Hsu et al. 2024 (arXiv 2410.10989), section 3.2.
     """
@@ -200,7 +188,6 @@ def evaluate(
         model: the model; its mode is restored afterwards.
         rows: the examples, such as ids `[N, T + 1]`.
         batch: examples per forward pass.
-        loss: the loss of a batch.
 
     Returns:
         The mean over all examples.
@@ -231,11 +218,6 @@ def smoothed_cross_entropy(
     p = softmax(logits)
     loss = mean over labels y != ignored of  -(1 - eps) log p_y - (eps / V) sum_k log p_k
 
-    >>> import math
-    >>> loss = smoothed_cross_entropy(torch.zeros(2, 4), torch.tensor([1, -100]), 0.1)
-    >>> round(loss.item() / math.log(4), 5)
-    1.0
-
     Source: Szegedy et al. 2015 (arXiv 1512.00567), section 7; Vaswani et al. 2017 (arXiv
     1706.03762), section 5.4.
     """
@@ -255,19 +237,7 @@ def smoothed_cross_entropy(
 class Seq2SeqLoss:
     """The loss of a model that maps a source to a target, with teacher forcing.
 
-    Positions that hold `PAD` are never attended to and do not count. Label smoothing is used in
-    training mode only; in evaluation mode the loss is the plain cross entropy.
-
-    Args:
-        smoothing: eps of the label smoothing, at least 0 and less than 1.
-
-    Raises:
-        ArgumentError: smoothing is out of range.
-
-    >>> from regard.models import recurrent
-    >>> rows = PaddedBatch(torch.tensor([[3, 2]]), torch.tensor([[1, 3, 2]]))
-    >>> bool(Seq2SeqLoss(0.1)(recurrent(5, 4, 4), rows) > 0)
-    True
+    `PAD` does not count; the label smoothing eps is for training mode only.
     """
 
     smoothing: float = 0.0
@@ -287,19 +257,7 @@ class Seq2SeqLoss:
 
 @dataclass(frozen=True)
 class AnswerLoss:
-    """The loss of a causal model on the tokens that a task asks for.
-
-    Args:
-        smoothing: eps of the label smoothing, at least 0 and less than 1.
-
-    Raises:
-        ArgumentError: smoothing is out of range.
-
-    >>> model = nn.Embedding.from_pretrained(torch.zeros(4, 4))
-    >>> rows = PaddedBatch(torch.tensor([[3, 2]]), torch.tensor([[-100, 1]]))
-    >>> round(AnswerLoss()(model, rows).item(), 4)
-    1.3863
-    """
+    """The loss of a causal model on a task's answers; `smoothing` is eps, at least 0, below 1."""
 
     smoothing: float = 0.0
 
@@ -313,12 +271,7 @@ class AnswerLoss:
 
 
 def padded_positions(ids: Int[Tensor, "B L"]) -> Positions:
-    """Return the positions of ids that are padded on the right: 0, 1, ..., and -1 where the id is
-    `PAD`.
-
-    >>> padded_positions(torch.tensor([[3, 4], [5, 0]])).tolist()
-    [[0, 1], [0, -1]]
-    """
+    """Return the positions of right-padded ids: 0, 1, ..., and -1 where the id is `PAD`."""
     return torch.arange(ids.shape[1], device=ids.device).masked_fill(ids == PAD, -1)
 
 

@@ -65,9 +65,8 @@ _FLAGS_WITH_ATTENTION = {"position": "--position", "window": "--window", "set": 
 def make_config(options: Mapping[str, Any], vocab_size: int) -> Any:
     """Return the config of a model from the options of `regard train`.
 
-    Without `attention` the model is a Llama. With it, it is a decoder of this package with that
-    mechanism: `kv_heads` becomes the mechanism's option `groups`, `window` its option of that name
-    if it has one, and `set` has its other options as "name=value".
+    That is a Llama, or with `attention` a decoder with that mechanism, whose options `groups` and
+    `window` are `kv_heads` and `window`, and the others those of `set`, as "name=value".
     """
     sizes = {
         "vocab_size": vocab_size,
@@ -107,10 +106,9 @@ def make_model(config: Any, seed: int) -> nn.Module:
 
 
 def parameters_without_gradient(model: nn.Module, vocab_size: int, length: int) -> tuple[str, ...]:
-    """Return the names of the parameters for which the next-token loss has no gradient.
+    """Return the parameters without a gradient of the loss, which keep their initial values.
 
-    Such parameters keep their initial values. An example is the indexer of "dsa": it selects keys,
-    which has no gradient, and its paper trains it with a separate loss.
+    An example is the indexer of "dsa": it selects keys, and its paper trains it separately.
     """
     device = next(model.parameters()).device
     with seeded(None, [device] if device.type == "cuda" else ()):
@@ -238,9 +236,7 @@ class PretrainingRun:
             print_status(text)
 
     def data_of_ranks(self) -> tuple[Tokenizer, Tensor, Tensor]:
-        """Return the data; of several ranks the first one makes the tokenizer, and the others read
-        it.
-        """
+        """Return the data; the first rank makes the tokenizer, and the others read it."""
         if self.parallel is None:
             return self.data()
         if self.parallel.is_first:
@@ -297,9 +293,7 @@ class PretrainingRun:
         return make_model(config, self.options["seed"]).to(self.options["device"]), config
 
     def export(self, model: nn.Module, config: object) -> None:
-        """Write the final weights and the config, each file under its final name only when
-        complete.
-        """
+        """Write the final weights and the config, each under its name only when complete."""
         try:
             with temporary_folder(self.out / "final") as temporary:
                 save(model.cpu(), config, temporary, getattr(torch, self.options["dtype"]))
@@ -315,9 +309,7 @@ class PretrainingRun:
             ) from error
 
     def write_command(self) -> None:
-        """Write the command with every option, and the versions of Python and torch, to
-        command.txt.
-        """
+        """Write the command with every option and the versions to command.txt."""
         parts = ["regard", "train", self.options["source"]]
         for name, value in self.options.items():
             flag = "--" + name.replace("_", "-")
@@ -368,9 +360,7 @@ def load_starting_model(source: str | Path) -> Model:
 
 
 def extended_tokenizer(tokenizer: Tokenizer, texts: Iterable[str], vocab_size: int) -> Tokenizer:
-    """Return the tokenizer of a model, with the Chinese characters of some texts if `vocab_size` is
-    larger than its vocabulary.
-    """
+    """Return a model's tokenizer, with Chinese characters of texts up to `vocab_size`."""
     if vocab_size < tokenizer.vocab_size:
         raise ArgumentError(
             f"vocab is {vocab_size} and the model has {plural(tokenizer.vocab_size, 'token')}, "
@@ -384,9 +374,8 @@ def extended_tokenizer(tokenizer: Tokenizer, texts: Iterable[str], vocab_size: i
 def extended_model(model: Model, vocab_size: int, seed: int) -> tuple[nn.Module, ModelConfig]:
     """Return a copy of a model with more tokens, and its config.
 
-    The weights of the old tokens and of all layers are copied; those that are stored in fewer bits
-    are dequantized. Rows of new tokens are normally distributed, with the mean and the standard
-    deviation of the old rows of their matrix. The global random state is set to the seed.
+    Old weights are copied, dequantized; rows of new tokens are normally distributed, with the mean
+    and deviation of the old rows. The global random state is set to the seed.
     """
     config = replace(model.config, vocab_size=vocab_size)
     model_family = family(model_type_of(config))

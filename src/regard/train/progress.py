@@ -38,10 +38,9 @@ COLUMNS = [f.name for f in fields(LogRow)]
 
 
 class CsvLog:
-    """The log train.csv of a run.
+    """The log train.csv of a run, whose columns are the attributes of `LogRow`.
 
-    When a run resumes, the rows after the step of its checkpoint are removed, so that a run in
-    several parts has every row once. The columns are the attributes of `LogRow`.
+    A run that resumes removes the rows after its checkpoint.
     """
 
     def __init__(self, path: str | Path, *, after_step: int = 0) -> None:
@@ -184,7 +183,6 @@ def make_progress(steps: int, start: int = 0, console: Console | None = None) ->
     """Return a progress display: a bar on a terminal, plain lines in files and pipes.
 
     Args:
-        steps: the number of steps of the run.
         start: the step from which the run resumes.
         console: the output; None is standard error, so that standard output has results only.
 

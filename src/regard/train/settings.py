@@ -16,7 +16,6 @@ class Settings:
     """The settings of a training run.
 
     Args:
-        steps: optimizer steps.
         lr: the peak learning rate.
         warmup: steps of linear warm-up to the peak.
         weight_decay: AdamW's weight decay of matrices; norms and biases are not decayed.

@@ -1,6 +1,4 @@
-"""Block diagrams as SVG: one head with its steps beside several heads, a Transformer block, and
-the two forms of several heads.
-"""
+"""Block diagrams as SVG: one head, several heads in two forms, and a Transformer block."""
 
 from __future__ import annotations
 
@@ -23,11 +21,7 @@ WIDE, HIGH, STEP, BOX = 720, 500, 62, 168
 
 
 def svg(heads: int = 3) -> str:
-    """Draw one head on the left, and several heads with their inputs, join and output on the right.
-
-    >>> svg().count("softmax"), svg(4).count("weights times v")
-    (4, 5)
-    """
+    """Draw one head on the left, and on the right several, with inputs, join and output."""
     rows = HIGH - 96
     parts = [
         *_paper(WIDE, HIGH, translate("Scaled dot-product attention, and several heads of it")),
@@ -59,12 +53,7 @@ def svg(heads: int = 3) -> str:
 
 
 def block_svg() -> str:
-    """Draw a pre-norm Transformer block: two sublayers, each behind a norm, each added to the path
-    around it.
-
-    >>> block_svg().count("norm"), block_svg().count("added")
-    (2, 2)
-    """
+    """Draw a pre-norm Transformer block: two sublayers, each with a norm and an addition."""
     high, path, side = 452, 130, 220
     parts = [
         *_paper(560, high, translate("A Transformer block")),
@@ -92,11 +81,7 @@ def block_svg() -> str:
 
 
 def two_forms_svg() -> str:
-    """Draw the two ways to write several heads: a list of heads, and one projection that is split.
-
-    >>> two_forms_svg().count("2 numbers")
-    2
-    """
+    """Draw two ways to write several heads: a list, and one projection that is split."""
     high = 330
     parts = [
         *_paper(

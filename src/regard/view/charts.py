@@ -47,13 +47,7 @@ class Chart(Protocol):
 
 
 def svg(chart: Chart, *, alone: bool = True) -> str:
-    """Return a chart as SVG text: for a file of its own, or for a page that includes
-    `plotting.css()` once.
-
-    >>> one = Picture("work", "n", "seconds", (Line("full", ((1.0, 1.0), (2.0, 4.0))),), "xy")
-    >>> svg(one).count("full: 2, 4.00 s")
-    1
-    """
+    """Return a chart as SVG, for a file or for a page that includes `plotting.css()`."""
     return plotting.svg(chart.draw(), chart.title, alone=alone)
 
 
@@ -68,14 +62,10 @@ class Line:
     """The points of one series, in the order of x.
 
     Args:
-        name: name in the legend.
         points: (x, y) of each point.
         spans: interval (low, high) of y for each point, drawn as a vertical bar; () for none.
         hints: tooltip of each point; () shows its numbers.
         crossed: the x values whose marks are crossed out.
-
-    >>> Line("full", ((1.0, 2.0), (2.0, 8.0))).name
-    'full'
     """
 
     name: str
@@ -90,8 +80,6 @@ class Picture:
     """A line chart.
 
     Args:
-        title: text above the chart.
-        x: name of the horizontal axis.
         y: name of the vertical axis. Axes named after "seconds", "bytes" or "share" are labelled in
             these units; on axes of tokens, 1k is 1024.
         lines: the lines; points that a logarithmic axis cannot show are left out.
@@ -99,9 +87,6 @@ class Picture:
         edge: x from which on the background is shaded, such as the longest trained length; None
             for no shading.
         beyond: label of the shaded part.
-
-    >>> Picture("work", "n", "seconds", (Line("full", ((1.0, 1.0), (2.0, 4.0))),), "xy").drawable
-    True
     """
 
     title: str
@@ -136,9 +121,7 @@ class Picture:
         }
 
     def draw(self) -> Drawing:
-        """Return the figure, with a legend above the lines; without any point it is an empty
-        frame.
-        """
+        """Return the figure, with a legend; without any point it is an empty frame."""
         return Panels(self.title, (self,)).draw()
 
     def fill(self, axes: Axes) -> dict[str, list[str]]:
@@ -235,12 +218,7 @@ class Picture:
 
 @dataclass(frozen=True)
 class Panels:
-    """Line charts side by side under one title, with one legend for the lines of the first.
-
-    >>> half = Picture("", "n", "seconds", (Line("full", ((1.0, 1.0), (2.0, 4.0))),))
-    >>> len(Panels("work", (half, half)).draw().figure.axes)
-    2
-    """
+    """Line charts side by side under one title, with one legend for the lines of the first."""
 
     title: str
     pictures: tuple[Picture, ...]
@@ -283,18 +261,7 @@ class Panels:
 
 @dataclass(frozen=True)
 class LengthBin:
-    """The share of correct answers for sources of `low` to `high` tokens.
-
-    Args:
-        low: tokens of the shortest source.
-        high: tokens of the longest source.
-        share: share of correct answers.
-        interval: confidence interval of the share.
-        examples: number of sources.
-
-    >>> LengthBin(1, 4, 0.5, (0.4, 0.6), 100).middle
-    2.5
-    """
+    """The share of correct answers for sources of `low` to `high` tokens."""
 
     low: int
     high: int
@@ -310,24 +277,14 @@ class LengthBin:
 
 @dataclass(frozen=True)
 class Accuracy:
-    """The share of correct answers of one model, in the order of length.
-
-    >>> Accuracy("lstm", (LengthBin(1, 4, 0.5, (0.4, 0.6), 100),)).name
-    'lstm'
-    """
+    """The share of correct answers of one model, in the order of length."""
 
     name: str
     bins: tuple[LengthBin, ...]
 
 
 def accuracy_chart(models: Sequence[Accuracy], trained: int, title: str) -> Picture:
-    """Return a chart of correct answers against the length of the source, with a line for each
-    model.
-
-    >>> one = Accuracy("lstm", (LengthBin(1, 4, 1.0, (0.9, 1.0), 100),))
-    >>> accuracy_chart([one], 4, "translate").lines[0].hints
-    ('lstm, length 1 to 4: 100.0 % of 100',)
-    """
+    """Return a chart of right answers against source length, a line for each model."""
     lines = tuple(
         Line(
             model.name,
@@ -359,14 +316,8 @@ class ScatterPoint:
     """A mechanism in a scatter plot: its cost, its quality, and the spread of the quality.
 
     Args:
-        name: text beside the mark.
-        x: the cost, above 0.
-        y: the quality.
         span: range of y over random seeds.
         on_pareto_front: whether no other mechanism is better in both.
-
-    >>> ScatterPoint("mqa", 1024.0, 2.5, (2.4, 2.6), on_pareto_front=True).name
-    'mqa'
     """
 
     name: str
@@ -378,15 +329,7 @@ class ScatterPoint:
 
 @dataclass(frozen=True)
 class Axis:
-    """The name of an axis, and its unit.
-
-    Args:
-        title: name of the axis.
-        unit: "bytes" or "seconds" (logarithmic), "bits" or "share" (linear).
-
-    >>> Axis("cache", "bytes").logarithmic
-    True
-    """
+    """The name of an axis, with "bytes" or "seconds" (logarithmic), "bits" or "share" (linear)."""
 
     title: str
     unit: str
@@ -399,21 +342,7 @@ class Axis:
 
 @dataclass(frozen=True)
 class Scatter:
-    """A scatter plot of quality against cost: a named mark for each mechanism, and a line along the
-    Pareto front.
-
-    Args:
-        marks: the mechanisms; at least one.
-        x: the axis of the cost.
-        y: the axis of the quality.
-        title: text above the chart.
-        caption: a sentence that a page writes below it.
-
-    >>> one = ScatterPoint("mqa", 1024.0, 2.5, (2.5, 2.5), on_pareto_front=True)
-    >>> chart = Scatter((one,), Axis("cache", "bytes"), Axis("loss", "bits"), "text")
-    >>> list(chart.draw().hints.values())
-    [['mqa: 1.00 KiB, 2.5, on the Pareto front']]
-    """
+    """A scatter plot of quality against cost, with names and the Pareto front."""
 
     marks: Sequence[ScatterPoint]
     x: Axis
@@ -500,16 +429,7 @@ class Scatter:
 
 @dataclass(frozen=True)
 class RatioBar:
-    """The time of another implementation divided by the time of regard.
-
-    Args:
-        label: name of the implementation; the first bar of a group also names the group.
-        ratio: above 1 is slower than regard.
-        words: text to the right of the bar.
-
-    >>> RatioBar("decode: torch SDPA", 1.5, "1.50x, 3.00 ms").ratio
-    1.5
-    """
+    """The time of another implementation divided by that of regard; above 1 is slower."""
 
     label: str
     ratio: float
@@ -518,12 +438,7 @@ class RatioBar:
 
 @dataclass(frozen=True)
 class RatioBars:
-    """Times of other implementations divided by the time of regard: bars that start at 1, on a
-    logarithmic axis.
-
-    >>> RatioBars([RatioBar("torch SDPA", 1.5, "1.50x")], "bench").draw().hints
-    {}
-    """
+    """Bars of times divided by that of regard, which start at 1 on a logarithmic axis."""
 
     bars: Sequence[RatioBar]
     title: str
@@ -566,15 +481,9 @@ class RatioBars:
 
 
 def context_charts(rows: Mapping[str, Sequence[Mapping[str, Any]]], title: str) -> Panels:
-    """Return charts of the cache size, and of the cost of one decoded token, over the context
-    length.
+    """Return charts of cache size and cost of a decoded token over the context.
 
-    The token is in seconds if all rows have them, else in FLOPs. Contexts at which weights and
-    cache do not fit the machine are crossed out.
-
-    >>> row = {"context": 1024, "kv_bytes": 4096, "decode_flops": 1e6}
-    >>> [one.y for one in context_charts({"m": [row]}, "batch 1").pictures]
-    ['cache, bytes', 'one token, FLOPs']
+    The cost is in seconds if all rows have them, else FLOPs; what does not fit is crossed out.
     """
     timed = all("decode_seconds" in row for model_rows in rows.values() for row in model_rows)
     token = ("decode_seconds", translate("one token, seconds at best"))

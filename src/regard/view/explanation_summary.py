@@ -1,6 +1,4 @@
-"""The short form of an explanation: one screen with the sentence, the head, the strongest keys and
-the five steps that lead to one weight.
-"""
+"""The short form of an explanation: one screen that leads to one weight."""
 
 from __future__ import annotations
 

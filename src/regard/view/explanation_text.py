@@ -51,9 +51,7 @@ def mixture(data: Data) -> Lines:
 
 
 def state(data: Data) -> Lines:
-    """Describe the row of a mechanism without a softmax: the sum of its weights, and the recurrent
-    state that the query reads, if there is one.
-    """
+    """Describe a row without a softmax: the sum of its weights, and the state it reads."""
     s, row = (
         data["state"],
         [p for p, why in zip(data["weights"], data["masked"], strict=True) if not why],
@@ -94,9 +92,7 @@ def state(data: Data) -> Lines:
 
 
 def tensors(data: Data) -> Lines:
-    """Generate each stage of the whole layer: shape, mean, standard deviation, and time of that
-    stage alone.
-    """
+    """Generate each stage of the whole layer: shape, mean, deviation, and time."""
     left = f"{terminal.cell(translate('stage'), 8)}  {terminal.cell(translate('shape'), 18)}"
     names = (right(name, 10) for name in (translate("mean"), translate("std"), "ms"))
     yield Text(INDENT + left + "".join(names), "dim")
@@ -210,9 +206,7 @@ BLOCKS = 10
 
 
 def scores(data: Data) -> Lines:
-    """Generate the score of the explained key step by step, then a row per key for the largest
-    weights.
-    """
+    """Generate the explained key's score step by step, then the keys of largest weight."""
     order = ordered(data)
     name = "additive" if data["kind"] == "additive" else "dot"
     yield equation(translate(data["equations"][name]))
@@ -280,9 +274,7 @@ def sentence(group: str, english: str) -> str:
 
 
 def _products(data: Data) -> Lines:
-    """Generate the products of the explained key by dim: bars, their running sum, and the
-    largest ones.
-    """
+    """Generate the products of the explained key by dim, their running sum, and the largest."""
     products, j = data["products"], data["key"]
     running, total = [], 0.0
     for x in products:
@@ -325,9 +317,7 @@ def _masked(data: Data) -> Lines:
 
 
 def softmax(data: Data) -> Lines:
-    """Generate the parts of the softmax, one weight computed in both ways, and the same block by
-    block.
-    """
+    """Generate the parts of the softmax, one weight in both ways, and block by block."""
     top, total = terminal.score(data["row_max"]), terminal.score(data["total"])
     shared = sum(data["weights"])
     yield Text(
@@ -388,9 +378,7 @@ MAX_HEADS = 16
 
 
 def tokens(data: Data) -> Lines:
-    """Generate the keys with their indices and weights; of a long text, only those near the
-    query and the key.
-    """
+    """Generate the keys and weights; of a long text, those near the query and the key."""
     line, before = Text(INDENT), -1
     own = data["query"] if data["row_pieces"] == data["pieces"] else -1
     for j in _shown(data, own):
@@ -438,9 +426,7 @@ def _more(n: int) -> str:
 
 
 def _shown(data: Data, query: int) -> Sequence[int]:
-    """Return the keys that are listed: all of a short text, else the first ones, those near the
-    query and the key, and those with the largest weights.
-    """
+    """Return the listed keys: all of a short text, else the first, near and largest ones."""
     n = len(data["pieces"])
     if n <= MAX_LISTED:
         return range(n)
@@ -464,9 +450,7 @@ def hidden(data: Data) -> Lines:
 
 
 def projected(data: Data) -> Lines:
-    """Generate q of the query, and k and v of the explained key, after each step of their
-    computation.
-    """
+    """Generate q of the query, and k and v of the key, after each step."""
     j = data["key"]
     named = f"{j} {piece_of(data, j)}"
     for steps in (data["q"], data["k"], data["values"]):
@@ -557,9 +541,7 @@ def output(data: Data) -> Lines:
 
 
 def _large(shares: Sequence[float], slot: int) -> set[int]:
-    """Return the heads that are listed if there are many: the largest shares, and the explained
-    head.
-    """
+    """Return the heads that are listed: the largest shares, and the explained head."""
     order = sorted(range(len(shares)), key=lambda h: -abs(shares[h]))
     return {slot, *order[: MAX_HEADS - 1]}
 
@@ -582,13 +564,7 @@ def predictions(data: Data) -> Lines:
 
 
 def show(data: Data, console: Console) -> None:
-    """Print the page on a rich console.
-
-    >>> from io import StringIO
-    >>> show({}, Console(file=StringIO()))
-    Traceback (most recent call last):
-    KeyError: 'sizes'
-    """
+    """Print the page on a rich console."""
     for line in page(data):
         console.print(line, no_wrap=True, overflow="ignore", crop=False, highlight=False)
 
@@ -608,9 +584,7 @@ def page(data: Data) -> list[Text]:
 
 
 def _steps(data: Data) -> list[tuple[str, str, Callable[[Data], Lines]]]:
-    """Return the sections of the page for this mechanism: title, name of the equation, and
-    generator.
-    """
+    """Return the sections for this mechanism: title, name of the equation, and generator."""
     kind = data["kind"]
     score = {"softmax": "scaled", "additive": "additive", "linear": "effective"}[kind]
     steps: list[tuple[str, str, Callable[[Data], Lines]]] = [
@@ -657,15 +631,7 @@ def show_heads(
     console: Console,
     lang: str = "en",
 ) -> None:
-    """Print one row per head: the key with the largest weight, and that weight; the chosen head is
-    marked.
-
-    >>> row = {"layer": 0, "head": 0, "key": 1, "piece": "b", "weight": 1}
-    >>> show_heads("1 b", [row], (0, 0), Console(width=80))
-    Largest weight of query 1 b in each head, leaving out the first token
-      layer head  weight                           key token
-    ▶     0    0  1.0000 ████████████████████████    1 b
-    """
+    """Print a row per head: its strongest key and weight; the chosen head is marked."""
     say = Sentences(lang)
     title = say("heads.title", query=terminal.cell(query, 20).rstrip())
     lines = [
@@ -730,11 +696,7 @@ def _title(data: Data) -> Lines:
 
 
 def translate_styled(text: str, /, **values: Text) -> Text:
-    """Return a text in the reader's language, with styled texts in place of its placeholders.
-
-    >>> translate_styled("kernel {name}", name=Text("tiled")).plain
-    'kernel tiled'
-    """
+    """Return a text in the reader's language, with styled texts in place of its placeholders."""
     parts = PLACEHOLDER.split(translate(text))
     return Text.assemble(*(values[part] if n % 2 else part for n, part in enumerate(parts)))
 

@@ -1,6 +1,4 @@
-"""Figures of mechanisms: which query heads share which keys and values and the bytes of the cache,
-and which keys each query sees under a mask.
-"""
+"""Figures of mechanisms: shared keys and values, cache bytes, and masks."""
 
 from __future__ import annotations
 
@@ -26,18 +24,7 @@ PANEL, HIGH = 236, 300
 
 @dataclass(frozen=True)
 class CachedHeads:
-    """What one mechanism caches for a token in one layer.
-
-    Args:
-        name: its name, such as "GQA".
-        heads: the number of query heads.
-        groups: the number of key/value heads; 0 if all heads share one latent.
-        values: the number of cached values of a token.
-        latent: the parts of the latent, as text; "" without a latent.
-
-    >>> CachedHeads("GQA", 32, 8, 2048).drawn
-    (8, 2)
-    """
+    """What one mechanism caches for a token in one layer: `groups` is 0 with a latent."""
 
     name: str
     heads: int
@@ -54,16 +41,7 @@ class CachedHeads:
 
 @dataclass(frozen=True)
 class HeadsFigure:
-    """Several mechanisms side by side: query heads above, cached keys and values below.
-
-    Args:
-        mechanisms: the panels, from left to right.
-        bytes_per_value: the bytes of one cached value.
-        title: the text above; by default, what the figure shows.
-
-    >>> HeadsFigure((CachedHeads("MQA", 8, 1, 256),)).captions
-    ['512 B a token']
-    """
+    """Several mechanisms side by side: query heads above, cached keys and values below."""
 
     mechanisms: Sequence[CachedHeads]
     bytes_per_value: int = 2
@@ -130,16 +108,7 @@ def _box(axes: Axes, x: float, y: float, wide: float, high: float, role: str) ->
 
 @dataclass(frozen=True)
 class MaskFigure:
-    """The keys that each query sees: rows are queries, columns are keys.
-
-    Args:
-        visible: whether query i sees key j, `[T, S]`.
-        title: the text above, such as the mask.
-        q_start, k_start: the positions of the first query and of the first key.
-
-    >>> MaskFigure(np.tril(np.ones((4, 4), bool)), "causal").draw().figure.axes[0].get_title()
-    ''
-    """
+    """The keys that each query sees, `[T, S]`: rows are queries, columns are keys."""
 
     visible: Bool[np.ndarray, "T S"]
     title: str
@@ -179,16 +148,7 @@ class MaskFigure:
 
 @dataclass(frozen=True)
 class MaskPanels:
-    """Several masks side by side, each with its number of visible pairs.
-
-    Args:
-        masks: the panels, from left to right, each with its own title.
-        title: the text above.
-
-    >>> full = MaskFigure(np.tril(np.ones((4, 4), bool)), "causal")
-    >>> MaskPanels((full,), "masks").captions
-    ['10 of 16 pairs']
-    """
+    """Several masks side by side, each with its number of visible pairs."""
 
     masks: Sequence[MaskFigure]
     title: str

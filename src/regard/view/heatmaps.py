@@ -1,6 +1,4 @@
-"""Heatmaps of attention weights: the words of an answer over those of the source, one head, and the
-head and the row of an explanation.
-"""
+"""Heatmaps of attention weights: of words, of one head, and of an explanation."""
 
 from __future__ import annotations
 
@@ -28,19 +26,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class AlignmentMap:
-    """A heatmap of the attention of each word of the answer (rows) over the words of the source
-    (columns).
-
-    Args:
-        weights: `[T, S]`; each row is a distribution.
-        predicted: word of each row.
-        source: word of each column.
-        title: description for screen readers.
-
-    >>> chart = AlignmentMap(np.eye(2), ["一", "二"], ["one", "two"])
-    >>> chart.draw().hints["cells"][0]
-    '一 ← one: 1.0000'
-    """
+    """A heatmap `[T, S]` of the attention of an answer's words over the source's words."""
 
     weights: Float[np.ndarray, "T S"]
     predicted: Sequence[str]
@@ -48,9 +34,7 @@ class AlignmentMap:
     title: str = "alignment: rows are the answer, columns are the source"
 
     def draw(self) -> Drawing:
-        """Return the figure; the darker a cell is, the larger is the weight of its row on its
-        column, on a logarithmic scale.
-        """
+        """Return the figure, in which darker cells have larger weights, logarithmically."""
         rows, columns = self.weights.shape
         predicted, source = (
             [escape_controls(word) for word in words] for words in (self.predicted, self.source)
@@ -116,17 +100,7 @@ class AlignmentMap:
 
 @dataclass(frozen=True)
 class HeadWeights:
-    """A heatmap of the weights of one head with their numbers; rows are queries, columns are keys.
-
-    Args:
-        weights: `[T][S]`, each between 0 and 1.
-        title: text above the chart.
-        queries: name of each row; () shows their numbers.
-        keys: name of each column; () shows their numbers.
-
-    >>> len(HeadWeights([[1.0, 0.0], [0.5, 0.5]], "head 0").draw().hints["cells"])
-    4
-    """
+    """A heatmap `[T][S]` of a head's weights with their numbers; () numbers the axes."""
 
     weights: Sequence[Sequence[float]]
     title: str
@@ -191,21 +165,7 @@ class HeadWeights:
 
 @dataclass(frozen=True)
 class EffectMap:
-    """A heatmap of numbers of both signs, such as the effect of each head of each layer.
-
-    Args:
-        values: the numbers `[R, C]`; NaN leaves a cell empty.
-        rows: name of each row.
-        columns: name of each column.
-        title: text above the chart.
-        across: what the columns are.
-        quantity: what the numbers are.
-        cells: a text for each cell, which is drawn in it; () draws none.
-
-    >>> chart = EffectMap(np.array([[0.5, -2.0]]), ["layer 0"], ["0", "1"], "ablation", "head")
-    >>> chart.draw().hints["cells"]
-    ['layer 0, head 0: 0.5', 'layer 0, head 1: -2']
-    """
+    """A heatmap `[R, C]` of numbers of both signs, such as effects; NaN leaves a cell empty."""
 
     values: Float[np.ndarray, "R C"]
     rows: Sequence[str]

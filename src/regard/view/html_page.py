@@ -50,13 +50,7 @@ def safe(text: str) -> str:
 
 @dataclass(frozen=True)
 class CaptionedChart:
-    """A chart with a caption above it.
-
-    Args:
-        chart: the chart.
-        caption: the text above it.
-        good: whether the caption reports a success (True), a failure (False), or neither (None).
-    """
+    """A chart with a caption above it: a success (True), a failure (False), or neither."""
 
     chart: Chart
     caption: str = ""
@@ -80,21 +74,16 @@ class Section:
     """One section of a page.
 
     Args:
-        title: its heading.
         badge: a word beside the heading, such as a verdict; "" for none.
         good: colour of the badge: True for a success, False for a failure, None for neither.
         texts: label to sentence; each label is written in bold before its sentence.
         heads: column headings of a table.
-        rows: cells of the table, as texts.
         pictures: charts below the tables; a chart without any point is left out.
         more: rows of a second table; the first row has its headings.
         caption: a sentence below the heading.
         figures: charts with captions, side by side where they fit.
         numbers: whether the cells of the table are numbers, which are aligned right.
         tones: index of a column of the table to "good" or "bad", the colour of its cells.
-
-    >>> Section("scale", "holds", True, {"says": "It saturates."}).badge
-    'holds'
     """
 
     title: str
@@ -154,11 +143,7 @@ def page(
     sections: Sequence[Section],
     notes: Sequence[str] = (),
 ) -> str:
-    """Return a whole page; its content security policy forbids scripts and external resources.
-
-    >>> "<h1>Claims</h1>" in page("Claims", "", {}, "regard compare", [Section("scale")])
-    True
-    """
+    """Return a whole page; its content security policy forbids scripts and external resources."""
     style = palette.css() + _own_style() + plotting.css()
     policy = (
         f"default-src 'none'; style-src '{content_hash(style)}'; base-uri 'none'; "

@@ -28,12 +28,7 @@ TITLES = {
 
 
 def rows(layers: Sequence[Mapping[str, Any]]) -> list[list[str]]:
-    """Return one row of text per stage and layer: shape, mean, standard deviation and milliseconds.
-
-    >>> stage = {"name": "q", "shape": [2, 4], "mean": 0.5, "std": 1.0, "seconds": None}
-    >>> rows([{"name": "mha", "stages": [stage]}])
-    [['mha', 'q', '2 x 4', '0.5000', '1.0000', '']]
-    """
+    """Return a row of text per stage and layer: shape, mean, deviation and milliseconds."""
     return [
         [
             layer["name"],
@@ -49,11 +44,7 @@ def rows(layers: Sequence[Mapping[str, Any]]) -> list[list[str]]:
 
 
 def table(layers: Sequence[Mapping[str, object]]) -> str:
-    """Return the rows of `rows` as an aligned table.
-
-    >>> table([{"name": "mha", "stages": []}])
-    '  stage  shape  mean  std  ms'
-    """
+    """Return the rows of `rows` as an aligned table."""
     heads = [translate(head) for head in HEADS]
     return table_of([heads, *rows(layers)], left=(0, 1), width=line_width(), names=2)
 
@@ -120,9 +111,7 @@ def _shape(stage: Mapping[str, Any]) -> str:
 
 
 def _array(values: object) -> NDArray[np.float64]:
-    """Convert nested lists to an array; None, which only masked scores contain, becomes minus
-    infinity.
-    """
+    """Convert nested lists to an array; None, a masked score, becomes minus infinity."""
     nested = np.array(values, dtype=object)
     return np.where(nested == None, -np.inf, nested).astype(float)  # noqa: E711
 

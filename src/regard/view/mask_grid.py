@@ -1,6 +1,4 @@
-"""A mask as lines of a terminal: which keys each query may see. Rows are queries, columns are
-keys.
-"""
+"""A mask as lines of a terminal: rows are queries, columns are keys."""
 
 from __future__ import annotations
 
@@ -74,12 +72,7 @@ class Grid:
 
 
 def pool(T: int, S: int, width: int = WIDTH) -> tuple[int, int]:
-    """Return how many queries and keys a cell must stand for, so that the drawing fits the width of
-    the terminal; powers of two.
-
-    >>> pool(16, 16), pool(100, 40), pool(4096, 4096)
-    ((1, 1), (4, 1), (128, 128))
-    """
+    """Return the queries and keys per cell, a power of two, that fit the terminal."""
 
     def factor(n: int, most: int) -> int:
         pooled = min(MAX_WIDE_COLUMNS, most)
@@ -89,17 +82,7 @@ def pool(T: int, S: int, width: int = WIDTH) -> tuple[int, int]:
 
 
 def draw(grid: Grid, *, ascii_only: bool = False, width: int = WIDTH) -> Iterator[Text]:
-    """Generate the lines of a grid: a legend, a ruler of keys, and a row per query with the keys
-    that it sees.
-
-    >>> grid = Grid(np.tril(np.full((3, 3), 2, np.int8)), np.array([1, 2, 3]))
-    >>> for line in draw(grid, ascii_only=True): print(line.plain)
-      rows are queries, columns are keys: ## visible, @@ its own, . masked
-             0
-          0 |@@ . .|    1  0
-          1 |##@@ .|    2  0-1
-          2 |####@@|    3  0-2
-    """
+    """Generate a grid: a legend, a ruler of keys, and the keys of each query."""
     symbols = ASCII if ascii_only else UNICODE
     columns = grid.states.shape[1]
     wide = 2 if columns <= MAX_WIDE_COLUMNS and 2 * columns + BESIDE <= width else 1
@@ -121,14 +104,7 @@ def draw_tiles(
     ascii_only: bool = False,
     width: int = WIDTH,
 ) -> Iterator[Text]:
-    """Generate the lines of a map of tiles, at most 32 a side.
-
-    >>> states = np.array([[1, 0], [2, 1]], np.int8)
-    >>> for line in draw_tiles(states, (4, 4), ascii_only=True): print(line.plain)
-      tiles of 4 queries x 4 keys: ## full, ++ partial, . empty
-            |++ .|
-            |##++|
-    """
+    """Generate the lines of a map of tiles, at most 32 a side."""
     symbols = ASCII if ascii_only else UNICODE
     shown = states[:MAX_WIDE_COLUMNS, :MAX_WIDE_COLUMNS]
     cut = ""
@@ -153,11 +129,7 @@ def draw_tiles(
 
 
 def runs(row: Sequence[bool] | Bool[np.ndarray, " n"], start: int = 0, to: str = "-") -> list[str]:
-    """Return the runs of true entries as text, counted from `start`.
-
-    >>> runs([True, False, True, True, True])
-    ['0', '2-4']
-    """
+    """Return the runs of true entries as text, counted from `start`."""
     steps = np.diff(np.concatenate([[0], np.asarray(row, np.int8), [0]]))
     limits = zip((steps == 1).nonzero()[0], (steps == -1).nonzero()[0] - 1, strict=True)
     return [f"{start + a}" if a == b else f"{start + a}{to}{start + b}" for a, b in limits]
@@ -214,9 +186,7 @@ def _symbol_and_style(state: int, wide: int, symbols: dict[str, str]) -> tuple[s
 
 
 def _append_count(line: Text, grid: Grid, i: int, symbols: dict[str, str], width: int) -> None:
-    """Append how many keys the query sees, and which, as far as they fit; for pooled queries,
-    the largest count.
-    """
+    """Append how many keys the query sees, and which, as far as they fit."""
     counts = grid.counts[i * grid.cell[0] : (i + 1) * grid.cell[0]]
     line.append(f"{counts.max():>6}" if grid.pooled else f"{counts.max():>5}", "bold")
     if grid.pooled:

@@ -1,6 +1,4 @@
-"""The interactive page in a notebook: as a widget if anywidget is installed, else as a frame of
-HTML. Both show it in a sandbox, without access to the notebook or the network.
-"""
+"""The interactive page in a notebook, in a sandbox: a widget of anywidget, or a frame."""
 
 from __future__ import annotations
 
@@ -22,13 +20,7 @@ INSTALL = "python -m pip install 'regard[notebook]'"
 
 
 class PagePlace(NamedTuple):
-    """A place, as it stands on the page.
-
-    Args:
-        name: its name.
-        heads: its heads.
-        T, N: the number of its queries and of its keys.
-    """
+    """A place, as it stands on the page."""
 
     name: str
     heads: tuple[int, ...]
@@ -96,9 +88,7 @@ def _widget_class() -> Any:
             key: int | None = None,
             view: str = "map",
         ) -> None:
-            """Move the page to a head, and to a query and a key if they are given, as `address`
-            checks them.
-            """
+            """Move the page to a head, query and key, as `address` checks them."""
             self.address = address(self.places, layer, head, query, key, view)
 
     return PageWidget

@@ -60,12 +60,7 @@ SIGNED: dict[str, tuple[Rgb, ...]] = {
 
 
 def ramp(stops: Sequence[Rgb], t: float) -> Rgb:
-    """Return the colour at t in 0..1 along evenly spaced stops, linear between them; t outside is
-    clipped.
-
-    >>> ramp(((0, 0, 0), (100, 200, 50)), 0.5)
-    (50, 100, 25)
-    """
+    """Return the colour at t in 0..1 (clipped) along evenly spaced stops."""
     x = min(max(t, 0.0), 1.0) * (len(stops) - 1)
     i = min(int(x), len(stops) - 2)
     low, high = stops[i], stops[i + 1]
@@ -74,11 +69,7 @@ def ramp(stops: Sequence[Rgb], t: float) -> Rgb:
 
 
 def css(*, switch: bool = False) -> str:
-    """Return the page's colours as CSS variables, for light and dark pages.
-
-    >>> "--q:#0063a8" in css()
-    True
-    """
+    """Return the page's colours as CSS variables, for light and dark pages."""
     light, dark = (";".join(f"--{n}:{c}" for n, c in names.items()) for names in (LIGHT, DARK))
     if switch:
         dark = f"color-scheme:dark;{dark}"

@@ -67,12 +67,7 @@ CHINESE = (
 
 @dataclass(frozen=True)
 class Drawing:
-    """A figure, and the tooltips of its marks.
-
-    Args:
-        figure: the matplotlib figure.
-        hints: gid of an artist, to a text for each of its marks, in their order.
-    """
+    """A figure, and the texts of its marks in order, by the gid of the artist."""
 
     figure: Figure
     hints: Mapping[str, Sequence[str]] = field(default_factory=dict)
@@ -134,49 +129,32 @@ def weight_colours() -> ListedColormap:
 
 
 def lowest_weight(columns: int) -> float:
-    """Return the weight at the low end of the colour scale of a pattern: 1 / (16 N), rounded up to
-    a power of two, for N keys. The uniform weight 1 / N then has a colour near the middle.
-
-    >>> lowest_weight(8), lowest_weight(1)
-    (0.0078125, 0.0625)
-    """
+    """Return 1 / (16 N), rounded up to a power of two: 1 / N is near the scale's middle."""
     return float(2.0 ** -(4 + int(math.log2(max(columns, 1)))))
 
 
 def weight_scale(columns: int) -> LogNorm:
-    """Return the logarithmic colour scale of a pattern, from `lowest_weight` to 1. Smaller weights,
-    and 0, have its first colour.
-    """
+    """Return the logarithmic colour scale from `lowest_weight`, which it clips to, to 1."""
     from matplotlib.colors import LogNorm
 
     return LogNorm(lowest_weight(columns), 1, clip=True)
 
 
 def power_of_two(x: float) -> str:
-    """Return a power of two as text.
-
-    >>> power_of_two(0.0078125)
-    '2⁻⁷'
-    """
+    """Return a power of two as text."""
     exponent = round(math.log2(x))
     return "2" + str(exponent).translate(str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹"))
 
 
 def signed_colours() -> ListedColormap:
-    """Return the colour map of numbers from the most negative (orange) through 0 to the largest
-    (blue).
-    """
+    """Return the colour map from negative (orange) through 0 to positive (blue)."""
     from matplotlib.colors import ListedColormap
 
     return ListedColormap(_signed_shades("light"), name="signed")
 
 
 def css() -> str:
-    """Return the style that adapts the charts of a page to dark pages.
-
-    >>> '.chart [fill="#0063a8"]{fill:#74b9f5}' in css()
-    True
-    """
+    """Return the style that adapts the charts of a page to dark pages."""
     pairs = {palette.LIGHT[name]: palette.DARK[name] for name in palette.LIGHT}
     pairs |= dict(zip(_shades("light"), _shades("dark"), strict=True))
     pairs |= dict(zip(_signed_shades("light"), _signed_shades("dark"), strict=True))
@@ -241,9 +219,8 @@ def write(drawing: Drawing, path: Path, title: str) -> int:
 def _settings(figure: Figure, title: str, fonts: Sequence[str] = ()) -> Iterator[None]:
     """Set matplotlib's parameters so that equal figures give equal files.
 
-    The identifiers in an SVG follow from the title, so that charts of one page have different ones.
-    No text is read as mathematics, even if it has dollar signs. The parameters belong to the
-    process, so that threads that draw with regard wait for each other.
+    Identifiers follow from the title, which differs within a page; dollar signs are no mathematics.
+    The parameters belong to the process, so that threads wait for each other.
     """
     from matplotlib import rc_context
 
@@ -267,10 +244,7 @@ def _settings(figure: Figure, title: str, fonts: Sequence[str] = ()) -> Iterator
 
 
 def _unwarned(figure: Figure) -> AbstractContextManager[None]:
-    """Suppress matplotlib's warnings about characters that its own font lacks.
-
-    An SVG is shown in the fonts of its reader; in a PNG a missing character is a box.
-    """
+    """Suppress warnings about characters that matplotlib's font lacks; readers have fonts."""
     from matplotlib.font_manager import findfont, get_font
 
     own = get_font(findfont("DejaVu Sans"))
@@ -322,10 +296,9 @@ def _colours(stops: Sequence[palette.Rgb], count: int) -> list[str]:
 
 
 def _plain(element: ET.Element) -> ET.Element:
-    """Return an element without namespaces and `style` attributes.
+    """Return an element without namespaces, metadata, styles and clip paths.
 
-    Metadata, styles and clip paths are left out; no mark lies outside its axes. A shape that is
-    used several times takes the colours of each use.
+    A shape that is used several times takes the colours of each use.
     """
     result = ET.Element(element.tag.partition("}")[2])
     result.text, result.tail = element.text, element.tail
@@ -483,9 +456,7 @@ def set_scale(
 def round_ticks(
     low: float, high: float, values: Sequence[float], unit: str, *, log: bool, most: int
 ) -> list[float]:
-    """Return round tick values within the limits, at most `most` on logarithmic axes, as
-    proposed by matplotlib.
-    """
+    """Return at most `most` round ticks within the limits, as matplotlib proposes them."""
     from matplotlib.ticker import Locator, LogLocator, MaxNLocator
 
     whole = all(v == int(v) for v in values)

@@ -1,6 +1,4 @@
-"""The results of a trained task, as an HTML page and as lines of a terminal: accuracy by length,
-alignments, and wrong answers.
-"""
+"""The results of a trained task as an HTML page, and as lines of a terminal."""
 
 from __future__ import annotations
 
@@ -22,19 +20,7 @@ from regard.view.terminal import WIDTH, style
 
 @dataclass(frozen=True)
 class AlignedExample:
-    """One example with its alignment.
-
-    Args:
-        source: words of the source.
-        predicted: words of the model's answer.
-        expected: words of the correct answer.
-        weights: attention weights, `[T, S]`: rows are words of the answer, columns are words of the
-            source.
-        place: dotted name of the attention.
-
-    >>> AlignedExample(("a",), ("b",), ("b",), np.ones((1, 1)), "decoder").right
-    True
-    """
+    """One example, its answer and the correct one, and attention weights `[T, S]`."""
 
     source: tuple[str, ...]
     predicted: tuple[str, ...]
@@ -50,16 +36,7 @@ class AlignedExample:
 
 @dataclass(frozen=True)
 class WrongAnswer:
-    """A wrong answer, with its source and the correct answer, as text.
-
-    Args:
-        source: text of the source.
-        predicted: text that the model produced.
-        expected: the correct text.
-
-    >>> WrongAnswer("one", "二", "一").predicted
-    '二'
-    """
+    """A wrong answer, with its source and the correct answer, as text."""
 
     source: str
     predicted: str
@@ -68,21 +45,7 @@ class WrongAnswer:
 
 @dataclass(frozen=True)
 class TaskPage:
-    """The content of the page of a task.
-
-    Args:
-        title: the heading.
-        sentence: a sentence below the heading.
-        facts: name to value, shown below the heading.
-        series: accuracies of this model, and of others to compare with.
-        max_trained_tokens: number of tokens of the longest source in training.
-        aligned: examples with their alignments.
-        wrong: wrong answers.
-
-    >>> page = TaskPage("translate", "Numbers.", {"model": "lstm"}, (), 32)
-    >>> "<h1>translate</h1>" in page.html()
-    True
-    """
+    """The content of the page of a task."""
 
     title: str
     sentence: str
@@ -93,9 +56,7 @@ class TaskPage:
     wrong: Sequence[WrongAnswer] = field(default=())
 
     def html(self) -> str:
-        """Return the page as HTML without scripts; all text is escaped, since words are
-        untrusted.
-        """
+        """Return the page as HTML without scripts; all text is escaped."""
         sections = [*self._accuracy(), *self._alignments(), *self._mistakes()]
         return page(self.title, self.sentence, self.facts, "", sections)
 
@@ -140,15 +101,7 @@ class TaskPage:
 
 
 def accuracy_lines(series: Accuracy, trained: int, width: int = 36) -> Iterator[Text]:
-    """Generate terminal lines of accuracies: a bar per length bin, with its interval and its number
-    of examples.
-
-    >>> from regard.view.charts import LengthBin
-    >>> one = Accuracy("lstm", (LengthBin(1, 4, 0.5, (0.4, 0.6), 100),))
-    >>> for line in accuracy_lines(one, 4, 4): print(line.plain)
-         tokens  correct                examples
-         1 - 4   ██    50.0% ( 40 to  60)  100
-    """
+    """Generate a bar per length bin, with its interval and its number of examples."""
     yield Text(f"     tokens  {'correct':<{width}}                examples", "dim")
     beyond = False
     for point in series.bins:
@@ -170,16 +123,7 @@ def alignment_lines(
     source: Sequence[str],
     most: int = 33,
 ) -> Iterator[Text]:
-    """Generate terminal lines of an alignment: two characters per cell, source words by number.
-
-    >>> lines = alignment_lines(np.eye(2), ["一", "二"], ["one", "two"])
-    >>> for line in lines: print(line.plain.rstrip())
-      rows are the answer, columns are the source; blank below 0.02, ░ 0.02+ ▒ 0.1+ ▓ 0.3+ █ 0.6+
-      0 one  1 two
-                     0 1
-                 一 │██  │
-                 二 │  ██│
-    """
+    """Generate terminal lines of an alignment: two characters per cell, source words by number."""
     low = " ".join(
         f"{shade} {step:g}+"
         for shade, step in zip(terminal.SHADES[1:], terminal.SHADE_STEPS, strict=True)

@@ -1,6 +1,4 @@
-"""Parts of terminal pages: headings, equations, strips of numbers, characters for values, and the
-sentences of a page from the catalogues of this package.
-"""
+"""Parts of terminal pages: headings, equations, numbers, and translated sentences."""
 
 from __future__ import annotations
 
@@ -48,12 +46,7 @@ def bar(share: float, width: int) -> str:
 
 
 def columns(values: Sequence[float], top: float) -> tuple[str, str]:
-    """Return two rows of characters, one per value: positive values above the middle line, negative
-    ones below.
-
-    >>> columns([1.0, -1.0, 0.5], top=1.0)
-    ('█ ▄', ' █ ')
-    """
+    """Return two rows of characters: positive values above the middle, negative ones below."""
     shares = [v / top if top else 0.0 for v in values]
     up = "".join(BARS_UP[math.ceil(min(max(x, 0.0), 1.0) * 8 - 1e-9)] for x in shares)
     down = "".join(BARS_DOWN[math.ceil(min(max(-x, 0.0), 1.0) * 3 - 1e-9)] for x in shares)
@@ -61,24 +54,14 @@ def columns(values: Sequence[float], top: float) -> tuple[str, str]:
 
 
 def fold(values: Sequence[float], most: int) -> tuple[int, list[float]]:
-    """Reduce values to at most `most`, each the one of largest size among n neighbours; return (n,
-    values).
-
-    >>> fold([1.0, -3.0, 2.0, 0.0], 2)
-    (2, [-3.0, 2.0])
-    """
+    """Return (n, values): at most `most` values, each the largest in size of n neighbours."""
     n = max(1, -(-len(values) // most))
     groups = (np.asarray(values[i : i + n]) for i in range(0, len(values), n))
     return n, [float(group[np.abs(group).argmax()]) for group in groups]
 
 
 def number(x: float | None, width: int = 0) -> str:
-    """Format a number with 4 significant digits; None stands for minus infinity, the score of a
-    masked key.
-
-    >>> number(3.14159), number(None), number(-0.00001234), number(12345.678)
-    ('3.142', '-∞', '-1.23e-05', '12346')
-    """
+    """Format a number with 4 significant digits; None is a masked score, minus infinity."""
     if x is None or x == -math.inf:
         return "-∞".rjust(width)
     size = abs(x)
@@ -98,12 +81,7 @@ def score(x: float | None) -> str:
 
 
 def weight(p: float, width: int = 0) -> str:
-    """Format a weight between 0 and 1 with 4 decimals; smaller weights that are not 0 are marked as
-    such.
-
-    >>> weight(0.25), weight(0.00001), weight(0.0)
-    ('0.2500', '<.0001', '0.0000')
-    """
+    """Format a weight with 4 decimals; a smaller one that is not 0 is marked."""
     return ("<.0001" if 0 < p < 5e-5 else f"{p:.4f}").rjust(width)
 
 
@@ -120,11 +98,7 @@ def cell(text: str, width: int) -> str:
 
 
 def right(text: str, width: int) -> str:
-    """Pad a text on the left to a width in terminal cells.
-
-    >>> right("权重", 6)
-    '  权重'
-    """
+    """Pad a text on the left to a width in terminal cells."""
     return " " * (width - cell_len(text)) + text
 
 
@@ -174,12 +148,7 @@ _UNIT = re.compile(f" |[\uff08\u300a]*(?:[{_WIDE}]|[^ {_WIDE}]+)[{_CLOSING}]*")
 
 
 def wrap_cells(text: str, width: int) -> list[str]:
-    """Break a text into lines by its width in terminal cells: at spaces, and between Chinese
-    characters, though never before a closing mark.
-
-    >>> wrap_cells("a query reads 一个键。", 8)
-    ['a query', 'reads 一', '个键。']
-    """
+    """Break a text at spaces and between Chinese characters, by its width in cells."""
     lines = [""]
     for unit in _UNIT.findall(text):
         while cell_len(lines[-1]) + cell_len(unit) > width:
@@ -214,9 +183,7 @@ def legend(what: str) -> Text:
 
 
 def strip(title: str, values: Sequence[float], role: str, top: float | None = None) -> Lines:
-    """Generate the lines that show a vector: its minimum, maximum and norm, and a bar per dim,
-    which points up for positive and down for negative values.
-    """
+    """Generate a vector's minimum, maximum and norm, and a bar per dim, up or down."""
     n, shown = fold(values, STRIP_WIDTH)
     wide = max(1, STRIP_WIDTH // len(shown))
     full = max(map(abs, values), default=0.0) if top is None else top
@@ -241,9 +208,7 @@ def norm(values: Sequence[float]) -> float:
 
 
 def large_pattern(data: Data) -> Lines:
-    """Generate the pattern of the head, at most 32 cells a side: two characters per cell, a name
-    before each row.
-    """
+    """Generate a pattern of at most 32 x 32 cells of two characters, with row names."""
     n, cells = data["pool"], data["patterns"][data["head"]]
     text = translate("rows are queries, columns are keys 0 .. {last}", last=len(data["pieces"]) - 1)
     if n > 1:
@@ -327,17 +292,7 @@ PACKAGE = "regard.view"
 
 
 class Sentences:
-    """The sentences in one language.
-
-    Args:
-        lang: "en" or "zh".
-
-    Raises:
-        ArgumentError: there is no such language.
-
-    >>> Sentences("en").count("head", 1), Sentences("zh").count("head", 2)
-    ('1 head', '2 个头')
-    """
+    """The sentences in one language."""
 
     def __init__(self, lang: str) -> None:
         self.lang = check_language(lang)

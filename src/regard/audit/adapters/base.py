@@ -1,6 +1,4 @@
-"""What an audit needs to know of the code: `AuditClaims`, what the code is claimed to be, and
-`TargetAdapter`, the interface through which the checks call code of any kind.
-"""
+"""What an audit needs to know of the code: `AuditClaims`, and `TargetAdapter`, which calls it."""
 
 from __future__ import annotations
 
@@ -26,7 +24,6 @@ class AuditClaims:
 
     Args:
         dim: the model dimension M.
-        heads: the number of query heads H.
         kv_heads: the number of key/value heads G.
         head_dim: the features of one head D.
         causal: True if no token may depend on a later one; None infers it from the code's results
@@ -116,9 +113,7 @@ class CallOutput(NamedTuple):
 
 
 class CheckNotPossible(Exception):
-    """A check that applies could not be made, so that a fault may remain undetected; the message
-    says why.
-    """
+    """A check could not be made, as the message explains, so that a fault may remain."""
 
 
 class CheckNotApplicable(CheckNotPossible):
@@ -167,9 +162,7 @@ class TargetAdapter(ABC):
         """Call the code on tokens x [B, T, M] or ids [B, T]."""
 
     def untried_arguments(self) -> tuple[str, ...] | None:
-        """Return the names of the code's parameters that no call so far has passed; None if the
-        adapter decides what is passed.
-        """
+        """Return the parameters that no call has passed; None if the adapter decides."""
         return None
 
     @abstractmethod
@@ -185,10 +178,7 @@ class TargetAdapter(ABC):
         return torch.stack(rows)
 
     def projections(self) -> tuple[Projections, ...]:
-        """Return the interpretations of the code's linear maps.
-
-        There are several if the parameters do not say which part of a fused map is which.
-        """
+        """Return interpretations of the linear maps: several if a fused map is ambiguous."""
         raise CheckNotPossible(Phrase("the linear maps of {name} cannot be read", name=self.name))
 
     def declared_mask(self, T: int) -> Tensor | None:
@@ -202,15 +192,11 @@ class TargetAdapter(ABC):
         return None
 
     def traced_module(self) -> tuple[nn.Module, TargetAdapter] | None:
-        """Return the module whose operations can be recorded, and an adapter that calls this very
-        module.
-        """
+        """Return the module whose operations can be recorded, and an adapter for it."""
         return None
 
     def smaller_versions(self) -> Iterator[TargetAdapter]:
-        """Yield the same code with fewer heads and features, smallest first; nothing if its sizes
-        are fixed.
-        """
+        """Yield the code with fewer heads and features, smallest first, if its sizes vary."""
         yield from ()
 
     @property
@@ -280,10 +266,9 @@ def to_checks(x: Any) -> Any:
 
 
 def placed(module: M) -> M:
-    """Move a module to the device where audited code runs.
+    """Move a module to the device of audited code; its calls take and return CPU tensors.
 
-    Its calls take tensors of the CPU and return such tensors. A cache that is an object of its own
-    stays where the module made it.
+    A cache that is an object of its own stays where the module made it.
     """
     device = _device.get()
     to_device(module)
@@ -304,9 +289,7 @@ def to_device(module: M) -> M:
 
 
 def moved_function(function: Callable[..., object]) -> Callable[..., object]:
-    """Return a function that runs on the device, with tensors of the CPU as its arguments and
-    results.
-    """
+    """Return a function that runs on the device, with CPU tensors in and out."""
     device = _device.get()
     if device == _CPU:
         return function
@@ -333,9 +316,7 @@ class Influence(NamedTuple):
         return ~(self.amount <= self.threshold)
 
     def strongest(self, where: Tensor) -> tuple[int, int, float]:
-        """Return the first output with an influence inside `where`, its strongest token, and the
-        amount.
-        """
+        """Return the first influenced output in `where`, its strongest token, and the amount."""
         amounts = torch.where(where & self.visible, self.amount, 0.0)
         i = int((amounts > 0).any(1).to(torch.int64).argmax())
         j = int(amounts[i].argmax())
@@ -350,8 +331,8 @@ def influence(
 ) -> Influence:
     """Measure the influence of each token: run on x, and on x with each token replaced.
 
-    A change counts if it exceeds sqrt(eps) of the dtype times the largest output. This is larger
-    than rounding and smaller than any weight that a softmax over moderate scores gives.
+    A change counts above sqrt(eps) times the largest output: more than rounding, and less than
+    any weight of a softmax over moderate scores.
     """
     base = run(x)
     columns = []

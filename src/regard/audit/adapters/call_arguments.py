@@ -1,6 +1,4 @@
-"""Recognize the arguments of attention code by their names, build the arguments of a call, and
-interpret its result.
-"""
+"""Recognize the arguments of attention code by their names, and interpret its results."""
 
 from __future__ import annotations
 
@@ -160,10 +158,7 @@ DEFAULT_LENGTH = 512
 
 
 def parameters(function: Callable[..., object]) -> dict[str, inspect.Parameter]:
-    """Return the named parameters of a callable, without self.
-
-    Built-in functions of torch have no signature, so that their documentation is read.
-    """
+    """Return a callable's parameters without self; torch's built-ins have them in their docs."""
     try:
         signature_parameters = inspect.signature(function).parameters
     except (TypeError, ValueError):
@@ -207,8 +202,7 @@ def query_key_value_names(known: Iterable[str]) -> tuple[str, str, str] | None:
 def token_arguments(
     signature_parameters: Mapping[str, Parameter], tokens: Mapping[str, Tensor]
 ) -> tuple[list[Tensor], dict[str, Tensor]]:
-    """Return the positional and the named arguments of tokens, given by parameter name: positional
-    in the order of the signature, and by name what it takes by name only.
+    """Return the arguments of tokens by position, and by name where the code demands it.
 
     >>> def forward(key, *, query): ...
     >>> token_arguments(parameters(forward), {"query": torch.ones(1), "key": torch.zeros(1)})
@@ -316,9 +310,7 @@ class CallKeywords:
         return CallKeywords(**parameters_by_role, required=required)
 
     def arguments(self, inputs: CallInputs, x: Tensor, dtype: torch.dtype) -> dict[str, object]:
-        """Return the keyword arguments for the inputs of a call on tokens x, and note them as
-        passed.
-        """
+        """Return the keyword arguments for a call on tokens x, and note them as passed."""
         arguments = self._arguments(inputs, x, dtype)
         self.passed.update(name for name, value in arguments.items() if value is not None)
         return arguments
@@ -396,9 +388,7 @@ class OutputFormat:
     weights: int | None = None
 
     def read(self, result: object) -> CallOutput:
-        """Split what a call returned into the output, the weights [B, H or 1, T, S] and the
-        cache.
-        """
+        """Split a result into the output, the weights [B, H or 1, T, S] and the cache."""
         parts = output_parts(result)
         weights = None
         if self.weights is not None and self.weights < len(parts):
@@ -413,8 +403,7 @@ class OutputFormat:
     def of(results: Mapping[int, object], B: int, *, requested: bool) -> OutputFormat:
         """Find the format from the results for several lengths T, by length.
 
-        The weights are the part whose last two dimensions are T for every T. Unless weights were
-        `requested` by a flag of the code, a part with negative numbers holds scores.
+        Weights end in two dimensions T; unless they were `requested`, negative numbers are scores.
         """
         parts = {T: output_parts(result) for T, result in results.items()}
         for n in range(1, min(len(p) for p in parts.values())):

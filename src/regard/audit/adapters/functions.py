@@ -130,9 +130,7 @@ class FunctionAdapter(TargetAdapter):
         return reply._replace(memory=memory)
 
     def call_function(self, q: Tensor, k: Tensor, v: Tensor, inputs: CallInputs) -> CallOutput:
-        """Call the function on q [B,H,T,D] and k, v [B,G,S,D]; its output has joined heads, [B, T,
-        H*D].
-        """
+        """Call the function on q [B,H,T,D] and k, v [B,G,S,D]; return [B, T, H*D]."""
         arguments = self.keywords.arguments(inputs, q, self.dtype)
         if self.keywords.causal:
             arguments[self.keywords.causal] = self.causal_flag and inputs.keep is None
@@ -198,9 +196,7 @@ class FunctionAdapter(TargetAdapter):
         )
 
     def bias(self, T: int, S: int | None = None) -> Tensor | None:
-        """Return a random bias by distance, [1,H,T,S], for the last T of S tokens; None if the code
-        takes no bias.
-        """
+        """Return a random bias [1,H,T,S] by distance for the last tokens; None if not taken."""
         if not self.keywords.bias:
             return None
         S = S or T
@@ -371,8 +367,8 @@ class CustomAdapter(TargetAdapter):
         return read_projections(self.original, self.claims, self.width)
 
     def traced_module(self) -> tuple[nn.Module, TargetAdapter] | None:
-        """Return the copy of the module that runs, and this adapter; copies on the CPU if they run
-        on another device, because the operations are the same.
+        """Return the copy of the module that runs (on the CPU, with equal operations) and this
+        adapter.
         """
         if not isinstance(self.target, nn.Module):
             return None

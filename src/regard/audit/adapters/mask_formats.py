@@ -1,6 +1,4 @@
-"""Find out in which format attention code expects masks: call it with masks in every format, and
-measure which tokens influence which outputs.
-"""
+"""Find the formats of masks: call the code with every one, and measure influences."""
 
 from __future__ import annotations
 
@@ -54,9 +52,7 @@ class MaskBehavior(NamedTuple):
 def detect_conventions(
     adapter: ModuleAdapter | FunctionAdapter,
 ) -> tuple[TargetAdapter, dict[str, MaskBehavior]]:
-    """Return an adapter that knows the formats of masks and results, and what each mask argument
-    does.
-    """
+    """Return an adapter that knows the formats, and what each mask argument does."""
     calibrated = adapter.with_conventions(adapter.keywords, _output_format(adapter))
     mask_behavior: dict[str, MaskBehavior] = {}
     keywords = calibrated.keywords
@@ -74,9 +70,7 @@ def detect_conventions(
 
 
 def _output_format(adapter: ModuleAdapter | FunctionAdapter) -> OutputFormat:
-    """Find where the weights are in the result, by calls at two lengths that equal no size of the
-    module.
-    """
+    """Find the weights in the result, by calls at two lengths unlike any size of the module."""
     # with one query at a time, weights and context are distinguished by their shapes
     if isinstance(adapter, ModuleAdapter) and adapter.query_keys is not None:
         return OutputFormat(
@@ -139,9 +133,7 @@ def _find_mask_format(
 def _working_format(
     adapter: ModuleAdapter | FunctionAdapter, failed: MaskBehavior
 ) -> MaskFormat | None:
-    """Return a format that works although the claimed one does not, so that other checks can be
-    made.
-    """
+    """Return a format that works in place of the claimed one, so that checks can go on."""
     shape = failed.mask_format.shape if failed.mask_format else "TS"
     for kind in ("block", "keep", "additive"):
         if _try_mask(adapter, MaskFormat(shape, kind)) == "works":
@@ -150,9 +142,7 @@ def _working_format(
 
 
 def overflows(error: Exception) -> bool:
-    """Whether an error says that a number does not fit in the dtype, as masked_fill(-1e9) in
-    float16.
-    """
+    """Whether an error says that a number overflows, as -1e9 does in float16."""
     return "without overflow" in str(error)
 
 

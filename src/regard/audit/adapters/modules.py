@@ -1,6 +1,4 @@
-"""The adapters for modules: forward(x, ...), forward(query, key, value, ...), forward(query,
-keys), and for regard's own mechanisms and models.
-"""
+"""The adapters for modules, and for regard's own mechanisms and models."""
 
 from __future__ import annotations
 
@@ -58,8 +56,7 @@ CACHE_IN_MODULE = "inside the module"
 class ModuleAdapter(TargetAdapter):
     """Call a module with tokens x [B, T, M].
 
-    The call is forward(x), or forward(x, x, x) if the module takes query, key and value, or
-    forward(x_t, x) for each token t if it takes one query and all keys.
+    That is forward(x), forward(x, x, x), or for each token t forward(x_t, x), as the module takes.
     """
 
     relative = (
@@ -138,9 +135,7 @@ class ModuleAdapter(TargetAdapter):
         return module(*positional, **by_name, **arguments)
 
     def _call_per_query(self, x: Tensor, arguments: dict[str, object]) -> CallOutput:
-        """Call forward(query, keys) with each token as the query [B,1,M] or [B,M] and all tokens as
-        keys.
-        """
+        """Call forward(query, keys) with each token as the query [B,1,M] or [B,M]."""
         outs, rows = [], []
         for t in range(x.shape[1]):
             query = x[:, t : t + 1]
@@ -157,9 +152,7 @@ class ModuleAdapter(TargetAdapter):
         return CallOutput(torch.cat(outs, 1), None if weights is None else weights[:, None])
 
     def _parts(self, result: object, x: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Return the context [B,1,N] and the weights [B,1,S] or None of one query, recognized by
-        their sizes.
-        """
+        """Return one query's context [B,1,N], and weights [B,1,S] or None, by their sizes."""
         B, S = x.shape[:2]
         parts = [part for part in output_parts(result) if isinstance(part, Tensor)]
         weights = [
@@ -209,8 +202,8 @@ class ModuleAdapter(TargetAdapter):
         return read_projections(self.original, self.claims, self.width)
 
     def traced_module(self) -> tuple[nn.Module, TargetAdapter]:
-        """Return the copy of the module that runs, and this adapter; copies on the CPU if they run
-        on another device, because the operations are the same.
+        """Return the copy of the module that runs (on the CPU, with equal operations) and this
+        adapter.
         """
         if not is_moved():
             return self.module, self
@@ -241,9 +234,7 @@ class ModuleAdapter(TargetAdapter):
         return self.original.state_dict()
 
     def cache_size(self, memory: object) -> int:
-        """Count the elements of the cache, or of the module's buffers and attributes if it holds
-        the cache.
-        """
+        """Count the elements of the cache, or of the state of a module that holds it."""
         return (
             count_elements(memory)
             if memory is not CACHE_IN_MODULE
@@ -251,9 +242,7 @@ class ModuleAdapter(TargetAdapter):
         )
 
     def _make_cache(self) -> object:
-        """Make an empty cache, or reset the one in the module; `NEW_CACHE` if the module makes it
-        itself.
-        """
+        """Make an empty cache, or reset the module's; `NEW_CACHE` if the module makes it."""
         maker, reset = (
             first_known(NEW_CACHE_METHOD_NAMES, dir(self.module)),
             first_known(RESET_CACHE_METHOD_NAMES, dir(self.module)),
@@ -281,9 +270,7 @@ class ModuleAdapter(TargetAdapter):
 
     @cached_property
     def written_tensors(self) -> frozenset[str]:
-        """The names of the stored tensors [., ., .] that a call at position 0 overwrites with
-        numbers that depend on the tokens, as a cache does.
-        """
+        """The stored tensors that a call at position 0 overwrites by the tokens, as a cache."""
         stored = []
         for seed in (0, 1):
             module = _copy(self.module)
@@ -413,10 +400,7 @@ class MixerAdapter(TargetAdapter):
 
 
 class _ModelAdapter(TargetAdapter):
-    """Base class of adapters for models, which map ids to logits or hidden states.
-
-    `width` is the size of the vocabulary, and `abilities` the inputs that the model accepts.
-    """
+    """Base class of adapters for models, which map ids to logits or hidden states."""
 
     def __init__(
         self,

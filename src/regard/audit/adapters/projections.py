@@ -113,10 +113,7 @@ def _has_maps(module: nn.Module) -> bool:
 
 
 def _maps_by_role(module: nn.Module) -> dict[str, list[LinearMap]]:
-    """Return the module's own maps by role.
-
-    A parameter that may be stored as [in, out] or as [out, in] has one map for each orientation.
-    """
+    """Return the module's own maps by role, one for each orientation that is possible."""
     maps: dict[str, list[LinearMap]] = {}
     for name, child in module.named_children():
         role = projection_role(name)
@@ -145,9 +142,7 @@ def _orientations(p: Tensor, *, out: bool) -> list[Tensor]:
 def _maps(
     module: nn.Module, heads: int, groups: int
 ) -> Iterator[tuple[tuple[LinearMap, LinearMap, LinearMap], bool, bool]]:
-    """Yield each interpretation: (q, k, v); whether parameter names tell them apart; and whether
-    faults are searched under it.
-    """
+    """Yield each (q, k, v), whether names tell them apart, and whether faults are searched."""
     maps_by_role = _maps_by_role(module)
     orientations = range(max((len(maps) for maps in maps_by_role.values()), default=1))
     for n_orientation in orientations:
@@ -183,10 +178,7 @@ def _fused(
 def _split_fused(
     whole: LinearMap, shares: tuple[int, ...], groups: int
 ) -> Iterator[tuple[LinearMap, ...]]:
-    """Yield the parts of a fused map for each layout of its rows.
-
-    The layouts are: part after part; by head; by feature; and two parts in reversed order.
-    """
+    """Yield the parts of a fused map for each layout: by part, head, feature, or reversed."""
     weight, bias = whole
     rows, total = weight.shape[0], sum(shares)
     if rows % (groups * total):
@@ -287,9 +279,7 @@ def _join_heads(
 
 
 def _heads(module: nn.Module, core: nn.Module, claims: AuditClaims, rows: int) -> int:
-    """Return H: the claim, an attribute, or the number of rows divided by the head dimension; else
-    1.
-    """
+    """Return H: the claim, an attribute, rows divided by the head dimension, or 1."""
     heads = claims.heads or _size((core, module), "heads")
     if heads:
         return heads
@@ -314,9 +304,7 @@ def _map(child: nn.Module) -> LinearMap | None:
 
 
 def attribute(owners: Sequence[object], names: Sequence[str]) -> int | None:
-    """Return the first positive integer that the owners or their configs have under one of the
-    names.
-    """
+    """Return the first positive integer of these names in the owners or their configs."""
     for owner in owners:
         for holder in (owner, getattr(owner, "config", None), getattr(owner, "cfg", None)):
             for name in names:

@@ -157,9 +157,7 @@ def claims_with_sizes(
 def _sizes(
     signature_parameters: dict[str, inspect.Parameter], claims: AuditClaims
 ) -> dict[str, object]:
-    """Return constructor arguments for the claimed sizes, and for other arguments that it
-    requires.
-    """
+    """Return constructor arguments for the claimed sizes, and for what else it requires."""
     arguments: dict[str, object] = {}
     for size, names in SIZE_NAMES.items():
         value = getattr(claims, size)
@@ -285,9 +283,7 @@ def _adapt_module(
 def _adapt_function(
     function: Callable[..., object], claims: AuditClaims, name: str, dtype: torch.dtype
 ) -> tuple[TargetAdapter, dict[str, MaskBehavior]]:
-    """Return the adapter of attend(q, k, v), with several heads or else with one, and what its
-    masks do.
-    """
+    """Return the adapter of attend(q, k, v), of several heads or one, and its masks."""
     signature_parameters = parameters(getattr(function, "forward", function))
     if query_key_value_names(signature_parameters) is None:
         raise ArgumentTypeError(
@@ -326,9 +322,7 @@ def _require_call_works(adapter: TargetAdapter) -> TargetAdapter:
 
 
 def _width(target: object, claims: AuditClaims, name: str) -> int:
-    """Return the model dimension: the claim, an attribute, or the input size of the first linear
-    map.
-    """
+    """Return the model dimension: a claim, an attribute, or the first linear map's input."""
     if claims.dim:
         return claims.dim
     if isinstance(target, nn.Module):

@@ -1,6 +1,4 @@
-"""Compare the output with the definition of attention, and name the fewest faults that explain
-it.
-"""
+"""Compare the output with the definition, and name the fewest faults that explain it."""
 
 from __future__ import annotations
 
@@ -87,9 +85,8 @@ def name_of(field: str, value: str) -> str:
 def check_definition(context: CheckContext, T: int = LENGTH) -> list[Finding]:
     """Check that the output is that of the definition with the code's own weights.
 
-    If the weights can be read, the reference computes the output from them. If no variant
-    reproduces the output, the operations of a module are recorded instead, which shows whether
-    other steps (a norm, a gate, a latent) surround correct attention.
+    If no variant reproduces it, a module's recorded operations show whether other steps (a norm,
+    a gate, a latent) surround correct attention.
     """
     W = context.adapter.claims.window
     if W and W + 2 <= LONGEST_WINDOW:
@@ -167,9 +164,7 @@ def _difference_from_correct(
     interpretation: WeightInterpretation,
     variant: AttentionVariant,
 ) -> tuple[dict[str, int], float, float] | None:
-    """Return (example, expected number, actual number) where the output differs most from the
-    correct variant, or None if they agree.
-    """
+    """Return (example, expected, actual) where the correct variant differs most, or None."""
     x, out = search.runs[0]
     corrected_fields: dict[str, object] = {
         name: _correct_value(name, variant) for name in variant.faults
@@ -221,9 +216,7 @@ def _correct_value(name: str, variant: AttentionVariant) -> str:
 def _sentence(
     variant: AttentionVariant, field: str, search: FaultSearch, interpretation: WeightInterpretation
 ) -> str:
-    """Return the sentence of a finding, which names the fault and says that it reproduces the
-    output.
-    """
+    """Return the sentence of a finding: the fault, and that it reproduces the output."""
     others = [name_of(f, getattr(variant, f)) for f in variant.faults if f != field]
     with_others = Phrase(" together with {others}", others=", ".join(others)) if others else ""
     scale = ""
@@ -247,9 +240,7 @@ def _sentence(
 
 
 def _not_reproduced(context: CheckContext, search: FaultSearch, T: int) -> list[Finding]:
-    """Return the findings of an output that no variant reproduces: it is rounded, the module has
-    other steps, or the fault is unknown.
-    """
+    """Return the findings of an output that no variant reproduces."""
     rounded = _rounded_to_half(context, search)
     if rounded:
         return rounded
@@ -293,9 +284,7 @@ def _definition_differs(search: FaultSearch) -> list[Finding]:
 
 
 def _rounded_to_half(context: CheckContext, search: FaultSearch) -> list[Finding]:
-    """Return a finding if the output is correct except for rounding to half precision on the
-    way.
-    """
+    """Return a finding if the output is only rounded to half precision on the way."""
     adapter = context.adapter
     if adapter.dtype not in (torch.float32, torch.float64):
         return []
@@ -396,8 +385,7 @@ def _output_is_weighted_tokens(adapter: TargetAdapter, x: Tensor) -> bool:
 def _rotary_by_head(context: CheckContext) -> list[Finding]:
     """Return a finding if a rotary turns by the index of the head.
 
-    If each head has keys of its own, such a rotation cancels in every score: the output depends on
-    no position, and only the recorded operations show the fault.
+    With a key per head it cancels in every score, so that only recorded operations show it.
     """
     adapter = context.float64_adapter or context.adapter
     if adapter.traced_module() is None:

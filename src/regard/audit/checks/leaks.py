@@ -1,6 +1,4 @@
-"""Checks of the tokens that influence an output: later tokens, other rows of the batch, keys
-outside the window, and visible keys without influence.
-"""
+"""Checks of the tokens that influence an output, and of visible keys that do not."""
 
 from __future__ import annotations
 
@@ -36,11 +34,7 @@ TESTED_KEYS = (0, 20, 70, 135, 200, 283, 290)
 
 
 def check_future(context: CheckContext, T: int | None = None) -> list[Finding]:
-    """Check that no token depends on a later one, on any path.
-
-    The paths are: plain, with weights returned, with padding marked, into a cache, with a causal
-    flag.
-    """
+    """Check that no token depends on a later one: plain, with weights, padding or cache."""
     if context.notes.get("unclear"):
         return _check_unclear(context, T or FUTURE_LENGTH)
     if not context.causal:
@@ -58,9 +52,7 @@ def check_future(context: CheckContext, T: int | None = None) -> list[Finding]:
 
 
 def _check_unclear(context: CheckContext, T: int) -> list[Finding]:
-    """Check code that is neither causal nor bidirectional: an inverted causal mask is wrong in any
-    case.
-    """
+    """Check unclear code, in which an inverted causal mask is wrong in any case."""
     findings = [f for f in _check_path(context, T, "") if f.name == "mask-polarity"]
     if not findings:
         raise CheckNotPossible(
@@ -115,9 +107,7 @@ def _check_path(context: CheckContext, T: int, path: str) -> list[Finding]:
 def influence_of(
     context: CheckContext, T: int, path: str = "", columns: tuple[int, ...] | None = None
 ) -> Influence:
-    """Return the influence of T tokens, or of those in `columns`, in float64 if the code runs
-    there.
-    """
+    """Return the influence of T tokens, or of some `columns`, in float64 where it runs."""
     adapter = context.float64_adapter or context.adapter
     if path == "flag":
         adapter = context.notes["flag"].to_dtype(adapter.dtype)
@@ -140,10 +130,7 @@ def influence_of(
 
 
 def check_keys_used(context: CheckContext, T: int | None = None) -> list[Finding]:
-    """Check that every visible key reaches some query, in a short and in a long sequence.
-
-    The tokens are small, so that the weights are nearly equal and every key counts.
-    """
+    """Check with small tokens, whose weights are nearly equal, that every visible key counts."""
     if not _mask_is_inferred(context.adapter):
         raise CheckNotApplicable(
             "it declares its mask, which need not be inferred from its outputs"
@@ -172,10 +159,7 @@ def check_keys_used(context: CheckContext, T: int | None = None) -> list[Finding
 
 
 def _check_without_known_mask(context: CheckContext, T: int) -> list[Finding]:
-    """Return a finding for a key that no query uses, in code whose mask is not known.
-
-    It is a fault if some other key is used by all queries.
-    """
+    """Return a finding for a key that no query uses, if another one is used by all."""
     x = 0.3 * context.random_tokens(1, T)
     adapter = context.float64_adapter or context.adapter
     visible = influence(

@@ -1,6 +1,4 @@
-"""Checks of masks and padding that are passed to the code: the meaning of True, masks that differ
-by row, the content of hidden tokens, and rows in which every key is hidden.
-"""
+"""Checks of masks and padding: True, rows, hidden tokens, and rows without a key."""
 
 from __future__ import annotations
 
@@ -331,9 +329,7 @@ def check_left_padding(context: CheckContext, T: int = 4) -> list[Finding]:
 
 
 def check_empty_rows(context: CheckContext, T: int = 3) -> list[Finding]:
-    """Check that a query whose keys are all hidden affects no other query, and gives 0 under
-    --strict.
-    """
+    """Check that a query without keys affects no other, and gives 0 under --strict."""
     takes, adapter = context.adapter.accepts, context.adapter
     if not takes & {"mask", "padding"}:
         raise CheckNotApplicable("it takes no mask that could hide every key")

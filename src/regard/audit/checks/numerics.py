@@ -42,9 +42,7 @@ def check_large_scores(context: CheckContext, T: int = 4) -> list[Finding]:
 
 
 def _factors(context: CheckContext, x: Tensor) -> tuple[float, ...]:
-    """Return the factors on the tokens; in float16, the factor for which the largest scaled score
-    is half of the largest number of the dtype.
-    """
+    """Return factors on the tokens; in float16 scores reach half of the largest number."""
     if context.adapter.dtype != torch.float16:
         return FACTORS
     maps = context.adapter.projections()[0]
@@ -119,10 +117,7 @@ def check_state_dict(context: CheckContext, T: int = 16) -> list[Finding]:
 
 
 def _is_mask(x: Tensor, T: int) -> bool:
-    """Whether x [..., N, N] with N >= T has two values, and shows the past or a window of it: equal
-    numbers along each diagonal, one number above the main diagonal, and another on it and on the
-    next one below.
-    """
+    """Whether x [..., N, N] has two values and shows the past, or a window of it."""
     if x.ndim < 2 or not x.shape[-1] == x.shape[-2] >= T:
         return False
     later = torch.ones(x.shape[-2:], dtype=torch.bool).triu(1)

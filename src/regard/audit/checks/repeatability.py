@@ -1,6 +1,4 @@
-"""Checks of calls: equal calls agree, no call changes its input, and some call has passed each
-argument.
-"""
+"""Checks of calls: equal ones agree, inputs stay, and each argument was passed."""
 
 from __future__ import annotations
 
@@ -26,10 +24,7 @@ CALLS = 6
 
 
 def check_repeatable(context: CheckContext, T: int = 8) -> list[Finding]:
-    """Check that equal calls give bitwise equal results.
-
-    If they do not, but do with equal random seeds, the cause is dropout.
-    """
+    """Check that equal calls give bitwise equal results; dropout depends on random seeds."""
     x = context.random_tokens(2, T)
     with seeded(None):
         outs = []
@@ -152,9 +147,7 @@ def _output(context: CheckContext, adapter: TargetAdapter, x: torch.Tensor) -> t
 
 
 def _check_other_length(context: CheckContext, T: int) -> list[Finding]:
-    """Check that a call of another length gives what it gives to code that was never called
-    before.
-    """
+    """Check that an earlier call of another length changes nothing."""
     n = T + 3
     used_adapter, new_adapter = (context.adapter.to_dtype(context.adapter.dtype) for _ in range(2))
     x = context.random_tokens(1, n, turn=2)

@@ -87,9 +87,7 @@ def _check_long_by_operations(context: CheckContext) -> list[Finding]:
 def _check_length(
     context: CheckContext, interpretation: WeightInterpretation, variant: AttentionVariant, T: int
 ) -> list[Finding]:
-    """Return a finding if the output at length T differs from that of `variant`, which reproduced
-    the outputs at small lengths.
-    """
+    """Return a finding if the output at length T differs from that of `variant`."""
     x = context.random_tokens(1, T, turn=3)
     mismatch = _mismatch(context, interpretation, variant, x, context.call(x).out)
     if mismatch is None:
@@ -185,8 +183,7 @@ def _blockwise_output(
 ) -> Tensor | None:
     """Compute an online softmax in which a new maximum does not rescale all earlier sums.
 
-    `rescaled` says which sums are rescaled: "neither", "sum" (of the weights), or "values" (the
-    weighted sum of the values). The result is None for a variant with sinks or a bias.
+    `rescaled` is "neither", "sum" (of weights) or "values"; None for a variant with sinks or bias.
     """
     if numbers.maps.sinks is not None or variant.bias != "none":
         return None
@@ -231,9 +228,7 @@ def _check_more_keys(
     variant: AttentionVariant,
     T: int,
 ) -> list[Finding]:
-    """Check a few queries with many keys, as with a cache: their outputs must be the last rows of
-    the output of all queries.
-    """
+    """Check that a few queries with many keys, as with a cache, give the last rows of all."""
     if "flag" in context.notes and adapter.causal_flag:
         return []  # a causal flag does not say which positions the queries have
     x = context.random_tokens(1, T, turn=3)
@@ -280,7 +275,7 @@ SHIFT = 11
 def tested_length(context: CheckContext) -> int:
     """Return the number of tokens for tests of the cache: three windows and one token.
 
-    Without a window it is `LENGTH_WITHOUT_WINDOW`; if three windows are too long, `MANY_TOKENS`.
+    Without a window it is `LENGTH_WITHOUT_WINDOW`; if these are too many, `MANY_TOKENS`.
     """
     W = context.adapter.cache_window
     return (
@@ -291,8 +286,8 @@ def tested_length(context: CheckContext) -> int:
 def chunkings(T: int, W: int | None, seed: int) -> Iterator[tuple[int, ...]]:
     """Yield ways to cut T tokens into chunks, as tuples of lengths.
 
-    They are: single tokens; a prompt and two single tokens; equal chunks; one token and the rest;
-    all but one token and the last; and two random cuts. W is the window, or None.
+    Single tokens; a prompt and two tokens; equal chunks; one and the rest; all but one and the
+    last; two random cuts. W is the window, or None.
     """
     if T <= MANY_TOKENS:
         yield (1,) * T
@@ -308,9 +303,7 @@ def chunkings(T: int, W: int | None, seed: int) -> Iterator[tuple[int, ...]]:
 
 
 def check_cache(context: CheckContext, T: int | None = None) -> list[Finding]:
-    """Check that every chunking gives the result of one pass; report the shortest failing
-    length.
-    """
+    """Check that every chunking gives the result of one pass, or report the shortest failure."""
     if "memory" not in context.adapter.accepts:
         raise CheckNotApplicable("it takes no cache")
     if getattr(context.adapter, "causal_flag", False):

@@ -52,8 +52,6 @@ class ScoreFunction(NamedTuple):
     Args:
         q: the query, `[D]`.
         k: the keys, `[n, D]`.
-        scale: factor on q . k.
-        softcap: softcap, or None.
         bias: bias, `[n]`, or None.
         visible: which keys the mask allows, `[n]`.
     """
@@ -90,12 +88,8 @@ class KernelRow:
     """One head of a recorded call, for one query.
 
     Args:
-        call: the call.
-        head: query head.
         chain: the scores of the row as a function of q and k.
         v: values, `[n, E]`.
-        sink: sink logit, or None.
-        lse: lse of the kernel.
         out: output of the kernel, `[E]`.
     """
 
@@ -145,9 +139,7 @@ def kernel_row(call: QueryCall, head: int) -> KernelRow:
 
 
 def score_and_compare(row: KernelRow) -> tuple[tuple[ComputationStep, ...], SoftmaxRow, Checks]:
-    """Compute the scores and the softmax of a row, and their differences from the results of the
-    kernel.
-    """
+    """Compute the scores and the softmax of a row, and how far they are from the kernel's."""
     steps = row.chain.steps()
     row_softmax = softmax(steps[-1].values, row.sink)
     denominator = row.lse if row.sink is None else float(np.logaddexp(row.lse, row.sink))
@@ -184,15 +176,9 @@ def visible_values(row: KernelRow) -> Array:
 
 
 def softmax(s: Array, sink: float | None = None) -> SoftmaxRow:
-    """Compute each part of the softmax of a row: the maximum m, exp(s - m), their sum, ln sum
-    exp(s), and the weights.
+    """Return the maximum m, exp(s - m), their sum, ln sum exp(s), and the weights of a row.
 
-    The sink is one more term of the denominator of the weights; it is not part of the sum, nor of
-    the lse.
-
-    >>> row = softmax(np.array([0.0, 0.0, -np.inf]))
-    >>> row.row_max, row.total, row.weights.tolist()
-    (0.0, 2.0, [0.5, 0.5, 0.0])
+    The sink is a term of the weights' denominator only.
     """
     top = float(s.max(initial=-np.inf))
     if top == -np.inf:  # the query sees no key
@@ -206,13 +192,7 @@ def softmax(s: Array, sink: float | None = None) -> SoftmaxRow:
 
 
 def online_softmax(s: Array, v: Array, size: int | None = None) -> tuple[SoftmaxBlock, ...]:
-    """Compute the softmax of a row block by block, as a fused kernel does, with a running maximum,
-    sum and output.
-
-    >>> blocks = online_softmax(np.zeros(4), np.ones((4, 1)), 2)
-    >>> [(block.stop, block.running_sum) for block in blocks]
-    [(2, 2.0), (4, 4.0)]
-    """
+    """Compute the softmax of a row block by block, as a fused kernel does."""
     n = len(s)
     size = size or max(MIN_BLOCK, 1 << (max(n - 1, 1) // MAX_BLOCKS).bit_length())
     running_max, running_sum, running_output, blocks = -np.inf, 0.0, np.zeros(v.shape[1]), []
@@ -239,11 +219,7 @@ def online_softmax(s: Array, v: Array, size: int | None = None) -> tuple[Softmax
 def finish_online(
     blocks: tuple[SoftmaxBlock, ...], sink: float | None = None
 ) -> tuple[float, Array]:
-    """Return the lse and the output z after the last block.
-
-    >>> finish_online(online_softmax(np.zeros(4), np.ones((4, 1)), 2), sink=0.0)[1].tolist()
-    [0.8]
-    """
+    """Return the lse and the output z after the last block."""
     last = blocks[-1]
     if last.running_sum == 0:
         return -np.inf, np.zeros_like(last.running_output)
@@ -312,9 +288,7 @@ def mix_of_rows(
     i: int,
     tokens: int,
 ) -> Mixture | None:
-    """Return how the row of a call enters the output of the head; None if the head has no other
-    row.
-    """
+    """Return how the row of a call enters the output of the head; None if it is the only row."""
     weights = [CallWeights(one.branch, torch.from_numpy(one.weights), one.keys) for one in calls]
     layer = layer_run(run)
     mix = mechanism.explain_mix(layer, weights, list(calls).index(call), head, i)
@@ -333,11 +307,7 @@ def layer_run(captured: CapturedRun) -> LayerRun:
 def _mix_of_calls(
     run: CapturedRun, calls: Sequence[QueryCall], call: QueryCall, head: int, i: int, tokens: int
 ) -> Mixture:
-    """Describe how the results of several calls for one query form the output z of the head.
-
-    Either one call replaces the others, or all are merged by their lse. Both are computed and
-    compared with the recorded z to find out which one the mechanism did.
-    """
+    """Find out, from the recorded z, whether one call replaced the others or all were merged."""
     outs = [kernel_row(one, head).out for one in calls]
     z = to_array(run.taps["z"][head, i]) if "z" in run.taps else None
     lses = np.array([kernel_row(one, head).lse for one in calls])
@@ -390,9 +360,7 @@ class RuleRow(NamedTuple):
 
 
 def rule_row(row: KernelRow) -> RuleRow:
-    """Compute the row of a recorded call with a score rule, and compare it with the recorded
-    weights and output.
-    """
+    """Compute the row of a recorded call with a score rule, and compare it with what it gave."""
     rule = row.call.step.score
     assert rule is not None, "callers ask for a rule first"
     head, (s, block) = row.head, _scores_of_all_heads(row)
@@ -488,12 +456,7 @@ def why_masked(
     head: int = 0,
     k_positions: Positions | None = None,
 ) -> tuple[str, ...]:
-    """Return, for each key, the terms of the mask that exclude it for query i; "" if it is visible.
-
-    >>> from regard.span import Span
-    >>> why_masked(masks.Causal(), Span(0, 3), 1, np.array([True, True, False]))
-    ('', '', 'future')
-    """
+    """Return, for each key, the terms of the mask that hide it from query i, or ""."""
     keys = positions if k_positions is None else k_positions
     if (
         empty := find_empty_slots(slice_positions(positions, slice(i, i + 1)))
@@ -513,9 +476,7 @@ def why_masked(
 
 
 def _reasons(mask: masks.Mask, q: Positions, k: Positions, i: int, head: int) -> list[set[str]]:
-    """Return, for each key, the terms that exclude it; empty where the mask as a whole allows
-    it.
-    """
+    """Return, for each key, the terms that exclude it; empty where the whole mask allows it."""
     rows = mask.block(q, k, slice(i, i + 1))[0]
     allowed = rows[head if rows.shape[0] > 1 else 0, 0].tolist()
     if operands := mask.operands():

@@ -39,12 +39,7 @@ them does not change which kernel is chosen.
 class QueryCall:
     """One query of a sequence in one recorded call: row `row` of step `number` of a place.
 
-    Args:
-        place: the place.
-        number: index of the step.
-        row: index of the query within the step.
-        branch: the end of the place's name, if the call belongs to a branch of the attention:
-            "window" for "layers.3.window"; else "".
+    `branch` is "window" for "layers.3.window", and "" where the place is no branch.
     """
 
     place: Place
@@ -74,17 +69,13 @@ class QueryCall:
 
     @cached_property
     def scores(self) -> Array:
-        """Compute the masked scores, `[H, n]`, in the order of the call's keys, from the
-        recorded q and k.
-        """
+        """Compute the masked scores, `[H, n]`, in the order of the call's keys."""
         scores: Array = self._part.scores[0, :, 0].numpy()
         return scores
 
     @cached_property
     def weights(self) -> Array:
-        """Compute the weights, `[H, n]`, as exp(s - lse) with the lse and the sink of the
-        kernel.
-        """
+        """Compute the weights exp(s - lse), `[H, n]`, with the lse and the sink of the kernel."""
         weights: Array = self._part.weights[0, :, 0].numpy()
         return weights
 
@@ -95,10 +86,7 @@ class QueryCall:
         return self.place.step_block(self.step, rows, keys, self.place.heads)
 
     def by_key(self, length: int) -> Tensor:
-        """Return the weights by the position of the key, `[H, length]`.
-
-        Empty slots and keys at positions of `length` or more are left out.
-        """
+        """Return the weights by the position of the key, `[H, length]`, without empty slots."""
         by_position = torch.zeros(len(self.weights), length, dtype=torch.float64)
         has_token = (self.keys >= 0) & (self.keys < length)
         by_position[:, self.keys[has_token]] = torch.from_numpy(self.weights)[:, has_token]
@@ -106,10 +94,7 @@ class QueryCall:
 
 
 def calls_for_query(run: CapturedRun, site: AttentionSite, query: int) -> list[QueryCall]:
-    """Return the calls at a site that contain query i, in the order of the run.
-
-    Where every call has one token, the call of query i is the i-th one.
-    """
+    """Return the calls at a site that contain query i, in the order of the run."""
     calls = []
     for name, place in run.recording.places.items():
         if name == site.place or name.startswith(site.place + "."):
@@ -130,9 +115,7 @@ def _calls_at_place(place: Place, query: int, branch: str) -> list[QueryCall]:
 
 
 def effective_calls(site: AttentionSite, calls: list[QueryCall]) -> list[QueryCall]:
-    """Return the calls whose results are used: only the last one if `replaces_calls` of the
-    mechanism is True, because each call then replaces the one before.
-    """
+    """Return the calls whose results are used: the last one if `replaces_calls`, else all."""
     return calls[-1:] if explainable(site.attention).replaces_calls else calls
 
 
@@ -194,13 +177,7 @@ def record_sites(run: PreparedRun, sites: Sequence[AttentionSite]) -> CapturedRu
 
 
 def record_run(run: PreparedRun) -> Recording:
-    """Run the network once, and record every softmax attention call, for pages and files.
-
-    >>> import regard
-    >>> from regard.inspect.explain.prepared_run import prepare_run
-    >>> list(record_run(prepare_run(regard.load("tiny"), "to be")).places)[0]
-    'layers.0'
-    """
+    """Run the network once, and record every softmax attention call, for pages and files."""
     recorder = Recorder()
     recorder.missing = "ignore"  # the page and the file raise an error for an empty recording
     with torch.inference_mode(), recorder:
@@ -216,9 +193,7 @@ def record_run(run: PreparedRun) -> Recording:
 
 
 def capture_site(run: PreparedRun, site: AttentionSite) -> CapturedRun:
-    """Run the network twice: once with the tensors of one site kept, and once without any
-    recording.
-    """
+    """Run the network twice: with the tensors of one site kept, and without any recording."""
     recorded_states: dict[str, list[Tensor]] = {}
     with torch.inference_mode(), ExitStack() as hooks:
         for handle in _hooks(run, site, recorded_states):
@@ -238,11 +213,7 @@ def capture_site(run: PreparedRun, site: AttentionSite) -> CapturedRun:
 
 
 def _tap_over_calls(recorder: SiteRecorder, name: str) -> Tensor | None:
-    """Return a tap over all calls of a run, or None if it was never passed.
-
-    q, z and out are concatenated, because each call has its own rows. Of k and v the last ones are
-    returned, because they contain all keys.
-    """
+    """Return a tap over all calls, or None: q, z and out joined, k and v of the last call."""
     if name not in list(recorder):
         return None
     parts = recorder.every(name)

@@ -85,13 +85,7 @@ contains the row and a pooled pattern.
 
 @dataclass(frozen=True, eq=False)
 class Target:
-    """What is explained: one attention module of a prepared run, and one query.
-
-    Args:
-        prepared: the prepared run.
-        site: the attention module.
-        i: index of the query in its token sequence.
-    """
+    """What is explained: one attention module of a prepared run, and one query."""
 
     prepared: PreparedRun
     site: AttentionSite
@@ -141,10 +135,7 @@ def call_index(call: int | str, names: Sequence[str]) -> int:
 def row_tokens(
     target: Target, positions: Sequence[int], rows: Sequence[str], *, blocks: bool = False
 ) -> RowTokens:
-    """Return the tokens of the keys by their positions, and those of the queries.
-
-    A key that stands for a block of tokens is named after the last one.
-    """
+    """Return the tokens of the keys by position (of a block its last one), and of the queries."""
     tokens, ids, pieces = target.columns, [], []
     for n, p in enumerate(positions):
         real = 0 <= p < len(tokens.ids)
@@ -168,9 +159,7 @@ def find_key(
     positions: Sequence[int],
     visible: NDArray[np.generic],
 ) -> tuple[int, str]:
-    """Return the index of the key among those of the call, and the rule that chose it ("" if it
-    was given).
-    """
+    """Return the index of the key in the call, and the rule that chose it ("" if it was given)."""
     if key is not None:
         token = find_token(target.columns, key, "key")
         if token not in positions:
@@ -341,9 +330,7 @@ def _explain_recorded(
 
 @dataclass(frozen=True, eq=False)
 class _ExplainedRow:
-    """A row to be explained, from a recorded call or from the mechanism itself; `input_heads` are
-    the indices of its query, key and value head.
-    """
+    """A row to be explained; `input_heads` are the indices of its query, key and value head."""
 
     head: int
     input_heads: tuple[int, int, int]
@@ -373,9 +360,7 @@ class _ExplainedRow:
 def _assemble(
     target: Target, mechanism: Explainable, run: CapturedRun, explained: _ExplainedRow
 ) -> Explanation:
-    """Add to a row the steps before and after it (projections, output, cost), and return the
-    explanation.
-    """
+    """Add projections, output and cost to a row, and return the explanation."""
     site, head, row = target.site, explained.head, explained.softmax
     recorded_inputs = (explained.q, explained.k, explained.v)
     input_steps = mechanism.explain_inputs(explained.query)
@@ -471,11 +456,7 @@ def _all_notes(target: Target) -> tuple[str, ...]:
 
 
 def _note_edits(prepared: PreparedRun, site: AttentionSite) -> PreparedRun:
-    """Add a remark to a run if an active `regard.Trace` edits tensors at the site.
-
-    The remark is needed because the recomputed steps before the edit do not contain it, so that
-    they differ from the inputs of the kernel.
-    """
+    """Add a remark to a run if an active `regard.Trace` edits tensors at the site."""
     changed = [name for name in TAP_NAMES if is_edited(site.place, name)]
     inner = [name for name in changed if name in ("scores", "pattern")]
     if inner:
@@ -564,11 +545,7 @@ def _recorded_row(
 def _mechanism_row(
     target: Target, mechanism: Explainable, captured: CapturedRun, head: int, key: int | str | None
 ) -> _ExplainedRow:
-    """Return the row of a mechanism without a softmax kernel, as `Explainable.explain_row` gives
-    it.
-
-    The keys are in the order of their tokens.
-    """
+    """Return the row of a mechanism without a softmax kernel, its keys in the order of tokens."""
     if mechanism.explain_refusal is not None:
         raise ArgumentError(
             f"{target.site.place} is a {type(target.site.attention).__name__}, which "
@@ -626,9 +603,7 @@ def _projection_query(
     number: int,
     head_dim: int,
 ) -> tuple[ProjectionQuery, Tensor]:
-    """Return the `ProjectionQuery` with which a mechanism is asked how it computed q, k and v of a
-    call, and, for each key, the row of the memory from which it was computed.
-    """
+    """Return the `ProjectionQuery` for q, k and v of a call, and each key's row of the memory."""
     x = run.hidden["x"]
     memory = x if target.is_self_attention else run.hidden.get("memory")
     if memory is None:  # the memory came from a cache: encoder states, which are the values

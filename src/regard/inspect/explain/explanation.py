@@ -42,8 +42,6 @@ class ComputationStep(NamedTuple):
 
     Args:
         name: the name of the step.
-        equation: its equation.
-        values: the result.
     """
 
     name: str
@@ -52,16 +50,7 @@ class ComputationStep(NamedTuple):
 
 
 class TensorSummary(NamedTuple):
-    """A tensor of a layer, summarized.
-
-    Args:
-        name: name of the stage.
-        equation: its equation.
-        shape: shape of the tensor.
-        mean: mean of the finite entries.
-        std: standard deviation of the finite entries.
-        seconds: time of the stage, or None if it was not measured.
-    """
+    """The statistics of a tensor of a layer; `seconds` is None if it was not measured."""
 
     name: str
     equation: str
@@ -75,10 +64,6 @@ class SoftmaxBlock(NamedTuple):
     """The state of the online softmax after the keys `start` to `stop`.
 
     Args:
-        start: first key of the block.
-        stop: first key after the block.
-        running_max: maximum m of all scores so far.
-        rescale: factor on the earlier sums.
         running_sum: sum l of exp(s - m).
         running_output: sum o of exp(s - m) v, `[E]`.
     """
@@ -92,16 +77,10 @@ class SoftmaxBlock(NamedTuple):
 
 
 class RecurrentState(NamedTuple):
-    """The recurrent state of one head after the query: the matrix S and its size.
+    """The recurrent state S of one head; `rank` is exp of the entropy of its singular values.
 
     Args:
-        shape: shape of S.
-        num_values: number of values in the state.
-        bytes: size of the state.
-        norm: norm of S after the query.
-        norm_before: norm of S before the query.
         rank: effective rank of S, exp of the entropy of its singular values.
-        matrix: S.
     """
 
     shape: tuple[int, ...]
@@ -114,14 +93,7 @@ class RecurrentState(NamedTuple):
 
 
 class MixtureTerm(NamedTuple):
-    """One of the patterns that are combined in a head.
-
-    Args:
-        name: name of the pattern, such as "call 0" or "window".
-        factor: the factor of this pattern in the combination.
-        row_sum: sum of its row.
-        is_explained: whether it is the pattern that is explained.
-    """
+    """One of the patterns that are combined in a head, such as "call 0" or "window"."""
 
     name: str
     factor: float
@@ -130,13 +102,7 @@ class MixtureTerm(NamedTuple):
 
 
 class Mixture(NamedTuple):
-    """Several patterns that are combined in one head.
-
-    Args:
-        text: how they are combined, in words.
-        terms: the patterns and their factors.
-        row: the combined row, `[S]`, or None if there is none.
-    """
+    """Several patterns that are combined in one head; `row` `[S]` is their result, if any."""
 
     text: str
     terms: tuple[MixtureTerm, ...]
@@ -147,11 +113,6 @@ class Counterfactual(NamedTuple):
     """The row under another rule, with the same q, k and v.
 
     Args:
-        name: name of the rule.
-        equation: its equation.
-        weight: weight of the explained key.
-        top_key: the key with the largest weight.
-        top_weight: its weight.
         effective_keys: exp(entropy) of the weights.
         total_variation: total variation distance from the actual weights, sum |p' - p| / 2.
         relative_change: |z' - z| / |z|.
@@ -170,15 +131,7 @@ class Counterfactual(NamedTuple):
 
 
 class CacheCost(NamedTuple):
-    """The size of a cache for this layer.
-
-    Args:
-        name: kind of cache.
-        values_per_token: numbers stored per token.
-        tokens: tokens stored.
-        bytes: size.
-        is_this_layer: whether it is the cache that this layer uses.
-    """
+    """The size of a cache for this layer."""
 
     name: str
     values_per_token: int
@@ -191,12 +144,9 @@ class RowCost(NamedTuple):
     """The cost of the row.
 
     Args:
-        keys: number of visible keys.
         flops: FLOPs of scores and weighted sum in this head.
         layer_flops: FLOPs of the layer for one decoded token, or 0 if unknown.
         formula: the formula of `layer_flops`.
-        bytes: bytes read and written.
-        caches: sizes of caches.
     """
 
     keys: int
@@ -242,26 +192,16 @@ class Location:
     """What was run, and which query, key and head are explained.
 
     Args:
-        model: name of the model.
-        text: the text.
-        place: dotted name of the attention.
         mechanism: class of the attention module.
-        layer: index of the layer.
-        head: query head.
         group: the key/value head that it reads, h // (H/G).
-        query: index of the query in its token sequence.
-        key: index of the key among the keys of the call.
         sizes: {"layers", "H", "G", "T", "S", "D", "E", "M"}.
         kind: "softmax", "additive" (the scores are not q . k), or "linear" (no softmax; the weights
             are those that the mechanism applies to the values).
-        kernel: name of the kernel.
-        dtype: dtype of the run.
         key_kind: what the keys are, such as "keys" or "latents".
         call: index of the call, where there are several for this query.
         calls: names of the calls (branches, passes) for this query.
         chosen_by: the rule that chose the head; "" if it was given.
         key_chosen_by: the rule that chose the key; "" if it was given.
-        notes: remarks about the run.
     """
 
     model: str
@@ -287,16 +227,7 @@ class Location:
 
 @dataclass(frozen=True, eq=False)
 class RowTokens:
-    """The tokens of the row.
-
-    Args:
-        ids: token ids of the keys, `[n]`.
-        pieces: text of each key.
-        positions: positions of the keys, `[n]`.
-        query_piece: text of the query.
-        query_position: position of the query.
-        row_pieces: text of every query of the call.
-    """
+    """The tokens of the row: of the keys `[n]`, of the query, and of every query of the call."""
 
     ids: NDArray[np.integer]
     pieces: tuple[str, ...]
@@ -330,9 +261,7 @@ class InputChain:
     Args:
         q: the steps of the query, each `[D]`.
         k: the steps of the keys, each `[n, D]`.
-        values: the steps of the values.
         v: the values, `[n, E]`.
-        rotary: the rotary angles of queries and keys.
     """
 
     q: tuple[ComputationStep, ...]
@@ -347,7 +276,6 @@ class ScoreChain:
     """The scores of the row.
 
     Args:
-        scale: factor on q . k.
         steps: from q . k to the masked score, each `[n]`; -inf where masked.
         products: the D terms of q . k for the explained key.
         masked: for each key, why the query may not see it; "" where it may.
@@ -364,11 +292,8 @@ class SoftmaxRow:
     """The softmax of the row.
 
     Args:
-        row_max: the maximum m of the scores.
         exps: exp(s - m), `[n]`.
-        total: their sum.
         lse: ln sum exp(s).
-        weights: the weights p, `[n]`.
         sink: sink logit of the head, one more term of the denominator of the weights, or None; it
             is not part of `total`, nor of `lse`.
         online: the same computation block by block.
@@ -391,7 +316,6 @@ class HeadOutput:
         contributions: p_j v_j, `[n, E]`.
         mixed: their sum, `[E]`.
         z: output of the head after a gate, norm or map, `[E']`.
-        joined: z of all heads, concatenated.
         head_out: what this head adds to `out`, `[M]`.
         shares: each head's share of `out`, (out_h . out) / (out . out); they sum to 1, less the
             share of a bias.
@@ -413,10 +337,7 @@ class HiddenStates:
     it was not recorded.
 
     Args:
-        embedding: the token embedding.
-        entering: the input of the layer.
         normed: the input of the attention, x_i.
-        residual: the hidden state after the residual connection.
         normed_key: the input of the attention at the token of the explained key, x_j.
     """
 
@@ -448,9 +369,7 @@ T = TypeVar("T")
 
 
 class Shortcut(Generic[T]):
-    """A part of an explanation under a short name: `explanation.weights` is
-    `explanation.softmax.weights`.
-    """
+    """A part of an explanation under a short name, such as `explanation.weights`."""
 
     def __init__(self, read: Callable[[Explanation], T]) -> None:
         self._read = read
@@ -478,15 +397,11 @@ class Explanation:
 
     Args:
         where: what was run, and which query, key and head are explained.
-        tokens: the tokens of the row.
-        hidden: the hidden state of the query token.
         inputs: how the query, the keys and the values were computed.
         score: the scores of the row; `scores` are its steps.
-        softmax: the softmax of the row.
         output: the weighted values, the joined heads, and the output of the attention.
         heads: the weights of whole heads; `pattern` and `patterns` are its arrays.
         checks: the largest absolute difference from the model, by the name of the quantity.
-        cost: the cost of the row.
         mixture: how several patterns are combined in the head, if they are.
         state: the recurrent state, if there is one.
         counterfactuals: the same row under other mechanisms.

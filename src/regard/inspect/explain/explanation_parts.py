@@ -57,9 +57,7 @@ def input_chain(
     recorded: tuple[Array, Array, Array],
     columns: Tensor,
 ) -> tuple[InputChain, Checks]:
-    """Return the steps of q, k and v as the mechanism describes them, and compare the last ones
-    with the recorded inputs.
-    """
+    """Return the steps of q, k and v, and how far the last ones are from the recorded inputs."""
     steps: dict[str, tuple[ComputationStep, ...]] = {}
     checks: Checks = {}
     for name, described_steps, head, recorded_values in zip(
@@ -100,9 +98,7 @@ def input_chain(
 def _steps_of_head(
     links: MechanismSteps, head: int, row: int | None = None
 ) -> tuple[ComputationStep, ...]:
-    """Select one head, and optionally one row, from each step; a step shared by all heads has
-    one head.
-    """
+    """Select one head, and optionally one row, from each step."""
 
     def part(x: Tensor) -> Array:
         own = x[head % len(x)]
@@ -114,9 +110,7 @@ def _steps_of_head(
 def _rotary_angles(
     described: InputSteps, query: ProjectionQuery, D: int
 ) -> tuple[RotaryAngles, float]:
-    """Return the rotary pairs and angles, and the error of these angles against the module's own
-    rotation.
-    """
+    """Return the rotary pairs and angles, and their error against the module's own rotation."""
     rotary, k_positions = described.rotary, as_tensor(query.k_positions)[0]
     n = len(k_positions)
     if rotary is None:
@@ -142,9 +136,7 @@ def _rotary_angles(
 
 
 def _measured_angles(rotary: Rotary, positions: Positions) -> tuple[Array, float]:
-    """Measure the rotation at positions by applying the module to the pairs (1, 0): the angles
-    `[T, pairs]` and the factor.
-    """
+    """Return the angles `[T, pairs]` and the factor of the rotation of the pairs (1, 0)."""
     n, T = rotary.inv_freq.shape[0], as_tensor(positions).shape[1]
     unit_pairs = torch.zeros(
         1, 1, T, rotary.dim, dtype=torch.float32, device=rotary.inv_freq.device
@@ -160,9 +152,7 @@ def _measured_angles(rotary: Rotary, positions: Positions) -> tuple[Array, float
 def head_output(
     mechanism: Explainable, weights: Array, v: Array, run: CapturedRun, head: int, i: int
 ) -> tuple[HeadOutput, Checks]:
-    """Compute the weighted values, their sum, the output of the head, and what the head adds
-    through the output projection.
-    """
+    """Compute the weighted values, their sum, the head's output, and what it adds to `out`."""
     contributions = np.where(weights[:, None] != 0, weights[:, None] * v, 0.0)
     joined = run.taps["z"][:, i]
     slot = head % joined.shape[0]
@@ -180,9 +170,7 @@ def head_output(
 
 
 def _head_contributions(output: nn.Module, joined: Tensor) -> tuple[Array, Array]:
-    """Return the contribution of each head alone to the output, `[H, M]`, and the output for
-    zero input (the bias), `[M]`.
-    """
+    """Return what each head alone adds to the output, `[H, M]`, and the bias, `[M]`."""
     # [H, H*E]: row h contains head h, and 0 for the other heads
     alone = torch.diag_embed(joined.T).permute(1, 2, 0).flatten(1)
     rows = torch.cat([alone, torch.zeros_like(alone[:1])])
@@ -191,9 +179,7 @@ def _head_contributions(output: nn.Module, joined: Tensor) -> tuple[Array, Array
 
 
 def hidden_states(run: CapturedRun, site: AttentionSite, i: int) -> tuple[HiddenStates, Checks]:
-    """Return the hidden states of the query token, and the error of the recomputed residual
-    path.
-    """
+    """Return the hidden states of the query token, and the error of the residual path."""
     hidden, checks = run.hidden, Checks()
     empty: Array = np.zeros(0)
     entering = residual = empty
@@ -211,11 +197,10 @@ def hidden_states(run: CapturedRun, site: AttentionSite, i: int) -> tuple[Hidden
 
 
 def head_patterns(call: QueryCall, head: int, whole: int) -> HeadPatterns:
-    """Return the pattern of the head, if it has at most `whole` queries and keys, and pooled
-    patterns of all heads.
+    """Return the pattern of the head if it is short, and pooled patterns of all heads.
 
-    For a longer text only the pooled pattern of the explained head is computed, some rows at a
-    time; for a very long text, none.
+    Of a longer text only the explained head is pooled, some rows at a time; of a very long one,
+    none.
     """
     step = call.step
     H, T, S = len(call.weights), step.T, len(call.keys)
@@ -237,12 +222,7 @@ def head_patterns(call: QueryCall, head: int, whole: int) -> HeadPatterns:
 
 
 def pool_largest(blocks: Array, n: int) -> Array:
-    """Pool patterns `[H, T, S]` to `[H, t, s]` by the maximum over n x n cells; NaN marks masked
-    cells.
-
-    >>> pool_largest(np.eye(4)[None], 2).tolist()
-    [[[1.0, 0.0], [0.0, 1.0]]]
-    """
+    """Pool patterns `[H, T, S]` by the maximum over n x n cells; NaN marks masked cells."""
     H, T, S = blocks.shape
     t, s = -(-T // n), -(-S // n)
     padded = np.full((H, t * n, s * n), np.nan)

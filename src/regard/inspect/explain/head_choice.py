@@ -58,8 +58,6 @@ class Choice:
     """A layer and a head, and the rule that chose them.
 
     Args:
-        layer: index of the layer.
-        head: query head.
         rule: the rule in words; "" if both were given.
         key: index of the token whose weight decided; None if none did.
     """
@@ -78,7 +76,6 @@ def find_query(model: Model, text: str, query: int | str) -> int:
 
     Args:
         model: the model whose tokenizer is used.
-        text: the text.
         query: an index (negative counts from the end), or a word of the text.
 
     Returns:
@@ -131,9 +128,6 @@ def strongest_head(
     no other token, the result is the first head of the first layer.
 
     Args:
-        model: the model.
-        ids: token ids.
-        query: index of the query.
         layer: a layer to which the choice is restricted.
         head: a head to which the choice is restricted.
 
@@ -161,14 +155,9 @@ def choose_head(
     place: str | None = None,
     key: int | None = None,
 ) -> Choice:
-    """Choose as `strongest_head` does, for any prepared run, or for one of its attentions
-    (`place`).
+    """Choose as `strongest_head` does, for any prepared run, or for one of its attentions.
 
     If `key`, the index of a token, is given, the head with the largest weight on it is chosen.
-
-    >>> import regard
-    >>> choose_head(prepare_run(regard.load("tiny"), "x"), 0).head
-    0
     """
     sites = prepared.main_sites if place is None else (prepared.site(place=place),)
     if all(explainable(site.attention).has_own_row for site in sites):
@@ -215,8 +204,6 @@ def strongest_keys(
 
     Args:
         model: the model.
-        ids: token ids.
-        query: index of the query.
 
     Returns:
         The largest weights and the indices of their keys.
@@ -260,7 +247,7 @@ def _query_weights(
 ) -> Tensor:
     """Run the network, and return the weights of the query at each site, `[sites, H, S]`.
 
-    In self-attention the first token and the query itself get -1, unless `keep_all` is True.
+    In self-attention the first token and the query itself get -1, unless `keep_all`.
     """
     run = record_sites(prepared, sites)
     rows: list[Tensor | None] = []

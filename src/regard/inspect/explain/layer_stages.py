@@ -40,17 +40,7 @@ DROPOUT = 0.1
 
 
 class Stage(NamedTuple):
-    """The result of one stage of a layer.
-
-    Args:
-        name: q, k, v, scores, masked, weights, z or out.
-        equation: how it follows from the stages before it.
-        values: the tensor.
-        seconds: the shortest time of several runs of this stage alone.
-
-    >>> Stage("q", "W_q x", torch.zeros(1, 2, 3, 4), 1e-3).summary()
-    TensorSummary(name='q', equation='W_q x', shape=(1, 2, 3, 4), mean=0.0, std=0.0, seconds=0.001)
-    """
+    """One stage of a layer; `seconds` is the shortest time of several runs of it alone."""
 
     name: str
     equation: str
@@ -58,9 +48,7 @@ class Stage(NamedTuple):
     seconds: float
 
     def summary(self) -> TensorSummary:
-        """Return the shape of the tensor, and the mean and standard deviation of its finite
-        entries.
-        """
+        """Return the shape, and the mean and standard deviation of the finite entries."""
         return summarize_tensor(self.name, self.equation, self.values, self.seconds)
 
 
@@ -94,10 +82,6 @@ def run_stages(
 
     Scores and weights are computed from the definition, so that they can be shown; z comes from the
     kernel of the layer, which stores neither.
-
-    >>> from regard.nn.variants import mha
-    >>> [stage.name for stage in run_stages(mha(8, 2), torch.zeros(1, 3, 8))]
-    ['q', 'k', 'v', 'scores', 'masked', 'weights', 'z', 'out']
 
     Source: Vaswani et al. 2017 (arXiv 1706.03762), section 3.2.
     """
@@ -201,14 +185,9 @@ def summarize_layer(
     own: bool,
     most_pairs: int = MAX_SCORES,
 ) -> tuple[TensorSummary, ...]:
-    """Summarize the tensors of a layer that ran: for softmax self-attention all stages, with their
-    times.
+    """Summarize the tensors of a layer: of softmax self-attention all stages, with times.
 
-    For other mechanisms these are the captured taps, without times; for long texts the stages of
-    size H T^2 are left out.
-
-    >>> [one.name for one in summarize_layer(None, {}, {"q": torch.zeros(2, 3, 4)}, own=True)]
-    ['q']
+    Of other mechanisms these are the taps; long texts leave out the stages of size H T^2.
     """
     x = hidden.get("x")
     if type(attention) is Attention and own and x is not None and x.shape[0] == taps["q"].shape[1]:
@@ -228,14 +207,7 @@ def summarize_layer(
 
 @dataclass(frozen=True, eq=False)
 class LayerStages:
-    """One layer of a mechanism, and what it computed.
-
-    Args:
-        name: name of the mechanism in the catalogue.
-        x: the input, `[B, T, M]`.
-        mask: the mask, or None for no mask.
-        stages: q, k, v, scores, masked, weights, z, out, and block, which is LayerNorm(x + out).
-    """
+    """One layer of a mechanism on x `[B, T, M]`, and its stages; block is LayerNorm(x + out)."""
 
     name: str
     x: Tensor
@@ -255,9 +227,7 @@ class LayerStages:
         return self.mask.block(Span(0, T), Span(0, T))[0, 0].long().numpy()
 
     def as_dict(self) -> dict[str, object]:
-        """Return plain values for JSON: every tensor with its statistics, minus infinity as
-        None.
-        """
+        """Return plain values for JSON: tensors with statistics, minus infinity as None."""
         return {
             "name": self.name,
             "mask": str(self.mask),
@@ -296,13 +266,7 @@ def run_layers(
     options: Mapping[str, object] | None = None,
     device: torch.device | str | None = None,
 ) -> list[LayerStages]:
-    """Run one layer of each mechanism on the same random tokens, in evaluation mode.
-
-    >>> from regard.masks import Causal
-    >>> (one,) = run_layers(["mha"], mask=Causal())
-    >>> one.stage("weights").values.shape, one.allowed.tolist()[0]
-    (torch.Size([2, 8, 4, 4]), [1, 0, 0, 0])
-    """
+    """Run one layer of each mechanism on the same random tokens, in evaluation mode."""
     x = torch.randn(batch, tokens, dim, generator=torch.Generator().manual_seed(seed))
     return [run_layer(name, x, heads, mask, seed, options, device) for name in names]
 
@@ -316,11 +280,7 @@ def run_layer(
     options: Mapping[str, object] | None = None,
     device: torch.device | str | None = None,
 ) -> LayerStages:
-    """Run one layer of a mechanism on tokens x `[B, T, M]`; it raises what `run_layers` raises.
-
-    >>> run_layer("gqa", torch.zeros(1, 3, 8), 4, None, 0, {"groups": 2}).stage("k").values.shape
-    torch.Size([1, 2, 3, 2])
-    """
+    """Run one layer of a mechanism on tokens x `[B, T, M]`; it raises what `run_layers` raises."""
     entry, dim = find_variant(name), x.shape[2]
     own = default_options(name, dim, heads) if options is None else dict(options)
     with seeded(seed):
@@ -340,13 +300,7 @@ def run_layer(
 
 
 def run_block_stages(module: Attention, x: Tensor) -> tuple[Stage, ...]:
-    """Run the stages of a layer, then a post-norm residual block on its output, as in the first
-    Transformer.
-
-    >>> from regard.nn.variants import mha
-    >>> run_block_stages(mha(8, 2), torch.zeros(1, 3, 8))[-1].name
-    'block'
-    """
+    """Run the stages of a layer, then a post-norm residual block on its output."""
     stages = run_stages(module, x)
     path = PostNorm(nn.LayerNorm(x.shape[2]), dropout=DROPOUT).eval().to(x.device, x.dtype)
     with torch.no_grad():

@@ -29,7 +29,6 @@ def check_index(name: str, index: int, length: int, one: str, many: str) -> int:
     Args:
         name: name of the argument, for errors.
         index: the index; negative counts from the end.
-        length: number of items.
         one: what one item is called, for errors.
         many: what several items are called.
 
@@ -56,14 +55,7 @@ def check_index(name: str, index: int, length: int, one: str, many: str) -> int:
 
 
 class TokenSequence(NamedTuple):
-    """The tokens of one sequence.
-
-    Args:
-        ids: token ids.
-        pieces: text of each token.
-        text: the text as the user wrote it, or the decoded tokens.
-        end_offsets: offset in the text at which each token ends.
-    """
+    """The tokens of one sequence, and its text as it was written or decoded."""
 
     ids: tuple[int, ...]
     pieces: tuple[str, ...]
@@ -76,11 +68,7 @@ class AttentionSite(NamedTuple):
 
     Args:
         place: its dotted name, such as "layers.3"; its taps have this prefix.
-        layer: index of its layer.
-        attention: the module.
         residual_path: the module that adds its output to the residual stream, or None.
-        query_sequence: name of the sequence of its queries.
-        key_sequence: name of the sequence of its keys.
     """
 
     place: str
@@ -138,9 +126,6 @@ class PreparedRun:
     """A network, its tokens, and how to run it.
 
     Args:
-        name: name of the model.
-        text: the text that was given.
-        network: the whole network.
         sequences: its token sequences by name: "text", or "source" and "target".
         sites: its attention modules, in the order of the run.
         run: function that runs the network once; it returns states or logits, so that two runs can
@@ -148,10 +133,6 @@ class PreparedRun:
         embed: the module whose output is the embedded tokens, or None.
         last: the module to whose output `predict` is applied.
         predict: maps rows of that output to logits, or None.
-        predicted_sequence: name of the sequence whose next token is predicted.
-        names: maps ids to texts.
-        max_trained_tokens: number of tokens of the longest sequence in its training, or None.
-        notes: remarks for the reader.
     """
 
     name: str
@@ -169,10 +150,7 @@ class PreparedRun:
     notes: tuple[str, ...] = ()
 
     def site(self, layer: int | None = None, place: str | None = None) -> AttentionSite:
-        """Return an attention module by its place, or by its layer.
-
-        In an encoder-decoder the layer means the cross-attention.
-        """
+        """Return an attention by place or layer (of an encoder-decoder, its cross-attention)."""
         if place is not None:
             for site in self.sites:
                 if site.place == place:
@@ -192,17 +170,12 @@ class PreparedRun:
 
     @property
     def main_sites(self) -> tuple[AttentionSite, ...]:
-        """Return the attentions that `layer` counts: the cross-attentions if there are any, else
-        all.
-        """
+        """Return the attentions that `layer` counts: the cross-attentions if any, else all."""
         return tuple(s for s in self.sites if s.query_sequence != s.key_sequence) or self.sites
 
 
 class TokenEnds(Sequence[int]):
-    """The offset at which each token ends in the decoded text, computed on demand.
-
-    Each offset costs one decoding of all tokens up to it.
-    """
+    """The offset of each token's end in the decoded text, each at the cost of one decoding."""
 
     def __init__(self, ids: Sequence[int], decode: Callable[[Sequence[int]], str]) -> None:
         self._ids, self._decode = ids, decode
@@ -230,12 +203,7 @@ ModelInput: TypeAlias = Model | TextEncoder | Seq2Seq | PretokenizedInput
 def prepare_run(
     model: ModelInput, text: str | None = None, target: str | None = None
 ) -> PreparedRun:
-    """Prepare a model and a text to be run and explained.
-
-    >>> import regard
-    >>> len(prepare_run(regard.load("tiny"), "to be").sites)
-    4
-    """
+    """Prepare a model and a text to be run and explained."""
     if isinstance(model, PretokenizedInput):
         return (
             _prepare_pretokenized_decoder(model)
@@ -420,9 +388,7 @@ def _encoder_decoder_sites(network: EncoderDecoder) -> Iterator[AttentionSite]:
 def token_sequence(
     model: Model | TextEncoder | Seq2Seq, ids: Tensor, text: str | None = None
 ) -> TokenSequence:
-    """Build a token sequence from ids `[1, T]`; without a text, from the text that they decode
-    to.
-    """
+    """Build a token sequence from ids `[1, T]`, with the text that they decode to by default."""
     row, tokenizer = tuple(ids[0].tolist()), model.tokenizer
     # the user's text has no special tokens, which the tokenizer adds around it
     decode = partial(tokenizer.decode, skip_special=text is not None)

@@ -52,10 +52,8 @@ def random_model(
     Its tokens are those of the model "tiny". The global random state is unchanged.
 
     Args:
-        name: name of the mechanism in the catalogue.
         text: the text; at least one token.
         options: options of the mechanism's constructor; by default those of its small example.
-        seed: random seed of the weights.
         target: output text, for mechanisms with a second sequence; None is the text itself.
 
     Returns:

@@ -125,14 +125,7 @@ def attribute(
 
 
 class Direction(NamedTuple):
-    """The logit of an answer as a linear function of the normed state.
-
-    Args:
-        vector: w, `[M]`, in fp64.
-        constant: the bias of the head for the answer.
-        logit: the logit of the run (or the difference of two), before a cap.
-        name: the answer in words.
-    """
+    """The logit of an answer, before a cap, as a linear function w `[M]` of the normed state."""
 
     vector: Tensor
     constant: float

@@ -38,12 +38,7 @@ Metric: TypeAlias = Callable[[Tensor], Tensor | float] | Answer | tuple[Answer, 
 
 
 class NamedMetric(NamedTuple):
-    """A metric and its name.
-
-    Args:
-        name: what it measures, in words.
-        measure: a function from the output of a run to a tensor without dimensions.
-    """
+    """A function from the output of a run to a tensor without dimensions, and its name."""
 
     name: str
     measure: Callable[[Tensor], Tensor]
@@ -168,11 +163,9 @@ class EffectTable:
 
     Args:
         title: what was done, and on what.
-        quantity: what the numbers are.
         values: the numbers `[R, C]`, in fp64; NaN where there is nothing, such as a layer with
             fewer heads.
         row_axis, column_axis: what rows and columns are, such as "layer" and "head".
-        rows, columns: the name of each row and of each column.
         baseline: the metric of the run that was changed, or None.
         target: the metric of the other run, whose activations were used, or None.
         notes: remarks that belong beside every use of the numbers.
@@ -316,10 +309,6 @@ class EffectTable:
 
         Raises:
             FileError: the ending is another one, or the file cannot be written.
-
-        >>> table = EffectTable("a", "effect", np.array([[0.5]]), "layer", "head", ("0",), ("3",))
-        >>> table.to("effects.csv").read_text().splitlines()
-        ['layer,head,effect', '0,3,0.5']
         """
         path = Path(path)
         kind = path.suffix.lower()
@@ -405,9 +394,7 @@ class EffectTable:
     def _repr_mimebundle_(
         self, include: object = None, exclude: object = None
     ) -> Mapping[str, str]:
-        """Return the forms in which a notebook can show the table: a data frame's if pandas is
-        installed, and plain text.
-        """
+        """Return the forms that a notebook shows: a data frame if pandas is there, and text."""
         try:
             shown: str = self.frame()._repr_html_()
         except ArgumentError:

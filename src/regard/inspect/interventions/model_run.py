@@ -35,12 +35,7 @@ Input: TypeAlias = Any
 
 
 class RunResult(NamedTuple):
-    """The result of one run.
-
-    Args:
-        output: what the model returned: logits `[B, T, V]`, or hidden states `[B, T, M]`.
-        trace: the captured tensors.
-    """
+    """The logits `[B, T, V]` or hidden states `[B, T, M]` of one run, and its trace."""
 
     output: Tensor
     trace: Trace
@@ -51,7 +46,6 @@ class ModelRun:
     """A model with one prepared input.
 
     Args:
-        model: the model.
         call: runs the model without arguments and returns its output.
         ids: the token ids `[B, T]`, or None if the input has none; of an encoder-decoder, those of
             the target.
@@ -95,9 +89,7 @@ class ModelRun:
         return _labels(self.pieces, length)
 
     def key_labels(self) -> tuple[str, ...]:
-        """Return a text for each key that the last token can read: the tokens of the input; for an
-        encoder-decoder first those of the source, then those of the target.
-        """
+        """Return the text of each key that the last token can read; the source comes first."""
         if self.ids is None:
             raise ArgumentError("the input has no token ids, so that keys cannot be named")
         own = self.labels(self.ids.shape[1])

@@ -216,15 +216,7 @@ class Receiver(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class _TwoRuns:
-    """Both runs of a patching experiment.
-
-    Args:
-        run: the run that is changed, and which starts from `start`.
-        start: its activations by full name.
-        source: the activations of the other run.
-        metric: what is measured.
-        baseline, target: the metric of the changed run and of the other one.
-    """
+    """Both runs of a patching experiment: `run` starts from `start` and is changed."""
 
     run: ModelRun
     start: Mapping[str, Tensor]

@@ -54,25 +54,10 @@ _NUDGE = 2.0**-20
 
 
 class FrozenNorm:
-    """A norm with the scale that it had for given states.
+    """A norm with the scale that it had for states x `[B, T, M]`, as a linear map.
 
-    Gain, bias and centring are measured from the module's results for simple inputs, so that the
-    class of the norm need not be known. The linear map is compared with the module's own result.
-
-    Args:
-        norm: the module.
-        x: the states `[B, T, M]` that it normalized.
-        y: its result for them.
-
-    Raises:
-        ArgumentError: the module is not a LayerNorm or RMSNorm in disguise: the linear map does not
-            give its result.
-
-    >>> norm, x = nn.LayerNorm(4), torch.randn(1, 3, 4)
-    >>> frozen = FrozenNorm(norm, x, norm(x))
-    >>> total = frozen(x - 1) + frozen(torch.ones_like(x)) + frozen.bias
-    >>> bool(torch.allclose(total, norm(x).double(), atol=1e-5))
-    True
+    Gain, bias and centring are measured from its results for simple inputs, so that its class need
+    not be known; the map is compared with the module's own result.
 
     Source: Elhage et al. 2021, "A Mathematical Framework for Transformer Circuits", section
     "handling layer normalization".
@@ -134,27 +119,14 @@ CAPTURED = ("embed", "z", "v", "out", "mlp", "norm", "residual", "logits")
 
 
 class Term(NamedTuple):
-    """One term of the hidden state.
-
-    Args:
-        name: the head, layer or parameter that added it.
-        vector: what it added, `[M]`, or `[S, M]` for the terms of a head by key, in fp64.
-    """
+    """What a head, layer or parameter added to the hidden state: `[M]`, by key `[S, M]`."""
 
     name: str
     vector: Tensor
 
 
 class OutputMap(NamedTuple):
-    """How logits are computed from a hidden state: head(norm(x)), or with a cap
-    cap tanh(head(norm(x)) / cap).
-
-    Args:
-        norm: the last norm.
-        head: the map to logits.
-        logits: the logits of the last token of the run before a cap, `[V]`, in fp64.
-        cap: the cap of the logits, or None.
-    """
+    """The map from a state to logits `[V]`: head(norm(x)), or cap tanh(head(norm(x)) / cap)."""
 
     norm: nn.Module
     head: nn.Module
@@ -188,13 +160,7 @@ def _capped(logits: Tensor, cap: float) -> Tensor:
 
 @dataclass(eq=False)
 class ResidualTerms:
-    """The terms of the hidden state of one token before the last norm.
-
-    Args:
-        position: index of the token.
-        taps: the captured tensors of the run.
-        by_key: whether the terms of heads are kept apart by the key that they come from.
-    """
+    """The terms of the hidden state of one token before the last norm; of heads also by key."""
 
     position: int
     taps: Mapping[str, Tensor]
@@ -260,8 +226,6 @@ class Decomposition(NamedTuple):
     """A hidden state in terms, and the way from it to the logits.
 
     Args:
-        terms: the terms before the last norm.
-        output: the last norm, the head and the logits.
         states: names of the taps with the states between the blocks, in order: the first enters the
             first block, and the last is the state before the last norm.
         is_post_norm: whether the blocks normalize their own results.
@@ -297,9 +261,7 @@ def decompose(run: ModelRun, position: int, *, by_key: bool = False) -> Decompos
 def _decompose_blocks(
     blocks: nn.ModuleList, prefix: str, output: OutputMap, terms: ResidualTerms
 ) -> Decomposition:
-    """Take the state of a decoder of this package apart; in an encoder-decoder, both the heads that
-    read the target and those that read the source add to it.
-    """
+    """Take the state of a decoder of this package apart, with self- and cross-attention."""
     states = [f"{prefix}embed"]
     terms.add(states[0], terms.vector_of(states[0]))
     for i, block in enumerate(blocks):
@@ -315,14 +277,7 @@ def _decompose_blocks(
 
 
 class _AttentionLayer(NamedTuple):
-    """An attention layer of a block, with its residual connection.
-
-    Args:
-        place: its name in a trace.
-        attention: the layer.
-        residual: the residual connection.
-        norm: name of the tap of its norm.
-    """
+    """An attention layer of a block, with its residual connection."""
 
     place: str
     attention: nn.Module
@@ -361,9 +316,7 @@ def _term_norm(residual: Residual, raw: Tensor) -> FrozenNorm | None:
 
 
 def _on_output(residual: Residual, norm: FrozenNorm | None) -> Callable[[Tensor], Tensor]:
-    """Return what a residual connection does with the sublayer's output before it adds it, as a
-    linear function of vectors `[..., M]`: the norm of one state, or a factor.
-    """
+    """Return the norm or factor of a sublayer's output as a linear function of `[..., M]`."""
     if isinstance(residual, ScaledPreNorm):
         return lambda x: x * residual.scale
     if isinstance(residual, NormedResidual):
@@ -414,9 +367,7 @@ def _add_feed_forward(terms: ResidualTerms, place: str, block: Block | DecoderBl
 
 
 def _norm_stream(terms: ResidualTerms, norm: nn.Module, name: str, factor: float = 1.0) -> None:
-    """Pass the whole sum of the terms through a norm with the scale that it has for this sum, and
-    multiply it by a factor.
-    """
+    """Pass the sum of the terms through a norm with its scale for this sum, times a factor."""
     total = torch.stack(
         [each.vector if each.vector.ndim == 1 else each.vector.sum(0) for each in terms.terms]
     ).sum(0)
@@ -447,8 +398,9 @@ class _ModuleCalls(NamedTuple):
 def _decompose_module(
     run: ModelRun, model: nn.Module, position: int, captured: tuple[str, ...], *, by_key: bool
 ) -> Decomposition:
-    """Take the state of a module apart whose blocks add the outputs of attention and feed-forward
-    layer, or norms of these, to their input; what was added is compared with the captured states.
+    """Take the state of a module apart whose blocks add outputs of sublayers or their norms.
+
+    What was added is compared with the captured states.
     """
     calls = _ModuleCalls([], [])
 
@@ -518,9 +470,7 @@ def _output_of(
 
 
 class _ForeignSublayer(NamedTuple):
-    """What a block of a foreign module adds: the output y of attention, which `output` made of the
-    heads, or of the feed-forward layer; through a norm, if one reads y.
-    """
+    """What a sublayer of a foreign module adds: y, which `output` made, or a norm of y."""
 
     name: str
     y: Tensor

@@ -54,7 +54,6 @@ def rollout(
         method: "rollout" or "flow".
         query: for "flow" the row to compute (negative counts from the end); None computes all rows.
         residual: r, the share of the residual connection.
-        batch: row of the batch.
 
     Returns:
         A table of queries and tokens; each row of a rollout sums to 1, or to 0 for a query from
@@ -148,11 +147,7 @@ def rolled_out(layers: list[Float[np.ndarray, "T T"]]) -> Array:
 
 
 def flows(layers: list[Float[np.ndarray, "T T"]], query: int | None = None) -> Array:
-    """Return the maximum flow from each query of the last layer to each token of the input.
-
-    >>> flows([np.array([[1.0, 0.0], [0.5, 0.5]])]).tolist()
-    [[1.0, 0.0], [0.5, 0.5]]
-    """
+    """Return the maximum flow from each query of the last layer to each token of the input."""
     T, L = len(layers[0]), len(layers)
     rows = range(T) if query is None else [query % T]
     capacity = np.zeros(((L + 1) * T, (L + 1) * T))

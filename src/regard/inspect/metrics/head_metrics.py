@@ -60,8 +60,6 @@ def repeated_ids(
     Args:
         vocabulary: number of tokens to draw from.
         length: number of ids before the repetition.
-        batch: number of rows.
-        seed: random seed.
 
     Returns:
         Ids, `[batch, 2 length]`.
@@ -120,7 +118,6 @@ def induction_score(
 
     Args:
         pattern: attention weights, each row a query and each column a key.
-        ids: token id of each row.
 
     Returns:
         The score of each head.
@@ -149,7 +146,6 @@ def duplicate_score(
 
     Args:
         pattern: attention weights, each row a query and each column a key.
-        ids: token id of each row.
 
     Returns:
         The score of each head.
@@ -191,7 +187,6 @@ def sink_share(pattern: Float[Tensor, "*H T T"], first: int = NUM_SINKS) -> Floa
 
     Args:
         pattern: attention weights, each row a query and each column a key.
-        first: number of first keys.
 
     Returns:
         The share of each head.
@@ -238,20 +233,7 @@ def _check_pattern(pattern: Tensor, least: int, ids: Tensor | None = None) -> No
 
 @dataclass(frozen=True, eq=False)
 class MeasuredPlace:
-    """A place of a recording whose heads are measured, with the parameters of the metrics.
-
-    Rows are the measured queries of the place, columns are its keys.
-
-    Args:
-        place: a place of a recording.
-        ids: token ids of its columns, `[N]`, or None.
-        batch: row of the batch.
-        sinks: number of first positions that count as sinks.
-        local_distance: a key at a smaller distance is local.
-        padding: which columns are padding, bool `[N]`, or None.
-        heads: which recorded heads are measured.
-        chosen: which queries of the place are measured, in increasing order.
-    """
+    """A place whose heads are measured: rows are the chosen queries, columns are its keys."""
 
     place: Place
     ids: Tensor | None = None
@@ -329,10 +311,9 @@ class Accumulator(Protocol):
 
 
 class EntropyAccumulator:
-    """Entropy H_i = sum_j p_ij (ln denominator_i - s_ij), divided by ln n_i; effective keys
-    exp(H_i); the largest score.
+    """Entropy H_i = sum_j p_ij (ln denominator_i - s_ij) / ln n_i, exp(H_i), the largest score.
 
-    This equals -sum_j p_ij ln p_ij, where a sink counts as one more key. The shorter form
+    A sink counts as one more key. The shorter form
     lse_i - sum_j p_ij s_ij is not used: there, the size of the scores multiplies a rounding error
     of the lse.
     """
@@ -356,9 +337,7 @@ class EntropyAccumulator:
         self._max_score = torch.maximum(self._max_score, tile.scores.amax((1, 2)))
 
     def result(self) -> Mapping[str, Tensor]:
-        """Return entropy (0 to 1, over rows that see more than one key), effective_keys and
-        max_logit.
-        """
+        """Return entropy (of rows that see several keys), effective_keys and max_logit."""
         measured = self._measured
         share, sink = measured.sink_weights, measured.sink_logits
         h = self._entropy + torch.where(share > 0, share * (self._denominator - sink), 0)
@@ -371,9 +350,7 @@ class EntropyAccumulator:
 
 
 class DistanceAccumulator:
-    """Mean distance sum_j p_ij (i - j) in positions, and weight of the keys at a distance below
-    `local_distance`; rows and empty slots without a token are left out.
-    """
+    """Mean distance sum_j p_ij (i - j), and weight below `local_distance`, of real tokens."""
 
     def __init__(self, measured: MeasuredPlace) -> None:
         self._measured = measured
@@ -455,10 +432,9 @@ class OffsetAccumulator:
 
 
 def _diagonal_sums(weights: Tensor) -> Tensor:
-    """Return the sum of each diagonal of `[h, t, n]`, the top right one first: `[h, n + t - 1]`.
+    """Return the sum of each diagonal of `[h, t, n]`, the top right first: `[h, n + t - 1]`.
 
-    With n zeros after each row of n + t numbers, the rows of a matrix that is one shorter are
-    shifted by one each, so that its columns are the diagonals of the tile.
+    Read with one number less per row, the zero-padded rows shift by one, and diagonals are columns.
     """
     h, t, n = weights.shape
     padded = torch.nn.functional.pad(weights.flip(2), (0, t))
@@ -473,9 +449,7 @@ def _is_run(positions: Tensor) -> bool:
 
 
 class PairAccumulator:
-    """Mean weights on listed pairs: the previous token, earlier copies of the row's token, and
-    the tokens that followed these copies.
-    """
+    """Mean weights on the previous token, on earlier copies, and on what followed these."""
 
     def __init__(self, measured: MeasuredPlace) -> None:
         self._measured = measured
@@ -529,9 +503,7 @@ def _pairs_by_metric(measured: MeasuredPlace) -> dict[str, Tensor]:
 
 
 class MassAccumulator:
-    """How much weight the first keys and each column receive, and how much goes to forbidden
-    cells.
-    """
+    """How much weight the first keys, each column, and forbidden cells receive."""
 
     def __init__(self, measured: MeasuredPlace) -> None:
         self._measured = measured
@@ -563,9 +535,7 @@ class MassAccumulator:
                 self._leaks[name] += (w * cells).sum((1, 2))
 
     def result(self) -> Mapping[str, Tensor]:
-        """Return sink, learned_sink, missing, future, empty, padding, and the curve received,
-        `[h, N]`.
-        """
+        """Return sink, learned_sink, missing, future, empty, padding, and received `[h, N]`."""
         measured = self._measured
         share = measured.sink_weights
         sees = self._row_sum > 0

@@ -42,7 +42,6 @@ class CorpusMeasures:
     """Metrics of every head over a corpus.
 
     Args:
-        texts: number of texts.
         tokens: number of tokens, over all texts.
         places: names of the places, one per layer.
         values: by the name of a metric the mean over texts, `[layers, H]`, each text counting once
@@ -166,10 +165,7 @@ def measure_corpus(
     measure_place: Callable[[Place, Tensor | None], Mapping[str, Tensor]],
     corpus: Iterable[Any],
 ) -> CorpusMeasures:
-    """Record one text after the other, and accumulate the metrics of all heads.
-
-    Only one recording is in memory at a time.
-    """
+    """Accumulate the metrics of all heads over texts, of which one is in memory at a time."""
     places: tuple[str, ...] = ()
     running: dict[tuple[str, int], _Running] = {}
     names: dict[str, None] = {}
@@ -241,9 +237,6 @@ class Measures:
     """Metrics of the heads of one place of a recording.
 
     Args:
-        place: name of the place.
-        heads: the query heads.
-        rows: number of rows of the place.
         values: by the name of a metric, one number per head, `[h]`.
         curves: by the name of a curve, one curve per head: "offsets" `[h, d]`, "received" `[h, N]`.
     """
@@ -324,7 +317,6 @@ def measure(
         ids: token ids of the columns, `[N]`, for the metrics of copies; the rows are the same
             tokens. None leaves these metrics out. With a model, the texts: any iterable of what
             `record` takes, which is read once.
-        batch: row of the batch.
         sinks: number of first positions that count as sinks.
         local_distance: keys at a smaller distance are local.
         padding: which columns are padding, bool `[N]`.
@@ -423,7 +415,6 @@ class Sampled(NamedTuple):
 
     Args:
         values: the metric: `[h]` with one number per head, or `[h, h]` for pairs of heads.
-        rows: the number of rows that were sampled.
     """
 
     values: Tensor
@@ -439,9 +430,7 @@ def keys_for(
     share * sum_j p_ij. The result is the mean over evenly spaced rows.
 
     Args:
-        place: a place of a recording.
         share: share of the weight of a row, above 0 and at most 1.
-        batch: row of the batch.
         rows: number of rows to sample; rows that see no key are left out.
 
     Returns:
@@ -479,8 +468,6 @@ def redundancy(place: Place, *, batch: int = 0, rows: int = SAMPLED_ROWS) -> Sam
 
     Args:
         place: a place of a recording.
-        batch: row of the batch.
-        rows: number of rows to sample.
 
     Returns:
         The divergences, `[h, h]`, and the number of rows.
@@ -520,8 +507,6 @@ def compare(a: Recording, b: Recording, *, batch: int = 0) -> EffectTable:
     both on the page.
 
     Args:
-        a: one recording.
-        b: the other one.
         batch: row of the batch, in both.
 
     Returns:
@@ -599,7 +584,6 @@ def retrieval_score(
         place: a place of a run that continues after its prompt; rows after the needle are used.
         ids: all token ids of the run, `[L]`.
         needle: the range of columns of the passage.
-        batch: row of the batch.
 
     Returns:
         The share of each head, `[h]`.
@@ -654,7 +638,6 @@ def head_scores(model: Model, ids: Int[Tensor, "B T"]) -> dict[str, Float[Tensor
     defines them. The model runs on its own kernels; patterns are computed from their inputs.
 
     Args:
-        model: a model.
         ids: token ids `[B, T]`; repeated random ids (`repeated_ids`) show what a head does
             independently of the words.
 

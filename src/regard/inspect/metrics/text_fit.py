@@ -27,7 +27,6 @@ class TextFit:
     """How a tokenizer divides a text, and how well a model predicts it.
 
     Args:
-        tokens: the number of tokens.
         partial_tokens: the number of tokens that are a part of a character, not characters.
         loss: the mean loss of the tokens after the first one, in nats; None if it was not measured,
             if the model predicts no tokens, or if there is only one token.
@@ -128,7 +127,6 @@ def warn_about_text(model: object, text: str) -> str | None:
 
     Args:
         model: any model; only a decoder or a text encoder with a tokenizer is judged.
-        text: the text.
 
     Returns:
         A sentence, or None.

@@ -46,11 +46,9 @@ def export(
     - a file that ends in .png, .svg or .pdf: the pattern of one head.
 
     Args:
-        recording: the recording.
         what: "numpy", "bertviz", "circuitsvis", or the name of a file.
         layer: name or index of the place, for "circuitsvis" and pictures.
         head: query head, for pictures.
-        batch: row of the batch.
 
     Returns:
         The data, or the path of the file.
@@ -191,7 +189,6 @@ def widget(recording: Recording, *, height: int = HEIGHT) -> Any:
     move.
 
     Args:
-        recording: the recording.
         height: height of the widget, in pixels.
 
     Returns:

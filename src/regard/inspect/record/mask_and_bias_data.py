@@ -30,10 +30,7 @@ _MAX_DEPTH = 50
 
 
 def copy_rule(rule: Any) -> Any:
-    """Return a mask, a bias or a score rule with copies of its tensors on the CPU.
-
-    Later changes that the caller makes to its own tensors do not change the recording.
-    """
+    """Return a mask, a bias or a score rule with copies of its tensors on the CPU."""
     if isinstance(rule, (Bias, ScoreRule)):
         own = rule.tensors()
         return rule.with_tensors([x.detach().to("cpu", copy=True) for x in own]) if own else rule
@@ -41,9 +38,7 @@ def copy_rule(rule: Any) -> Any:
 
 
 def depends_on_slots(*rules: Mask | Bias | None) -> bool:
-    """Return whether a mask or bias depends on the index (slot) of a key in its call, rather than
-    on its position only.
-    """
+    """Return whether a mask or bias depends on the slot of a key, not its position only."""
     return any(rule is not None and rule.by_slot for rule in rules)
 
 
@@ -66,12 +61,9 @@ def to_dense_rules(
 
 
 def mask_data(mask: Mask, step: RecordedStep, keep: StoreTensor) -> dict[str, object]:
-    """Return a mask as JSON data: its text if `masks.parse` reads it back, else the fields of its
-    class.
+    """Return a mask as JSON data: its text if `masks.parse` reads it, else its fields.
 
-    A mask without plain data, such as a function, becomes a dense table for the step. A mask of a
-    class from outside the package also gets a dense table, because the reader of the file may not
-    have that class.
+    A function, or a class from outside the package, becomes a dense table.
     """
 
     def dense_table() -> dict[str, object]:
@@ -101,11 +93,7 @@ def _is_ours(rule: Mask) -> bool:
 
 
 def mask_from(data: Any, tensors: Mapping[str, Tensor], depth: int = 0) -> Mask:
-    """Build the mask that `mask_data` described; a dense mask where its class is unknown here.
-
-    >>> str(mask_from({"all": [{"text": "causal"}, {"not": {"text": "window(3)"}}]}, {}))
-    'causal & ~window(3)'
-    """
+    """Build the mask that `mask_data` described; a dense mask where its class is unknown here."""
     if depth > _MAX_DEPTH:
         raise ArgumentError(f"a mask is nested deeper than {_MAX_DEPTH}")
     if "text" in data:
@@ -135,11 +123,7 @@ def bias_data(bias: Bias | None, step: RecordedStep, keep: StoreTensor) -> dict[
 
 
 def bias_from(data: object, tensors: Mapping[str, Tensor], depth: int = 0) -> Bias | None:
-    """Build the bias that `bias_data` described; a dense bias where its class is unknown here.
-
-    >>> bias_from({"alibi": "a", "symmetric": False}, {"a": torch.tensor([0.5, 0.25])})
-    alibi(2 slopes)
-    """
+    """Build the bias that `bias_data` described; a dense bias where its class is unknown here."""
     if data is None:
         return None
     if depth > _MAX_DEPTH:
@@ -148,11 +132,9 @@ def bias_from(data: object, tensors: Mapping[str, Tensor], depth: int = 0) -> Bi
 
 
 def score_data(rule: ScoreRule | None, keep: StoreTensor) -> dict[str, Any] | None:
-    """Return a score rule as JSON data; one without plain data, such as a function, as its text.
+    """Return a score rule as JSON data, or as its text if it has none or is from outside.
 
-    The text suffices for a reader, because a recording also contains the scores and the weights
-    that a rule gave. A rule of a class from outside the package also gets its text, because the
-    reader of the file may not have that class.
+    The text suffices, because a recording contains the scores and weights that the rule gave.
     """
     if rule is None:
         return None
@@ -185,11 +167,7 @@ def score_from(data: object, tensors: Mapping[str, Tensor], depth: int = 0) -> S
 
 @dataclass(frozen=True, eq=False, repr=False)
 class RecordedRule(ScoreRule):
-    """The text of a rule that a file could not store, such as a function.
-
-    Args:
-        text: what the rule printed.
-    """
+    """The text of a rule that a file could not store, such as a function."""
 
     kind: ClassVar[str] = "recorded"
 

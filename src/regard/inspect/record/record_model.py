@@ -33,11 +33,7 @@ RECORDED_IMPLEMENTATIONS = ("regard", "sdpa", "flex_attention")
 
 
 class WatchedCalls(NamedTuple):
-    """What a run of a module showed about its attention calls.
-
-    Args:
-        places: what was watched.
-    """
+    """What a run of a module showed about its attention calls."""
 
     places: ModulePlaces
 
@@ -94,9 +90,7 @@ def is_transformers_model(model: nn.Module) -> bool:
 def _transformers_run(
     model: nn.Module, inputs: Sequence[object], named: dict[str, object]
 ) -> tuple[Sequence[object], dict[str, object], Callable[..., object]]:
-    """Return how to run a transformers model: its inputs, its keyword arguments and the function
-    to call.
-    """
+    """Return how to run a transformers model: inputs, keyword arguments and function."""
     _check_attention_implementation(model)
     config: object = getattr(model, "config", None)
     if any(not isinstance(x, Tensor) for x in inputs):
@@ -121,9 +115,7 @@ def _transformers_run(
 
 
 def _check_attention_implementation(model: nn.Module) -> None:
-    """Check that the attention of a transformers model can be recorded, and warn of parts where
-    it cannot.
-    """
+    """Refuse a transformers model that cannot be recorded, and warn of parts."""
     # for each config: the first module that has it, and its attention implementation
     used: dict[int, tuple[str, str]] = {}
     for name, module in model.named_modules():
@@ -304,9 +296,7 @@ _DEFAULTS: dict[str, object] = {
 
 
 def _runner(model: object) -> tuple[Run, tuple[str, ...]] | None:
-    """Return the function that runs a model of this package, and the arguments that it takes; None
-    for any other object.
-    """
+    """Return the function that runs a model of this package, and its arguments; or None."""
     for kind, runner in _RUNS.items():
         if isinstance(model, kind):
             return runner
@@ -314,9 +304,7 @@ def _runner(model: object) -> tuple[Run, tuple[str, ...]] | None:
 
 
 def _metadata(model: object) -> dict[str, str]:
-    """Return facts about the model as text: its type, dtype, device, and whether it is in
-    training mode.
-    """
+    """Return type, dtype, device, and training mode of the model as text."""
     inner = getattr(model, "decoder", getattr(model, "network", model))
     parameter = next(inner.parameters(), None) if isinstance(inner, nn.Module) else None
     config = getattr(model, "config", None)

@@ -39,16 +39,11 @@ class RecordedStep:
         columns: column of the pattern for each key, `[s]`.
         q_positions: positions of all queries of the call, including those that were not kept.
         k_positions: positions of the keys; -1 is an empty slot in that row of the batch.
-        mask: the mask of the whole call.
-        bias: the bias of the whole call, or None.
         scale: factor on q . k.
         softcap: cap c of s = c tanh(s / c), or None.
         sink: sink logit of each recorded head, `[h]`, or None.
-        kernel: name of the kernel.
         first: index of the first kept query within the call.
         token: index of the first kept query among all queries that reached the place.
-        dropout: dropout probability of the call.
-        pool: index of the pool of the place that holds the keys.
         pool_index: index of each key in its pool, `[s]`; None if it equals `columns`.
         scores: scores `[B, h, t, s]` that an edit put in place of the computed ones, or None.
         pattern: weights `[B, h, t, s]` that an edit put in place of the computed ones, or None.
@@ -79,9 +74,7 @@ class RecordedStep:
 
     @property
     def edited(self) -> tuple[str, ...]:
-        """Return which of "scores" and "pattern" are stored, because an edit replaced them or a
-        score rule gave them.
-        """
+        """Return which of "scores" and "pattern" an edit or a score rule gave."""
         both = {"scores": self.scores, "pattern": self.pattern}
         return tuple(name for name, x in both.items() if x is not None)
 
@@ -92,9 +85,7 @@ class RecordedStep:
 
     @property
     def denominator(self) -> Tensor:
-        """Return the natural log of the softmax denominator, `[B, h, t]` in fp64: the lse with
-        the sink included.
-        """
+        """Return ln of the softmax denominator, sink included, `[B, h, t]` in fp64."""
         lse = self.lse.double()
         return lse if self.sink is None else torch.logaddexp(lse, self.sink.double()[:, None])
 
@@ -145,7 +136,6 @@ class KeyValuePool:
         v: values, `[B, g, n, E]`, or None if they were not kept.
         columns: column of the pattern for each key, `[n]`.
         groups: indices of the g key/value heads that are stored, out of G.
-        G: number of key/value heads of the model.
         key_kind: what the keys are: "keys"; "latents" for the latents of MLA with the rotary key;
             or "keys from a quantized cache" for values decoded from it.
     """
@@ -158,32 +148,19 @@ class KeyValuePool:
     key_kind: str = "keys"
 
     def group_index(self, head: int, H: int) -> int:
-        """Return the index, among the stored groups, of the key/value head h // (H/G) that a
-        query head reads.
-        """
+        """Return the index, among the stored groups, of the key/value head h // (H/G)."""
         return self.groups.index(head // (H // self.G))
 
 
 class PatternBlock(NamedTuple):
-    """A block of a pattern: scores and weights.
-
-    Args:
-        scores: -inf where masked, or where the step did not have the key.
-        weights: 0 in the same cells.
-    """
+    """A block of scores (-inf where masked or absent) and weights (0 there)."""
 
     scores: Tensor
     weights: Tensor
 
 
 class ScoreInputs(NamedTuple):
-    """The terms of a block of scores, each `[B, h, t, n]` or broadcastable to it.
-
-    Args:
-        dot: q_i . k_j.
-        bias: bias of each cell, or None.
-        visible: True where the mask lets the query attend to the key.
-    """
+    """The terms q_i . k_j, bias and mask of scores, each broadcastable to `[B, h, t, n]`."""
 
     dot: Tensor
     bias: Tensor | None
@@ -210,8 +187,6 @@ class Place:
         name: the dotted name, such as `layers.3`.
         steps: the recorded calls, in order.
         pools: the keys and values that the steps read.
-        H: number of query heads of the model.
-        heads: indices of the recorded query heads.
         N: number of columns of the pattern, one per token.
     """
 
@@ -357,11 +332,7 @@ class Place:
         """Compute the exact scores and weights of a block of rows and columns.
 
         Args:
-            rows: a range of rows.
-            columns: a range of columns.
             heads: a range of query heads of the model; by default all recorded heads.
-            batch: a range of rows of the batch.
-            dtype: dtype in which scores are computed.
 
         Returns:
             Scores and weights, each `[batch, heads, rows, columns]`.
@@ -409,11 +380,6 @@ class Place:
 
         Args:
             step: a step of this place.
-            own: a range of rows of the step.
-            slots: which keys of the step.
-            heads: query heads of the model.
-            batch: a range of rows of the batch.
-            dtype: dtype in which scores are computed.
 
         Returns:
             Scores and weights, each `[batch, heads, rows, keys]`.
@@ -449,11 +415,6 @@ class Place:
         """Compute the terms of the scores of some rows of a step with some of its keys.
 
         Args:
-            step: a step of this place.
-            own: a range of rows of the step.
-            slots: which keys of the step.
-            heads: query heads of the model.
-            batch: a range of rows of the batch.
             dtype: dtype of the products and the bias.
 
         Returns:
@@ -506,9 +467,7 @@ class Place:
 
 
 def _range_of(slots: slice | Tensor) -> tuple[slice, Tensor | None]:
-    """Return the smallest range that contains the slots, and the slots relative to it (None:
-    all).
-    """
+    """Return the smallest range with the slots, and the slots in it (None is all)."""
     if isinstance(slots, slice):
         return slots, None
     low = int(slots.min())

@@ -44,7 +44,6 @@ class KeyValueStore:
         like: a pair (k `[B, g, s, D]`, v `[B, g, s, E]` or None) with the layout that is stored.
         groups: indices of the key/value heads that are stored.
         G: number of key/value heads of the model.
-        key_kind: what the keys are, in words.
     """
 
     def __init__(
@@ -62,10 +61,9 @@ class KeyValueStore:
         keys_and_values: tuple[Tensor, Tensor | None],
         present: Tensor | None = None,
     ) -> Tensor:
-        """Return the index `[s]` of each key in the store, and append the keys that are not in it
-        yet.
+        """Return the index `[s]` of each key, and append the keys that are not in the store.
 
-        A key is in the store already if it is equal, bit for bit, to the newest key of its column.
+        A key is there if it is equal, bit for bit, to the newest key of its column.
         """
         num_missing = int(columns.max()) + 1 - len(self._newest) if len(columns) else 0
         if num_missing > 0:
@@ -95,9 +93,7 @@ class KeyValueStore:
         keys_and_values: tuple[Tensor, Tensor | None],
         present: Tensor | None,
     ) -> Tensor:
-        """Return which known keys equal the newest keys of their columns, bit for bit, in every
-        row of the batch that has them.
-        """
+        """Return which known keys equal the newest of their columns, bit for bit."""
         same = torch.ones(len(known), dtype=torch.bool)
         old, new = _as_slice(indices[known]), _as_slice(known)
         for stored, x in zip(self._parts, keys_and_values, strict=True):
@@ -131,9 +127,7 @@ class KeyValueStore:
 
 
 def _as_slice(which: Tensor) -> slice | Tensor:
-    """Return indices as a slice if they are consecutive, because indexing with a slice copies
-    nothing.
-    """
+    """Return consecutive indices as a slice, because that copies nothing."""
     n, start = len(which), int(which[0])
     return slice(start, start + n) if torch.equal(which, torch.arange(start, start + n)) else which
 
@@ -151,13 +145,7 @@ def _grow(x: Tensor, used: int, size: int) -> Tensor:
 
 
 class KeptParts(NamedTuple):
-    """Which parts of a call are kept.
-
-    Args:
-        names: "v" and "out", or a subset.
-        heads: query heads; None means all.
-        rows: number of last queries of a call; None means all.
-    """
+    """Which parts of a call are kept: "v", "out", query heads, and last queries; None is all."""
 
     names: Collection[str]
     heads: Collection[int] | None = None
@@ -169,11 +157,6 @@ class CallKeys(NamedTuple):
 
     Args:
         columns: column of each key, `[s]`.
-        k: keys.
-        v: values.
-        positions: positions of the keys.
-        mask: the mask, for these keys.
-        bias: the bias, for these keys, or None.
         present: which rows of the batch have the key, `[B, s]`; None means all.
         call_slots: which slots of the call these keys are, `[b or 1, s]`; None means all, in order.
     """
@@ -203,9 +186,7 @@ class PlaceBuilder:
         self.heads: tuple[int, ...] = ()
 
     def follows(self, call: Call) -> bool:
-        """Return whether a call continues this place: all its queries have later positions than
-        those of the earlier calls, in every row of the batch.
-        """
+        """Return whether all queries of a call have later positions than the calls before it."""
         if self._last_position is None:
             return True
         q_positions = as_tensor(call.q_positions).cpu()
@@ -292,10 +273,7 @@ class PlaceBuilder:
         )
 
     def _store(self, call: Call, groups: tuple[int, ...]) -> tuple[int, KeyValueStore]:
-        """Return the store for keys of this layout, and its index.
-
-        A projection may use one layout for a prompt and another one for a decoded token.
-        """
+        """Return the store for keys of this layout, which a place may have several of."""
         coded = isinstance(call.k, LazyTensor) and call.k.is_inexact
         layout = (call.G, call.D, call.E, call.k.dtype, call.v.dtype, coded)
         if layout not in self._stores:
@@ -328,10 +306,7 @@ class PlaceBuilder:
     def _by_position(
         self, call: Call, positions: Tensor, mask: Mask, bias: Bias | None
     ) -> CallKeys:
-        """Return the keys of a call whose slots are in any order, as in a ring cache.
-
-        A key belongs to the column that had its position; empty slots are left out.
-        """
+        """Return the keys of a call by position, without empty slots, as of a ring cache."""
         asked = as_tensor(call.q_positions).cpu()
         column = self._columns_of(positions, asked)  # [b,s], -1 = empty
         k, v = call.k.detach(), call.v.detach()
@@ -368,8 +343,7 @@ class PlaceBuilder:
         return CallKeys(columns, k, v, key_positions, mask, bias, present, slot)
 
     def _columns_of(self, positions: Tensor, q_positions: Tensor) -> Tensor:
-        """Return the column of each key `[b, s]`, -1 for an empty slot; new positions get new
-        columns at the end.
+        """Return each key's column `[b, s]`, -1 for an empty slot; new ones are at the end.
 
         If the new keys belong to the tokens of the queries, their columns are in the order of the
         queries; otherwise the rows of the batch are aligned at the end.
@@ -403,9 +377,7 @@ class PlaceBuilder:
         return column
 
     def _original(self, rule: object) -> Any:
-        """Return a copy of a mask, a bias or a score rule with copies of its tensors; calls with
-        the same object get the same copy.
-        """
+        """Return the one copy of a mask, a bias or a score rule, with copies of its tensors."""
         if rule is None:
             return None
         if id(rule) not in self._originals:
@@ -420,9 +392,7 @@ def _query_slots(positions: Tensor, asked: Tensor) -> Tensor | None:
 
 
 def _in_other_slots(k_positions: Tensor, q_positions: Tensor) -> bool:
-    """Return whether the keys of a first call are the tokens of its queries, but in other slots,
-    as with a cache that leaves padding out.
-    """
+    """Return whether a first call's keys are its queries' tokens in other slots."""
     rows = max(k_positions.shape[0], q_positions.shape[0])
     k_positions, q_positions = k_positions.expand(rows, -1), q_positions.expand(rows, -1)
     if torch.equal(k_positions, q_positions):

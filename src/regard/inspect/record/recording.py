@@ -33,12 +33,7 @@ Labels: TypeAlias = Axes | Mapping[str, Axes]
 
 
 class PlaceLabels(NamedTuple):
-    """The texts of a place.
-
-    Args:
-        rows: one text for each row, or ().
-        columns: one text for each column, or ().
-    """
+    """One text for each row and column of a place, or ()."""
 
     rows: tuple[str, ...]
     columns: tuple[str, ...]
@@ -47,9 +42,8 @@ class PlaceLabels(NamedTuple):
 def label_places(places: Mapping[str, Place], labels: Labels) -> dict[str, PlaceLabels]:
     """Assign texts to the rows and columns of places.
 
-    One sequence of texts labels every axis of its length. Of a pair, the first labels rows and the
-    second columns; where the lengths show that a place is self-attention of one of the two, that
-    one labels both.
+    A sequence labels every axis of its length; of a pair, the first labels rows and the second
+    columns, except where the lengths show self-attention of one of the two.
     """
     if isinstance(labels, Mapping):
         return _by_name(places, labels)
@@ -137,7 +131,6 @@ class TopKeys(NamedTuple):
         columns: columns of these keys, `[n]`, the largest weight first.
         weights: their weights, `[n]`.
         rest: sum of the weights of the other visible keys.
-        others: number of the other visible keys.
     """
 
     columns: Tensor
@@ -148,13 +141,7 @@ class TopKeys(NamedTuple):
 
 @dataclass(frozen=True)
 class UnrecordedCall:
-    """Calls at one place that ran in torch and were not recorded.
-
-    Args:
-        place: the path of the module.
-        reason: why they could not be recorded.
-        count: their number.
-    """
+    """Calls at one place that ran in torch, and why they were not recorded."""
 
     place: str
     reason: str
@@ -175,7 +162,6 @@ class Recording:
         pieces: text of each token of the first row, or ().
         metadata: model, dtype, device and other facts, as text.
         source_ids: token ids that the encoder read, where there are two texts.
-        source_pieces: their texts.
         token_labels: the texts of rows and columns that the caller gave, by place.
         unrecorded: the calls of torch's attention functions that were not recorded: `place`,
             `reason` and `count` of each.
@@ -226,11 +212,8 @@ class Recording:
         masked.
 
         Args:
-            layer: name or index of a place.
-            head: query head.
             rows: a range of rows, one row, or None for all.
             columns: a range of columns, one column, or None for all.
-            batch: row of the batch.
 
         Returns:
             Weights, `[rows, columns]`.
@@ -254,18 +237,11 @@ class Recording:
         """Compute any block of the scores of one head: s_ij = softcap(scale q_i . k_j) + bias_ij.
 
         Args:
-            layer: name or index of a place.
-            head: query head.
             rows: a range of rows, one row, or None for all.
             columns: a range of columns, one column, or None for all.
-            batch: row of the batch.
 
         Returns:
             Scores, `[rows, columns]`; -inf where masked, or where the step did not have the key.
-
-        Raises:
-            ArgumentError: as for `weights`.
-            ArgumentTypeError: as for `weights`.
         """
         return self._block(layer, head, rows, columns, batch).scores[batch, 0]
 
@@ -276,15 +252,9 @@ class Recording:
 
         Args:
             layer: name or index of a place.
-            head: query head.
-            query: row.
-            batch: row of the batch.
 
         Returns:
             Weights, `[N]`.
-
-        Raises:
-            ArgumentError: as for `weights`.
         """
         return self.weights(layer, head, query, batch=batch)[0]
 
@@ -295,15 +265,9 @@ class Recording:
 
         Args:
             layer: name or index of a place.
-            head: query head.
-            key: column.
-            batch: row of the batch.
 
         Returns:
             Weights, `[T]`.
-
-        Raises:
-            ArgumentError: as for `weights`.
         """
         return self.weights(layer, head, None, key, batch=batch)[:, 0]
 
@@ -315,14 +279,9 @@ class Recording:
 
         Args:
             layer: name or index of a place.
-            head: query head.
-            batch: row of the batch.
 
         Returns:
             Row sums, `[T]`.
-
-        Raises:
-            ArgumentError: as for `weights`.
         """
         place = self[layer]
         return torch.cat(
@@ -339,10 +298,6 @@ class Recording:
 
         Args:
             layer: name or index of a place.
-            head: query head.
-            query: row.
-            n: number of keys.
-            batch: row of the batch.
 
         Returns:
             Columns and weights of these keys, and the sum and the number of the others.
@@ -367,9 +322,6 @@ class Recording:
 
         Args:
             layer: name or index of a place.
-            head: query head.
-            size: rows and columns of a block.
-            batch: row of the batch.
 
         Returns:
             Mass and maximum of each block.
@@ -387,7 +339,6 @@ class Recording:
 
         Args:
             layer: name or index of a place.
-            batch: row of the batch.
 
         Returns:
             Positions, `[T]`.
@@ -436,9 +387,7 @@ class Recording:
     def _repr_mimebundle_(
         self, include: object = None, exclude: object = None
     ) -> Mapping[str, Any]:
-        """Return what a notebook shows: the interactive page, as a widget if anywidget is
-        installed, else in a frame; or the table of places if the recording is too large for a page.
-        """
+        """Return the page as a widget or in a frame, or the table of places if it is too large."""
         # by name: the page reads recordings, and is above this module
         bundle: Mapping[str, Any] = importlib.import_module(
             "regard.inspect.record.export"
@@ -446,9 +395,7 @@ class Recording:
         return bundle
 
     def _repr_html_(self) -> str:
-        """Return a table of the places, their sizes and their audits, as static HTML for a
-        notebook.
-        """
+        """Return a table of the places, their sizes and their audits, as HTML."""
         lines = [("place", "kernel", "heads", "queries x keys", "audit")]
         for name, place in self.places.items():
             kernels = ", ".join(dict.fromkeys(step.kernel for step in place.steps))
@@ -466,9 +413,7 @@ class Recording:
         columns: slice | int | None,
         batch: int,
     ) -> PatternBlock:
-        """Compute a block of one head, after checking the batch row, the head, the rows and the
-        columns.
-        """
+        """Compute a block of one head, after checking what was asked for."""
         place = self[layer]
         place.head_index(head)
         _check_batch(place, batch)

@@ -334,9 +334,7 @@ def _read_positions(data: Any, tensors: dict[str, Tensor]) -> Positions:
 
 
 def _check_name(x: object) -> str:
-    """Check that a value is a short, printable name, because it appears in messages and on
-    pages.
-    """
+    """Check that a value is a short, printable name, since messages and pages show it."""
     if not isinstance(x, str) or len(x) > 200 or not x.isprintable():
         raise ArgumentError(
             f"{short_repr(x)} is not a name; it must be printable text of at most 200 characters"
@@ -364,9 +362,7 @@ def _read_span(data: list[int], most: int = MAX_TOKENS) -> Span:
 
 
 def check_place(place: Place) -> None:
-    """Check that every shape, index and number of a place is one that recording could have
-    produced.
-    """
+    """Check that recording could have produced every shape, index and number."""
     H, heads = place.H, place.heads
     if H < 1 or place.N < 0:
         raise ArgumentError(
@@ -497,9 +493,7 @@ def _check_range(name: str, indices: Tensor, length: int, n: int) -> None:
 
 
 def _check_floats(name: str, x: Tensor, shape: tuple[int | None, ...]) -> None:
-    """Check that a tensor is floating-point and has this shape; None in the shape allows any
-    size.
-    """
+    """Check that a tensor is floating-point and has this shape; None allows any size."""
     fits = x.ndim == len(shape) and all(n in (None, m) for n, m in zip(shape, x.shape, strict=True))
     if not fits or not x.is_floating_point() or x.element_size() == 1:
         raise ArgumentError(f"{name} is {x.dtype} {tuple(x.shape)}; it must be floats {shape}")

@@ -38,16 +38,7 @@ PLAIN_ORDERS = 4
 
 @dataclass(frozen=True, eq=False)
 class AuditSample:
-    """Some rows of a step, as they were recorded.
-
-    Args:
-        place: the place.
-        step: the step.
-        first: row of the place at which the sample begins.
-        own: range of rows of the step.
-        score_inputs: the terms of the scores, in fp64.
-        values: values of the recorded heads, `[B, h, s, E]`, or None.
-    """
+    """Some rows of a step as they were recorded, with the terms of their scores in fp64."""
 
     place: Place
     step: RecordedStep
@@ -69,28 +60,21 @@ class AuditSample:
 
     @property
     def out(self) -> Tensor | None:
-        """Return the recorded output, `[B, h, t, E]`.
-
-        It is None if the output was not kept, or if dropout makes it independent of the weights.
-        """
+        """Return the recorded output, `[B, h, t, E]`; None without one, or with dropout."""
         if self.step.out is None or self.values is None or self.step.dropout:
             return None
         return self.step.out[:, :, self.own]
 
     @cached_property
     def true_lse(self) -> Tensor:
-        """Compute ln sum_j exp(s_ij) in fp64; where an edit replaced the scores, from the
-        replacements.
-        """
+        """Compute ln sum_j exp(s_ij) in fp64, with the scores of an edit if there are any."""
         if self.step.scores is not None:
             return lse_of(self.step.scores[:, :, self.own].double())
         return lse_of(self.score_inputs.scores(self.step.scale, self.step.softcap))
 
     @cached_property
     def true_out(self) -> Tensor | None:
-        """Compute sum_j p_ij v_j in fp64; NaN where a visible value is not finite, so that such
-        rows are skipped.
-        """
+        """Compute sum_j p_ij v_j in fp64; NaN where a visible value is not finite."""
         if self.step.edited:
             return _edited_output(self, torch.float64)
         return self.output(
@@ -122,9 +106,7 @@ class AuditSample:
 
     @cached_property
     def rounding(self) -> float:
-        """Return 2 eps (largest sum of |terms| of a visible score + largest |lse|), where eps is
-        that of the dtype of the lse: an allowance for the rounding of the scores and of the lse.
-        """
+        """Return 2 eps (largest sum of |terms| of a visible score + largest |lse|)."""
         pool, lse_dtype = self.place.pools[self.step.pool], self.lse.dtype
         k = self.place.keys(self.step)[
             :, [pool.group_index(h, self.place.H) for h in self.place.heads]
@@ -184,9 +166,7 @@ def lse_of(s: Tensor) -> Tensor:
 
 
 def _edited_output(sample: AuditSample, dtype: torch.dtype) -> Tensor | None:
-    """Compute sum_j p_ij v_j with the weights after an edit; NaN where a value with weight is
-    not finite.
-    """
+    """Compute sum_j p_ij v_j with edited weights; NaN where a used value is not finite."""
     if sample.values is None:
         return None
     p = sample.place.step_block(
@@ -198,9 +178,7 @@ def _edited_output(sample: AuditSample, dtype: torch.dtype) -> Tensor | None:
 
 
 def _plain(sample: AuditSample, order: int) -> tuple[Tensor, Tensor | None]:
-    """Compute (lse, out) by matmul and exp in the dtype of q, with another order of keys and
-    dims for each `order`.
-    """
+    """Compute (lse, out) by matmul and exp in the dtype of q, in a given order of sums."""
     step, place = sample.step, sample.place
     if step.edited:
         lse = sample.true_lse.to(step.lse.dtype)
@@ -242,19 +220,14 @@ def _plain(sample: AuditSample, order: int) -> tuple[Tensor, Tensor | None]:
 
 
 class FaultHypothesis(NamedTuple):
-    """A fault in words, and the scores that a kernel with this fault would have computed.
-
-    The sink is assumed to enter the outputs correctly.
-    """
+    """A fault in words, and its scores; the sink is assumed to enter the outputs correctly."""
 
     words: str
     scores: Callable[[AuditSample], Tensor]
 
 
 def explain_lse(samples: list[AuditSample], allowed: float) -> tuple[FaultHypothesis | None, str]:
-    """Return the fault that explains every recorded lse (None if there is none), and its
-    description.
-    """
+    """Return the fault that explains every recorded lse, or None, and its description."""
     words = _fault_of_lse_value(samples, allowed)
     if words is not None:
         return None, words
@@ -269,9 +242,7 @@ def explain_lse(samples: list[AuditSample], allowed: float) -> tuple[FaultHypoth
 def explain_output(
     samples: list[AuditSample], allowed: float, wrong: FaultHypothesis | None
 ) -> tuple[bool, str]:
-    """Return whether the fault of the lse explains the outputs as well; if not, describe one
-    that does.
-    """
+    """Return whether the fault of the lse explains the outputs, or describe one that does."""
     kept_samples = [sample for sample in samples if sample.out is not None]
 
     def fits(hypothesis: FaultHypothesis) -> bool:
@@ -343,9 +314,7 @@ def hypotheses(samples: list[AuditSample]) -> Iterator[FaultHypothesis]:
 
 
 def _fault_of_lse_value(samples: list[AuditSample], allowed: float) -> str | None:
-    """Return a fault of the stored number itself: zero, another base of the logarithm, a
-    constant offset.
-    """
+    """Return a fault of the stored number: zero, another logarithm, a constant offset."""
     recorded = torch.cat([sample.lse.double().flatten() for sample in samples])
     true = torch.cat([sample.true_lse.flatten() for sample in samples])
     finite = true.isfinite()
@@ -421,9 +390,7 @@ def _without_newest_keys(sample: AuditSample) -> Tensor:
 
 
 def _fitted_scale(samples: list[AuditSample]) -> float | None:
-    """Find, by bisection, the scale that gives the recorded lse of the row with the largest
-    error; None if there is none.
-    """
+    """Bisect for the scale that gives the lse of the worst row; None if there is none."""
     sample = samples[-1]  # the step with the most keys
     errors = (sample.true_lse - sample.lse.double()).abs()
     worst = errors.masked_fill(~errors.isfinite(), -1).argmax()
@@ -454,9 +421,7 @@ def _fitted_scale(samples: list[AuditSample]) -> float | None:
 
 
 def _is_close(suspected: Tensor, recorded: Tensor, allowed: float) -> bool:
-    """Compare with a bound that grows with the size of the scores, since larger scores round
-    more.
-    """
+    """Compare with a bound that grows with the scores, since larger ones round more."""
     recorded = recorded.double()
     finite = suspected.isfinite()
     if not torch.equal(finite, recorded.isfinite()):
@@ -505,7 +470,6 @@ class RowSums:
     """Result of the audit of one place.
 
     Args:
-        place: name of the place.
         rows: number of rows that were checked, in every recorded head and batch row.
         of: number of all rows of the place.
         residual: the largest |ln sum_j exp(s_ij - lse_i)|, which is about |row sum - 1| where it is
@@ -561,7 +525,6 @@ def row_sums(place: Place, *, cells: int = MAX_CHECKED_SCORES) -> RowSums:
     """Audit what was recorded at a place.
 
     Args:
-        place: a place of a recording.
         cells: approximate number of scores to check; for longer runs, evenly spaced rows are
             sampled, among them the first and the last.
 

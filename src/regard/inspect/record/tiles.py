@@ -30,7 +30,6 @@ class Tile(NamedTuple):
 
     Args:
         rows: the range of rows, or their indices in increasing order.
-        columns: the range of columns.
         scores: `[h, t, n]`, -inf where masked.
         weights: `[h, t, n]`, 0 where masked.
     """
@@ -70,11 +69,7 @@ def iterate_tiles(
     Tiles in which no query of the heads sees a key are skipped.
 
     Args:
-        place: a place of a recording.
-        size: rows and columns of a tile.
         heads: a range of query heads of the model; by default all recorded heads.
-        batch: row of the batch.
-        rows: a range of rows.
         dtype: dtype in which scores are computed.
 
     Returns:
@@ -106,9 +101,7 @@ def iterate_tiles(
 
 
 def _nonempty_blocks(place: Place, rows: slice, wide: int, heads: slice, batch: int) -> list[bool]:
-    """Return, for each block of columns, whether some query of a block of rows may see one of
-    its keys.
-    """
+    """Return, for each block of columns, whether some query of a block of rows sees it."""
     n = -(-place.N // wide)
     parts = list(place.split_rows(rows))
     if len(parts) > MAX_CHECKED_STEPS:
@@ -131,8 +124,6 @@ class Pooled:
     """Blocks of `size` rows and columns of a pattern; the last ones may be smaller.
 
     Args:
-        size: rows and columns of a block.
-        shape: rows and columns of the pattern.
         mass: sum over the keys of a block, mean over its rows that see any key, `[..., R, C]`.
         max: largest weight of a block, `[..., R, C]`.
         seeing: number of rows of each block row that see any key, `[..., R]`.
@@ -182,12 +173,6 @@ class Pooled:
 
         Raises:
             ArgumentError: `times` is less than 1.
-
-        >>> import regard
-        >>> recording = regard.inspect.record(regard.load("tiny"), "to be or not to be")
-        >>> blocks = recording.pooled(0, 0, 2)
-        >>> blocks.coarser(3).mass.sum(1).round(decimals=5).tolist()
-        [1.0]
         """
         down, across = times if isinstance(times, tuple) else (times, times)
         if min(down, across) < 1:
@@ -214,10 +199,8 @@ def pool_pattern(
     """Compute mass and maximum of the blocks of a pattern, tile by tile.
 
     Args:
-        place: a place of a recording.
         size: rows and columns of a block, at least 1.
         heads: a range of query heads of the model; by default all recorded heads.
-        batch: row of the batch.
 
     Returns:
         Blocks of every head, `[h, R, C]`.
@@ -237,17 +220,7 @@ def pool_pattern(
 
 
 class PoolAccumulator:
-    """Adds the tiles of a pattern to its blocks, for code that already iterates over the tiles.
-
-    Args:
-        place: a place of a recording.
-        size: rows and columns of a block, at least 1.
-        heads: a range of query heads of the model; by default all recorded heads.
-        batch: row of the batch.
-
-    Raises:
-        ArgumentError: a size is less than 1, or there is no such row of the batch.
-    """
+    """Adds the tiles of a pattern to its blocks, for code that already iterates over the tiles."""
 
     def __init__(
         self, place: Place, size: int | tuple[int, int], *, heads: slice = ALL, batch: int = 0
@@ -267,9 +240,7 @@ class PoolAccumulator:
 
     @property
     def tile_size(self) -> tuple[int, int]:
-        """Return rows and columns of the tiles that `add` takes: whole blocks, so that no block
-        lies in two tiles.
-        """
+        """Return the size of the tiles that `add` takes, which is whole blocks."""
         tall, wide = self._size
         return tall * max(1, TILE_SIZE // tall), wide * max(1, TILE_SIZE // wide)
 
@@ -312,10 +283,7 @@ def _blocks(x: Tensor, tall: int, wide: int) -> Tensor:
 
 
 def block_sums(x: Tensor, tall: int, wide: int) -> Tensor:
-    """Return the sum of each block of `[..., t, n]`, `[..., R, C]`.
-
-    Rows are added first: a reduction over two separate dims at once takes many times as long.
-    """
+    """Return the sum of each block of `[..., t, n]`, rows first, which is much faster."""
     return _blocks(x, tall, wide).sum(-3).sum(-1)
 
 

@@ -91,12 +91,7 @@ reached.
 
 
 class PlaceOverview(NamedTuple):
-    """Thumbnails and metrics of all recorded heads of a place.
-
-    Args:
-        blocks: the pooled patterns from which the thumbnails are made.
-        metrics: by the name of a metric, one number per head; None where it is not finite.
-    """
+    """Thumbnails and metrics of all recorded heads of a place."""
 
     blocks: Pooled
     metrics: dict[str, list[float | None]]
@@ -105,14 +100,7 @@ class PlaceOverview(NamedTuple):
 def place_overview(place: Place, ids: Tensor | None = None, row: int = 0) -> PlaceOverview:
     """Compute thumbnails of at most 64 x 64 blocks, and the metrics, for one row of the batch.
 
-    Each tile is computed once, in fp32 unless the queries are fp64: a weight then has a relative
-    error of about 2^-22 times the size of its score, which no byte of a thumbnail shows. The exact
-    heads of the page are computed in fp64.
-
-    >>> import regard
-    >>> recording = regard.inspect.record(regard.load("tiny"), "to be or not to be")
-    >>> place_overview(recording[0]).metrics["future"][:2]
-    [0.0, 0.0]
+    Tiles are computed in fp32, whose error no byte shows, unless the queries are fp64.
     """
     tall, wide = (max(1, -(-length // THUMBNAIL_SIDE)) for length in (place.T, place.N))
     pool = PoolAccumulator(place, (tall, wide), batch=row)
@@ -128,23 +116,14 @@ def place_overview(place: Place, ids: Tensor | None = None, row: int = 0) -> Pla
 
 
 def as_bytes(x: Float[Tensor, "*n"]) -> NDArray[np.uint8]:
-    """Encode weights as bytes: 1 + 254 (1 + log2(x) / 24) rounded, at least 1 for anything above 0;
-    NaN is 255.
-
-    >>> as_bytes(torch.tensor([0.0, 1e-30, 0.5, 1.0])).tolist()
-    [0, 1, 244, 255]
-    """
+    """Encode weights as 1 + 254 (1 + log2(x) / 24), at least 1 above 0; NaN is 255."""
     level = (1 + 254 * (1 + x.double().clamp(min=2.0**-OCTAVES).log2() / OCTAVES)).round()
     level = torch.where(x.isnan(), 255.0, level.clamp(1, 255))
     return torch.where(x == 0, 0.0, level).to(torch.uint8).numpy()
 
 
 def source_facts(recording: Recording) -> dict[str, object]:
-    """Return the facts about a run that the page lists at its top: title, model and metadata.
-
-    The metadata of the recording come first, then its kernels, dtype, and numbers of places and
-    tokens.
-    """
+    """Return the facts about a run that the page lists at its top: title, model and metadata."""
     places = list(recording.places.values())
     kernels = sorted({step.kernel for place in places for step in place.steps})
     metadata = {name: _shortened(str(value)) for name, value in recording.metadata.items()}
@@ -158,9 +137,7 @@ def source_facts(recording: Recording) -> dict[str, object]:
 
 
 def _shortened(value: str) -> str:
-    """Return a fact with at most `MAX_FACT` characters, and the number of those that are left
-    out: the text of a run is a fact too, and may be a book.
-    """
+    """Return at most `MAX_FACT` characters of a fact, and how many are left out."""
     if len(value) <= MAX_FACT:
         return value
     return f"{value[:MAX_FACT]} … ({plural(len(value) - MAX_FACT, 'more character')})"
@@ -177,11 +154,9 @@ def label(name: str) -> str:
 
 
 def cost_facts(place: Place, pairs: int) -> dict[str, object]:
-    """Count the FLOPs and bytes of one batch row of a place, and the bytes of its keys and values
-    in a cache.
+    """Count FLOPs, bytes, and cache bytes of one batch row of a place.
 
-    The formulas are those of `regard.cost`. The sizes of caches are given for one key/value head
-    per query head (MHA), for the model's own number of them (GQA), and for a single one (MQA).
+    Caches are given for MHA, for the model's own GQA, and for MQA.
     """
     pool = place.pools[0]
     D, size = pool.k.shape[3], pool.k.element_size()
@@ -203,10 +178,8 @@ def cost_facts(place: Place, pairs: int) -> dict[str, object]:
 def rotary_facts(model: object, place: str) -> dict[str, object] | None:
     """Return the layout, frequencies and factor of the rotary embedding of a place, or None.
 
-    With these facts the page can undo the rotation of the recorded q and k. That is possible only
-    if the last step of the projection is a rotary embedding with fixed frequencies, which acts on
-    the first dims of a head; otherwise the result is None. MLA is such a case: it rotates the last
-    dims, and all heads share one rotary key.
+    The page undoes the rotation of q and k with them. That needs a last step with fixed frequencies
+    on the first dims of a head, which MLA, for example, does not have.
     """
     modules = dict(model.decoder.named_modules()) if hasattr(model, "decoder") else {}
     layer = modules.get(place)
@@ -239,16 +212,12 @@ def to_lossless_array(x: Tensor) -> NDArray[np.generic]:
 
 
 def compressed_size(x: NDArray[np.generic]) -> float:
-    """Estimate the compressed bytes of an array: bits and bytes of patterns compress well,
-    floats do not.
-    """
+    """Estimate the compressed bytes of an array: floats do not compress well."""
     return x.nbytes * (0.25 if x.dtype == np.uint8 else 1.0)
 
 
 class PageData:
-    """Collects the data of the page: `add` recordings, `embed` heads, then read `meta` and
-    `arrays`.
-    """
+    """Collects the page's data: `add`, `embed`, then read `meta` and `arrays`."""
 
     def __init__(self, row: int) -> None:
         self.row, self.arrays = row, Arrays()
@@ -366,9 +335,7 @@ class PageData:
         return layer, head
 
     def cell(self, place: int, head: int, query: int, key: int | None) -> dict[str, int]:
-        """Return the cell at which the page opens: the query's strongest key, unless a key is
-        given.
-        """
+        """Return the cell at which the page opens: the strongest key, unless one is given."""
         where = self.places[place]
         i = _checked_index("query", query, where.T)
         if key is not None:
@@ -377,9 +344,7 @@ class PageData:
         return {"i": i, "j": int(block.weights[self.row, 0, 0].argmax())}
 
     def _ranked(self) -> Iterator[tuple[int, int]]:
-        """Generate heads in the order of embedding: the leaders of each metric in turn, then the
-        others.
-        """
+        """Generate heads to embed: the leaders of each metric in turn, then the others."""
         every = [(p, h) for p, place in enumerate(self.places) for h in place.heads]
         orders = [self._leaders(name, every) for name in EMBEDDING_ORDER]
         done = set()
@@ -401,9 +366,7 @@ class PageData:
         )
 
     def embed(self, place: int, head: int, budget: int) -> None:
-        """Embed the exact tensors of heads while the budget allows. Of the first head, q, k and lse
-        are embedded always, from which its pattern is computed, and v and out while it allows.
-        """
+        """Embed exact tensors while the budget allows; q, k and lse of the first head always."""
         bytes_left = (budget - PAGE_OVERHEAD) / ENCODED_RATIO - sum(
             compressed_size(x) for x in self.arrays.values()
         )
@@ -434,9 +397,7 @@ class PageData:
             self.place_data[p]["rules"] = rules.rule_data(heads.get(p, []))
 
     def _exact(self, p: int, h: int) -> Arrays:
-        """Return the tensors q, k, v, lse and out of one head, from which the page computes its
-        pattern.
-        """
+        """Return q, k, v, lse and out of one head."""
         place, row = self.places[p], self.row
         g, head_index, pool = h // (place.H // place.G), place.head_index(h), place.pools[0]
         group_index = pool.group_index(h, place.H)
@@ -515,7 +476,6 @@ def report(
     """Convert one or two recordings to the data that `regard.view.report.page` draws.
 
     Args:
-        recording: the recording.
         b: a second recording to compare with: of another prompt, model or kernel.
         model: the recorded model, for facts that a recording lacks, such as rotary frequencies.
         choice: an object with `layer` and `head`, or that pair: the head at which the page opens,
@@ -523,7 +483,6 @@ def report(
         query: row at which the page opens.
         key: column at which it opens; the strongest key by default.
         title: title of the page; the text by default.
-        row: row of the batch.
         budget: bytes of the page; heads for which there is no space are thumbnails only, and the
             page says so.
         explanation: JSON data of an explanation of the chosen query, to be embedded.

@@ -33,12 +33,7 @@ MAX_RANGES = 8
 
 @dataclass
 class RuleGroup:
-    """Rows of a place with the same mask, bias, scale, softcap and sink.
-
-    Args:
-        step: the first of the steps.
-        steps: each step, and its first row.
-    """
+    """Rows of a place with the same mask, bias, scale, softcap and sink."""
 
     step: RecordedStep
     steps: list[tuple[RecordedStep, int]] = field(default_factory=list)
@@ -65,8 +60,7 @@ def row_and_column_positions(step: RecordedStep, row: int) -> tuple[Tensor, Tens
 class PageRules:
     """The masks, biases and scales of a place as page data.
 
-    A rule is the combination of mask, bias, scale, softcap and sink that some rows of a place
-    share. Equal arrays are stored once, under a name made from their content.
+    Rows share a rule; equal arrays are stored once, under a name made from their content.
     """
 
     def __init__(self, place: Place, row: int, arrays: Arrays) -> None:
@@ -99,18 +93,14 @@ class PageRules:
         ]
 
     def _sink(self, step: RecordedStep) -> list[float | None] | None:
-        """Return the sink logit of each query head of the model; None for a head that was not
-        recorded.
-        """
+        """Return the sink logit of each query head; None for one that was not recorded."""
         if step.sink is None:
             return None
         known = dict(zip(self.place.heads, step.sink.double().flatten().tolist(), strict=True))
         return [known.get(h) for h in range(self.place.H)]
 
     def keys_present(self) -> dict[str, Any] | None:
-        """Store which keys existed in the call of each row, and return the array's name and form;
-        None if every call had all keys.
-        """
+        """Store which keys each row's call had: the array's name and form, or None for all."""
         parts = []
         for rows in self.groups:
             for step, first in rows.steps:
@@ -126,11 +116,7 @@ class PageRules:
         return self._stored(parts, 1)
 
     def _tree(self, rows: RuleGroup, each: list[masks.Mask]) -> dict[str, object]:
-        """Return the masks of several steps as one tree; all masks must have the same structure.
-
-        Inner nodes are {"all": [...]} or {"any": [...]}; a leaf names the array of its ranges or
-        bits.
-        """
+        """Return masks of one structure as a tree of {"all": [...]}, {"any": [...]} and arrays."""
         members = list(zip(*(mask.operands() for mask in each), strict=True))
         if members:
             return {each[0].kind: [self._tree(rows, list(member)) for member in members]}
@@ -146,8 +132,9 @@ class PageRules:
         return {"text": refusal.mask, "why": refusal.key, **self._stored(parts, count)}
 
     def _column_ranges(self, mask: masks.Mask, step: RecordedStep) -> Tensor | None:
-        """Return the ranges of columns that a mask shows to each recorded query, int32
-        `[h or 1, t, 2 n]`, if it has a closed form and the keys stand in order; else None.
+        """Return the column ranges that a mask shows, int32 `[h or 1, t, 2 n]`, or None.
+
+        It needs a closed form of the mask, and keys in order.
         """
         if step.first_column is None:
             return None
@@ -166,9 +153,7 @@ class PageRules:
     def _evaluated(
         self, mask: masks.Mask, step: RecordedStep, first: int
     ) -> Iterator[tuple[slice, Tensor]]:
-        """Generate a mask some rows at a time: (rows of the place, ranges or bool
-        `[h or 1, t, N]`).
-        """
+        """Generate a mask by rows: (rows of the place, ranges or bool `[h or 1, t, N]`)."""
         N, heads = self.place.N, self.place.H
         size = max(1, MASK_CELLS_PER_CHUNK // max(1, N * heads))
         for start in range(0, step.T, size):
@@ -212,9 +197,7 @@ class PageRules:
         return name
 
     def _bias(self, rows: RuleGroup, heads: list[int]) -> dict[str, object] | None:
-        """Return the bias as a table over the difference of positions if it is one, else cell by
-        cell.
-        """
+        """Return the bias as a table over position differences if possible, else by cell."""
         bias = rows.step.bias
         if bias is None:
             return None
@@ -246,14 +229,7 @@ class PageRules:
 def split_by_pool(place: Place) -> list[Place]:
     """Split a place into several, each with exactly one key per column.
 
-    The result has several places if calls read different keys for the same token. For example, MLA
-    may read the keys of all heads for a prompt, and latents for a decoded token.
-
-    >>> import torch, regard
-    >>> with regard.inspect.Recorder() as recorder:
-    ...     _ = regard.attend(*[torch.eye(3)[None, None]] * 3)
-    >>> len(split_by_pool(recorder.recording()[0]))
-    1
+    MLA, for example, may read keys for a prompt, and latents for a decoded token.
     """
     if place.has_one_key_per_column:
         return [place]
@@ -279,9 +255,7 @@ def split_by_pool(place: Place) -> list[Place]:
 
 
 def _same_rule(a: RecordedStep, b: RecordedStep) -> bool:
-    """Return whether two steps have the same scale, softcap, kernel, sink and bias, and masks of
-    the same structure.
-    """
+    """Return whether two steps have equal rules, and masks of the same structure."""
     sink = a.sink is b.sink or (
         a.sink is not None and b.sink is not None and torch.equal(a.sink, b.sink)
     )
@@ -328,11 +302,7 @@ def _bias_blocks(step: RecordedStep, row: int) -> Iterator[tuple[slice, Tensor]]
 
 
 def _bias_by_offset(rows: RuleGroup, row: int) -> tuple[int, NDArray[np.float64]] | None:
-    """Return (lowest q - k, values `[H or 1, offsets]`) if the bias depends on q - k only, else
-    None.
-
-    This is checked at every cell.
-    """
+    """Return (lowest q - k, values `[H or 1, offsets]`) if the bias is such; else None."""
     both = [row_and_column_positions(step, row) for step, _ in rows.steps]
     offsets = [q[:, None] - k for q, k in both]
     low, high = min(int(x.min()) for x in offsets), max(int(x.max()) for x in offsets)

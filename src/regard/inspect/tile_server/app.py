@@ -53,7 +53,6 @@ class Limits(NamedTuple):
     """How many connections a server holds, and for how long it waits.
 
     Args:
-        connections: number of connections.
         request_seconds: time from the connection, or from the answer before, to a whole request; a
             browser keeps idle connections for about the default.
         answer_seconds: time from a request until its answer is read.
@@ -65,12 +64,7 @@ class Limits(NamedTuple):
 
 
 class BoundedProtocol(H11Protocol):
-    """A connection with a deadline, one of a limited number.
-
-    Args:
-        limits: the limits of the server.
-        options: what uvicorn gives to a connection.
-    """
+    """A connection with a deadline, one of a limited number."""
 
     def __init__(self, limits: Limits, **options: Any) -> None:
         super().__init__(**options)
@@ -146,13 +140,7 @@ Application: TypeAlias = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 
 class Policy(NamedTuple):
-    """Which requests are answered.
-
-    Args:
-        token: the secret of the link.
-        hosts: allowed values of Host, with the port.
-        content: the content security policy of the page.
-    """
+    """Which requests are answered; `hosts` are the values of Host, with the port."""
 
     token: str
     hosts: frozenset[str]
@@ -187,9 +175,7 @@ class Policy(NamedTuple):
 
 
 def guarded(app: Application, policy: Policy) -> Application:
-    """Return an application that refuses requests by the policy, and adds the headers that keep
-    answers where they belong.
-    """
+    """Return an application with the policy's refusals, and with protective headers."""
     headers = [
         (b"content-security-policy", policy.content.encode()),
         (b"x-content-type-options", b"nosniff"),
@@ -224,13 +210,7 @@ def guarded(app: Application, policy: Policy) -> Application:
 
 
 class Endpoints:
-    """Answers questions about a session in a pool of threads.
-
-    Args:
-        session: what is served.
-        page: the HTML of the page without data.
-        max_queue: number of requests that may wait or be computed at once.
-    """
+    """Answers questions about a session in threads; at most `max_queue` requests wait."""
 
     def __init__(self, session: ViewSession, page: str, *, max_queue: int = MAX_QUEUE) -> None:
         self._session, self._page, self._max_queue = session, page, max_queue

@@ -60,12 +60,11 @@ class TileData:
     Args:
         mass: sum over the columns, mean over the rows of a block, `[R, C]`; -1 where the mask
             allows no pair.
-        max: largest weight of a block, `[R, C]`; -1 where the mask allows no pair.
+        max: largest weight of a block, `[R, C]`, or -1.
         visible: share of the pairs of a block that the mask allows, `[R, C]`; None if all of them.
         keys: mean number of keys that the rows of a block row see in the whole pattern, `[R]`.
         peaks: the most concentrated weights, by p ln n: near 1 in a row of few keys is nothing.
         computed: share of the tile whose rows are all computed; the rest is sampled.
-        sampled: the number of rows of each block row that were sampled for the rest.
     """
 
     mass: Tensor
@@ -95,8 +94,6 @@ class HeadTiles:
 
     Args:
         place: a place whose columns have one key each (`split_by_pool`).
-        head: query head of the model.
-        batch: row of the batch.
         like: another head of the place, whose mask is not evaluated again if all heads have it.
     """
 
@@ -129,9 +126,7 @@ class HeadTiles:
 
     @cached_property
     def denominators(self) -> Tensor:
-        """Return ln of the softmax denominators of all rows in fp64, `[T]`; +inf for a row that
-        sees no key, so that its weights are 0.
-        """
+        """Return ln of the softmax denominators in fp64, `[T]`; +inf where no key is seen."""
         parts = [step.denominator[self.batch, self._index] for step in self.place.steps]
         whole = torch.cat(parts)
         return whole.masked_fill(whole.isneginf(), math.inf)
@@ -163,9 +158,7 @@ class HeadTiles:
 
     @cached_property
     def _step_ranges(self) -> list[tuple[Tensor, Tensor] | None]:
-        """Return for each step the columns that its queries see, as starts and stops `[t, n]`;
-        None where the mask has no closed form or the keys do not stand in order.
-        """
+        """Return the columns that each step's queries see, as starts and stops; or None."""
         return [self._ranges_of(step) for step in self.place.steps]
 
     def _ranges_of(self, step: RecordedStep) -> tuple[Tensor, Tensor] | None:
@@ -193,9 +186,7 @@ class HeadTiles:
         return both[0], both[1]
 
     def visible(self, number: int, own: slice, c0: int, c1: int) -> Tensor | bool:
-        """Return which keys of a range of columns some queries of a step see, bool `[t, c]`; True
-        for all, False for none.
-        """
+        """Return which of some keys some queries see, bool `[t, c]`; True is all, False none."""
         step, ranges = self.place.steps[number], self._step_ranges[number]
         if ranges is not None:
             starts, stops = ranges[0][own], ranges[1][own]
@@ -243,9 +234,7 @@ class HeadTiles:
         return torch.cat(parts)
 
     def is_empty(self, where: Range) -> bool:
-        """Return whether the mask allows no pair of a range, by the rule alone; False if that is
-        unknown.
-        """
+        """Return whether the mask is known to allow no pair of a range, by its rule alone."""
         rows = slice(where.r0, where.r1)
         for number, own, _ in self._parts(rows):
             ranges = self._step_ranges[number]
@@ -259,9 +248,7 @@ class HeadTiles:
 
     # ---- weights
     def _parts(self, rows: slice) -> Iterator[tuple[int, slice, slice]]:
-        """Generate (number of a step, rows of the step, the same rows relative to
-        `rows.start`).
-        """
+        """Generate (number of a step, its rows, these relative to `rows.start`)."""
         numbers = {id(step): n for n, step in enumerate(self.place.steps)}
         for step, own, target in self.place.split_rows(rows):
             yield numbers[id(step)], own, target
@@ -409,9 +396,7 @@ class HeadTiles:
     def row_blocks(
         self, rows: Tensor, c0: int, c1: int, size: int, observe: Observer | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Pool some exact rows over blocks of columns: (sums, maxima, visible pairs), each
-        `[len(rows), C]`; a maximum is -1 where the row sees no key of the block.
-        """
+        """Pool exact rows over column blocks: (sums, maxima or -1, visible pairs), `[rows, C]`."""
         C = -(-(c1 - c0) // size)
         sums, largest, pairs = (torch.zeros(len(rows), C, dtype=self.dtype) for _ in range(3))
         largest.fill_(MASKED)
@@ -441,9 +426,7 @@ class HeadTiles:
         return sums, largest, pairs
 
     def _sampled(self, local: Tensor, number: int, columns: slice) -> tuple[Tensor, Tensor]:
-        """Compute weights of chosen rows of a step: (which of them see a key of the columns,
-        their weights, -1 where masked).
-        """
+        """Compute chosen rows of a step: (which see a key, their weights, -1 where masked)."""
         ranges, step = self._step_ranges[number], self.place.steps[number]
         if ranges is None or step.edited or step.bias is not None or not self._is_plain(step):
             p = self.weights(local, number, columns.start, columns.stop)
@@ -483,9 +466,7 @@ class HeadTiles:
 def coarser_blocks(
     tiles: HeadTiles, part: TileData, level: int, where: tuple[int, int], depth: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Merge the blocks of an exact tile: (mass, max, visible share) of blocks that are 2^depth
-    times as large, equal to pooling the pattern itself at that size.
-    """
+    """Merge a tile's blocks to blocks 2^depth times as large: (mass, max, visible share)."""
     size, times = 1 << level, 1 << depth
     inner = tiles.range(level, *where)
     seeing = tiles.seeing(inner, size)
@@ -515,9 +496,7 @@ def _block_max_of(p: Tensor, size: int) -> Tensor:
 
 
 def _run_max(p: Tensor, size: int) -> Tensor:
-    """Return the largest entry of each run of `size` columns of `[t, c]`; padding counts as
-    masked.
-    """
+    """Return the largest entry of each run of `size` columns of `[t, c]`."""
     if p.shape[1] % size:
         p = torch.nn.functional.pad(p, (0, -p.shape[1] % size), value=MASKED)
     return block_max(p, 1, size)

@@ -28,12 +28,7 @@ METRICS = ("entropy", "effective_keys", "sink", "previous_token", "local", "dist
 
 @dataclass(frozen=True, eq=False)
 class HeadOverview:
-    """What the atlas shows of one head.
-
-    Args:
-        blocks: the weights of the sampled rows, pooled over blocks of columns; a block has one row.
-        metrics: `METRICS` of the sampled rows; NaN where one applies to none of them.
-    """
+    """The pooled weights of the sampled rows of one head, and its metrics (NaN for none)."""
 
     blocks: TileData
     metrics: tuple[float, ...]
@@ -57,9 +52,7 @@ def head_overview(tiles: HeadTiles) -> HeadOverview:
 
 
 def measuring(tiles: HeadTiles, rows: Tensor) -> tuple[Observer, Callable[[], dict[str, float]]]:
-    """Return what receives the weights of some rows of a head, as `HeadTiles.row_blocks` gives
-    them, and what returns their metrics, as `regard.inspect.measure` defines them.
-    """
+    """Return what receives the weights of a head's rows, and what returns their metrics."""
     measured = MeasuredPlace(
         tiles.place, batch=tiles.batch, heads=tiles.recorded_heads, chosen=rows
     )

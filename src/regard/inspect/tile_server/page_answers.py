@@ -105,9 +105,7 @@ def _rule(place: Place) -> str:
 
 
 def search_text(session: ViewSession, query: str) -> dict[str, Any]:
-    """Return the indices of the tokens in which a plain text begins, in the text of the first
-    place's keys; matches may span tokens, and upper and lower case are equal.
-    """
+    """Return the tokens in which a text begins, ignoring case; matches may span tokens."""
     place = session.places[0]
     recording = replace(session.recordings[0], places={place.name: place})
     pieces = recording.labels(place.name)[1]
@@ -170,9 +168,7 @@ def column_weights(tiles: HeadTiles, j: int) -> Tensor:
 
 
 def describe_row(tiles: HeadTiles, i: int) -> dict[str, Any]:
-    """Return the largest keys of a query in fp64, the rest, the cumulative mass of its n largest
-    keys, and its mass by distance.
-    """
+    """Return a query's largest keys in fp64, the rest, and its mass by rank and distance."""
     p = row_weights(tiles, i)
     is_visible = ~(p < 0)
     weights, n = p.clamp(min=0).double(), int(is_visible.sum())
@@ -207,9 +203,7 @@ def describe_row(tiles: HeadTiles, i: int) -> dict[str, Any]:
 
 
 def describe_column(tiles: HeadTiles, j: int) -> dict[str, Any]:
-    """Return the queries that give a key the largest weights in fp64, and the mean that it
-    receives.
-    """
+    """Return the queries that give a key the largest weights in fp64, and the mean."""
     p = column_weights(tiles, j)
     is_visible = ~(p < 0)
     n, total = int(is_visible.sum()), float(p.clamp(min=0).double().sum())
@@ -227,9 +221,7 @@ def describe_column(tiles: HeadTiles, j: int) -> dict[str, Any]:
 
 
 def describe_cell(tiles: HeadTiles, i: int, j: int) -> dict[str, Any]:
-    """Return the chain of numbers of one cell in fp64: products, dot, scale, softcap, bias, mask,
-    score, lse and weight, and the rank of the weight in its row.
-    """
+    """Return the numbers from products to weight of one cell in fp64, and its rank."""
     place, batch = tiles.place, tiles.batch
     number, own = _step_of(tiles, i)
     step = place.steps[number]
@@ -324,11 +316,7 @@ EMPTY, BLOCKS, LINE = range(3)
 
 
 def encode_tile(tile: TileData | None, level: int) -> bytes:
-    """Return a tile as bytes; None is a tile in which the mask allows no pair.
-
-    >>> len(encode_tile(None, 3))
-    24
-    """
+    """Return a tile as bytes; None is a tile in which the mask allows no pair."""
     if tile is None:
         return HEADER.pack(MAGIC, EMPTY, level, 0, 0, 0, 0, 0, 1.0, 0)
     if level == 0:

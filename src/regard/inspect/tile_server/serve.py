@@ -28,20 +28,7 @@ START_SECONDS = 60.0
 
 
 class Server:
-    """A running server of one recording.
-
-    Use it as a context manager, or call `close` when it is no longer needed.
-
-    Args:
-        session: what is served.
-        host: the address to listen on.
-        port: the port; 0 lets the system choose one.
-        lang: language in which the page opens.
-        limits: how many connections are held, and for how long; None takes the default.
-
-    Attributes:
-        url: the link, with its token.
-    """
+    """A running server of one recording: a context manager, or call `close` at the end."""
 
     def __init__(
         self,
@@ -153,7 +140,6 @@ def view(
         recording: a recording, or the path of one that was saved.
         b: a second one to compare with, of another text, model, checkpoint or kernel.
         overviews: overviews of more heads than the recording keeps (`OverviewRecorder`).
-        batch: row of the batch.
         host: the address to listen on.
         port: the port; 0 lets the system choose a free one.
         allow_remote: whether an address other than the loopback is allowed. The connection is not

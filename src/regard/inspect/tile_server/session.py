@@ -37,16 +37,7 @@ R = TypeVar("R")
 
 
 class KeptResults(Generic[R]):
-    """The results that were asked for last. A thread that asks for a result that another thread
-    computes waits for it, and does not compute it a second time.
-
-    Args:
-        limit: number of results that are kept.
-
-    >>> kept = KeptResults[int](limit=1)
-    >>> kept.get("a", lambda: 1), kept.get("a", lambda: 2), kept.get("b", lambda: 3)
-    (1, 1, 3)
-    """
+    """The last results; a thread waits for a result that another thread computes."""
 
     def __init__(self, limit: int) -> None:
         self._limit, self._lock = limit, Lock()
@@ -87,19 +78,7 @@ OPEN_HEADS = 4
 
 
 class ViewSession:
-    """What is served: the places and heads of a recording.
-
-    Args:
-        recording: the recording.
-        overviews: overviews of heads that were made while the model ran.
-        b: a second recording, of another text, model or kernel, whose heads stand after those of
-            the first.
-        batch: row of the batch.
-        cache_bytes: the largest number of bytes of cached tiles.
-
-    Raises:
-        ArgumentError: nothing was recorded, or there is no such row of the batch.
-    """
+    """What is served: the places and heads of a recording."""
 
     def __init__(
         self,
@@ -164,9 +143,7 @@ class ViewSession:
 
     # ---- tiles
     def tile(self, place: int, head: int, level: int, i: int, j: int) -> TileData | None:
-        """Return a tile: exact up to `EXACT_LEVEL`, and the best that is known above it; None if
-        the mask allows no pair in it.
-        """
+        """Return the best known tile, exact up to `EXACT_LEVEL`; None if masked throughout."""
         tiles, key = self.head(place, head), (place, head, level, i, j)
         if tiles.is_empty(tiles.range(level, i, j)):
             return None
@@ -192,9 +169,7 @@ class ViewSession:
         return mosaic
 
     def prepare(self) -> None:
-        """Compute the first picture, so that it is there when a browser asks for it: the whole map
-        of the first head, exact or as a preview. No exact part is computed before one asks.
-        """
+        """Compute the whole map of the first head, before a browser asks for it."""
         place, head = 0, self.places[0].heads[0]
         tiles = self.head(place, head)
         level = tiles.top_level

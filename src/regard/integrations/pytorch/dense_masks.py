@@ -1,6 +1,4 @@
-"""The recognized masks of dense tensors, by storage and version: the layers of a model share one
-tensor, whose rule is looked for once.
-"""
+"""The recognized masks of dense tensors, which layers share, by storage and version."""
 
 from __future__ import annotations
 
@@ -17,11 +15,7 @@ MAX_CACHED_MASKS = 32
 
 
 class RecognizedMaskCache:
-    """A cache of recognized masks by storage and version.
-
-    Args:
-        size: the number of tensors that it remembers.
-    """
+    """A cache of recognized masks by storage and version."""
 
     def __init__(self, size: int = MAX_CACHED_MASKS) -> None:
         self._size = size
@@ -33,9 +27,7 @@ class RecognizedMaskCache:
         """The number of masks that were not in the cache."""
 
     def recognize(self, mask: Tensor, T: int, S: int) -> RecognizedMask:
-        """Return `recognize_mask` of these arguments, computed once for a tensor that does not
-        change.
-        """
+        """Return `recognize_mask` of these arguments, computed once for an unchanged tensor."""
         if mask.is_inference():  # inference tensors have no version counter
             self.misses += 1
             return recognize_mask(mask, T, S)

@@ -1,9 +1,7 @@
 """Calls of torch's `flex_attention` as calls of this package.
 
-A `BlockMask` carries a function of indices, `mask_mod`, and lists of blocks that a compiled kernel
-visits. Outside of compiled graphs torch evaluates the function for every query and key, and holds
-all scores. Here the function is evaluated for all indices once, exactly as torch does it, and the
-table is recognized as a rule (causal, window, padding, documents) where it equals one.
+Here a `mask_mod` is evaluated for all indices once, as torch does it outside of compiled graphs,
+and the table is recognized as a rule (causal, window, padding, documents) where it equals one.
 """
 
 from __future__ import annotations
@@ -51,11 +49,7 @@ GRAPH = "the graph is being traced"
 def convert_score_mod(
     score_mod: ScoreMod | None, heads: int = 1, device: torch.device | str = "cpu"
 ) -> FnScore | str | None:
-    """Convert the `score_mod` of a call to a score rule.
-
-    >>> convert_score_mod(lambda s, b, h, q, k: s), convert_score_mod(lambda s, b, h, q, k: 2 * s)
-    (None, fn(<lambda>))
-    """
+    """Convert the `score_mod` of a call to a score rule."""
     if score_mod is None:
         return None
     score = torch.ones((), dtype=torch.float32, device=device)
@@ -71,12 +65,7 @@ def convert_score_mod(
 
 
 class FlexResult(NamedTuple):
-    """The result of a call of flex_attention.
-
-    Args:
-        out: the output `[B, H, T, E]`.
-        lse: the natural log-sum-exp `[B, H, T]`, or None if it was not requested.
-    """
+    """The output `[B, H, T, E]` of flex_attention, and the lse `[B, H, T]` on request."""
 
     out: Tensor
     lse: Tensor | None
@@ -189,8 +178,9 @@ _tables = _Tables()
 
 
 def _state(function: Any, dependencies: list[Any], depth: int = 0) -> tuple[Any, ...] | None:
-    """Return what the result of a function may depend on: its closure and its defaults; None if
-    that cannot be known. Objects whose identity counts are appended to `dependencies`.
+    """Return closure and defaults, on which a function may depend; None if unknown.
+
+    Objects whose identity counts are appended to `dependencies`.
     """
     if not isinstance(function, FunctionType) or depth > MAX_CLOSURE_DEPTH:
         return None
@@ -248,9 +238,7 @@ def _evaluate(
 
 
 def _blocks_agree(block_mask: Any, table: Tensor) -> bool:
-    """Return whether the lists of blocks say the same as the table: a block that is not listed
-    hides all its cells, and in a block that is listed as full all are visible.
-    """
+    """Return whether the lists of blocks say the same as the table."""
     T, S = table.shape[-2:]
     rows, columns = block_mask.BLOCK_SIZE
     listed = listed_blocks(block_mask.kv_num_blocks, block_mask.kv_indices)
@@ -338,10 +326,7 @@ def observe_flex_operator(
     *_options: Any,
     place: str,
 ) -> tuple[Tensor, Tensor, Tensor] | str:
-    """Compute the operator inside `flex_attention`, observed by the open traces.
-
-    A model that holds a compiled `flex_attention` reaches it without calling the function.
-    """
+    """Compute the operator of `flex_attention`, also of compiled ones, observed by traces."""
     counts, indices, full_counts, full_indices = blocks[2:6]
     mask = _Blocks(
         blocks[:2], counts, indices, full_counts, full_indices, blocks[-3:-1], blocks[-1]

@@ -33,9 +33,7 @@ def suits_graph(
     *,
     grouped: bool,
 ) -> bool:
-    """Return whether a graph holds the operator for these arguments; otherwise torch's own function
-    is right. An exported program is to run without this package.
-    """
+    """Return whether a graph holds the operator for these arguments; exports do not."""
     tensors = (query, key, value) if mask is None else (query, key, value, mask)
     if dropout > 0 or is_exporting() or is_in_transform() or not has_numba_in_graph():
         return False

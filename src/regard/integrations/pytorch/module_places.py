@@ -30,11 +30,7 @@ class _ReadKeys(NamedTuple):
 class ModulePlaces:
     """The places of the attention calls of one model, while one thread runs it.
 
-    Args:
-        model: the model, whose modules name the places.
-
     Attributes:
-        model: the model.
         observed: the number of calls that were passed to the open traces.
         unrecorded: the number of calls that could not be, by place and reason.
         written_out: for each place, the shape of a softmax that was computed there outside of any
@@ -100,10 +96,9 @@ class ModulePlaces:
     def first_position(self, place: str, k: Tensor, T: int) -> int:
         """Return the position of the first query of a call whose mask does not say it.
 
-        A call continues an earlier one at its place if it reads the same tensor of keys, as
-        cross-attention does while a text is generated, or the earlier keys followed by one new key
-        for each query, as self-attention with a cache does. Its queries then follow those of the
-        earlier call. Otherwise a single query is aligned with the last key, and several begin at 0.
+        It continues a call with the same tensor of keys (cross-attention), or with these keys and a
+        new one for each query (a cache). Otherwise a single query is aligned with the last key, and
+        several begin at 0.
         """
         S, last = k.shape[2], self._last_keys.get(place)
         start = S - 1 if T == 1 else 0

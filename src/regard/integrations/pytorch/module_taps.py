@@ -33,13 +33,7 @@ FEED_FORWARD_NAMES = (
 
 
 class Stack(NamedTuple):
-    """The blocks of a model, or of one side of it.
-
-    Args:
-        path: path of the list of blocks.
-        blocks: the blocks by name, in the order of the computation. A list may have empty entries,
-            which have no name here, and a block that stands in it several times has its first name.
-    """
+    """The blocks by name of a model, or of one side of it; empty and repeated ones are left out."""
 
     path: str
     blocks: dict[str, nn.Module]
@@ -79,13 +73,7 @@ def _contains_attention(block: nn.Module) -> bool:
 
 
 def find_feed_forward(block: nn.Module) -> nn.Module | None:
-    """Return the module whose output is that of the feed-forward layer of a block: a child with one
-    of the usual names, else the last linear map outside of attention; None if there is none.
-
-    >>> layer = nn.TransformerEncoderLayer(8, 2, batch_first=True)
-    >>> find_feed_forward(layer) is layer.linear2
-    True
-    """
+    """Return the module that gives a block's feed-forward output, by name or place; or None."""
     for name, child in block.named_children():
         if name.lower() in FEED_FORWARD_NAMES:
             return child
@@ -124,9 +112,7 @@ def is_norm(module: nn.Module) -> bool:
 
 
 def stack_prefix(stack: Stack) -> str:
-    """Return the path under which the taps of a stack of blocks are named: that of the modules, or
-    `layers` if the attention of transformers names its taps by the index of the layer.
-    """
+    """Return the path of a stack's taps; `layers` where transformers' attention has it."""
     names = sys.modules.get("regard.integrations.transformers.attention")
     for module in stack.first.modules():
         index = getattr(module, "layer_idx", None)
@@ -146,15 +132,6 @@ def module_taps(model: nn.Module) -> Iterator[None]:
     output of its feed-forward layer, `<path>.norm` the output of a norm, and `logits` the tensor
     `logits` of the model's output. With several stacks of blocks, `embed` has the path of its
     stack.
-
-    >>> import torch
-    >>> from regard import Trace
-    >>> layer = nn.TransformerEncoderLayer(8, 2, batch_first=True, norm_first=True).eval()
-    >>> model = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
-    >>> with module_taps(model), Trace("residual", "mlp", "embed") as trace:
-    ...     _ = model(torch.zeros(1, 3, 8))
-    >>> list(trace)
-    ['embed', 'layers.0.mlp', 'layers.0.residual', 'layers.1.mlp', 'layers.1.residual']
     """
     hooks = _TapHooks(threading.get_ident())
     stacks = find_stacks(model)
@@ -185,11 +162,7 @@ def module_taps(model: nn.Module) -> Iterator[None]:
 
 
 class _TapHooks:
-    """Forward hooks that pass tensors through taps, in one thread and only while a trace is open.
-
-    Args:
-        thread: the identifier of the thread.
-    """
+    """Forward hooks that pass tensors through taps, in one thread and while a trace is open."""
 
     def __init__(self, thread: int) -> None:
         self._thread = thread

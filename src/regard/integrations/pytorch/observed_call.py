@@ -1,9 +1,7 @@
 """Attention calls of torch, passed through the taps of the open traces and through our kernels.
 
-This is the one place where a call of torch becomes a call of this package: q, k and v pass their
-taps, the mask becomes a rule, `run_on_kernel` reports the call and its result to every trace that
-observes calls, and the output passes the tap `z`. The kernels compute what torch means by the
-arguments. A call that cannot be expressed exactly runs in torch, and is listed with the reason.
+This is the one place where a call of torch becomes a call of this package. One that cannot be
+expressed exactly runs in torch, and is listed with the reason.
 """
 
 from __future__ import annotations
@@ -39,13 +37,7 @@ NOT_READABLE = "the values of its tensors cannot be read (a graph, a transform, 
 
 
 class ObservedCall(NamedTuple):
-    """A call that ran in this package.
-
-    Args:
-        call: the call.
-        result: the result of the kernel, with its lse.
-        z: the output `[B, H, T, E]` after the tap `z`.
-    """
+    """A call that ran in this package; z `[B, H, T, E]` is its output after the tap."""
 
     call: Call
     result: KernelResult
@@ -53,9 +45,7 @@ class ObservedCall(NamedTuple):
 
 
 class _Requests(threading.local):
-    """What the caller of an attention call needs beyond its output: a list that gets the observed
-    call, or None.
-    """
+    """What a caller needs beyond the output: a list for the observed call, or None."""
 
     def __init__(self) -> None:
         self.box: list[ObservedCall] | None = None
@@ -134,11 +124,7 @@ class _FourDims(NamedTuple):
 
 
 def _in_four_dims(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> _FourDims | None:
-    """Give the tensors of a call four dimensions, and equal batches and heads, as torch's
-    broadcasting does; None if they do not fit together.
-
-    The third dimension from the right is the heads.
-    """
+    """Give tensors four dimensions, heads third from the right, broadcast as torch does."""
     if not q.ndim == k.ndim == v.ndim >= 2 or (mask is not None and mask.ndim > q.ndim):
         return None
     heads = () if q.ndim == 2 else (max(q.shape[-3], 1),)
@@ -196,9 +182,9 @@ def _with_mask_gradient(call: Call, mask: Tensor | None) -> Call:
 
 
 def _with_query_positions(call: Call, places: ModulePlaces, place: str) -> Call:
-    """Let the queries of a call continue those of the call before, if its mask does not depend on
-    their positions. A recording takes no positions below 0, so that a rule which is aligned there,
-    in a call with more queries than keys, becomes a table.
+    """Let queries continue those of the call before, if the mask ignores their positions.
+
+    A rule of positions below 0, of more queries than keys, becomes a table.
     """
     mask, aligned = call.mask, call.q_positions
     if isinstance(aligned, Span) and aligned.start < 0 and not isinstance(mask, (Full, Padding)):
@@ -243,9 +229,7 @@ def _observe(
 
 
 def _with_torch_dropout(call: Call, dropout: float) -> tuple[KernelResult, str]:
-    """Run a call with dropout: the output with torch's own random numbers, the lse from a kernel of
-    this package. The traces that observe calls receive both.
-    """
+    """Run a call with torch's own dropout for the output, and a kernel here for the lse."""
     chosen, call = choose_kernel(replace(call, wants_lse=True))
     name = f"torch, lse by {chosen.name}"
     mask = call.mask.block(call.q_positions, call.k_positions, device=call.q.device)
@@ -264,10 +248,7 @@ def _with_torch_dropout(call: Call, dropout: float) -> tuple[KernelResult, str]:
 
 
 def weights_of(observed: ObservedCall) -> Tensor:
-    """Return the weights `[B, H, T, S]` of an observed call in the dtype of q.
-
-    A row that sees no key gets NaN, as in `nn.MultiheadAttention`.
-    """
+    """Return the weights `[B, H, T, S]` of a call in the dtype of q, NaN without a key."""
     call, result = observed.call, observed.result
     if result.pattern is not None:
         weights = result.pattern
@@ -278,9 +259,7 @@ def weights_of(observed: ObservedCall) -> Tensor:
 
 
 def with_nan_rows(observed: ObservedCall) -> Tensor:
-    """Return the output of an observed call, NaN for a row that sees no key, as those functions of
-    torch return it that compute a softmax over -inf.
-    """
+    """Return the output of a call, NaN without a key, as torch's softmax over -inf gives."""
     lse = observed.result.lse
     assert lse is not None, "an observed call asks for its lse"
     hidden = lse.isneginf()
@@ -295,9 +274,7 @@ _MHA_SIGNATURE = inspect.signature(F.multi_head_attention_forward)
 def observe_multi_head(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
     """Compute `F.multi_head_attention_forward`, its attention observed by the open traces.
 
-    Without weights, torch's function calls `F.scaled_dot_product_attention`. With weights it
-    multiplies matrices itself; here it runs without weights, and they are computed from the
-    observed call.
+    It runs without weights, which are computed from the observed call.
     """
     bound = _MHA_SIGNATURE.bind(*args, **kwargs)
     bound.apply_defaults()
@@ -385,9 +362,7 @@ def observe_call(
     *,
     place: str,
 ) -> ObservedCall | str:
-    """Pass a call with tensors `[B, H, T, D]` through taps and a kernel, or return why that is not
-    possible.
-    """
+    """Pass a call `[B, H, T, D]` through taps and a kernel, or return why it cannot be."""
     q, k, v = tensors
     why = _why_unreadable(q, k, v)
     if why is not None:

@@ -230,8 +230,9 @@ _GRAPH_RULES = "torch._dynamo.trace_rules"
 
 
 def _look_up_graph_rules() -> None:
-    """Let `torch.compile`, if it is loaded, find its rules while torch's functions have their
-    names: it looks each function up by its name once, and cannot trace one that was replaced then.
+    """Let `torch.compile` find its rules while torch's functions have their names.
+
+    It looks each up once by its name, and cannot trace one that was replaced then.
     """
     rules = sys.modules.get(_GRAPH_RULES)
     if rules is None:
@@ -363,9 +364,7 @@ def _attention_over_ranks(
     scale: float | None,
     grouped: bool,
 ) -> Tensor:
-    """Run self-attention of a rank's tokens within `regard.parallel.sequence`. torch's arguments
-    count tokens from 0; here they have their positions in the whole sequence.
-    """
+    """Run self-attention within `regard.parallel.sequence`, with positions in the whole."""
     q, k, v = tensors
     own, call = scope.own_positions(), None
     if all(x.ndim == 4 for x in tensors) and not dropout:
@@ -403,9 +402,7 @@ def _graph_takes(
     dropout: float,
     grouped: bool,  # noqa: FBT001
 ) -> bool:
-    """Whether a graph that torch compiles runs this call here, by an operator. The sizes decide
-    whether the call is small, so that a graph serves small calls or large ones.
-    """
+    """Whether a compiled graph runs this call here, by an operator; its sizes decide."""
     if not (torch.compiler.is_dynamo_compiling() and contexts.open):
         return False
     if not suits_graph(query, key, value, mask, dropout, grouped=grouped):
@@ -423,9 +420,7 @@ def _attention_of_graph(
     enable_gqa: bool,  # noqa: FBT001
     always: bool,  # noqa: FBT001
 ) -> Tensor:
-    """Run a call of a compiled graph when the graph is executed, and count it in the open
-    contexts; a compiled model opens none.
-    """
+    """Run a call of a compiled graph, and count it in the open contexts."""
     calls = [] if contexts.open else [CallCounts(always)]
     contexts.open += calls
     try:
@@ -577,9 +572,7 @@ def _encoder(
 
 
 def _is_active(x: Tensor) -> bool:
-    """Whether calls are accelerated in this thread, and x is not a nested tensor, whose calls are
-    counted as torch's.
-    """
+    """Whether calls are accelerated in this thread, and x is not a nested tensor."""
     if is_compiling() or not contexts.open:
         return False
     if x.is_nested:

@@ -1,6 +1,4 @@
-"""`WithPast`: a layer or a decoder whose caches are tensors that go in and come out, for programs
-that hold no Python objects, such as an ONNX file.
-"""
+"""`WithPast`: a layer or a decoder whose caches are tensors that go in and come out."""
 
 from __future__ import annotations
 

@@ -96,10 +96,9 @@ def reason_for_torch(
 
 
 def _is_bias(mask: Tensor) -> bool:
-    """Whether the last row of a float mask has other numbers than 0 and a mask's least number.
+    """Whether the last row of a float mask has other numbers than 0 and a mask's least.
 
-    It is one row of the tensor, because a model such as T5 adds a new bias in every layer, and
-    recognition would read all of it.
+    One row is read, because a model such as T5 adds a new bias in every layer.
     """
     if not mask.is_floating_point() or not mask.numel():
         return False
@@ -134,9 +133,8 @@ def as_call(
 ) -> Call | None:
     """Turn the arguments of torch's function into a `Call`, or return None if torch must run it.
 
-    The result is None for invalid arguments, because torch's own errors describe them best, for
-    arguments that have a meaning in torch only (empty tensors, and scales such as 0 and NaN), and
-    for masks whose result in torch is not masked attention (`RecognizedMask.uniform_rows`).
+    Torch must run invalid arguments (its errors are best), empty tensors, scales such as 0 and NaN,
+    and masks with `RecognizedMask.uniform_rows`.
     """
     B, H, T, S = q.shape[0], q.shape[1], q.shape[2], k.shape[2]
     if scale is not None:
@@ -182,10 +180,9 @@ def _broadcasts(mask: Tensor, shape: tuple[int, ...]) -> bool:
 
 
 def as_attn_mask(mask: Tensor | None, mask_type: int | None) -> Tensor | None:
-    """Turn a mask of torch's fused inference paths into one of `F.scaled_dot_product_attention`.
+    """Turn a mask of torch's fused inference paths into that of the public function.
 
-    Torch's modules convert a bool mask to 0 and -inf before these paths, so that it has the same
-    dtype as a mask whose numbers are added to the scores.
+    Modules convert bool to 0 and -inf before, so that it has the dtype of a mask that is added.
     """
     if mask is None:
         return None
@@ -203,10 +200,9 @@ def adds_to_scores(mask: Tensor | None) -> bool:
 
 
 def skips_more_than_torch(call: Call) -> bool:
-    """Whether torch's kernel, called for ranges of keys, takes less time than with the dense mask.
+    """Whether torch's kernel, called for ranges of keys, is faster than with the dense mask.
 
-    It does if the mask hides nothing, or hides ranges of many keys. For padding it is called with a
-    mask for each row of the batch, which takes as long.
+    It is if the mask hides nothing, or ranges of many keys; not for padding, a call for each row.
     """
     if call.bias is not None or isinstance(call.mask, Dense):
         return False

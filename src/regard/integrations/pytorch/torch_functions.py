@@ -24,10 +24,7 @@ FLEX_MODULE = "torch.nn.attention.flex_attention"
 
 
 class Originals(NamedTuple):
-    """The functions of torch as they were before any of them was replaced.
-
-    They are fields of a record, because a replacement looks for them among the names of modules.
-    """
+    """The functions of torch before any was replaced, where no replacement looks for names."""
 
     attention: Callable[..., Tensor]
     multi_head: Callable[..., tuple[Tensor, Tensor | None]]

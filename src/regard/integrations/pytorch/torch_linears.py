@@ -1,6 +1,4 @@
-"""`with_torch_linears`: give a model torch's own linear layers, for tools that find layers by their
-exact class.
-"""
+"""`with_torch_linears`: give a model torch's own linear layers, for tools that want them."""
 
 from __future__ import annotations
 

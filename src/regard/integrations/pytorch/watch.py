@@ -43,10 +43,9 @@ _OTHER_KERNELS = {
 
 
 class _PastTheFunctions(TorchDispatchMode):
-    """Find attention that reaches torch's kernels past the functions which `accelerate` replaces,
-    for example through a reference that a closure holds.
+    """Find attention that reaches torch's kernels past the functions which are replaced.
 
-    The fused kernel of the CPU is observed here, without autograd. Everything else is listed.
+    The CPU's fused kernel is observed without autograd; everything else is listed.
     """
 
     supports_higher_order_operators = True

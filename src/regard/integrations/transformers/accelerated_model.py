@@ -17,7 +17,6 @@ class AcceleratedModel:
     block, puts everything back.
 
     Args:
-        model: the model.
         linears: the layers whose products of few rows run through `regard.ops.gemv`.
         attention: the attention implementation that the model had before.
     """

@@ -1,6 +1,4 @@
-"""The attention function that transformers' modules call, which translates their arguments for
-`attend`.
-"""
+"""The attention function that transformers' modules call, with their arguments."""
 
 from __future__ import annotations
 
@@ -71,9 +69,7 @@ _tap_prefixes: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
 
 
 class _MaskArguments(TypedDict, total=False):
-    """The arguments of `attend` that say which keys a query sees and what is added to its
-    scores.
-    """
+    """The arguments of `attend` for what a query sees, and what is added to its scores."""
 
     mask: Mask | None
     bias: Tensor | None
@@ -217,9 +213,7 @@ def _within_packed_rows(
     key: Tensor,
     named: dict[str, Any],
 ) -> _MaskArguments:
-    """Restrict the visible keys to the packed row of each query. Most models make such a mask of
-    their positions, but not if they fill a cache.
-    """
+    """Restrict visible keys to a query's packed row, as models do that fill no cache."""
     (B, _, T, _), S = query.shape, key.shape[2]
     q_bounds, k_bounds = named.get("cu_seq_lens_q"), named.get("cu_seq_lens_k")
     if q_bounds is None and k_bounds is None:
@@ -252,9 +246,7 @@ def _within_packed_rows(
 def _over_ranks(
     scope: SequenceScope, arguments: _MaskArguments, key: Tensor, position_ids: Tensor | None
 ) -> _MaskArguments:
-    """Give the tokens of a rank their positions in the whole sequence: transformers' masks count
-    them from 0.
-    """
+    """Give a rank's tokens, which transformers' masks count from 0, their positions."""
     own = scope.own_positions()
     positions = own if position_ids is None else position_ids
     S = key.shape[2]

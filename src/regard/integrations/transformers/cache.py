@@ -1,6 +1,4 @@
-"""A preallocated cache for transformers' models: a step writes its own tokens and copies no
-others.
-"""
+"""A preallocated cache for transformers' models: a step copies no old tokens."""
 
 from __future__ import annotations
 
@@ -173,11 +171,7 @@ class PreallocatedLayer(CacheLayerMixin):
             self._update_views()
 
     def _ensure_capacity(self, n: int) -> Fixed:
-        """Return buffers with space for n more tokens.
-
-        These are the present buffers if they have the space, otherwise new ones with a copy of the
-        tokens that are still needed.
-        """
+        """Return buffers with space for n more tokens: the present ones, or larger copies."""
         old_slots = self._slots
         old_length = 0 if old_slots is None else len(old_slots)
         if old_slots is not None and old_length + n <= old_slots.capacity:
@@ -248,9 +242,7 @@ class PreallocatedCache(DynamicCache):
 
 
 def _preallocated(layer: object, max_length: int | None) -> Any:
-    """Return the preallocated layer for a layer of transformers, or that layer itself if there is
-    none.
-    """
+    """Return the preallocated layer for a layer of transformers, or else that layer."""
     if type(layer) is DynamicLayer:
         return PreallocatedLayer(None, max_length)
     if type(layer) is DynamicSlidingWindowLayer:
@@ -259,7 +251,5 @@ def _preallocated(layer: object, max_length: int | None) -> Any:
 
 
 def _is_identity(rows: Tensor) -> bool:
-    """Whether every row stays in its place. On other devices than a CPU the answer is False,
-    because reading the rows would wait for the device.
-    """
+    """Whether every row stays in place; False off the CPU, where reading rows would wait."""
     return rows.device.type == "cpu" and rows.tolist() == list(range(len(rows)))

@@ -61,12 +61,10 @@ def regard_mask(
     Args:
         batch_size: the number of rows B.
         q_length: the number of queries T.
-        kv_length: the number of keys S.
         q_offset: the position of the first query.
         kv_offset: the position of the first key.
         mask_function: the mask as a function (batch_idx, head_idx, q_idx, kv_idx) -> bool.
         attention_mask: [B, L], True = a token, at positions 0 to L - 1.
-        device: the device of the mask.
         kwargs: other arguments of transformers. `allow_is_causal_skip` is applied in a traced graph
             only.
 
@@ -106,12 +104,7 @@ def regard_mask(
 
 
 def rule_of(function: MaskFunction, positions: MaskPositions) -> Mask | None:
-    """Return the rule of a mask function of transformers at these positions; None for other
-    functions.
-
-    >>> print(rule_of(masking_utils.causal_mask_function, MaskPositions(Span(0, 3), Span(0, 3))))
-    causal
-    """
+    """Return the rule of a transformers mask function at these positions, or None."""
     convert = _RULES.get(_name(function))
     return None if convert is None else convert(_closure_values(function), positions)
 
@@ -231,10 +224,7 @@ def _with_padding(rule: Mask, keep: Tensor, positions: MaskPositions) -> Mask:
 
 
 def _plain_mask_for_graph(arguments: dict[str, Any], others: dict[str, Any]) -> Tensor | None:
-    """Make the plain tensor that the model's own code expects.
-
-    A compiled graph cannot hold a rule, and it does not check whether a tensor has changed.
-    """
+    """Make the plain tensor of the model's own code, since graphs hold no rules."""
     if accepts_bool_masks(others.get("config")):
         return masking_utils.sdpa_mask(**arguments, **others)
     return masking_utils.eager_mask(**arguments, **others)

@@ -4,10 +4,8 @@ transformers makes a mask once for each forward pass and passes it from module t
 tensor. `MaskRule` is such a tensor: it has the shape, dtype and device of the dense bool mask
 [B,1,T,S], but only one element of memory, and it carries the rule.
 
-Code that expects an additive mask, as eager attention does, would read True as the number 1.
-Therefore a `MaskRule` supports only operations that are unambiguous, and that a float mask does not
-support in another sense: it gives its shape, moves to a device, can be indexed, and takes `~`, `&`,
-`|` and the first argument of `torch.where`. Every other operation raises an error.
+Code that expects an additive mask would read True as the number 1, so that a `MaskRule` supports
+unambiguous operations only, and raises an error for every other one.
 """
 
 from __future__ import annotations
@@ -167,8 +165,6 @@ class MaskRule(BoolMask):
 
     Attributes:
         rule: the mask as a rule on positions.
-        q_positions: the positions of the queries.
-        k_positions: the positions of the keys.
 
     Indexing by slices of queries or keys gives another `MaskRule`; any other index, and `&` and
     `|`, give a dense `BoolMask`. `~` gives a plain bool tensor, True = hidden; `torch.where(mask,
@@ -199,10 +195,6 @@ class MaskRule(BoolMask):
         """Make the mask of a batch.
 
         Args:
-            rule: the mask.
-            q_positions: the positions of the queries.
-            k_positions: the positions of the keys.
-            batch: the number of rows.
             device: the device that the tensor reports.
 
         Returns:

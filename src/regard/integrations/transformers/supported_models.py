@@ -1,8 +1,7 @@
 """Find out which model classes of transformers take their attention from `AttentionInterface`.
 
-transformers accepts any registered name in the constructor, even for a class that never calls the
-registered function, or that would add a bool mask to its scores. Therefore the source of each class
-is inspected before the class is built or switched.
+transformers accepts any registered name, even for a class that never calls the function, or adds
+a bool mask to its scores; so the source of a class is inspected before it is built or switched.
 """
 
 from __future__ import annotations
@@ -39,10 +38,7 @@ _warned: dict[str, object] = {}
 
 
 class AttentionUsage(NamedTuple):
-    """How the source of a model class uses attention.
-
-    The modules that the class builds are included; other model classes are not.
-    """
+    """How the source of a model class, and of the modules that it builds, uses attention."""
 
     interface: bool
     """It calls the attention function of the interface."""
@@ -59,13 +55,7 @@ class AttentionUsage(NamedTuple):
 
 @functools.cache
 def attention_usage(cls: type) -> AttentionUsage | None:
-    """Inspect the source of a model class; return None if there is no source.
-
-    >>> from transformers.models.llama.modeling_llama import LlamaForCausalLM, LlamaModel
-    >>> usage = attention_usage(LlamaForCausalLM)
-    >>> attention_usage(LlamaModel).interface, usage.interface, usage.models
-    (True, False, True)
-    """
+    """Inspect the source of a model class; return None if there is no source."""
     if _definitions(cls.__module__) is None:
         return None
     reached, models = _reachable_definitions(cls)
@@ -106,9 +96,7 @@ def _definitions(module: str) -> dict[str, _Definition] | None:
 
 
 def _words(statement: ast.stmt) -> Iterator[str]:
-    """Yield the names in a statement, except in attributes that only mention other model
-    classes.
-    """
+    """Yield the names in a statement, except those of other model classes in attributes."""
     inside = statement.body if isinstance(statement, ast.ClassDef) else [statement]
     for part in inside:
         if not {"_init_weights", "_can_record_outputs"} & set(_defined_names(part)):
@@ -166,9 +154,7 @@ def _reachable_definitions(cls: type) -> tuple[set[tuple[str, str]], bool]:
 
 
 def require_supported(cls: type) -> None:
-    """Refuse a model class whose attention cannot run through regard; warn once about a class that
-    ignores `attn_implementation`.
-    """
+    """Refuse a class whose attention cannot run here; warn once of an ignored option."""
     usage = attention_usage(cls)
     if usage is None:
         return
@@ -258,12 +244,7 @@ def architectures() -> tuple[str, ...]:
 
 
 def accepts_bool_masks(config: object) -> bool:
-    """Whether the model class of a configuration accepts bool masks, True = may attend, as sdpa
-    does.
-
-    Every class accepts the additive masks of eager attention; only one that supports sdpa also
-    accepts bool masks.
-    """
+    """Whether a configuration's class accepts bool masks, as it does if it supports sdpa."""
     module = type(config).__module__.replace(".configuration_", ".modeling_")
     classes = vars(sys.modules[module]).values() if module in sys.modules else ()
     models = [
@@ -275,10 +256,7 @@ def accepts_bool_masks(config: object) -> bool:
 
 
 def _configs_switched(config: Any, implementation: object) -> Iterator[object]:
-    """Yield the configurations for which `set_attn_implementation` selects "regard".
-
-    `implementation` is one name, or names by sub-configuration.
-    """
+    """Yield the configurations for which `set_attn_implementation` selects "regard"."""
     by_key = implementation if isinstance(implementation, dict) else None
     if (implementation if by_key is None else by_key.get("")) == IMPLEMENTATION:
         yield config
@@ -291,10 +269,9 @@ def _configs_switched(config: Any, implementation: object) -> Iterator[object]:
 
 
 def wrap_model_methods() -> None:
-    """Check each model class when it is built with, or switched to, `attn_implementation="regard"`.
+    """Check a model class when it is built with, or switched to, "regard".
 
-    transformers has no hook for this, so that two methods of `PreTrainedModel` are wrapped; any
-    other implementation name is passed on unchanged.
+    Two methods of `PreTrainedModel` are wrapped, because transformers has no hook.
     """
     if hasattr(PreTrainedModel.set_attn_implementation, "__wrapped__"):
         return

@@ -1,6 +1,4 @@
-"""Tasks that show what attention is for. Their examples are generated from a seed; nothing is
-downloaded.
-"""
+"""Tasks that show what attention is for, with examples generated from a seed."""
 
 from __future__ import annotations
 

@@ -92,10 +92,9 @@ class TaskAnswer:
 def answer_examples(
     model: nn.Module, task: Task, examples: Sequence[Example], *, batch: int = 64, beams: int = 1
 ) -> list[TaskAnswer]:
-    """Return the model's answer to each example, in the order of the examples.
+    """Return the model's answers in evaluation mode, in the order of the examples.
 
-    The model is in evaluation mode meanwhile. In a "causal" task each prediction is made after the
-    right tokens before it, so that one mistake does not cause others.
+    A "causal" task predicts each token after the right ones, so that mistakes cause no others.
     """
     if batch < 1:
         raise ArgumentError(f"batch is {batch}; it must be 1 or more", argument="batch")
@@ -217,11 +216,9 @@ class Alignment:
 def alignment(
     model: nn.Module, task: Task, outcome: TaskAnswer, *, head: str | None = None
 ) -> Alignment | None:
-    """Return the alignment of the model's output with the source; None for a model without
-    attention.
+    """Return the alignment of output and source from the forward pass; None without one.
 
-    Of several heads the sharpest one is taken, whose largest weight per row has the largest mean.
-    The weights are recorded from the forward pass of the model, not recomputed.
+    The head is the sharpest: the mean of its rows' largest weights is the largest.
     """
     device = next(model.parameters()).device
     if task.kind == "seq2seq":

@@ -38,11 +38,7 @@ def causal_example(tokens: list[str], asked: set[int]) -> Example:
 
 
 def _draw_induction(random: Random, length: int) -> Example:
-    """Return n different symbols, followed by a segment of them again.
-
-    The answers are the tokens of the repeated segment except for its first one: each can be copied
-    from the first occurrence of the segment.
-    """
+    """Return n different symbols, then a segment of them again, whose answers can be copied."""
     n = random.randint(length // 2 + 1, length - 1)
     n = min(max(n, 2), len(SYMBOLS))
     repeated = min(length + 1 - n, n)
@@ -53,12 +49,10 @@ def _draw_induction(random: Random, length: int) -> Example:
 
 
 def _draw_mqar(random: Random, length: int) -> Example:
-    """Return n keys with their values, followed by the keys again and again, each time in random
-    order.
+    """Return n keys with their values, then the keys again and again, in random orders.
 
-    The number of keys is uniformly distributed from 1. Rows of few keys with many questions make
-    the task learnable: from rows of 8 to 12 keys that are asked once each, a small model learns
-    which values occur, but never which key they belong to.
+    The number of keys is uniform from 1: from rows of 8 to 12 keys that are asked once each, a
+    small model never learns which value belongs to which key.
     """
     total = length + 1
     n = min(random.randint(1, max(1, total // 4)), len(KEYS))

@@ -199,10 +199,6 @@ class Task:
 
         Returns:
             One of `SPLITS`; None if the source is shorter or longer than in any split.
-
-        >>> from regard.train.tasks import TASKS
-        >>> TASKS["translate"].split_of(("seven",) * 40)
-        'longer'
         """
         shortest, trained, longest = self.lengths
         if not shortest <= len(source) <= longest:
@@ -243,7 +239,6 @@ class Task:
         Args:
             split: one of `SPLITS`.
             count: how many examples.
-            seed: the seed of the random generator.
 
         Returns:
             The examples.
@@ -266,10 +261,6 @@ class Task:
 
         Raises:
             ArgumentError: a word is not in the vocabulary, or the text has no words.
-
-        >>> from regard.train.tasks import TASKS
-        >>> TASKS["translate"].tokenize("forty two, seven")
-        ('forty', 'two', ',', 'seven')
         """
         words = tuple(text.replace(",", " , ").split()) if self.source_separator else tuple(text)
         if not words:
@@ -327,9 +318,8 @@ def pad(task: Task, examples: Sequence[Example]) -> PaddedBatch:
 class TaskBatches:
     """Endless batches of a task's training examples, for `fit` in place of `Batches`.
 
-    `POOL_BATCHES` batches are drawn together, sorted by the length of source and target, cut into
-    batches, and shuffled, so that a batch has little padding. Batch i depends only on the seed and
-    i.
+    `POOL_BATCHES` batches are drawn together and sorted by length, so that there is little padding.
+    Batch i depends only on the seed and i.
     """
 
     def __init__(
@@ -356,9 +346,7 @@ class TaskBatches:
         return pad(self.task, self._current_pool[1][i])
 
     def state_dict(self) -> dict[str, object]:
-        """Return the number of batches drawn and a fingerprint of the data, as plain values for
-        JSON.
-        """
+        """Return the number of batches drawn, and a fingerprint of the data."""
         return {"drawn": self._drawn, "drawn_from": self._fingerprint()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

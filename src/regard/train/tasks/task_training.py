@@ -58,9 +58,7 @@ WEIGHTS_FILE = "model.safetensors"
 
 
 class TaskTrainingRun:
-    """One run of `regard train --task`, from the options of the command to the folder that it
-    writes.
-    """
+    """One run of `regard train --task`, from its options to the folder that it writes."""
 
     def __init__(self, options: dict[str, object]) -> None:
         self.options: dict[str, Any] = {
@@ -278,10 +276,7 @@ def _recipe(sizes: object) -> Recipe:
 
 
 def _check_shapes(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
-    """Check that the stored tensors have the names and shapes of a model's parameters.
-
-    Tensors that share memory are stored once.
-    """
+    """Check the names and shapes of stored tensors; those that share memory are stored once."""
     model_tensors = model.state_dict(keep_vars=True)
     stored = {id(model_tensors[name]) for name in weights if name in model_tensors}
     for name in sorted(model_tensors.keys() | weights.keys()):

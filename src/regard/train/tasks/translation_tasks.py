@@ -72,9 +72,8 @@ def _hundreds(number: int) -> list[str]:
 def chinese_numerals(number: int) -> list[str]:
     """Return a number as Chinese numerals, one character per item.
 
-    Digits are read in groups of four, followed by 万 (10^4) or 亿 (10^8). A run of zeros between
-    digits is read as one 零; zeros at the end of a group are not read; a whole group of zeros
-    before other digits is read as one 零. A number that would begin with 一十 begins with 十.
+    Groups of four digits are followed by 万 (10^4) or 亿 (10^8). Zeros before digits are one 零;
+    zeros at the end of a group are not read; 一十 at the beginning is 十.
     """
     _check(number)
     if number == 0:
@@ -92,9 +91,7 @@ def chinese_numerals(number: int) -> list[str]:
 
 
 def _thousands(number: int) -> str:
-    """Return the numerals of a number from 1 to 9999, with one 零 for each run of zeros between
-    digits.
-    """
+    """Return the numerals of 1 to 9999, with one 零 for each run of zeros between digits."""
     text, gap = "", False
     for place in range(3, -1, -1):
         digit = number // 10**place % 10
@@ -122,9 +119,7 @@ NumberWriter = Callable[[int], list[str]]
 
 
 def random_numbers(random: Random, length: int, write: NumberWriter) -> list[int]:
-    """Return numbers of 1 to 12 digits whose words, with a comma between two numbers, fill a
-    length.
-    """
+    """Return numbers of 1 to 12 digits whose words, with commas, fill a length."""
     numbers: list[int] = []
     remaining = length
     while remaining > 0:
@@ -140,11 +135,7 @@ def random_numbers(random: Random, length: int, write: NumberWriter) -> list[int
 
 
 def _number(random: Random, digits: int) -> int:
-    """Return a random number below 10^digits.
-
-    In a share `SPARSE_SHARE` of the numbers each digit is replaced by 0 with probability 1/2,
-    because zeros have grammar rules of their own in Chinese.
-    """
+    """Return a random number below 10^digits, sometimes with many zeros."""
     number = random.randrange(10**digits)
     if random.random() < SPARSE_SHARE:
         number = int("".join(d if random.random() < 0.5 else "0" for d in str(number)))
@@ -269,9 +260,7 @@ _CHARACTERS = sorted({*"0123456789/.,- dfhnorst", *"".join((*MONTHS, *WEEKDAYS))
 
 
 def _draw_dates(random: Random, length: int) -> Example:
-    """Return a random date in one of three random formats: the one whose length is closest to
-    `length`.
-    """
+    """Return a random date in that of three formats whose length is closest to `length`."""
     day = FIRST_DATE + timedelta(days=random.randrange((LAST_DATE - FIRST_DATE).days + 1))
     texts = [form(day) for form in random.sample(DATE_FORMATS, 3)]
     text = min(texts, key=lambda text: abs(len(text) - length))

@@ -26,11 +26,7 @@ GROUPS = ("and", "atlas", "core", "map", "scale", "stat", "why")
 
 
 def catalogue(lang: str) -> dict[str, str]:
-    """Return the sentences of this page in a language, by key.
-
-    >>> catalogue("en")["live.exact"]
-    'exact'
-    """
+    """Return the sentences of this page in a language, by key."""
     own = language.catalogue("regard.view.tile_page", lang)
     shared = {k: x for k, x in report_catalogue(lang).items() if k.partition(".")[0] in GROUPS}
     return {**shared, **own}
