@@ -396,7 +396,6 @@ class Ring(RingBase):
         ArgumentError: a size is out of range; an update does not fit or follow; a crop needs tokens
             that were overwritten.
 
-    >>> from regard.span import Span
     >>> cache = Ring(4)
     >>> (memory,), positions = cache.update((torch.zeros(1, 2, 9, 8),), Span(0, 9))
     >>> memory.shape, positions  # a chunk is visible as a whole
@@ -437,7 +436,6 @@ class Streaming(RingBase):
     Raises:
         ArgumentError: a size is out of range, or for a reason that `Ring` lists.
 
-    >>> from regard.span import Span
     >>> cache = Streaming(sinks=2, recent=3)
     >>> _ = cache.update((torch.zeros(1, 2, 9, 8),), Span(0, 9))
     >>> (memory,), positions = cache.update((torch.ones(1, 2, 1, 8),), Span(9, 1))
