@@ -16,8 +16,7 @@ from regard.errors import ArgumentError, ArgumentTypeError
 def alibi_slopes(heads: int) -> tuple[float, ...]:
     """Return the slope of each head: 2^(-8h/n), h = 1..n, for n = 2^k heads.
 
-    For any other number of heads, these are the slopes of the next smaller power of two n, followed
-    by every other slope of 2n heads, from the first.
+    For other numbers: those of the next smaller power of two n, then every other one of 2n.
 
     Args:
         heads: the number of query heads.
@@ -33,8 +32,7 @@ def alibi_slopes(heads: int) -> tuple[float, ...]:
     >>> [round(m, 6) for m in alibi_slopes(12)[8:]]
     [0.707107, 0.353553, 0.176777, 0.088388]
 
-    Source: Press et al. 2021 (arXiv 2108.12409), section 3, and its released code for other numbers
-    of heads.
+    Source: Press et al. 2021 (arXiv 2108.12409), section 3, and its released code.
     """
     if heads < 1:
         raise ArgumentError(f"heads is {heads}; it must be at least 1")
@@ -45,23 +43,18 @@ def alibi_slopes(heads: int) -> tuple[float, ...]:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class ALiBi(Bias):
-    """Attention with linear biases: bias_ij = -m_h (i - j), with i and j the positions of query and
-    key.
+    """Attention with linear biases: bias_ij = -m_h (i - j), of the positions i and j.
 
-    This is the causal form. For later keys, j > i, the same expression is **positive**: use it
-    under a causal mask, or pass `symmetric=True` for -m_h |i - j|, which penalizes distance in both
-    directions. The bias is not simplified to m_h j, because that would shift the log-sum-exp of
-    each row, which is needed to merge partial results.
+    This is causal: for later keys it is **positive**, unless `symmetric=True` gives -m_h |i - j|.
+    It is not simplified to m_h j, which would shift the log-sum-exp of a row.
 
     Args:
         heads: the number of query heads H; the slopes are those of `alibi_slopes`.
-        slopes: the slopes, given instead of `heads`: H numbers, or a tensor `[H]`, which may be
-            learned.
+        slopes: H numbers, or a tensor `[H]`, which may be learned, instead of `heads`.
         symmetric: whether the bias penalizes distance in both directions.
 
     Raises:
-        ArgumentError: not exactly one of heads and slopes is given, heads is below 1, or slopes is
-            not 1-D.
+        ArgumentError: not one of heads and slopes is given, or one does not fit.
         ArgumentTypeError: slopes is a tensor of integers.
 
     >>> from regard.span import Span
@@ -97,10 +90,7 @@ class ALiBi(Bias):
                 check_number(f"slopes[{h}]", slope, -float("inf"), float("inf"), "finite")
 
     def values(self, q: Tensor, k: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return -m (i - j), or -m |i - j| if the bias is symmetric.
-
-        It is never computed in half precision: bfloat16 cannot represent all integers above 256.
-        """
+        """Return -m (i - j), or -m |i - j|, never in half precision."""
         distance = (q - k).abs() if self.symmetric else q - k
         return -self.slopes_on(q.device, dtype)[:, None, None] * distance.to(dtype)
 
@@ -128,9 +118,7 @@ class ALiBi(Bias):
         return torch.tensor(slopes, dtype=dtype, device=device)
 
     def plain_fields(self) -> dict[str, object]:
-        """Return the slopes and the symmetry; the slopes are stored even if they follow from
-        `heads`.
-        """
+        """Return the slopes, also if they follow from `heads`, and the symmetry."""
         slopes = self.slopes_on(torch.device("cpu"), torch.float64)
         return {"slopes": slopes.detach(), "symmetric": self.symmetric}
 

@@ -27,18 +27,14 @@ class Bias(RuleWithTensors):
 
     score_ij = softcap(scale q_i . k_j) + bias_ij, then mask and softmax
 
-    To define a new bias, write a subclass, decorated with `@dataclass(frozen=True, eq=False,
-    repr=False)`, in this package or in your own code. It must define `values`, and `_heads` if it
-    stores numbers per head. Files store the class by its name in lower case, or by `kind = "..."`.
+    A new bias is a subclass, decorated with `@dataclass(frozen=True, eq=False, repr=False)`, with
+    `values`, and `_heads` if it stores numbers per head. Files store its name or `kind`.
 
-    Biases are added with `+`. They compare and hash by their fields (tensors by identity), and
-    print as an expression. The value at an empty slot (position -1) has no meaning, and is finite.
+    Biases are added with `+`, compare and hash by their fields (tensors by identity), and print as
+    an expression. The value at an empty slot (position -1) is finite, without a meaning.
 
-    >>> from regard.biases import ALiBi
     >>> ALiBi(8) + ALiBi(8, symmetric=True)
     alibi(8) + alibi(8, symmetric)
-    >>> ALiBi(8) == ALiBi(8)
-    True
     """
 
     def __init_subclass__(cls) -> None:
@@ -72,10 +68,8 @@ class Bias(RuleWithTensors):
         """Return the bias of some queries and keys of an attention call.
 
         Args:
-            q_positions: positions of all T queries of the call.
-            k_positions: positions of all S keys of the call.
-            rows: the queries to include, t of them; all by default.
-            columns: the keys to include, s of them; all by default.
+            q_positions, k_positions: positions of all T queries and all S keys of the call.
+            rows, columns: the t queries and s keys to include; all by default.
             dtype: the dtype of the result.
             device: where to compute; by default the device of the positions.
 
@@ -89,19 +83,14 @@ class Bias(RuleWithTensors):
 
     @property
     def by_slot(self) -> bool:
-        """Whether the values belong to indices in the call, as in a dense tensor, and not to
-        positions.
-        """
+        """Whether the values belong to indices in the call, and not to positions."""
         return False
 
     def require(self, B: int, H: int, T: int, S: int) -> None:
         """Check that the bias fits an attention call of this shape.
 
         Args:
-            B: batch size.
-            H: number of query heads.
-            T: number of queries.
-            S: number of keys.
+            B, H, T, S: batch size, query heads, queries and keys.
 
         Raises:
             ArgumentError: a size does not fit.

@@ -23,11 +23,10 @@ class DenseBias(Bias):
     i and j are indices of the query and the key in the call, not positions.
 
     Args:
-        tensor: a float tensor `[T, S]` or `[B or 1, H or 1, T or 1, S]`. Three dimensions are
-            refused, since `[B, T, S]` and `[H, T, S]` cannot be distinguished.
+        tensor: a float tensor `[T, S]` or `[B or 1, H or 1, T or 1, S]`, not of three dimensions.
 
     Raises:
-        ArgumentError: the number of dimensions is not 2 or 4; in a call, the shape does not fit.
+        ArgumentError: the tensor is not 2-D or 4-D; in a call, the shape does not fit.
         ArgumentTypeError: `tensor` is not a float tensor.
 
     >>> from regard.span import Span
@@ -93,14 +92,11 @@ class FnBias(Bias):
 
     Args:
         fn: a function of the positions q `[B or 1, 1, t, 1]` and k `[B or 1, 1, 1, s]` and of the
-            parameters. It returns a 4-D float tensor that broadcasts to `[B, H, t, s]`. It is
-            called for any block of a call, so its result for one pair must not depend on the other
-            pairs.
+            parameters to a 4-D float tensor that broadcasts to `[B, H, t, s]`, pair by pair.
         parameters: tensors that are passed to `fn` and that receive gradients.
 
     Raises:
-        ArgumentTypeError: `fn` is not callable, a parameter is not a tensor, or the result is not a
-            float tensor.
+        ArgumentTypeError: an argument or the result has a wrong type.
         ArgumentError: the result has another shape.
 
     >>> from regard.span import Span

@@ -17,17 +17,14 @@ from regard.errors import ArgumentError
 class FIRE(Bias):
     """FIRE: bias_ij = MLP(ln(|c| |i - j| + 1) / ln(|c| max(i, |L|) + 1)).
 
-    The MLP is W2 relu(w1 x + b1) + b2, with one result per head. The argument x lies between 0 and
-    1 for every key before the query, however long the text is. For i - j, the paper has causal
-    masks in mind; a later key has the value of its distance, which may be above 1.
+    The MLP is W2 relu(w1 x + b1) + b2, per head. x lies between 0 and 1 for every earlier key,
+    however long the text is; a later key has the value of its distance.
 
     Args:
         c: how fast small distances grow, a float tensor with one number, which may be learned.
         L: the position up to which the divisor is constant, likewise.
-        w1: float `[N]`, the weights of the hidden units.
-        b1: float `[N]`, their biases.
-        w2: float `[H, N]`, the weights of the results.
-        b2: float `[H]`, their biases.
+        w1, b1: float `[N]`, the weights and biases of the hidden units.
+        w2, b2: float `[H, N]` and `[H]`, those of the results.
 
     Raises:
         ArgumentError: the sizes do not fit one another.
@@ -65,8 +62,7 @@ class FIRE(Bias):
         """Return ln(|c| |i - j| + 1) / ln(|c| max(i, |L|) + 1).
 
         Args:
-            q: positions of queries, which broadcast with `k`.
-            k: positions of keys.
+            q, k: positions of queries and keys, which broadcast.
             dtype: the dtype of the result.
 
         Returns:

@@ -17,12 +17,10 @@ from regard.span import Positions
 
 @dataclass(frozen=True, eq=False, repr=False)
 class ForgetBias(Bias):
-    """The bias of forget gates: bias_ij = c_i - c_j, where c_t is the sum of the logarithms of the
-    gates up to token t.
+    """The bias of forget gates: bias_ij = c_i - c_j, c the running sum of their logarithms.
 
-    The term c_i is the same for all keys of a query and cancels in the softmax. It stays here for
-    two reasons: the log-sum-exp is that of the definition, and the difference is rounded once. The
-    sums may be large where the text is long, so give them in float64.
+    The term c_i cancels in the softmax, but belongs to the log-sum-exp, and the difference is
+    rounded once. The sums may be large, so give them in float64.
 
     Args:
         queries: c of the queries, a float tensor `[B or 1, H or 1, T]`.

@@ -1,6 +1,4 @@
-"""KERPLE: a penalty that grows with the logarithm of the distance, with two learned numbers per
-head.
-"""
+"""KERPLE: a penalty by the logarithm of the distance, with two learned numbers per head."""
 
 from __future__ import annotations
 
@@ -18,8 +16,7 @@ from regard.errors import ArgumentError
 class Kerple(Bias):
     """KERPLE, logarithmic form: bias_ij = -|r1_h| ln(1 + |r2_h| |i - j|).
 
-    The paper needs r1 and r2 above 0; here their absolute values are used, so that training cannot
-    leave this range. The penalty of far keys grows more slowly than that of ALiBi.
+    Absolute values of r1 and r2 keep them in the range that the paper needs.
 
     Args:
         r1: how large the penalty is, a float tensor `[H]`, which may be learned.

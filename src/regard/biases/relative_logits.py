@@ -30,8 +30,7 @@ def deberta_bucket(
         max_distance: the distance whose bucket is the last one of the table.
 
     Returns:
-        The buckets, in the shape of `distance`; a distance beyond `max_distance` has one that is
-        outside of the table.
+        The buckets; a distance beyond `max_distance` has one outside of the table.
 
     Raises:
         ArgumentError: buckets is below 4, or max_distance is not above it.
@@ -64,26 +63,20 @@ def check_log_buckets(buckets: int, max_distance: int) -> None:
 class RelativeLogits(Bias):
     """A bias from a table of numbers by distance that every query (or every key) has for itself.
 
-    bias_ij = logits[..., i, clip(first + i - j)], or with `of_keys` logits[..., j, clip(first + i -
-    j)], where i and j inside the index are positions, and the row of the table is the slot of the
-    query or the key in the call
+    bias_ij = logits[..., i, clip(first + i - j)], or with `of_keys` logits[..., j, ...], where the
+    row is a slot of the call, and i - j is of positions
 
-    Shaw's relative keys, DeBERTa's two terms and learned banks of biases by distance are such
-    tables: products of a query, or of a key, with one vector per distance.
+    Shaw's relative keys, DeBERTa's terms and learned banks of biases are such tables.
 
     Args:
         logits: float `[B or 1, H or 1, T or S, N]`, a number for each query (or key) and entry.
         first: the entry of the distance 0.
         of_keys: whether the rows of the table belong to keys.
-        outside: "clip": a distance outside of the table has its nearest entry; "zero": it has none,
-            and the bias is 0.
-        buckets: with `max_distance`, the number of DeBERTa's logarithmic buckets
-            (`deberta_bucket`), which replace distances; None uses distances themselves.
-        max_distance: as for `deberta_bucket`.
+        outside: a distance outside of the table has the nearest entry ("clip") or 0 ("zero").
+        buckets, max_distance: as for `deberta_bucket`; None uses distances themselves.
 
     Raises:
-        ArgumentError: logits is not 4-D, `first` is not one of its entries, `outside` is unknown,
-            or buckets and max_distance do not fit; in a call, a size differs.
+        ArgumentError: logits is not 4-D, or an argument or a size in a call does not fit.
         ArgumentTypeError: logits is not a float tensor.
 
     >>> from regard.span import Span

@@ -31,8 +31,7 @@ def t5_bucket(
     bidirectional, n = buckets / 2, and keys after the query (j > i) use the upper half. Otherwise n
     = buckets, and all keys after the query have bucket 0.
 
-    The bounds of the buckets are computed in integers, so that a distance at a bound has the right
-    bucket; a logarithm in fp32 may round it to either side.
+    Bounds are compared in integers; a logarithm in fp32 may round to either side.
 
     Args:
         relative: key positions minus query positions, an integer tensor of any shape.
@@ -44,8 +43,7 @@ def t5_bucket(
         Bucket numbers in the shape of `relative`.
 
     Raises:
-        ArgumentError: buckets is too small, too large, or odd while bidirectional; or max_distance
-            is not above e, or too large.
+        ArgumentError: buckets or max_distance is out of range.
         ArgumentTypeError: relative is not a tensor of integers.
 
     >>> t5_bucket(torch.tensor([-128, -16, -1, 0, 1, 16])).tolist()
@@ -75,11 +73,7 @@ def _bucket(relative: Tensor, starts: tuple[int, ...], *, bidirectional: bool) -
 def bucket_starts(buckets: int, max_distance: int) -> tuple[int, ...]:
     """Return the smallest distance of each bucket of one direction.
 
-    Bucket e + m starts at the smallest d with (d / e)^(n - e) >= (max_distance / e)^m, compared in
-    integers.
-
-    >>> bucket_starts(16, 128)[8:]
-    (8, 12, 16, 23, 32, 46, 64, 91)
+    Bucket e + m starts at the smallest d with (d / e)^(n - e) >= (max_distance / e)^m.
     """
     e = buckets // 2
     n = buckets - e
@@ -106,8 +100,7 @@ MAX_DISTANCE = 1 << 53
 class T5Relative(Bias):
     """T5's relative position bias: bias_ij = table[bucket(j - i), h].
 
-    T5 itself multiplies scores by 1, not by 1/sqrt(D): pass `scale=1.0` to the attention. It has
-    one table, in its first layer, which all layers of a stack share, and none for cross-attention.
+    T5 multiplies scores by 1: pass `scale=1.0`. Its layers share one table.
 
     Args:
         table: a learned float tensor `[buckets, H]`.
@@ -120,8 +113,6 @@ class T5Relative(Bias):
 
     >>> from regard.span import Span
     >>> bias = T5Relative(torch.arange(32.0)[:, None], bidirectional=False)
-    >>> bias
-    t5_relative(32 buckets)
     >>> bias.block(Span(2, 1), Span(0, 4)).flatten().tolist()
     [2.0, 1.0, 0.0, 0.0]
 

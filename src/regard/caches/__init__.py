@@ -1,18 +1,13 @@
-"""Caches: they store keys and values (or other memory) of earlier tokens, together with positions.
+"""Caches store keys and values (or other memory) of earlier tokens, together with positions.
 
 A cache stores the tensors that a projection returns from `remember`, and returns all that are
-visible with their positions. A recurrence stores a `State`: it reads the state, computes, and
-stores the next one. A cache that `generate(cache=)` offers has a `kind` and creates itself for a
-layer (`for_layer`). A cache belongs to one thread at a time; forks may be used by several.
+visible with their positions; a recurrence stores a `State`. A cache that `generate(cache=)` offers
+has a `kind`. A cache belongs to one thread at a time; forks may be used by several.
 
-A static form (`to_static`) is for a step that is captured as a CUDA graph: memory that stays where
-it is, a position for each slot, and no number of Python that changes; what has none says why
-(`static_step_refusal`). Layers that share memory, or the values of the first layer, get what that
-layer's cache returned in the same call (`shared`), never the cache itself. An eviction rule
-(`eviction`) scores the tokens of a full cache by keys, by the weights of all queries so far, or by
-those of the last ones; when it evicts depends on the tokens read, not on the calls. Memory in
-another form than `[B, G, S, d]` (codes, pages) is a `LazyTensor`: a kernel may read it as it is
-stored, and any other operation computes the values, once.
+A static form (`to_static`) keeps its memory for a step captured as a CUDA graph. Layers that share
+memory get what the other layer's cache returned in the same call (`shared`). When an eviction rule
+(`eviction`) evicts depends on the tokens read, not on the calls. Codes and pages are a
+`LazyTensor`: a kernel may read the stored form, and any other operation computes the values.
 """
 
 from regard.caches.base import (

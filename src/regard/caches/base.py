@@ -19,16 +19,10 @@ from regard.span import Positions, Span, as_tensor, next_positions, slot_count
 from regard.units import plural
 
 Parts: TypeAlias = tuple[Tensor, ...]
-"""The tensors that a projection stores for each token, each `[B, n, T, d]`, such as keys and
-values.
-
-The projection defines their meaning; the cache does not interpret them.
-"""
+"""The tensors that a projection stores for each token, each `[B, n, T, d]`, such as keys."""
 
 Contents: TypeAlias = dict[str, "Tensor | Span | int"]
-"""All contents of a cache, by name. A tensor has the batch as its first dimension, or 1 if all rows
-share it.
-"""
+"""All contents of a cache, by name; a tensor has the batch as its first dimension, or 1."""
 
 
 class LayerSize(NamedTuple):
@@ -36,7 +30,6 @@ class LayerSize(NamedTuple):
 
     Attributes:
         slots: the largest number of slots per row; None means no bound.
-        rows: the number of batch rows.
         widths: the last dimension of each part of the memory, for caches with `needs_widths`.
     """
 
@@ -57,15 +50,11 @@ class OpenSlot(NamedTuple):
     """Memory for one new token per row, of `Cache.open_slot`.
 
     Attributes:
-        buffers: the buffers, each `[B, n, c, d]` with c larger than `slot`; the same tuple as long
-            as they are the same.
-        after: the positions of all slots with the new token, from slot 0 on, where it overwrites
-            one of them; None if it follows all others.
-        pages: the pages of each row in order, where a buffer consists of pages that all rows share:
-            slot s of row r is slot pages[r, s // page_size] * page_size + s % page_size of the
-            buffers; else None.
-        coded: the slots before those of the buffers, which are stored as codes; None if there are
-            none.
+        buffers: `[B, n, c, d]` with c larger than `slot`; the same tuple while they are the same.
+        after: the positions of all slots with the new token; None if it follows all others.
+        pages: if buffers consist of pages, slot s of row r is slot pages[r, s // page_size] *
+            page_size + s % page_size of them.
+        coded: the slots before those of the buffers, stored as codes, or None.
     """
 
     buffers: Parts
@@ -87,26 +76,20 @@ class Cache(ABC):
     """Base class of caches: `update` stores the memory of new tokens and returns all that is
     visible.
 
-    A subclass defines how memory is stored (`update`, `crop`) and what the contents are
-    (`contents`, `fill`); the other operations are derived from these. An operation that raises
-    leaves the cache unchanged.
+    A subclass defines `update`, `crop`, `contents` and `fill`, from which the other operations are
+    derived. An operation that raises leaves the cache unchanged.
 
-    A subclass with a `kind`, in this package or in your own code, can be requested by that name:
-    `generate(cache=kind)`, `--cache`. `for_layer` creates it; `evicts`, `needs_slots`,
-    `needs_widths`, `min_context` and `narrowing_mask` define how it works together with
-    `max_context`. `save` and `load` store classes from outside this package by their `kind`.
+    A subclass with a `kind` can be requested by that name (`generate(cache=kind)`), and `for_layer`
+    creates it.
 
-    A cache may be used by one thread at a time: if two threads update it at once, tokens are lost.
-    Several threads may fork the same cache while no thread changes it, and each may change its own
-    fork.
+    A cache may be used by one thread at a time. Several may fork it while none changes it.
     """
 
     kind: ClassVar[str | None] = None
     """The name by which generation requests the cache; None if only modules create it."""
     evicts: ClassVar[bool] = False
-    """Whether queries lose sight of old tokens, because the cache evicts them, or because layers
-    with this cache leave them unread. Generation cannot fill such a cache, and requires
-    `max_context` for it.
+    """Whether queries lose sight of old tokens, because the cache evicts them or leaves them
+    unread; generation then requires `max_context`.
     """
     needs_slots: ClassVar[bool] = False
     """Whether memory is allocated once, so that `LayerSize.slots` must be given."""
@@ -117,15 +100,13 @@ class Cache(ABC):
     min_context: ClassVar[int] = 1
     """The smallest `max_context` that is allowed."""
     fields: ClassVar[tuple[str, ...]] = ()
-    """The attributes that an update replaces and does not change in place: `mark` keeps them, and
-    `restore` sets them again. Without any, these use `contents` and `fill`.
+    """The attributes that an update replaces, which `mark` keeps and `restore` sets again. Without
+    any, these use `contents` and `fill`.
     """
     static_step_refusal: ClassVar[str | None] = (
         "its steps depend on numbers that change and that Python holds"
     )
-    """Why a step cannot run again in the same memory without Python, as a CUDA graph does; None if
-    `to_static` makes a cache that can.
-    """
+    """Why a step cannot run as a CUDA graph; None if `to_static` makes a cache that can."""
 
     _offered_mark: tuple[object] | None = None
     """The snapshot of an outer `rollback_on_error`, for the next inner block."""
@@ -168,9 +149,8 @@ class Cache(ABC):
             positions: the positions of the T tokens; a slot at position -1 holds no token.
 
         Returns:
-            The visible memory, each part `[B, n, S, d]`, and its positions. The slots may be in any
-            order. The tensors may be the cache's own, and are valid until the next operation on the
-            cache.
+            The visible memory, each part `[B, n, S, d]`, and its positions, in any order of the
+            slots. The tensors may be the cache's own, valid until its next operation.
 
         Raises:
             ArgumentError: the memory does not fit the contents, or there is no room for it.
@@ -184,8 +164,7 @@ class Cache(ABC):
             length: the number of positions to keep.
 
         Raises:
-            ArgumentError: length is negative, or earlier tokens that are needed were already
-                evicted.
+            ArgumentError: length is negative, or tokens that are needed were already evicted.
         """
 
     @abstractmethod
@@ -193,8 +172,7 @@ class Cache(ABC):
         """Return all contents by name.
 
         Returns:
-            Tensors, spans and numbers; empty if the cache is empty. They are the cache's own
-            tensors, not copies.
+            Tensors, spans and numbers, the cache's own; empty if the cache is empty.
         """
 
     @abstractmethod
@@ -211,9 +189,7 @@ class Cache(ABC):
 
     @property
     def settings(self) -> Mapping[str, object]:
-        """The constructor arguments that create another cache like this one, as plain values; by
-        default the attributes of their names.
-        """
+        """The constructor arguments that create another cache like this one, as plain values."""
         return {name: getattr(self, name) for name in signature(type(self)).parameters}
 
     @property
@@ -245,8 +221,7 @@ class Cache(ABC):
         return next_positions(positions, length)
 
     def fork(self) -> Cache:
-        """Return an independent cache with the same contents; changes of one do not affect the
-        other.
+        """Return an independent cache with the same contents.
 
         Returns:
             The new cache.
@@ -277,8 +252,7 @@ class Cache(ABC):
             rows: row numbers, an integer tensor `[rows]`.
 
         Raises:
-            ArgumentError, ArgumentTypeError: `rows` is not a 1-D integer tensor of rows of this
-                cache.
+            ArgumentError, ArgumentTypeError: `rows` is no 1-D integer tensor of rows.
         """
         self._check_rows(rows)
         contents = self.contents()
@@ -291,8 +265,7 @@ class Cache(ABC):
             rows: row numbers, an integer tensor `[B]`.
 
         Raises:
-            ArgumentError, ArgumentTypeError: `rows` is not allowed by `select`, or the number of
-                rows would change.
+            ArgumentError, ArgumentTypeError: `rows` does not suit `select`, or has another length.
         """
         self._check_rows(rows)
         if self.batch is not None and len(rows) != self.batch:
@@ -328,14 +301,13 @@ class Cache(ABC):
             setattr(self, name, value)
 
     def to_static(self, size: StaticSize) -> Cache:
-        """Return a copy whose steps of one token per row write into memory that stays where it is,
-        and need no number of Python that changes, so that a step can be captured as a CUDA graph.
+        """Return a copy whose steps of one token per row can be captured as a CUDA graph.
 
         Args:
             size: the largest number of tokens of a row, the rows, and the device.
 
         Returns:
-            The static form, with the contents of this cache, which stays as it is.
+            The static form, with the contents of this cache.
 
         Raises:
             ArgumentError: this kind of cache has no static form, or it holds nothing yet.
@@ -359,14 +331,13 @@ class Cache(ABC):
     def open_slot(self, positions: Positions) -> OpenSlot | None:
         """Return memory into which a compiled step may write the memory of one new token per row.
 
-        The contents do not change before `close_slot` is called. None means that this kind of
-        cache, or its present contents, do not allow it; then `update` is to be used.
+        The contents do not change before `close_slot` is called.
 
         Args:
             positions: the positions of the new tokens.
 
         Returns:
-            The buffers and the slot, or None.
+            The buffers and the slot; None if `update` is to be used.
         """
         return None
 
@@ -374,8 +345,7 @@ class Cache(ABC):
         """Count the slot of `open_slot` as written, as `update` would have written it.
 
         Args:
-            opened: the result of `open_slot`; the caller has written the slot, or will do so before
-                anything else happens to the cache.
+            opened: the result of `open_slot`; the caller writes the slot before anything else.
             positions: the positions of all slots with the new token.
         """
         raise NotImplementedError(f"{type(self).__name__} opens no slots")
@@ -421,14 +391,12 @@ def make_full_cache(
 class rollback_on_error:  # noqa: N801  (a context manager, used like a function)
     """Context manager that restores caches to their earlier state if its block raises.
 
-    Blocks may be nested. A model opens one block for the caches of all its layers, with
-    `layers=True`, and each layer opens a block for its own cache. The layer's block then uses the
-    snapshot of the model's block instead of taking a second one.
+    Blocks may be nested. A model opens one for the caches of all layers with `layers=True`, whose
+    snapshot the block of each layer uses.
 
     Args:
         *caches: the caches; None is ignored.
-        layers: whether the first inner block for each cache uses the snapshot of this block. The
-            cache must not change before the inner block begins.
+        layers: whether the first inner block of each cache uses this block's snapshot.
 
     >>> from regard.caches import Growing
     >>> cache = Growing()
@@ -508,9 +476,7 @@ def _check_integers(positions: Tensor) -> None:
 
 
 def check_same_layout(stored: Parts, memory: Parts) -> None:
-    """Raise unless new memory has the parts, batch, heads, dims, dtypes and devices of the
-    old memory.
-    """
+    """Raise unless new memory has the parts, sizes, dtypes and devices of the old one."""
     fits = len(stored) == len(memory)
     for old, new in zip(stored, memory, strict=False):
         a, b = old.shape, new.shape
@@ -552,9 +518,7 @@ def named_parts(memory: Parts, name: str = "memory") -> dict[str, Tensor]:
 
 
 def positions_before(positions: Positions, length: int) -> Positions:
-    """Return the positions with every slot at `length` or later set to -1; a `Span` is
-    shortened.
-    """
+    """Return the positions with every slot at `length` or later set to -1 or left out."""
     if isinstance(positions, Span):
         return Span(positions.start, min(positions.length, max(0, length - positions.start)))
     return positions.masked_fill(as_tensor(positions) >= length, -1)

@@ -1,6 +1,4 @@
-"""`BoundedPages`: a cache that keeps all tokens, and for each page of keys the smallest and the
-largest number in each channel, so that a query can leave pages unread.
-"""
+"""`BoundedPages`, which keeps all tokens and the bounds of the keys of each page."""
 
 from __future__ import annotations
 
@@ -23,13 +21,10 @@ PAGE_SIZE = 16
 class BoundedPages(Growing):
     """A cache of all tokens with the bounds of each page of keys (Quest).
 
-    Page i has the positions i size to (i + 1) size - 1. The bounds are computed when they are asked
-    for; while the positions of all rows are one run, only those of pages with new tokens are
-    computed again, so that a step reads one page. In another order, or after a crop, a fork or a
-    load, they are computed from all keys.
-
-    The cache loses nothing: which pages a query reads is decided by the layer, such as the
-    mechanism "quest". For generation, `kind` "quest" gives such layers to a model.
+    Page i has the positions i size to (i + 1) size - 1. While the positions of all rows are one
+    run, only the bounds of pages with new tokens are computed again. Which pages a query reads is
+    decided by the layer, such as the mechanism "quest"; for generation, `kind` "quest" gives such
+    layers.
 
     Args:
         size: the number of positions per page.
@@ -76,8 +71,8 @@ class BoundedPages(Growing):
         """Return the bounds of all pages, of the first part of the memory.
 
         Returns:
-            The smallest and the largest numbers, each `[B, n, N, d]`, from the page of the first
-            position on; None if the positions are no `Span`, or the cache is empty.
+            The smallest and largest numbers, each `[B, n, N, d]`, from the first position's page
+            on; None if the positions are no `Span`, or the cache is empty.
         """
         positions = self._positions
         if not self._memory or not isinstance(positions, Span) or positions.start < 0:
@@ -114,9 +109,7 @@ class BoundedPages(Growing):
 
 
 def _page_bounds(keys: Tensor, before: int, size: int) -> tuple[Tensor, Tensor]:
-    """Return the bounds of consecutive keys [B,n,S,d], of which the first has `before` slots of its
-    page before it.
-    """
+    """Return the bounds of consecutive keys [B,n,S,d], the first at `before` of its page."""
     S = keys.shape[2]
     after = -(before + S) % size
 

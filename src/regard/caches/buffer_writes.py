@@ -1,6 +1,4 @@
-"""Writes into preallocated buffers: in place where that is safe, and into a copy where a gradient
-needs the old values.
-"""
+"""Writes into preallocated buffers, in place unless a gradient needs the old values."""
 
 from __future__ import annotations
 
@@ -13,10 +11,7 @@ from regard.process_state import is_compiling
 
 
 def can_write_in_place(buffers: Parts, new: Parts) -> bool:
-    """Return whether the buffers may be overwritten in place.
-
-    They may not if a gradient needs the old values, or if torch forbids it for inference tensors.
-    """
+    """Return whether the buffers may be overwritten: no gradient or inference tensor forbids it."""
     if any(x.requires_grad for x in buffers):
         return False  # the autograd graph may have saved it
     outside = not is_compiling() and not torch.is_inference_mode_enabled()
@@ -52,12 +47,7 @@ def scatter_slots(
 
 
 class OverwrittenSlots:
-    """Values that a write in place has overwritten, so that the write can be undone.
-
-    Args:
-        slots: their slot numbers, `[B or 1, T]`.
-        values: the values, each part `[B, n, T, d]`.
-    """
+    """Values that a write in place has overwritten, at `slots` `[B or 1, T]`, to undo it."""
 
     def __init__(self, slots: Tensor, values: Parts) -> None:
         self.slots, self.values = slots, values

@@ -1,7 +1,4 @@
-"""Caches that store all tokens in contiguous memory: `Growing`, `Fixed`, which is preallocated,
-`Latent`, which stores the latent vector of multi-head latent attention, and `Cross`, whose keys and
-values of an encoder are written once and then only read.
-"""
+"""Caches that store all tokens in contiguous memory."""
 
 from __future__ import annotations
 
@@ -59,23 +56,17 @@ class StoredParts:
 
 
 MIN_ROOM, ROOM_SHARE = 64, 8
-"""For how many more slots `Growing` allocates buffers: at least MIN_ROOM, and the number of present
-slots divided by ROOM_SHARE, so that all copies together take a constant time per token.
-"""
+"""For how many more slots `Growing` allocates: at least MIN_ROOM, and slots / ROOM_SHARE."""
 
 
 class Growing(StoredParts, Cache):
     """A cache that keeps all tokens; every update appends to it by concatenation.
 
-    Tensors that `update` returned never change. `crop` removes trailing slots that no row needs,
-    and marks other slots as empty.
+    Tensors that `update` returned never change.
 
     Raises:
-        ArgumentError: an update does not fit the contents (parts, batch, heads, dims, dtype); the
-            cache stays unchanged.
+        ArgumentError: an update does not fit the contents; the cache stays unchanged.
 
-    >>> import torch
-    >>> from regard.span import Span
     >>> cache = Growing()
     >>> _ = cache.update((torch.zeros(1, 2, 3, 4),), Span(0, 3))
     >>> (memory,), positions = cache.update((torch.ones(1, 2, 1, 4),), Span(3, 1))
@@ -185,18 +176,15 @@ def written_length(positions: Positions) -> int:
 class Fixed(Cache):
     """A cache that keeps all tokens, up to `capacity` slots, in buffers `[B, n, capacity, d]`.
 
-    The buffers are allocated at the first update. An update writes its T slots in place and returns
-    views of all written slots, so that a step copies T slots only. These views stay valid until a
-    crop lets later tokens overwrite their slots. If gradients are recorded, an update writes into a
-    copy of the buffers instead: gradients are correct, but each step copies everything. Use
+    An update writes its T slots in place and returns views of all written slots, valid until a crop
+    lets later tokens overwrite them. If gradients are recorded, it writes into a copy: use
     `Growing` for training.
 
     Args:
         capacity: the largest number of slots, those at position -1 included.
 
     Raises:
-        ArgumentError: capacity is less than 1; an update does not fit the contents or exceeds the
-            capacity. The cache stays unchanged.
+        ArgumentError: capacity is less than 1, or an update does not fit or exceeds it.
 
     >>> cache = Fixed(8)
     >>> _ = cache.update((torch.zeros(1, 2, 3, 4),), Span(0, 3))
@@ -231,9 +219,7 @@ class Fixed(Cache):
         return bytes_of(self._buffers or ())
 
     def update(self, memory: Parts, positions: Positions) -> tuple[Parts, Positions]:
-        """Write memory, each part `[B, n, T, d]`, after the last slot; return views of all slots,
-        and all positions.
-        """
+        """Write memory, each part `[B, n, T, d]`; return views of all slots and all positions."""
         check_update(memory, positions)
         if self._buffers is not None:
             check_same_layout(self._buffers, memory)
@@ -306,9 +292,7 @@ class Fixed(Cache):
         return tuple(x[:, :, :n] for x in self._buffers or ())
 
     def _extend(self, new: Positions) -> None:
-        """Append positions. They stay a `Span` while they are contiguous, and are stored in a table
-        otherwise.
-        """
+        """Append positions, which stay a `Span` while they are contiguous."""
         stored, T = self._positions, slot_count(new)
         n = slot_count(stored)
         if (
@@ -331,9 +315,8 @@ class Fixed(Cache):
 class Latent(Cache):
     """A cache of rank + rotary values per token: a latent and the rotary key that all heads share.
 
-    Both are stored as one part `[B, 1, T, rank + rotary]`, like `Growing`, or like `Fixed` if a
-    capacity is given. Any other memory is refused, so that a projection which passes expanded keys
-    and values, which are many times larger, fails at its first update.
+    Both are stored as one part `[B, 1, T, rank + rotary]`. Any other memory is refused, so that a
+    projection which passes expanded keys and values fails.
 
     Args:
         rank: the size of the latent.
@@ -341,11 +324,8 @@ class Latent(Cache):
         capacity: the largest number of slots, allocated at the first update; None means no bound.
 
     Raises:
-        ArgumentError: rank or capacity is less than 1, or rotary less than 0; an update is not one
-            part `[B, 1, T, rank + rotary]`, does not fit the contents, or exceeds the capacity. The
-            cache stays unchanged.
+        ArgumentError: a size is out of range; an update does not fit or exceeds the capacity.
 
-    >>> import torch
     >>> cache = Latent(512, 64)
     >>> _ = cache.update((torch.zeros(1, 1, 3, 576, dtype=torch.bfloat16),), Span(0, 3))
     >>> cache.elements, cache.bytes
@@ -420,8 +400,7 @@ class Latent(Cache):
 
 
 class Cross(StoredParts, Cache):
-    """A cache for cross-attention: `store` the memory of the source once, and `read` it at every
-    step.
+    """A cache for cross-attention: the memory of the source is stored once and then read.
 
     The positions are those of the source, -1 at padding. For beam search, `select` repeats rows and
     `reorder` permutes them.
@@ -431,15 +410,12 @@ class Cross(StoredParts, Cache):
         else:
             memory, positions = cache.store(project(source, source_positions), source_positions)
 
-    `update` does the same as `store`, so that a module which tries to append at every step fails at
-    the second step. `crop` raises unless it removes everything or nothing, because the length of
-    the target does not refer to the source; `reset` empties the cache for another source.
+    `update` does the same as `store`, so that appending fails at the second step. `crop` raises
+    unless it removes everything or nothing; `reset` empties the cache.
 
     Raises:
-        ArgumentError: the cache is written twice, or read before it is written; parts and positions
-            do not fit each other; a crop would shorten the source. The cache stays unchanged.
+        ArgumentError: the cache is written twice, read before, or cropped; parts do not fit.
 
-    >>> import torch
     >>> cache = Cross()
     >>> k = v = torch.zeros(1, 2, 5, 4)
     >>> _ = cache.store((k, v), Span(0, 5))
@@ -489,9 +465,7 @@ class Cross(StoredParts, Cache):
         return self.store(memory, positions)
 
     def crop(self, length: int) -> None:
-        """Remove the source at length 0; otherwise check that no token is at position `length` or
-        later.
-        """
+        """Remove the source at length 0; otherwise check that no token is at `length` or later."""
         check_crop(length)
         if self._positions is None or length == 0:
             return self.reset()

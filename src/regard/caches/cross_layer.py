@@ -1,11 +1,9 @@
-"""What passes between the layers of a decoder, beside the hidden states. Layers that read the keys
-and values of an earlier layer have a cache `CrossLayer`, which stores nothing, and that layer has a
-`LendingCache`, which keeps what its cache returned. `WithFirstValues` brings the values of the
-first layer to the later ones.
+"""What passes between the layers of a decoder beside the hidden states: a reader has a
+`CrossLayer`, the earlier layer a `LendingCache`; `WithFirstValues` brings the values of the first
+layer.
 
-A reader gets what the earlier layer saw in the same call, not the earlier layer's cache: a ring has
-forgotten tokens that the first queries of a long call may see, and a cache that has already
-advanced would number them wrongly.
+A reader gets what the earlier layer saw in the same call: its cache may have forgotten tokens that
+queries see, and numbers them wrongly after it advanced.
 """
 
 from __future__ import annotations
@@ -70,11 +68,7 @@ class LendingCache(Cache):
 
 
 class FirstValues:
-    """The values that the first layer computes for the tokens of one call.
-
-    Attributes:
-        values: the values of all heads [B,T,G*E]; None before the first layer has run.
-    """
+    """The values [B,T,G*E] that the first layer computes in one call, None before it has run."""
 
     def __init__(self, values: Tensor | None = None) -> None:
         self.values = values
@@ -106,9 +100,8 @@ class FirstValues:
 class WithFirstValues(LendingCache):
     """The cache of a layer for the length of one call, with the values of the first layer.
 
-    `Decoder` makes one for each layer that carries values (`Mixer.carries_values`), so that they
-    take the way of the cache through every block. A cache of tokens stores the values after the
-    mix, and so decoding needs no earlier values of the first layer.
+    `Decoder` makes one for each layer that carries values (`Mixer.carries_values`). A cache of
+    tokens stores the values after the mix, so that decoding needs no earlier ones.
 
     Source: Zhou et al. 2024 (arXiv 2410.17897), section 3.
     """
@@ -140,7 +133,6 @@ class CrossLayer(Cache):
     Raises:
         ArgumentError: an update stores memory of its own, or no memory is lent.
 
-    >>> import torch
     >>> cache = CrossLayer()
     >>> cache.lend((torch.zeros(1, 1, 3, 2),), Span(0, 3))
     >>> _, positions = cache.update((), Span(2, 1))

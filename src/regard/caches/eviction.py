@@ -1,8 +1,6 @@
-"""Eviction rules: which tokens of a full cache stay, per key/value head, by what attention did with
-them; and the cache of a layer that uses one.
+"""Eviction rules, which choose the tokens of a full cache that stay, and the cache of a layer.
 
-Each rule loses the evicted tokens for good: no later query can see them, however well it would
-match. The tokens that stay keep their positions.
+What is evicted is lost for all later queries; the tokens that stay keep their positions.
 """
 
 from __future__ import annotations
@@ -24,12 +22,8 @@ from regard.errors import ArgumentError
 
 
 class QueryMoments(NamedTuple):
-    """The mean and the covariance of the queries that a rule expects next, times the factor on the
-    scores and its square.
-
-    Attributes:
-        mean: `[R, n, D]` for the n query heads of each key/value head.
-        covariance: `[R, n, D, D]`.
+    """The mean `[R, n, D]` and the covariance `[R, n, D, D]` of the queries that a rule expects
+    next, times the factor on the scores and its square.
     """
 
     mean: Float[Tensor, "R n D"]
@@ -37,19 +31,14 @@ class QueryMoments(NamedTuple):
 
 
 class HeldTokens(NamedTuple):
-    """The tokens of a full cache in the order of their positions; R is batch rows times key/value
-    heads. Empty slots come last.
+    """The tokens of a full cache by position, empty slots last; R is batch rows times G heads.
 
     Attributes:
-        keys: `[R, S, D]`, as attention used them; 0 in empty slots.
-        is_held: bool `[R, S]`, False in empty slots.
-        sums: `[R, S]`, the weights that all queries so far gave to each token, summed; 0 if the
-            rule does not accumulate.
-        observed: `[R, S]`, the weights that the last queries give, summed over them; 0 if the rule
-            observes none.
+        keys, is_held: `[R, S, D]` as attention used them, and bool `[R, S]`.
+        sums, observed: `[R, S]`, the summed weights that all queries so far, or the last ones, gave
+            to each token; 0 if the rule uses none.
         values: `[R, S, E]`, 0 in empty slots; None if the rule is not given them.
         positions: `[R, S]`, -1 in empty slots; None stands for 0, 1, 2 and so on.
-        expected: the moments of the next queries; None if the rule expects none.
     """
 
     keys: Float[Tensor, "R S D"]
@@ -87,16 +76,12 @@ class EvictionRule(ABC):
 
     @property
     def future(self) -> int:
-        """For how many of the next positions the rule expects queries by the mean and covariance of
-        those so far; 0: it does not.
-        """
+        """For how many of the next positions the rule expects queries by their moments; 0: none."""
         return 0
 
     @property
     def floor(self) -> float:
-        """Which share of the budget stays in every head, from 0 to 1; the rest stays in the heads
-        of the layer whose tokens have the largest scores.
-        """
+        """Which share of the budget stays in every head; the rest goes to the largest scores."""
         return 1.0
 
     @abstractmethod
@@ -109,14 +94,6 @@ class HeavyHitters(EvictionRule):
     """H2O: the tokens stay that got the most weight so far, and the newest ones.
 
     score_j = sum of p_ij over all queries i so far
-
-    Old tokens are favoured, because more queries add to their sums.
-
-    Args:
-        newest: how many of the newest tokens always stay.
-
-    Raises:
-        ArgumentError: newest is negative.
 
     Source: Zhang et al. 2023 (arXiv 2306.14048), algorithm 1.
     """
@@ -147,8 +124,7 @@ class LastQuery(EvictionRule):
 
     score_j = p_ij for the last query i, summed over the query heads of the key/value head
 
-    Source: Oren et al. 2024 (arXiv 2401.06104), section 3.2; the paper takes the mean over all
-    heads of the layer.
+    Source: Oren et al. 2024 (arXiv 2401.06104), section 3.2.
     """
 
     @property
@@ -163,17 +139,9 @@ class LastQuery(EvictionRule):
 
 @dataclass(frozen=True)
 class ObservedWindow(EvictionRule):
-    """SnapKV: the tokens stay to which the last queries give the most weight, smoothed over
-    neighbours, and the tokens of these queries.
+    """SnapKV: the tokens stay to which the last queries give the most weight, and their own.
 
     score_j = mean over the `pool` tokens around j of sum of p_ij over the last `window` queries i
-
-    Args:
-        window: the number of last queries, whose own tokens stay.
-        pool: the number of neighbours in the mean, odd; outside of the text there are zeros.
-
-    Raises:
-        ArgumentError: window is less than 1, or pool is not odd and at least 1.
 
     Source: Li et al. 2024 (arXiv 2404.14469), section 4.
     """
@@ -242,28 +210,14 @@ class KeyDifference(EvictionRule):
 
 @dataclass(frozen=True)
 class ExpectedAttention(EvictionRule):
-    """Expected attention: the tokens stay whose values are expected to count most for the next
-    queries, if those are drawn from a normal distribution with the moments of the queries so far.
+    """Expected attention: the tokens stay whose values should count most for the next queries.
 
     a_j = softmax_j(m . k_j + k_j C k_j / 2),  score_j = (mean of a_j over query heads + e) |v_j|
 
     m = s R mean(q) and C = s^2 R cov(q) R^T, where s is the factor on the scores, q are the queries
-    before their rotation, and R is the mean of the rotations at the next `future` positions.
-    The exponential of a normal variable has the mean exp(m . k + k C k / 2), which is exact for
-    normal queries at one position; R makes one normal distribution of many positions.
+    before their rotation, and R is the mean of the rotations at the next positions.
 
-    Tokens at positions below `sinks` stay, and their queries and keys do not enter.
-
-    Args:
-        positions: the number of next positions, `future`.
-        first: the number of first positions that always stay, `sinks`.
-        epsilon: e, which lets long values count where little attention is expected.
-
-    Raises:
-        ArgumentError: positions is less than 1, or first or epsilon negative.
-
-    Source: Devoto et al. 2025 (arXiv 2510.00636), section 3; softmax over the held tokens and the
-    mean over query heads as in its published code, kvpress.
+    Source: Devoto et al. 2025 (arXiv 2510.00636), section 3; its published code, kvpress.
     """
 
     positions: int = 512
@@ -307,19 +261,9 @@ class ExpectedAttention(EvictionRule):
 
 @dataclass(frozen=True)
 class AcrossHeads(EvictionRule):
-    """Ada-KV: another rule, whose scores are compared across the key/value heads of a layer, so
-    that heads with spread attention keep more tokens.
+    """Ada-KV: another rule, whose scores are compared across the key/value heads of a layer.
 
-    The heads of a layer keep G budget tokens in all: in each head the int(floor budget) tokens
-    with the largest scores, then the tokens with the largest scores of any head.
-
-    Args:
-        rule: the rule that gives the scores.
-        least: the share of the budget that every head keeps, `floor`, from 0 to 1.
-
-    Raises:
-        ArgumentError: least is not between 0 and 1, or the rule is already one across heads.
-
+    Each head keeps its best int(floor budget) tokens, then any head the best of the rest.
     Source: Feng et al. 2024 (arXiv 2407.11550), algorithm 1 and section 3.3.
     """
 
@@ -375,11 +319,6 @@ def pyramid_budget(
 
     budget_l = w + (2 - 1/b) m - l (2 - 2/b) m / (L - 1),  m = budget - w, rounded
 
-    The first layer keeps w + (2 - 1/b) m tokens and the last w + m / b; their mean is `budget`.
-
-    >>> [pyramid_budget(100, layer, 5, window=20) for layer in range(5)]
-    [176, 138, 100, 62, 24]
-
     Source: Cai et al. 2024 (arXiv 2406.02069), section 4.2.
     """
     if not 0 <= layer < layers or not 0 <= window <= budget or not steepness >= 1:
@@ -397,11 +336,9 @@ def pyramid_budget(
 
 
 class Evicting(State):
-    """The cache of a layer that evicts tokens by a rule: a fixed number of slots per key/value
-    head, each with a token of its own.
+    """The cache of a layer that evicts tokens by a rule, with slots per key/value head.
 
-    `regard.nn.EvictingAttention` reads and replaces the contents. As a state, it cannot take the
-    last tokens back, because what they displaced is gone.
+    `regard.nn.EvictingAttention` replaces the contents; the last tokens cannot be taken back.
 
     >>> Evicting().bytes
     0
@@ -427,9 +364,6 @@ class Evicting(State):
 
         Returns:
             The rule.
-
-        Raises:
-            NotImplementedError: the class has no rule.
         """
         raise NotImplementedError(f"{cls.__name__} has no rule for {budget}")
 
@@ -488,9 +422,7 @@ ExpectedAttentionCache = _named(
 
 
 class PyramidCache(_NamedEviction):
-    """The cache "pyramidkv": as "snapkv", with more tokens in lower layers and fewer in higher
-    ones.
-    """
+    """The cache "pyramidkv": as "snapkv", with more tokens in lower layers."""
 
     kind: ClassVar[str | None] = "pyramidkv"
 
@@ -533,9 +465,7 @@ def tokens_to_keep(
 
 
 def _rank(score: Tensor) -> Tensor:
-    """Return the place of each number of a row [R,S] in descending order; of equal numbers the
-    last comes first, so that the newest tokens stay.
-    """
+    """Return the place of each number of a row [R,S] in descending order, of equals last first."""
     order = score.flip(-1).argsort(dim=-1, descending=True, stable=True)
     index = torch.arange(score.shape[1], device=score.device)
     return torch.empty_like(order).scatter(1, order, index.expand_as(order)).flip(-1)

@@ -1,6 +1,4 @@
-"""The cache `Float8`: every token in 8-bit floating-point numbers, with one power of two as the
-scale of each vector.
-"""
+"""The cache `Float8`: 8-bit floating-point numbers, with a scale for each vector."""
 
 from __future__ import annotations
 
@@ -39,9 +37,7 @@ Float8Format: TypeAlias = Literal["e4m3", "e5m2"]
 
 
 class _Format(NamedTuple):
-    """What distinguishes the formats: the dtype, the bits of fraction, and the largest number
-    mantissa * 2^exponent with a mantissa below 2.
-    """
+    """The dtype, the bits of fraction, and the largest number mantissa * 2^exponent of a format."""
 
     dtype: torch.dtype
     fraction: int
@@ -57,11 +53,8 @@ FORMATS: Mapping[str, _Format] = {
 
 
 class Float8Vectors(NamedTuple):
-    """Vectors x `[B, n, S, d]` as 8-bit floating-point numbers: x ~ code * scale.
-
-    Attributes:
-        codes: the bytes of the numbers, uint8 `[B, n, S, d]`.
-        scale: a power of two for each vector, `[B, n, S, 1]` in the dtype of x.
+    """Vectors x `[B, n, S, d]` as bytes of 8-bit floats, with a power of two for each: x ~ code *
+    scale.
     """
 
     codes: Tensor
@@ -76,16 +69,9 @@ def to_float8(
 
     code = round(x / scale),  scale = the smallest 2^i with max|x| / 2^i <= the largest number
 
-    A number is off by at most 2^-4 (e4m3) or 2^-3 (e5m2) of itself, or by half of the smallest
-    number times the scale. NaN stays NaN; an infinity stays one in e5m2, and becomes NaN in e4m3,
-    which has none. They do not change the scale.
+    NaN stays NaN; an infinity becomes NaN in e4m3, which has none. They do not change the scale.
 
-    >>> codes, scale = to_float8(torch.tensor([[1.0, -3.1, 448.0], [0.0, 0.1, 1000.0]]))
-    >>> scale.flatten().tolist(), from_float8(codes, scale, "e4m3").tolist()[0]
-    ([1.0, 4.0], [1.0, -3.0, 448.0])
-
-    Source: Micikevicius et al. 2022 (arXiv 2209.05433), section 3; scales that are powers of two
-    are those of the OCP Microscaling Formats 1.0, section 5.1.
+    Source: Micikevicius et al. 2022 (arXiv 2209.05433), section 3; OCP Microscaling Formats 1.0.
     """
     dtype, fraction, mantissa, exponent = FORMATS[format]
     info = torch.finfo(x.dtype)
@@ -106,22 +92,14 @@ def to_float8(
 def from_float8(
     codes: UInt8[Tensor, "*n d"], scale: Float[Tensor, "*n 1"], format: str
 ) -> Float[Tensor, "*n d"]:
-    """Return code * scale in the dtype of the scale.
-
-    The product is exact, but for numbers below the smallest normal one of the dtype.
-    """
+    """Return code * scale in the dtype of the scale, exact but for its subnormal numbers."""
     wide = torch.promote_types(scale.dtype, torch.float32)
     numbers = codes.view(FORMATS[format].dtype).to(wide) * scale.to(wide)
     return numbers.to(scale.dtype)
 
 
 class LazyFloat8Tensor(LazyTensor):
-    """A tensor `[B, n, S, d]` that is stored as 8-bit floating-point numbers until a value is
-    needed.
-
-    The first torch operation computes all numbers, once; `float8` is None from then on. A kernel
-    that can read the stored form takes `float8` instead.
-    """
+    """A tensor `[B, n, S, d]` that is stored as 8-bit floats until a value is needed."""
 
     is_inexact: ClassVar[bool] = True
 
@@ -223,21 +201,17 @@ class Float8(Cache):
         x ~ code * scale, a code of 8 bits for each number,
         scale = the smallest power of two with which the vector of a head fits into the format
 
-    Each token and head has a scale of its own, so that nothing has to be calibrated, no number is
-    clipped, and a row has the same digits alone, in a padded batch and in any chunks. A number is
-    off by at most 2^-4 ("e4m3", 3 bits of fraction) or 2^-3 ("e5m2", 2 bits) of itself, or by half
-    of the smallest number of the format times the scale. A number takes 8 + s / d bits, where s are
-    the bits of the memory's dtype and d is the dim of the part.
+    Each token and head has a scale of its own, so that nothing is calibrated or clipped, and a row
+    has the same digits in any batch or chunks. A number is off by at most 2^-4 ("e4m3") or 2^-3
+    ("e5m2") of itself, or by half of the smallest number times the scale.
 
-    NaN stays NaN, and does not change other numbers; an infinity becomes NaN in e4m3, which has no
-    infinities.
+    NaN stays NaN; an infinity becomes NaN in e4m3, which has none.
 
     Args:
         format: "e4m3" or "e5m2".
 
     Raises:
-        ArgumentError: the format is unknown; an update does not fit the contents, or requires a
-            gradient. The cache stays unchanged.
+        ArgumentError: the format is unknown; an update does not fit, or requires a gradient.
 
     >>> cache = Float8()
     >>> k = v = torch.randn(1, 2, 10, 16)
@@ -260,11 +234,7 @@ class Float8(Cache):
 
     @classmethod
     def for_layer(cls, size: LayerSize) -> Float8:  # noqa: ARG003  (every width is served)
-        """Create a cache of the format e4m3.
-
-        >>> Float8.for_layer(LayerSize(widths=(80, 80))).settings
-        {'format': 'e4m3'}
-        """
+        """Create a cache of the format e4m3."""
         return cls()
 
     def update(self, memory: Parts, positions: Positions) -> tuple[Parts, Positions]:

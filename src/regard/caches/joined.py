@@ -15,11 +15,9 @@ from regard.units import plural
 
 
 class Joined(Cache):
-    """The caches of several mechanisms that read the same tokens, such as attention and a
-    recurrence in one layer.
+    """The caches of several mechanisms that read the same tokens in one layer.
 
-    The mechanisms update `parts`; every other operation is applied to all of them. A crop that one
-    of them refuses changes none.
+    The mechanisms update `parts`; every other operation is applied to all of them or to none.
     """
 
     savable: ClassVar[bool] = False
@@ -38,9 +36,7 @@ class Joined(Cache):
         )
 
     def crop(self, length: int) -> None:
-        """Remove every token at position `length` or later from all parts, or from none if one of
-        them refuses.
-        """
+        """Remove every token at `length` or later from all parts, or from none if one refuses."""
         check_crop(length)
         for part in self.parts:
             part.fork().crop(length)  # raises what the part would raise

@@ -15,9 +15,8 @@ from torch.utils._pytree import tree_map_only
 class LazyTensor(Tensor):
     """A tensor of known shape, dtype and device whose values are computed from a stored form.
 
-    The first torch operation computes them, once; later operations read and write the result. A
-    kernel that can read the stored form takes that instead. A subclass makes its instances with
-    `Tensor._make_wrapper_subclass` and says in `compute_numbers` how the values are computed.
+    The first torch operation computes them, once; a kernel may read the stored form instead. A
+    subclass makes instances with `Tensor._make_wrapper_subclass` and defines `compute_numbers`.
     """
 
     is_inexact: ClassVar[bool] = False

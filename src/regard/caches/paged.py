@@ -46,12 +46,7 @@ PAGE_SIZE = 16
 
 
 class PagesOfRows(NamedTuple):
-    """The slots of some rows as pages.
-
-    Args:
-        table: the page of each page-sized run of slots of a row, int32 `[B, columns]`; the last
-            column, and those behind the end of a row, name the page of zeros.
-    """
+    """The slots of some rows as pages: `table` `[B, columns]` ends in the page of zeros."""
 
     pages: Tensor
     table: Tensor
@@ -60,9 +55,8 @@ class PagesOfRows(NamedTuple):
 class LazyPagedTensor(LazyTensor):
     """A tensor `[B, n, S, d]` that stays in the pages of a pool until a value is needed.
 
-    The first torch operation gathers the slots, once; later operations read and write the result,
-    and `paged` is None from then on. A kernel that can read pages takes `paged` instead. Before a
-    slot that it needs is given away, the pool gathers it, so that its values never change.
+    The first torch operation gathers the slots, once, and `paged` is None from then on. The pool
+    gathers before a slot that it needs is given away, so that its values never change.
     """
 
     _paged: PagesOfRows
@@ -94,9 +88,7 @@ class LazyPagedTensor(LazyTensor):
 
 
 def _pool_slots(paged: PagesOfRows, positions: Positions) -> Tensor:
-    """Return the pool's slot number of each slot of the rows `[B, S]`; empty slots are those of the
-    page of zeros.
-    """
+    """Return the pool's slot numbers of the rows `[B, S]`; empty slots are in the page of zeros."""
     device, S, size = paged.table.device, slot_count(positions), paged.pages.shape[1]
     row_slots = torch.arange(S, device=device).expand(paged.table.shape[0], -1)
     slots = _slots_of(paged.table, size, row_slots)
@@ -112,9 +104,7 @@ def _read(pages: Tensor, slots: Tensor) -> Tensor:
 
 
 def _slots_of(table: Tensor, size: int, row_slots: Tensor) -> Tensor:
-    """Return the pool's slot numbers for slots `[B, N]` of the rows of a table `[B, columns]`; a
-    slot after the end of a row refers to the page of zeros.
-    """
+    """Return the pool's slot numbers for slots `[B, N]` of a table; zeros after a row's end."""
     page = table.long().gather(1, (row_slots // size).clamp(max=table.shape[1] - 1))
     return page * size + row_slots % size
 
@@ -122,18 +112,15 @@ def _slots_of(table: Tensor, size: int, row_slots: Tensor) -> Tensor:
 class PagePool:
     """A pool of `pages` pages of `page_size` tokens, with a reference count per page.
 
-    Caches of several threads may share a pool; `lock` is held while the pool changes.
-
-    The tensors `[pages + 1, page_size, n, d]`, one per part, are allocated when the first memory is
-    stored. The last page is never handed out and contains zeros; empty slots refer to it.
+    Several threads may share a pool. The tensors `[pages + 1, page_size, n, d]`, one per part, are
+    allocated when the first memory is stored; the last page contains zeros.
 
     Args:
         page_size: tokens per page.
         pages: the number of pages.
 
     Raises:
-        ArgumentError: page_size or pages is less than 1; more pages are requested than are free;
-            memory does not fit the pages.
+        ArgumentError: a size is less than 1, too few pages are free, or memory does not fit.
 
     >>> pool = PagePool(16, 8)
     >>> pages = pool.take(3)
@@ -299,9 +286,7 @@ class PagePool:
             self._lazy = [*alive, *map(ref, tensors)]
 
     def gather_lent(self) -> None:
-        """Gather the slots of every tensor that would read them later, before some of them are
-        given away and may be overwritten.
-        """
+        """Gather the slots of every lent tensor before some of them are overwritten."""
         with self.lock:
             lent, self._lazy = self._lazy, []
             for x in lent:
@@ -339,11 +324,7 @@ class PageTable:
         self.lengths = [n + more for n, more in zip(self.lengths, new, strict=True)]
 
     def reserve(self, new: list[int]) -> None:
-        """Allocate pages for more slots in each row, which stay empty.
-
-        A partly filled last page that is shared is copied. If several rows of this table share it,
-        the last of them keeps the original.
-        """
+        """Allocate pages for more slots in each row, and copy a shared page that is half full."""
         size, counts = self.pool.page_size, self.pool.counts
         last, new_pages = [], []
         for row, n, more in zip(self.rows, self.lengths, new, strict=True):
@@ -378,17 +359,11 @@ class PageTable:
 
     @property
     def numbers(self) -> Tensor:
-        """The pages of each row, int64 on the CPU `[B, n]`; the page of zeros follows the last one
-        of each row.
-        """
+        """The pages of each row, int64 on the CPU `[B, n]`, followed by the page of zeros."""
         return self.numbers_on(torch.device("cpu"))
 
     def numbers_on(self, device: torch.device, dtype: torch.dtype = torch.int64) -> Tensor:
-        """Return `numbers` on a device.
-
-        The tensor is made again when a row gets or loses a page, not in every step, and is copied
-        to a device without waiting for it.
-        """
+        """Return `numbers` on a device, made again only when a row gets or loses a page."""
         key = device, dtype
         if key not in self._numbers:
             most = max((len(row) for row in self.rows), default=0) + 1
@@ -398,10 +373,7 @@ class PageTable:
         return self._numbers[key]
 
     def slots(self, row_slots: Tensor) -> Tensor:
-        """Return the pool's slot numbers for slots `[B, N]` of the rows.
-
-        A slot after the end of a row refers to the page of zeros.
-        """
+        """Return the pool's slot numbers for slots `[B, N]` of the rows."""
         return _slots_of(self.numbers_on(row_slots.device), self.pool.page_size, row_slots)
 
     def end_slots(self, length: int, device: torch.device) -> Tensor:
@@ -419,22 +391,18 @@ class PageTable:
 
 
 class Paged(Cache):
-    """A cache that stores memory in pages of a pool, so that each row takes only as many pages as
-    its tokens need.
+    """A cache in pages of a pool, so that each row takes only as many pages as it needs.
 
-    Padding is not stored. A `fork`, or a row that `select` repeats, refers to the same pages; a
-    shared page is copied when it is written. Pages without references become free: after `crop`,
-    `reset` and `select`, and when a fork is deleted. `update` returns gathered slots, with position
-    -1 and zeros after the end of a shorter row.
+    Padding is not stored. Forks and repeated rows share pages, which are copied when written and
+    become free without references. `update` returns gathered slots, with position -1 and zeros
+    after the end of a shorter row.
 
     Args:
         page_size: tokens per page.
-        pages: the number of pages of the pool, for all rows and forks together; they are allocated
-            at the first update.
+        pages: the number of pages of the pool, for all rows and forks together.
 
     Raises:
-        ArgumentError: page_size or pages is less than 1; an update does not fit the contents, or
-            the pool has too few free pages. Every cache of the pool stays unchanged.
+        ArgumentError: a size is less than 1, an update does not fit, or too few pages are free.
 
     >>> cache = Paged(page_size=4, pages=8)
     >>> _ = cache.update((torch.zeros(2, 1, 6, 3),), Span(0, 6))
@@ -469,9 +437,7 @@ class Paged(Cache):
         return cls(PAGE_SIZE, size.rows * -(-size.slots // PAGE_SIZE))
 
     def repeated(self, rows: int, slots: int | None = None) -> Cache:
-        """Return a new cache with a pool of its own, in which the repeated rows share their
-        pages.
-        """
+        """Return a new cache with a pool of its own, in which the repeated rows share pages."""
         assert slots is not None, "needs_slots is True"
         size = self.pool.page_size
         other = type(self)(size, rows * -(-slots // size))
@@ -497,10 +463,7 @@ class Paged(Cache):
 
     @property
     def bytes(self) -> int:
-        """Bytes of the pages that this cache refers to, each counted once.
-
-        Forks share pages; `pool.bytes` counts those of all caches.
-        """
+        """Bytes of the pages that this cache refers to, each counted once."""
         return len({page for row in self._table.rows for page in row}) * self.pool.page_bytes
 
     @property
@@ -509,17 +472,13 @@ class Paged(Cache):
         return None if self._positions is None else len(self._table.rows)
 
     def next(self, length: int) -> Positions:
-        """Return the default positions of the next tokens: they follow the last token of
-        each row.
-        """
+        """Return the default positions of the next tokens, after the last of each row."""
         return (
             Span(0, length) if self._positions is None else next_positions(self._positions, length)
         )
 
     def update(self, memory: Parts, positions: Positions) -> tuple[Parts, Positions]:
-        """Store memory, each part `[B, n, T, d]`; return all memory, each `[B, n, S, d]`, and its
-        positions.
-        """
+        """Store memory, each part `[B, n, T, d]`; return all memory and its positions."""
         check_update(memory, positions)
         if self._positions is not None:
             check_same_layout(self._like(), memory)
@@ -533,8 +492,8 @@ class Paged(Cache):
     def lazy_memory(self) -> tuple[Parts, Positions]:
         """Return all memory without gathering it.
 
-        Kernels that read pages take them from these tensors; any other operation gathers the slots.
-        On other devices than the CPU, whose kernels read no pages, `update` returns the same.
+        Kernels may read its pages; any other operation gathers them. On other devices than the CPU
+        `update` returns the same.
 
         Returns:
             The parts, each `[B, n, S, d]`, and their positions, as `update` returns them.
@@ -552,10 +511,8 @@ class Paged(Cache):
         return lazy, self._positions
 
     def open_slot(self, positions: Positions) -> OpenSlot | None:
-        """Return the pages of the pool, with room for one more token per row.
-
-        None while the cache is empty, if a token has no position, or if the pool has too few free
-        pages, which `update` reports.
+        """Return the pages of the pool, with room for one more token per row; None if there is
+        none.
         """
         table, stored, pool = self._table, self._positions, self.pool
         if stored is None or slot_count(positions) != 1 or not table.rows:

@@ -1,6 +1,4 @@
-"""Quantization of cached values to groups of integer codes, and tensors that dequantize on
-first use.
-"""
+"""Quantization of cached values in groups, and tensors that dequantize on first use."""
 
 from __future__ import annotations
 
@@ -15,24 +13,18 @@ from regard.caches.lazy_tensor import LazyTensor
 from regard.errors import ArgumentError
 
 Axis: TypeAlias = Literal["channel", "token", "exact"]
-"""Which values share a scale: "channel" is one channel over several tokens, "token" several
-channels of one token, and "exact" means that values are not quantized.
-"""
+"""Which values share a scale: a "channel" of several tokens, or channels of one "token"."""
 
 
 class QuantizedGroups(NamedTuple):
     """Values x `[B, n, L, d]` as integer codes: x ~ zero + code * scale.
 
-    Outliers are values that no group can represent: NaN, infinities, and values above a quarter of
-    the dtype's range. They are stored exactly; there are none in nearly all cases.
+    Outliers (NaN, infinities, values above a quarter of the range) are stored exactly.
 
     Attributes:
-        codes: uint8 `[B, n, R, lines, bytes]`, several codes per byte; R is L for "token" and L /
-            group for "channel". For "exact", x itself.
+        codes: uint8 `[B, n, R, lines, bytes]`; R is L for "token" and L / group for "channel".
         scale: the scale of each group, `[B, n, R, lines, 1]` in the dtype of x.
-        odd_at: the index (slot * n + head) * d + channel of each outlier, int64 `[B, X]`; -1 fills
-            rows with fewer outliers.
-        odd: the values of the outliers, `[B, X]`.
+        odd_at, odd: the index (slot * n + head) * d + channel of outliers, `[B, X]`, and values.
     """
 
     codes: Tensor
@@ -53,10 +45,8 @@ def quantize(
 ) -> QuantizedGroups:
     """Quantize values in groups: code = round((x - zero) / scale).
 
-    zero = min and scale = (max - min) / (2^bits - 1) over each group, where min and max are taken
-    over the slots that hold tokens. The scale is rounded up to the dtype of x, and codes are
-    computed with the rounded scale, so that |x - x'| <= scale / 2. The arithmetic is in fp64, once
-    per token.
+    zero = min and scale = (max - min) / (2^bits - 1) over the tokens of a group. The scale is
+    rounded up to the dtype of x before it is used, so that |x - x'| <= scale / 2.
 
     >>> x = torch.tensor([0.0, 1.0, 2.0, 3.0])[None, None, None]
     >>> groups = quantize(x, torch.ones(1, 1, dtype=torch.bool), "token", bits=2, group=4)
@@ -106,9 +96,7 @@ def dequantize(
 
 
 def crop_groups(groups: QuantizedGroups, axis: Axis, rows: int, numbers: int) -> QuantizedGroups:
-    """Return the first rows of codes, and the outliers among the first `numbers` values of each
-    row.
-    """
+    """Return the first rows of codes, and the outliers among their first `numbers` values."""
     if axis == "exact":
         return groups._replace(codes=groups.codes[:, :, :rows])
     places = groups.odd_at.masked_fill(groups.odd_at >= numbers, -1)
@@ -137,10 +125,7 @@ def check_groups(
     group: int,
     name: str = "the memory",
 ) -> None:
-    """Raise unless the codes hold `slots` slots and fit the recent slots `[B, n, l, d]` after them.
-
-    Kernels read codes by their address. With wrong shapes they would read outside the tensors.
-    """
+    """Raise unless the codes hold `slots` slots and fit the recent ones, as kernels trust them."""
     B, n, _, d = recent.shape
     wanted = group_shapes((B, n, slots, d), axis, bits=bits, group=group)
     got = tuple(groups.codes.shape), tuple(groups.scale.shape)
@@ -169,20 +154,14 @@ def check_groups(
 
 
 def _view_as_groups(x: Tensor, axis: Axis, group: int) -> Tensor:
-    """Return x `[B, n, L, d]` with each group as the last dimension.
-
-    The shape is `[B, n, L/group, d, group]` for "channel" and `[B, n, L, d/group, group]` for
-    "token".
-    """
+    """Return x `[B, n, L, d]` with each group as the last dimension."""
     if axis == "channel":
         return torch.unflatten(x, 2, (x.shape[2] // group, group)).transpose(-1, -2)
     return torch.unflatten(x, 3, (-1, group))
 
 
 def _round_up(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Convert x >= 0 to another dtype, rounded up, so that codes reach the largest value of
-    the group.
-    """
+    """Convert x >= 0 to another dtype, rounded up, so that codes reach the group's maximum."""
     y = x.to(dtype)
     integer_dtype = {2: torch.int16, 4: torch.int32, 8: torch.int64}[y.element_size()]
 
@@ -220,11 +199,7 @@ def _unpack(packed: Tensor, bits: int) -> Tensor:
 
 
 class QuantizedAndRecent(NamedTuple):
-    """The input of a kernel that reads codes: quantized slots, followed by unquantized recent ones.
-
-    Attributes:
-        recent: the recent slots `[B, n, l, d]`.
-    """
+    """The input of a kernel: quantized slots, then unquantized recent ones `[B, n, l, d]`."""
 
     groups: QuantizedGroups
     axis: Axis
@@ -234,10 +209,7 @@ class QuantizedAndRecent(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class CodedSlots:
-    """The older slots of a cache that a compiled step reads as codes, without outliers.
-
-    It is the same object as long as the codes are the same.
-    """
+    """The older slots that a compiled step reads as codes, one object while they are the same."""
 
     parts: tuple[QuantizedAndRecent, ...]
     slots: int
@@ -246,9 +218,7 @@ class CodedSlots:
 class LazyDequantizedTensor(LazyTensor):
     """A tensor `[B, n, S, d]` whose older slots are stored as codes until a value is needed.
 
-    Shape, dtype and device are those of the dequantized values. The first torch operation
-    dequantizes them, once; later operations read and write the result, and `coded` is None from
-    then on. A kernel that can read codes takes `coded` instead.
+    The first torch operation dequantizes them, once, and `coded` is None from then on.
     """
 
     is_inexact: ClassVar[bool] = True

@@ -43,15 +43,10 @@ from regard.units import plural
 
 
 class GrowingTensor:
-    """Slots `[B, n, L, ...]` with spare capacity, so that appending does not copy the old slots
-    each time.
+    """Slots `[B, n, L, ...]` with spare capacity, so that appending does not copy old slots.
 
-    When the capacity is used up, all slots are copied once into a larger buffer. A view that was
-    returned keeps its values, unless a shorter `GrowingTensor` of the same buffer is appended to.
-
-    Args:
-        inner: whether values of one line are contiguous over the slots `[B, n, L, lines, 1]`, which
-            makes loops over slots faster.
+    A returned view keeps its values, unless a shorter `GrowingTensor` of its buffer grows. With
+    `inner`, values of a line are contiguous over the slots, which makes loops faster.
     """
 
     def __init__(self, memory: Tensor, length: int | None = None, *, inner: bool = False) -> None:
@@ -81,9 +76,7 @@ class GrowingTensor:
         return GrowingTensor(memory, stop, inner=self._inner)
 
     def with_room(self, slots: int) -> GrowingTensor:
-        """Return these slots in a buffer that the caller may write, with room for more slots; it is
-        the present one if that has some room left.
-        """
+        """Return these slots in a buffer that the caller may write, with room for more slots."""
         if self.length < self._memory.shape[2] and can_write_in_place((self._memory,), ()):
             return self
         memory = self._empty(self.length + slots)
@@ -108,10 +101,7 @@ class GrowingTensor:
 
 @dataclass(frozen=True, eq=False)
 class QuantizedPart:
-    """One part of the memory: quantized older slots, followed by unquantized recent slots.
-
-    It is immutable: each operation returns a new one.
-    """
+    """One part of the memory: quantized older slots, then recent ones; it is immutable."""
 
     axis: Axis
     bits: int
@@ -147,9 +137,7 @@ class QuantizedPart:
         return QuantizedGroups(codes, scale, zero, self.odd_at, self.odd)
 
     def appended(self, x: Shaped[Tensor, "B n T d"], room: int) -> QuantizedPart:
-        """Return the part with x appended to the recent slots, with spare capacity for
-        `room` more.
-        """
+        """Return the part with x appended to the recent slots, with room for `room` more."""
         return replace(self, recent=self.recent.append(x, room=room))
 
     def with_oldest_quantized(
@@ -177,9 +165,7 @@ class QuantizedPart:
         return replace(self, rows=rows, odd_at=groups.odd_at, recent=recent)
 
     def all_slots(self) -> Tensor:
-        """Return all slots `[B, n, S, d]`, dequantized lazily so that a kernel may read the
-        codes.
-        """
+        """Return all slots `[B, n, S, d]`, dequantized lazily."""
         coded = QuantizedAndRecent(self.codes, self.axis, self.bits, self.recent.view)
         if not self.rows[0].length:
             return self.recent.view
@@ -208,16 +194,12 @@ class Quantized(Cache):
         |x - x'| <= scale / 2, plus the rounding of scale and x' to the dtype of x
 
     A group is `group` slots of one channel ("channel", so that an outlier channel does not enlarge
-    the scale of others), or `group` channels of one slot ("token"). Slots are quantized in whole
-    groups, also within one long update, and never twice: the result depends on the slots, not on
-    the chunks in which they came. Scale and zero have the dtype of the memory, which gives bits +
-    32 / group bits per value for fp16 or bf16.
+    other scales), or `group` channels of one slot ("token"). Slots are quantized in whole groups
+    and never twice, whatever the chunks. fp16 and bf16 take bits + 32 / group bits per value.
 
-    Slots at position -1 are not part of a group. NaN, infinities and values above a quarter of the
-    dtype's range are stored exactly and do not affect other values. A group of equal values is
-    exact. A crop into the quantized slots does not dequantize them; the removed slots of the last
-    group become empty. Groups are defined by slots, and left padding moves a row's tokens to other
-    groups. So rows of a padded batch equal the single row within the bound, not bitwise.
+    NaN, infinities and values above a quarter of the dtype's range are stored exactly. A crop does
+    not dequantize. Left padding moves a row's tokens to other groups, so that rows of a padded
+    batch equal the single row within the bound, not bitwise.
 
     Args:
         bits: 8, 4 or 2.
@@ -226,9 +208,8 @@ class Quantized(Cache):
         axes: "channel", "token" or "exact" (not quantized) for each part of the memory.
 
     Raises:
-        ArgumentError: bits, group, residual or axes is not allowed; an update does not fit the
-            contents, its number of parts differs from that of axes, its channels do not divide into
-            groups, or it requires a gradient. The cache stays unchanged.
+        ArgumentError: an argument is not allowed; an update does not fit, has another number of
+            parts or channels that form no groups, or requires a gradient.
 
     >>> cache = Quantized(8, group=4, residual=4)
     >>> k = v = torch.randn(1, 2, 10, 4)
@@ -278,13 +259,8 @@ class Quantized(Cache):
 
     @classmethod
     def for_layer(cls, size: LayerSize) -> Quantized:
-        """Create a cache with 8 bits, and 128 recent slots.
-
-        If there are several parts, the first is taken for keys, with scales per channel. All others
-        have scales per token, in groups of at most 32 channels that divide them.
-
-        >>> Quantized.for_layer(LayerSize(widths=(80, 80))).settings["group"]
-        20
+        """Create a cache of 8 bits and 128 recent slots; the first of several parts is taken for
+        keys.
         """
         widths = size.widths
         axes = ["channel" if i == 0 and len(widths) > 1 else "token" for i in range(len(widths))]
@@ -303,9 +279,7 @@ class Quantized(Cache):
         return len(self) - (self._parts[0].recent.length if self._parts else 0)
 
     def update(self, memory: Parts, positions: Positions) -> tuple[Parts, Positions]:
-        """Append memory, each part `[B, n, T, d]`; return all memory, with older slots
-        dequantized.
-        """
+        """Append memory, each part `[B, n, T, d]`; return all memory, older slots dequantized."""
         check_update(memory, positions)
         if self._parts:
             check_same_layout(tuple(x.recent.view for x in self._parts), memory)
@@ -326,11 +300,7 @@ class Quantized(Cache):
         return tuple(x.all_slots() for x in parts), positions
 
     def open_slot(self, positions: Positions) -> OpenSlot | None:
-        """Return the recent slots with room for one more token per row, and the codes before them.
-
-        If the new token makes a group full, its codes are computed now. None while the cache is
-        empty, if a part is not quantized, or if there are outliers.
-        """
+        """Return the recent slots with room for a token per row, and the codes before them."""
         parts, stored = self._parts, self._positions
         if not parts or stored is None or slot_count(positions) != 1 or "exact" in self.axes:
             return None
@@ -370,9 +340,7 @@ class Quantized(Cache):
         self._positions = slice_positions(positions, slice(0, max(n, old)))
 
     def contents(self) -> Contents:
-        """Return the codes, scales, zeros and outliers of each part, the recent slots, and the
-        positions.
-        """
+        """Return codes, scales, zeros and outliers, the recent slots, and the positions."""
         if not self._parts or self._positions is None:
             return {}
         groups = {
@@ -407,9 +375,7 @@ class Quantized(Cache):
         return (max(0, slots - self.residual) // self.group) * self.group
 
     def _codes_of(self, parts: tuple[QuantizedPart, ...], slots: int) -> CodedSlots | None:
-        """Return the codes of the parts, which hold a number of slots: the same object as last time
-        if they are the same; None if there are none.
-        """
+        """Return the codes of the parts, the same object as last time if they are the same."""
         rows, (known, coded) = [x.rows for x in parts], self._coded
         if len(rows) != len(known) or any(x is not y for x, y in zip(rows, known, strict=True)):
             codes = (

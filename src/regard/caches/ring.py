@@ -1,6 +1,4 @@
-"""Ring caches: `Ring` keeps the last tokens for windowed masks, and `Streaming` the first
-ones too.
-"""
+"""Ring caches: `Ring` keeps the last tokens, and `Streaming` the first ones too."""
 
 from __future__ import annotations
 
@@ -53,13 +51,7 @@ STREAMING_SINKS = 4
 
 
 class SlotPositions(NamedTuple):
-    """The position in each slot of each row, EMPTY where there is none.
-
-    Attributes:
-        positions: int64 `[B or 1, size]`.
-        lost: int64 `[B or 1, 1]`, the highest position after the sinks that was overwritten; -1 if
-            none.
-    """
+    """The position in each slot `[B or 1, size]`, and the highest one that was overwritten."""
 
     positions: Tensor
     lost: Tensor
@@ -76,9 +68,7 @@ class SlotPositions(NamedTuple):
         return SlotPositions(self.positions.expand(rows, -1), self.lost.expand(rows, -1))
 
     def check_follows(self, p: Int[Tensor, "b T"]) -> None:
-        """Raise unless new positions `[B or 1, T]` follow those of the cache in each row, without
-        repeats.
-        """
+        """Raise unless new positions `[B or 1, T]` follow those of the cache, without repeats."""
         last = self.positions.amax(1, keepdim=True)
         early = (p >= 0) & (p <= last)
         if bool(early.any()):
@@ -113,11 +103,7 @@ class SlotPositions(NamedTuple):
         )
 
     def chunk(self, p: Int[Tensor, "b T"], slots: RingLayout) -> tuple[SlotPositions, Tensor]:
-        """Return the positions after new tokens `[B or 1, T]`, and the new token that each slot
-        received.
-
-        The second result is int64 `[B or 1, size]`, -1 where a slot received none.
-        """
+        """Return the positions after new tokens, and the new token of each slot (-1: none)."""
         now = self.for_rows(p.shape[0])
         p = p.expand(now.positions.shape[0], -1)
         last = torch.cat([now.positions, p], 1).amax(1, keepdim=True)
@@ -137,9 +123,7 @@ class SlotPositions(NamedTuple):
         ), source
 
     def min_crop_length(self, length: int, slots: RingLayout, window: int) -> int:
-        """Return the smallest length, at least `length`, to which a crop has a full window in every
-        row.
-        """
+        """Return the smallest length from `length` on at which every row has a full window."""
         if length <= slots.sinks or not self.lost.numel():
             return length
         needed = torch.where(self.lost >= 0, self.lost + window, 0)
@@ -152,9 +136,7 @@ class SlotPositions(NamedTuple):
         return SlotPositions(positions, lost)
 
     def contents(self) -> dict[str, Tensor | Span | int]:
-        """Return the positions and the last overwritten one, under the names that
-        `Cache.contents` uses.
-        """
+        """Return the positions and the last overwritten one, as `Cache.contents` names them."""
         return {"positions": self.positions, "lost": self.lost}
 
     def count(self, slots: RingLayout) -> int:
@@ -169,12 +151,10 @@ def _positions_after(slots: RingLayout, run: ContiguousRun) -> Tensor:
 
 
 class RingBase(Cache):
-    """Base of `Ring` and `Streaming`: the first positions are kept forever, and the last ones in a
-    ring.
+    """Base of `Ring` and `Streaming`: the first positions are kept, the last ones in a ring.
 
-    While all rows hold the same contiguous positions, three integers describe them
-    (`ContiguousRun`), and no tensor is read. Otherwise a tensor stores the position of each slot
-    (`SlotPositions`).
+    A `ContiguousRun` of three integers describes rows with the same positions, so that no tensor is
+    read; otherwise it is `SlotPositions`.
     """
 
     static_step_refusal: ClassVar[str | None] = None
@@ -205,9 +185,7 @@ class RingBase(Cache):
         return bytes_of(self._memory or ())
 
     def update(self, memory: Parts, positions: Positions) -> tuple[Parts, Positions]:
-        """Store memory, each part `[B, n, T, d]`; return it with all old memory that its queries
-        may see.
-        """
+        """Store memory, each part `[B, n, T, d]`; return it with all that its queries may see."""
         check_update(memory, positions)
         if self._memory is not None:
             check_same_layout(self._memory, memory)
@@ -226,9 +204,7 @@ class RingBase(Cache):
         )
 
     def open_slot(self, positions: Positions) -> OpenSlot | None:
-        """Return the buffers and the slot of the next position; None without buffers, where rows
-        have different positions, or where the first positions are missing.
-        """
+        """Return the buffers and the slot of the next position, or None."""
         run = self._stored
         if self._memory is None or not isinstance(run, ContiguousRun) or run.first != 0:
             return None
@@ -315,9 +291,7 @@ class RingBase(Cache):
     def _stored_for(
         self, positions: Positions, device: torch.device
     ) -> ContiguousRun | SlotPositions:
-        """Return the stored positions in the form that the new positions need; raise if these do
-        not follow.
-        """
+        """Return the stored positions in the form of the new ones; raise if these do not follow."""
         stored, compiling = self._stored, is_compiling()
         if isinstance(stored, ContiguousRun):
             # A compiled graph would specialize on numbers that change in every step; there, each
@@ -356,10 +330,7 @@ class RingBase(Cache):
     def _join_in_order(
         self, buffers: Parts, new: Parts, run: ContiguousRun
     ) -> tuple[Parts, Positions]:
-        """Return sinks, the last window - 1 tokens and the new ones, in order.
-
-        In this order, contiguous positions stay a `Span`.
-        """
+        """Return sinks, the last window - 1 tokens and the new ones, so that a `Span` stays one."""
         slots, start = self._slots, run.stop
         sinks = Span(run.first, max(0, min(slots.sinks, start) - run.first))
         oldest = max(run.lost + 1, start - self.window + 1, slots.sinks, run.first)
@@ -399,9 +370,7 @@ class RingBase(Cache):
         self._stored = after
 
     def _write_chunk(self, buffers: Parts, new: Parts, stored: SlotPositions, p: Tensor) -> None:
-        """Write the last tokens of a chunk into a copy of the ring, since the result refers to the
-        old one.
-        """
+        """Write the last tokens of a chunk into a copy, since the result refers to the old ring."""
         self._stored, source = stored.chunk(p, self._slots)
         self._memory = fill_slots(buffers, new, source)
 
@@ -414,32 +383,23 @@ class Ring(RingBase):
 
     slot = position % (window + rewind)
 
-    It is exact for masks under which a query sees no key before the last `window` positions up to
-    its own, such as `masks.Causal() & masks.Window(window)`. During an update, everything that a
-    query of the chunk may see is visible, however long the chunk is; afterwards only the ring is
-    kept. A slot at position -1 is not stored, so that rows may have any padding and any length. A
-    step of at most rewind + 1 tokens is written into the ring, and the ring itself is returned
-    without a copy; that result is valid until the next update.
+    It is exact for masks under which a query sees only the last `window` positions up to its own.
+    During an update, everything that a query of the chunk may see is visible, however long it is.
+    Rows may have any padding. A step of at most rewind + 1 tokens is written into the ring, which
+    is returned without a copy and is valid until the next update.
 
     Args:
         window: how many keys a query may see.
-        rewind: how many more tokens are kept, so that a crop may remove rewind + 1 tokens, and a
-            step of that many tokens (speculative decoding) is written without a copy.
+        rewind: how many more tokens are kept, so that rewind + 1 tokens can be cropped.
 
     Raises:
-        ArgumentError: window is less than 1 or rewind less than 0; an update does not fit the
-            contents, or its positions do not follow those of the cache; a crop needs tokens that
-            were overwritten. The cache stays unchanged.
+        ArgumentError: a size is out of range; an update does not fit or follow; a crop needs tokens
+            that were overwritten.
 
-    >>> import torch
-    >>> from regard.span import Span
     >>> cache = Ring(4)
     >>> (memory,), positions = cache.update((torch.zeros(1, 2, 9, 8),), Span(0, 9))
     >>> memory.shape, positions  # a chunk is visible as a whole
     (torch.Size([1, 2, 9, 8]), Span(start=0, length=9))
-    >>> (memory,), positions = cache.update((torch.ones(1, 2, 1, 8),), Span(9, 1))
-    >>> positions.tolist(), cache.bytes
-    ([[8, 9, 6, 7]], 256)
 
     Source: the rolling buffer cache of Jiang et al. 2023 (arXiv 2310.06825), section 2.
     """
@@ -466,9 +426,7 @@ class Streaming(RingBase):
     ones.
 
     It is exact for `masks.Causal() & (masks.Window(recent) | masks.Sinks(sinks))`. Positions do not
-    change. StreamingLLM numbers tokens by their index in the cache; a module that does the same
-    computes these numbers from the positions that `update` returns. Chunks, padding and steps work
-    as in `Ring`.
+    change. Chunks, padding and steps work as in `Ring`.
 
     Args:
         sinks: how many first positions are never evicted.
@@ -476,11 +434,8 @@ class Streaming(RingBase):
         rewind: how many more tokens are kept, as in `Ring`.
 
     Raises:
-        ArgumentError: sinks or rewind is less than 0, recent is less than 1, or an operation fails
-            for a reason that `Ring` lists.
+        ArgumentError: a size is out of range, or for a reason that `Ring` lists.
 
-    >>> import torch
-    >>> from regard.span import Span
     >>> cache = Streaming(sinks=2, recent=3)
     >>> _ = cache.update((torch.zeros(1, 2, 9, 8),), Span(0, 9))
     >>> (memory,), positions = cache.update((torch.ones(1, 2, 1, 8),), Span(9, 1))
@@ -514,15 +469,13 @@ class Streaming(RingBase):
 
 
 def for_reach(reach: Reach) -> Cache:
-    """Create an empty cache that keeps the old tokens within the reach of a mask and evicts all
-    others.
+    """Create an empty cache of the old tokens within the reach of a mask.
 
     Args:
         reach: the reach of the mask, `mask.reach()`.
 
     Returns:
-        A `Growing` cache if the reach has no bound, a `Streaming` cache if it has sinks, and a
-        `Ring` otherwise.
+        A `Growing` without a bound, a `Streaming` cache if there are sinks, else a `Ring`.
 
     >>> from regard.masks import Causal
     >>> cache = for_reach((Causal() & (Window(8) | Sinks(4))).reach())

@@ -1,6 +1,4 @@
-"""`RingLayout`, the slot of each position in a ring, and `ContiguousRun`, the positions that a ring
-holds while all rows hold the same ones.
-"""
+"""The slot of each position in a ring, and a run of positions that all rows hold."""
 
 from __future__ import annotations
 
@@ -14,8 +12,7 @@ from regard.span import EMPTY, Span
 
 
 class RingLayout(NamedTuple):
-    """The slot of each position: `sinks` slots for the first positions, and a ring for all later
-    ones.
+    """The slot of each position: `sinks` slots for the first ones, and a ring for the others.
 
     slot(p) = p if p < sinks, else sinks + (p - sinks) % ring
     """
@@ -37,9 +34,8 @@ class RingLayout(NamedTuple):
         )
 
     def runs(self, start: int, stop: int) -> list[tuple[int, int]]:
-        """Return the slots of positions start to stop - 1, in this order, as ranges.
-
-        At most `ring` of the positions may come after the sinks.
+        """Return the slots of positions start to stop - 1, at most `ring` after the sinks, as
+        ranges.
         """
         ranges = [(start, min(stop, self.sinks))]
         start = max(start, self.sinks)
@@ -52,9 +48,7 @@ class RingLayout(NamedTuple):
     def positions(
         self, run: ContiguousRun, device: torch.device | str | None = None
     ) -> Int[Tensor, "1 size"]:
-        """Return the position in each slot `[1, size]` after a run of positions, EMPTY where there
-        is none.
-        """
+        """Return the position in each slot `[1, size]` after a run, EMPTY where there is none."""
         last, j = run.stop - 1, torch.arange(self.size, device=device or "cpu")
         p = last - (last - j) % self.ring
         is_held = p >= max(run.lost + 1, self.sinks)
@@ -64,9 +58,7 @@ class RingLayout(NamedTuple):
 
 
 class ContiguousRun(NamedTuple):
-    """The positions first to stop - 1, the same for all rows; those up to `lost`, except for the
-    sinks, are overwritten.
-    """
+    """The positions first to stop - 1 of all rows; those up to `lost`, not sinks, are gone."""
 
     first: int
     stop: int
@@ -79,9 +71,7 @@ class ContiguousRun(NamedTuple):
         return ContiguousRun(self.first, stop, max(lost, self.lost))
 
     def min_crop_length(self, length: int, slots: RingLayout, window: int) -> int:
-        """Return the smallest length, at least `length`, to which a crop still has a full window
-        before it.
-        """
+        """Return the smallest length from `length` on that still has a full window before it."""
         nothing_lost = self.lost < 0 or length <= slots.sinks
         return length if nothing_lost else max(length, self.lost + window)
 
@@ -91,9 +81,7 @@ class ContiguousRun(NamedTuple):
         return ContiguousRun(self.first, stop, -1 if length <= slots.sinks else self.lost)
 
     def contents(self) -> dict[str, Tensor | Span | int]:
-        """Return the positions and the last overwritten one, under the names that
-        `Cache.contents` uses.
-        """
+        """Return the positions and the last overwritten one, as `Cache.contents` names them."""
         return {"positions": Span(self.first, self.stop - self.first), "lost": self.lost}
 
     def count(self, slots: RingLayout) -> int:

@@ -1,6 +1,4 @@
-"""Saving and loading of caches: one safetensors file, with class, settings and spans in the
-header.
-"""
+"""Caches in a safetensors file, with class, settings and spans in its header."""
 
 from __future__ import annotations
 
@@ -36,9 +34,8 @@ MAX_POSITION = 1 << 26
 def save(cache: Cache, path: str | Path) -> None:
     """Write a cache to a file, completely or not at all.
 
-    The cache is written to a temporary file, which is synced and then renamed to `path`. The
-    tensors are those of `cache.contents()`, by name; the header stores the class, its settings,
-    spans and numbers as JSON.
+    A temporary file is synced and then renamed to `path`. It holds the tensors of
+    `cache.contents()`; the header has the class, settings, spans and numbers as JSON.
 
     Args:
         cache: any cache of `regard.caches`, or of a class of your own that has a `kind`.
@@ -46,7 +43,7 @@ def save(cache: Cache, path: str | Path) -> None:
 
     Raises:
         ArgumentError: `load` does not know the class of the cache.
-        FileError: the file cannot be written; a file that existed before is unchanged.
+        FileError: the file cannot be written; an older one is unchanged.
 
     >>> from regard.caches import Growing
     >>> cache = Growing()
@@ -93,22 +90,19 @@ def load(
 ) -> Cache:
     """Read a cache that `save` wrote; later updates give bitwise the results of the saved cache.
 
-    Nothing in the file is executed: the class is looked up by its name among those of
-    `regard.caches` and your own classes that have a `kind`.
+    Nothing in the file is executed: the class is looked up by its name.
 
     Args:
         path: the file.
         device: the device of its tensors.
-        max_bytes: the largest number of bytes that the cache may reserve for future tokens. The
-            file sets how many it reserves, so that a small file could claim all memory.
+        max_bytes: the most bytes that the cache may reserve for future tokens.
 
     Returns:
         The cache.
 
     Raises:
-        FileError: the file is missing, not a regular file, damaged, or not a cache; its class is
-            unknown or refuses the settings; a tensor is missing, unexpected, or has a wrong shape;
-            or it would reserve more than `max_bytes`.
+        FileError: the file is missing, damaged or not a cache; its class is unknown or refuses the
+            settings; or it would reserve more than `max_bytes`.
 
     >>> load("no/such/file")
     Traceback (most recent call last):
@@ -148,11 +142,7 @@ class _Header(NamedTuple):
 
 
 def _loadable_classes() -> dict[str, type[Cache]]:
-    """Return the classes that a file may name.
-
-    Classes of this package have their class name, and others the `kind` under which they
-    registered.
-    """
+    """Return the classes that a file may name: those of this package, and others by `kind`."""
     classes = {kind: x for kind, x in CACHES if not is_builtin(x) and x.savable}
     pending = list(Cache.__subclasses__())
     while pending:
@@ -224,10 +214,7 @@ def _span(name: str, value: object) -> Span:
 
 
 def _check_number(name: str, value: object, *, among_settings: bool) -> None:
-    """Raise unless a number is an integer within the bounds.
-
-    Settings may also be None, strings, and lists of these.
-    """
+    """Raise unless a number is an integer within the bounds."""
     plain = among_settings and (value is None or isinstance(value, str))
     if among_settings and isinstance(value, list):
         for x in value:
@@ -242,10 +229,7 @@ def _check_number(name: str, value: object, *, among_settings: bool) -> None:
 def _check_reserved_bytes(
     settings: Mapping[str, object], contents: Contents, max_bytes: int
 ) -> None:
-    """Raise if the settings would reserve more memory than is allowed.
-
-    The bytes per slot are taken from the tensors in the file.
-    """
+    """Raise if the settings would reserve more memory than is allowed."""
 
     def largest(*names: str) -> int:
         """Return the largest of these settings; 0 if there are none."""
@@ -295,10 +279,7 @@ def _check_shapes(contents: Contents, cache: Cache) -> None:
 
 
 def _check_same_contents(saved: Contents, loaded: Contents) -> None:
-    """Raise if the filled cache holds other names or shapes than the file.
-
-    A name that the cache does not use would otherwise be dropped silently.
-    """
+    """Raise if the filled cache holds other names or shapes than the file."""
     for name in sorted(saved.keys() ^ loaded.keys()):
         raise ArgumentError(f"{name} is {'unexpected' if name in saved else 'missing'}")
     for name, x in saved.items():

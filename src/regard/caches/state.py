@@ -1,6 +1,4 @@
-"""Caches of fixed size: `State` for recurrences, and `Memory` for compressive memory with
-segments.
-"""
+"""Caches of fixed size: `State` for recurrences, `Memory` for compressive memory."""
 
 from __future__ import annotations
 
@@ -42,14 +40,12 @@ from regard.units import plural
 class State(Cache):
     """A cache for the state of a recurrence: tensors of a fixed size, independent of the length.
 
-    A module reads `state`, computes, and calls `store(state, positions)` with the new state, which
-    replaces the old one; the cache never changes a tensor that it was given. The last tokens cannot
-    be removed, because the state is a sum over all tokens: `crop` raises unless it removes
-    everything or nothing. To go back later, keep a `fork`.
+    A module reads `state`, computes, and calls `store(state, positions)`, which replaces it; no
+    given tensor is changed. `crop` raises unless it removes everything or nothing: to go back, keep
+    a `fork`.
 
     Raises:
-        ArgumentError: a new state has other shapes than the old one, or a crop would remove some of
-            the tokens.
+        ArgumentError: a new state has other shapes, or a crop would remove some tokens.
 
     >>> cache = State()
     >>> cache.store((torch.zeros(1, 2, 4, 4),), Span(0, 7))
@@ -124,9 +120,7 @@ class State(Cache):
         return static
 
     def __len__(self) -> int:
-        """Return 1 if there is a state, else 0; its size does not depend on the number of
-        tokens.
-        """
+        """Return 1 if there is a state, else 0, whatever the number of tokens."""
         return int(self._state is not None)
 
     def _last(self, positions: Positions) -> Positions:
@@ -194,27 +188,23 @@ class StaticState(StaticForm, State):
 
 
 STORED_POSITIONS = "held.positions"
-"""The name in `contents` of the positions of the stored tokens; "positions" is the last position of
-each row, as in every `State`.
-"""
+"""The name in `contents` of the stored tokens' positions, beside each row's last one."""
 
 
 class Memory(State):
     """A cache of the memory of all closed segments, and of the tokens of each row's open segment.
 
-    A module calls `update(memory, positions)`, which returns all stored tokens, the new ones last;
-    reads `state`; computes the state after the segments that are closed now; and calls
-    `store(state, positions)`, which drops the tokens of these segments. Segment s of a row has
-    the positions s N to (s + 1) N - 1, and is closed once its last position or a later one was
-    passed to `update`. `crop` can go back to the start of the open segment; tokens in the memory
-    cannot be removed.
+    A module calls `update(memory, positions)`, which returns all stored tokens; reads `state`; and
+    calls `store(state, positions)` with the state after the segments that are closed now, whose
+    tokens are dropped. Segment s has the positions s N to (s + 1) N - 1, and is closed once its
+    last position was passed. `crop` can go back to the start of the open segment.
 
     Args:
         segment: N, the number of positions per segment.
 
     Raises:
         ArgumentError, ArgumentTypeError: segment is not an int of at least 1; an update does not
-            fit the contents, or goes back; a crop would remove part of a closed segment.
+            fit, or goes back; a crop would remove part of a closed segment.
 
     >>> cache = Memory(4)
     >>> _ = cache.update((torch.zeros(1, 2, 6, 8),), Span(0, 6))
@@ -250,9 +240,7 @@ class Memory(State):
         return memory, positions
 
     def store(self, state: Parts, positions: Positions) -> None:
-        """Replace the state by the one after all closed segments, and drop the tokens of these
-        segments.
-        """
+        """Replace the state by that of all closed segments, and drop their tokens."""
         super().store(state, positions)
         if self._tokens is not None and self._token_positions is not None:
             first = self._open_start()
@@ -300,9 +288,7 @@ class Memory(State):
         return None
 
     def contents(self) -> Contents:
-        """Return the state, the last position of each row, and the tokens of the open segments
-        with their positions.
-        """
+        """Return the state, each row's last position, and the tokens of the open segments."""
         contents = super().contents()
         if self._tokens is not None and self._token_positions is not None:
             contents |= {**named_parts(self._tokens), STORED_POSITIONS: self._token_positions}
@@ -364,11 +350,8 @@ def _last_position(positions: Positions) -> int | Tensor:
 
 
 def _compact(memory: Parts, positions: Tensor, keep: Tensor, most: int) -> tuple[Parts, Tensor]:
-    """Move the slots to keep, at most `most` per row, to the front; the other slots become empty.
-
-    The result has as many slots as the longest row needs. In a compiled graph and on other devices
-    than the CPU it always has `most` slots: a graph cannot read the number from a tensor, and on a
-    device the read would wait for everything before it.
+    """Move the slots to keep, at most `most` per row, to the front. A graph or another device than
+    the CPU gets always `most` slots, because the number would have to be read.
     """
     keep, n = keep & (positions >= 0), most
     if not is_compiling() and keep.is_cpu:

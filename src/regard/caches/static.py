@@ -1,9 +1,6 @@
-"""The static forms of caches, whose steps can be captured as a CUDA graph: `StaticSlots` for
-tokens, and `StaticState` for the state of a recurrence.
-
-A captured step runs again without Python, on the same memory. So a static cache writes into memory
-that stays where it is, at places that the device computes, and returns all of its slots; what a
-query sees follows from the positions, which are -1 where a slot holds nothing.
+"""The static forms of caches, whose steps can be captured as a CUDA graph. They write into memory
+that stays where it is, at places that the device computes, and return all slots, with -1 as the
+position of empty ones.
 """
 
 from __future__ import annotations
@@ -42,9 +39,7 @@ from regard.units import plural
 
 
 class StaticForm(Cache):
-    """What both static forms share: a step that raises an error cannot be undone, so that the cache
-    is refused until `fill` gives it other contents.
-    """
+    """What both static forms share: after a step that raised, only `fill` makes it usable."""
 
     savable: ClassVar[bool] = False
 
@@ -88,12 +83,8 @@ class StaticForm(Cache):
 
 
 class SlotTable:
-    """The position in each slot, and the last position of each row, in memory that stays where it
-    is. The static caches of several layers share one, so that a step computes its slots once.
-
-    Attributes:
-        positions: the position in each slot, int64 `[B, size]`, -1 where there is none.
-        last: the last position of each row, int64 `[B, 1]`.
+    """The position in each slot `[B, size]` and the last one of each row `[B, 1]`, in memory that
+    stays where it is and that the caches of several layers share.
     """
 
     def __init__(self, layout: RingLayout, rows: int, device: torch.device) -> None:
@@ -120,17 +111,12 @@ class SlotTable:
 
 
 class StaticSlots(StaticForm):
-    """The static form of a cache of tokens: one token per row and step, in memory that stays where
-    it is.
+    """The static form of a cache of tokens: one token per row and step.
 
     slot(p) = p if p < sinks, else sinks + (p - sinks) % ring
 
-    `update` returns all slots, so that a step costs as much as with a full cache. `fill` replaces
-    the contents in the same memory. `Cache.to_static` makes one.
-
-    Args:
-        evicts: whether a token may overwrite an older one; otherwise the step that would do so
-            raises.
+    `update` returns all slots; `fill` replaces the contents in the same memory. Unless it `evicts`,
+    a step that would overwrite a token raises.
     """
 
     static_step_refusal: ClassVar[str | None] = None
@@ -147,9 +133,7 @@ class StaticSlots(StaticForm):
         return next_positions(self.table.last, length)
 
     def update(self, memory: Parts, positions: Positions) -> tuple[Parts, Positions]:
-        """Write one token per row, each part `[B, n, 1, d]`; return all slots, and the position in
-        each.
-        """
+        """Write one token per row, each part `[B, n, 1, d]`; return all slots with positions."""
         check_update(memory, positions)
         if self._memory is None:
             raise ArgumentError(
@@ -214,9 +198,7 @@ class StaticSlots(StaticForm):
 
 
 def _arranged(positions: Tensor, layout: RingLayout) -> tuple[Tensor, Tensor]:
-    """Return for positions `[B, S]` the position in each slot, and the column that it comes from,
-    -1 where there is none: two tensors `[B, size]`.
-    """
+    """Return for positions `[B, S]` that in each slot and its column, -1: none, `[B, size]`."""
     is_token = positions >= 0
     # what holds no token goes to an extra slot, which is dropped
     where = torch.where(is_token, layout.slot(positions), layout.size)
@@ -233,9 +215,7 @@ def _arranged(positions: Tensor, layout: RingLayout) -> tuple[Tensor, Tensor]:
 
 
 def share_tables(caches: Iterable[Cache]) -> None:
-    """Let the static caches of a model share the tables of their positions, where these are equal,
-    so that a step computes them once and not in every layer.
-    """
+    """Let the static caches of a model share equal tables, which a step computes once."""
     tables: list[SlotTable] = []
     for cache in _flat(caches):
         if not isinstance(cache, StaticSlots):

@@ -1,13 +1,10 @@
 """Masks: rules on token positions that say which keys each query may attend to.
 
-Masks are combined with `&`, `|` and `~`. In a dense mask, True = may attend: the query
-attends to the keys that are True in its row.
+Masks are combined with `&`, `|` and `~`. In a dense mask, True = may attend.
 
-A mask is a frozen dataclass with one rule, `allows(q_positions, k_positions)`, that concerns
-tokens; the public methods of the whole mask exclude empty slots once. It answers every other
-question about itself: its key intervals and tiles, so that kernels skip what is hidden; how far it
-reaches (`reach`), whether it can change (`is_static`), why it hides a key (`refusal`), which wrong
-masks a faulty kernel might use instead (`near_misses`), and its part for some heads.
+A mask is a frozen dataclass with one rule, `allows(q_positions, k_positions)`, on tokens; the
+public methods exclude empty slots. It knows its key intervals and tiles, so that kernels skip what
+is hidden, how far it reaches, why it hides a key, and which wrong masks a faulty kernel might use.
 """
 
 from regard.masks.base import MASKS, And, Mask, Not, Or, Reach, Refusal, reach

@@ -1,6 +1,4 @@
-"""The base class `Mask`, the types `Reach` and `Refusal`, and the combinations `&` (`And`), `|`
-(`Or`) and `~` (`Not`).
-"""
+"""The base class `Mask`, `Reach` and `Refusal`, and the combinations `And`, `Or`, `Not`."""
 
 from __future__ import annotations
 
@@ -147,12 +145,10 @@ ROWS_AT_ONCE = 128
 class Reach:
     """The old keys that a later query may still see; a cache may evict all others.
 
-    For a query at position p, these are the keys at positions k > p - window, and the keys at the
-    first `sinks` positions.
+    For a query at p: the keys at k > p - window, and those at the first `sinks` positions.
 
     Args:
-        window: the number of keys back from the query, its own key included; None means all of
-            them.
+        window: the keys back from the query, its own included; None means all.
         sinks: the number of positions at the start of the sequence that stay visible.
 
     >>> Reach(window=8, sinks=4).tokens
@@ -164,19 +160,14 @@ class Reach:
 
     @property
     def tokens(self) -> int | None:
-        """The largest number of keys that a query may see up to its own, which is included.
-
-        None if there is no bound.
-        """
+        """The most keys that a query may see up to its own; None without a bound."""
         return None if self.window is None else self.window + self.sinks
 
 
 RefusalKey: TypeAlias = Literal[
     "outside", "inside", "future", "padding", "document", "chunk", "selected", "given"
 ]
-"""The names of the translated sentences with which a report page explains why a mask forbids a
-key.
-"""
+"""The names of the translated sentences of a report page on forbidden keys."""
 
 
 class Refusal(NamedTuple):
@@ -184,7 +175,7 @@ class Refusal(NamedTuple):
 
     Attributes:
         words: the reason in English, for a terminal: "outside window 512".
-        key: the name of the sentence in the language tables of the report page (`why.<key>`).
+        key: the name of the sentence in the language tables (`why.<key>`).
         mask: the text of the mask, which the sentence quotes.
     """
 
@@ -201,17 +192,13 @@ MASKS: Registry[Mask] = Registry("mask")
 class Mask(Serializable, ABC):
     """A frozen rule on absolute positions that says which keys a query may attend to.
 
-    Masks with equal fields are equal and have equal hashes; a tensor in a field is compared by
-    identity. A slot at position -1 holds no token: as a key it is never visible, and as a query it
-    sees nothing. The public methods enforce this once, on the result for the whole mask, so that
-    `~` does not make empty slots visible.
+    Masks with equal fields are equal (tensors by identity). A slot at position -1 holds no token:
+    it sees nothing and is never visible, also under `~`, because the public methods see to it.
 
-    To define a new mask, write a subclass, decorated with `@dataclass(frozen=True, eq=False)`, in
-    this package or in your own code. It must define `allows`, which may depend on the fields and
-    the positions only. It should define `_intervals` if the visible keys have a closed form; both
-    methods ignore empty slots. It may override `reach`, `refusal`, `near_misses`, `is_static` and
-    `require`. `masks.parse`, `regard show` and recordings find the class by its name in lower case,
-    or by `kind = "..."`.
+    A new mask is a subclass, decorated with `@dataclass(frozen=True, eq=False)`, with `allows`,
+    which depends on fields and positions only, and `_intervals` where the visible keys have a
+    closed form; both ignore empty slots. `masks.parse`, `regard show` and recordings find it by its
+    name or `kind`.
 
     >>> from regard import masks
     >>> mask = masks.Causal() & masks.Window(4) | masks.Sinks(1)
@@ -238,8 +225,7 @@ class Mask(Serializable, ABC):
             k: positions of keys, `[B or 1, 1, 1, S]`.
 
         Returns:
-            A bool tensor that broadcasts to `[B, H, T, S]`; True means that the query may attend to
-            the key.
+            A bool tensor that broadcasts to `[B, H, T, S]`, True where a query may attend.
         """
 
     def block(
@@ -254,15 +240,12 @@ class Mask(Serializable, ABC):
         """Return the dense mask of a slice of an attention call.
 
         Args:
-            q_positions: positions of all T queries of the call.
-            k_positions: positions of all S keys of the call.
-            rows: the queries to include, t of them; all by default.
-            columns: the keys to include, s of them; all by default.
+            q_positions, k_positions: positions of all T queries and S keys of the call.
+            rows, columns: the t queries and s keys to include; all by default.
             device: where to compute; by default the device of the positions.
 
         Returns:
-            A bool tensor `[B or 1, H or 1, t, s]`. A slot at position -1 sees nothing and is not
-            visible.
+            A bool tensor `[B or 1, H or 1, t, s]`, False at empty slots.
 
         >>> from regard import masks
         >>> masks.Causal().block(Span(0, 3), Span(0, 3)).int().tolist()
@@ -291,9 +274,8 @@ class Mask(Serializable, ABC):
             device: where to compute; by default the device of the positions.
 
         Returns:
-            n half-open ranges per query, disjoint and sorted: int64 `[B or 1, H or 1, t, n]`. A
-            range that has no end stops at `UNBOUNDED`, 2^62. A query at position -1 has only empty
-            ranges. None if the rule has no closed form.
+            n half-open ranges per query, disjoint and sorted: int64 `[B or 1, H or 1, t, n]`; one
+            without an end stops at `UNBOUNDED`, 2^62. None if the rule has no closed form.
 
         >>> from regard import masks
         >>> ranges = (masks.Causal() & masks.Window(2)).intervals(torch.tensor([[0, 5]]))
@@ -314,8 +296,7 @@ class Mask(Serializable, ABC):
     def _intervals(self, q: Tensor) -> Intervals | None:
         """Return the ranges of key positions by the rule alone, or None if there is no closed form.
 
-        The ranges may be unsorted, overlap, or begin below 0. `q` has the shape `[B or 1, 1, t,
-        1]`.
+        They may overlap, or begin below 0; `q` is `[B or 1, 1, t, 1]`.
         """
         return None
 
@@ -327,18 +308,15 @@ class Mask(Serializable, ABC):
         *,
         device: torch.device | str | None = None,
     ) -> Int8[Tensor, "B H nQ nK"]:
-        """Classify each tile of the call as empty, partial or full, without building the T x S
-        mask.
+        """Classify each tile of the call as empty, partial or full, without the T x S mask.
 
         Args:
-            q_positions: positions of the T queries.
-            k_positions: positions of the S keys.
+            q_positions, k_positions: positions of the T queries and S keys.
             size: queries and keys per tile.
             device: where to compute; by default the device of the positions.
 
         Returns:
-            An int8 tensor `[B or 1, H or 1, nQ, nK]` of EMPTY = 0, PARTIAL = 1 and FULL = 2. It is
-            exact: a tile is PARTIAL only if it has visible and invisible pairs.
+            An int8 tensor `[B or 1, H or 1, nQ, nK]` of EMPTY = 0, PARTIAL = 1 and FULL = 2, exact.
 
         Raises:
             ArgumentError: a tile size is less than 1.
@@ -374,8 +352,7 @@ class Mask(Serializable, ABC):
         """Classify the tiles of one block of queries; kernels call this once per block.
 
         Args:
-            q_positions: positions of the T queries of the call.
-            k_positions: positions of the S keys of the call.
+            q_positions, k_positions: positions of the T queries and S keys of the call.
             rows: the slice of the queries in the block.
             bk: keys per tile.
             device: where to compute; by default the device of the positions.
@@ -405,8 +382,7 @@ class Mask(Serializable, ABC):
     def _states(self, part: CallSlice, bk: int) -> Tensor:
         """Return the tile states `[B or 1, H or 1, nK]` without evaluating the rule for pairs.
 
-        A tile whose state cannot be derived otherwise is UNKNOWN. Empty slots do not influence the
-        states.
+        A tile whose state cannot be derived otherwise is UNKNOWN; empty slots do not count.
         """
         ranges = self._ranges(part.q)
         return (
@@ -430,8 +406,7 @@ class Mask(Serializable, ABC):
         """Count the keys that each query sees.
 
         Args:
-            q_positions: positions of the T queries.
-            k_positions: positions of the S keys.
+            q_positions, k_positions: positions of the T queries and S keys.
             device: where to compute; by default the device of the positions.
 
         Returns:
@@ -456,12 +431,10 @@ class Mask(Serializable, ABC):
     def count(self, q_positions: Positions, k_positions: Positions) -> int:
         """Count the visible query-key pairs.
 
-        Pairs are counted for each batch row and head if the mask or the positions differ between
-        them, and once if all share the mask.
+        Pairs count for each batch row and head if these differ in the mask.
 
         Args:
-            q_positions: positions of the queries.
-            k_positions: positions of the keys.
+            q_positions, k_positions: positions of the queries and keys.
 
         Returns:
             The number of pairs.
@@ -476,14 +449,10 @@ class Mask(Serializable, ABC):
         """Check that the mask fits an attention call of this shape.
 
         Args:
-            B: batch size.
-            H: number of query heads.
-            T: number of queries.
-            S: number of keys.
+            B, H, T, S: batch size, query heads, queries and keys.
 
         Raises:
-            ArgumentError: the mask stores values per batch row, head, query or key, and their
-                number differs from that of the call.
+            ArgumentError: the mask stores values for another number of one of these.
         """
 
     def mask_mod(
@@ -492,8 +461,7 @@ class Mask(Serializable, ABC):
         """Return the rule as a `mask_mod` function for `torch.nn.attention.flex_attention`.
 
         Args:
-            q_positions: positions of the queries of the call.
-            k_positions: positions of the keys of the call.
+            q_positions, k_positions: positions of the queries and keys of the call.
 
         Returns:
             A function `mask_mod(b, h, q_idx, kv_idx)` of slot indices in this call.
@@ -528,37 +496,25 @@ class Mask(Serializable, ABC):
         return Reach(None)
 
     def causal_from(self) -> int | None:
-        """Return a position from which on every key is hidden from all earlier queries: 0 for a
-        causal mask, `UNBOUNDED` if there is none.
+        """Return a position from which on every key is hidden from all earlier queries.
 
         Returns:
-            The position, or None if only evaluating the mask can tell, as by default.
+            0 for a causal mask, `UNBOUNDED` if none, None if only evaluation can tell.
 
         >>> from regard import masks
         >>> (masks.Causal() & masks.Chunk(4)).causal_from()
-        0
-        >>> (masks.Causal() | masks.Prefix(3)).causal_from()
-        3
         """
         return None
 
     @cached_property
     def is_static(self) -> bool:
-        """Whether the rule can never change, so that results computed from it may be cached.
-
-        By default this is True if the class is itself a dataclass and its fields are numbers,
-        strings, None, static masks, or tuples of these.
-        """
+        """Whether the rule can never change: by default, if its fields are plain and static."""
         own = "__dataclass_fields__" in type(self).__dict__
         return own and all(_is_fixed(getattr(self, x.name)) for x in fields(self))
 
     @property
     def by_slot(self) -> bool:
-        """Whether the mask refers to keys by their index in the call, not by their position.
-
-        This is so for a dense tensor. By default it is True if it is True for a mask in one of the
-        fields.
-        """
+        """Whether the mask refers to keys by their index in the call, as a dense tensor does."""
         return any(mask.by_slot for mask in self.members())
 
     def refusal(self) -> Refusal:
@@ -574,8 +530,7 @@ class Mask(Serializable, ABC):
         return Refusal(f"outside {self}", "outside", str(self))
 
     def near_misses(self) -> tuple[Mask, ...]:
-        """Return masks that a faulty kernel may have applied instead, such as a window that is off
-        by one.
+        """Return masks that a faulty kernel may have applied, such as an off-by-one window.
 
         Returns:
             The similar masks; none by default.
@@ -602,8 +557,7 @@ class Mask(Serializable, ABC):
         return (self,)
 
     def operands(self) -> tuple[Mask, ...]:
-        """Return the members of a combination by `&` or `|`; each may be the reason why a key is
-        forbidden.
+        """Return the members of a combination by `&` or `|`.
 
         Returns:
             The members; none for a mask that is not a combination.
@@ -628,11 +582,6 @@ class Mask(Serializable, ABC):
 
         Returns:
             A new mask; the mask itself if no tensor changed.
-
-        >>> from regard import masks
-        >>> rule = masks.Causal() & masks.Dense(torch.ones(2, 2).bool())
-        >>> rule.with_tensors(lambda x: ~x).block(Span(0, 2), Span(0, 2)).any().item()
-        False
         """
         old = {x.name: getattr(self, x.name) for x in fields(self) if x.init}
         new = {name: _with_tensors(value, change) for name, value in old.items()}
@@ -763,8 +712,7 @@ class _Combination(Mask):
 
 @dataclass(frozen=True, eq=False)
 class And(_Combination):
-    """The intersection of masks: a key is visible if every member allows it. `a & b & c` creates
-    it.
+    """The intersection of masks: a key is visible if all members allow it; `a & b` creates it.
 
     Args:
         masks: the members; a member that is an `And` is flattened.
@@ -817,8 +765,7 @@ class And(_Combination):
 
 @dataclass(frozen=True, eq=False)
 class Or(_Combination):
-    """The union of masks: a key is visible if at least one member allows it. `a | b | c` creates
-    it.
+    """The union of masks: a key is visible if a member allows it; `a | b` creates it.
 
     Args:
         masks: the members; a member that is an `Or` is flattened.

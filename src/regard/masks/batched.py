@@ -32,20 +32,14 @@ def per_row_tensor(values: tuple[int, ...], like: Tensor) -> Tensor:
 
 
 def padded_table(rows: tuple[tuple[int, ...], ...], fill: int | None, like: Tensor) -> Tensor:
-    """Return lists of different lengths as one tensor `[B, n]`.
-
-    Short lists are padded with `fill`, or with their own last number if `fill` is None.
-    """
+    """Return lists as one tensor `[B, n]`, padded with `fill` or with their last number."""
     n = max(map(len, rows))
     filled = [[*x, *[x[-1] if fill is None else fill] * (n - len(x))] for x in rows]
     return torch.tensor(filled, dtype=torch.int64, device=like.device).reshape(len(rows), n)
 
 
 def count_bounds_up_to(bounds: Tensor, x: Tensor) -> Tensor:
-    """Return how many of the sorted bounds `[B, n]` are <= x, elementwise.
-
-    `x` has up to 4 dimensions; if it has 4, the first is the batch.
-    """
+    """Return how many of the sorted bounds `[B, n]` are <= x, elementwise."""
     # searchsorted supports neither vmap, in which mask_mod runs, nor ONNX
     if is_exporting_onnx() or x.numel() == 1:
         return (bounds[:, None, None, None] <= x[..., None]).sum(-1)
@@ -67,8 +61,7 @@ class Prefix(Mask):
         length: the number of positions, an int, or one per batch row.
 
     Raises:
-        ArgumentError, ArgumentTypeError: a length is below 0 or not an int; in a call, the number
-            of batch rows differs.
+        ArgumentError, ArgumentTypeError: a length is no int of at least 0, or not one per row.
 
     >>> from regard.masks import Causal
     >>> from regard.span import Span
@@ -116,16 +109,13 @@ class Prefix(Mask):
 class Document(Mask):
     """A query sees the keys of its own document, where documents are packed one after another.
 
-    Document i has the positions bounds[i] <= position < bounds[i + 1]. A query outside the bounds
-    sees nothing, and a key outside the bounds is not visible.
+    Document i has the positions bounds[i] <= position < bounds[i + 1]; others see nothing.
 
     Args:
-        bounds: the start of each document, and the end of the last: one sequence, or one per batch
-            row.
+        bounds: the starts of documents, and the end of the last: one sequence, or one per row.
 
     Raises:
-        ArgumentError, ArgumentTypeError: there are fewer than two bounds, or they decrease; in a
-            call, the number of batch rows differs.
+        ArgumentError, ArgumentTypeError: there are fewer than two bounds, or they decrease.
 
     >>> from regard.masks import Causal
     >>> from regard.span import Span
@@ -146,8 +136,7 @@ class Document(Mask):
 
     @classmethod
     def from_lengths(cls, lengths: Lengths | Sequence[Lengths]) -> Document:
-        """Build the mask from the lengths of the documents, of which the first starts at position
-        0.
+        """Build the mask from the lengths of the documents, from position 0 on.
 
         Args:
             lengths: one length per document, or one such sequence per batch row.
@@ -181,9 +170,7 @@ class Document(Mask):
         return (doc == other) & inside
 
     def _find_document(self, bounds: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the document number of each position, from 1, and whether the position is in a
-        document.
-        """
+        """Return the document number of each position, from 1, and whether it has one."""
         document = count_bounds_up_to(bounds, x)
         return document, (document > 0) & (document < bounds.shape[1])
 
@@ -204,10 +191,6 @@ class Document(Mask):
 
         Returns:
             A bool tensor `[B or 1, T]`.
-
-        >>> from regard.span import Span
-        >>> Document((0, 3, 5)).begins(Span(2, 4)).tolist()
-        [[False, True, False, True]]
         """
         tensor = as_tensor(positions)
         bounds = padded_table(self._rows, None, tensor)
@@ -237,15 +220,13 @@ def _check_bounds(bounds: object) -> tuple[int, ...]:
 class Padding(Mask):
     """Only real tokens are visible: each batch row lists the ranges of positions that hold tokens.
 
-    Keys outside the ranges are padding, including later keys. If a padded sequence will grow, give
-    the padded slots position -1 instead of using this mask.
+    If a padded sequence will grow, give padded slots position -1 instead.
 
     Args:
         runs: for each batch row a tuple of half-open ranges (start, stop), increasing and disjoint.
 
     Raises:
-        ArgumentError, ArgumentTypeError: ranges decrease or overlap; in a call, the number of batch
-            rows differs.
+        ArgumentError, ArgumentTypeError: ranges decrease or overlap, or rows differ in a call.
 
     >>> from regard.span import Span
     >>> Padding.left([2, 3], total=3).block(Span(0, 1), Span(0, 3)).int().tolist()
@@ -289,9 +270,7 @@ class Padding(Mask):
 
     @classmethod
     def left(cls, lengths: Lengths, total: int) -> Padding:
-        """Build the mask of rows that are padded on the left.
-
-        Positions total - length to total - 1 are real.
+        """Build the mask of rows whose positions total - length to total - 1 are real.
 
         Args:
             lengths: the number of real tokens of each row.

@@ -1,8 +1,6 @@
-"""The masks of block diffusion: `BlockCausal`, with which a model samples, and `BlockDiffusion`,
-with which it trains.
+"""The masks of block diffusion, for sampling and for training.
 
-A block diffusion model writes a text block by block. It denoises all tokens of a block together,
-and each block depends on the finished blocks before it.
+Such a model denoises all tokens of a block together, after the finished blocks.
 """
 
 from __future__ import annotations
@@ -59,21 +57,18 @@ class BlockCausal(Mask):
 class BlockDiffusion(Mask):
     """The mask for training a block diffusion model, on a noisy and a clean copy of each text.
 
-    A text of `length` tokens takes 2 * length positions: 0 to length - 1 are the noisy copy x_t,
-    and length to 2 * length - 1 the clean copy x_0. A noisy query sees its own noisy block, and the
-    clean blocks before it; a clean query sees the clean blocks up to its own. One pass thus
-    computes the loss of every block. No other position sees anything or is visible.
+    A text takes 2 * length positions: the noisy copy x_t, then the clean copy x_0. A noisy query
+    sees its own noisy block, and the clean blocks before it; a clean query sees the clean blocks up
+    to its own. One pass computes the loss of every block.
 
-    This mask needs the position of a token in the pair of copies, whereas a rotary embedding needs
-    the position in the text, which is `position % length`.
+    A rotary embedding needs the position in the text instead, `position % length`.
 
     Args:
         size: positions per block.
         length: the number of tokens of the text, n; it need not be a multiple of size.
 
     Raises:
-        ArgumentError, ArgumentTypeError: size or length below 1 or not an int; in a call, there are
-            more than 2 * length keys.
+        ArgumentError, ArgumentTypeError: a size is no positive int, or there are too many keys.
 
     >>> from regard.span import Span
     >>> rows = BlockDiffusion(2, 4).block(Span(0, 8), Span(0, 8))[0, 0].int()

@@ -1,8 +1,7 @@
 """Conversion of masks from and to the `BlockMask` of torch's `flex_attention`.
 
-A `BlockMask` lists the blocks of queries and keys with at least one visible pair, and those of them
-in which every pair is visible; in all other listed blocks, the function `mask_mod(b, h, q_idx,
-kv_idx)` decides for each pair.
+A `BlockMask` lists the blocks with a visible pair, and those in which every pair is visible;
+in other blocks `mask_mod(b, h, q_idx, kv_idx)` decides for each pair.
 """
 
 from __future__ import annotations
@@ -26,9 +25,7 @@ if TYPE_CHECKING:
 MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 MAX_RANGES = 8
-"""The largest number of key ranges per query that `mask_mod` compares; a mask with more, or
-without ranges, is read from a table of bools.
-"""
+"""The most key ranges per query that `mask_mod` compares; beyond, it reads bools."""
 
 
 def to_block_mask(
@@ -43,19 +40,15 @@ def to_block_mask(
 
     Args:
         mask: the mask.
-        q_positions: positions of the queries of the call, such as `Span(0, T)`.
-        k_positions: positions of the keys of the call.
+        q_positions, k_positions: those of queries and keys of the call, such as `Span(0, T)`.
         block_size: queries per block, and keys per block; torch's kernels take multiples of 128.
         device: where its tensors lie; by default the device of the positions.
 
     Returns:
-        The `BlockMask` for these lengths; it has a batch or head dimension above 1 only if the mask
-        differs between batch rows or heads. Its `mask_mod` compares positions with the key ranges
-        of a query, or reads a table of bools `[B or 1, H or 1, T, S]` if the mask has no ranges.
+        The `BlockMask` for these lengths, by key ranges, or a table of bools without ranges.
 
     Raises:
-        ArgumentError, ArgumentTypeError: `mask` is not a mask, block_size is below 1, or there are
-            no queries or keys.
+        ArgumentError, ArgumentTypeError: an argument is invalid, or there are no queries or keys.
 
     >>> from regard.masks import Causal, Window
     >>> from regard.span import Span
@@ -92,10 +85,7 @@ def to_block_mask(
 
 
 def range_mask_mod(mask: Mask, q: Positions, k: Positions, device: torch.device) -> MaskMod:
-    """Return the mask as a function of indices (batch, head, query, key) for FlexAttention. It
-    compares positions with the key ranges of the query, or looks them up in a table of bools where
-    the mask has no ranges or more than `MAX_RANGES`.
-    """
+    """Return the mask as a function of indices for FlexAttention, by ranges or a table of bools."""
     intervals = mask.intervals(q, device=device)
     if intervals is None or not 0 < intervals.starts.shape[-1] <= MAX_RANGES:
         table = mask.block(q, k, device=device)
@@ -125,9 +115,7 @@ def range_mask_mod(mask: Mask, q: Positions, k: Positions, device: torch.device)
 
 
 def _block_indices(chosen: Tensor) -> tuple[Tensor, Tensor]:
-    """Convert a bool table of blocks `[b, h, nQ, nK]` to the number of chosen blocks in each row
-    `[b, h, nQ]`, and the block indices `[b, h, nQ, nK]` of each row, the chosen ones first.
-    """
+    """Convert a bool table of blocks `[b, h, nQ, nK]` to counts and indices, chosen first."""
     order = chosen.to(torch.int8).argsort(dim=-1, descending=True, stable=True)
     return chosen.sum(-1, dtype=torch.int32), order.to(torch.int32)
 
@@ -135,18 +123,15 @@ def _block_indices(chosen: Tensor) -> tuple[Tensor, Tensor]:
 def from_block_mask(block_mask: BlockMask) -> Mask:
     """Convert a `BlockMask` of `torch.nn.attention.flex_attention`.
 
-    A pair is visible if its block is full, or if its block is partial and `mask_mod` allows it, as
-    in torch's compiled kernels. (Without compilation, torch ignores the blocks and asks `mask_mod`
-    only; `create_block_mask` computes the blocks from it, so that both agree.)
+    A pair is visible in a full block, or if `mask_mod` allows it in a partial one, as in torch's
+    compiled kernels.
 
     Args:
         block_mask: the `BlockMask` of a call with T queries and S keys.
 
     Returns:
-        A rule such as `causal & window(4)` if it is exactly the `BlockMask` for these lengths, with
-        positions as `attend` gives them by default: keys 0 to S - 1, and queries the last T of
-        them. `Heads` if heads differ and each has a rule. Otherwise `Dense`, with a bool for each
-        pair.
+        A rule such as `causal & window(4)` that is exactly the `BlockMask` for keys 0 to S - 1 and
+        the last T of them as queries; or `Heads` of rules; otherwise `Dense`.
 
     Raises:
         ArgumentTypeError: `block_mask` is not a `BlockMask`.

@@ -1,6 +1,4 @@
-"""Masks given by a table of blocks of positions: `Blocks`, `BigBird`, and `Selected`, which block
-selection creates.
-"""
+"""Masks given by a table of blocks of positions: `Blocks`, `BigBird`, and `Selected`."""
 
 from __future__ import annotations
 
@@ -27,10 +25,7 @@ from regard.units import plural
 
 
 def look_up_blocks(table: Tensor, size: int, q: Tensor, k: Tensor) -> Tensor:
-    """Return table[b, h, q // size, k // size], and False outside the table.
-
-    The table is bool `[B or 1, H or 1, nQ, nK]`.
-    """
+    """Return table[b, h, q // size, k // size], of `[B or 1, H or 1, nQ, nK]`, or False."""
     q, k = (to_4d(x) // size for x in (q, k))
     B, H, nQ, nK = table.shape
     table = table.to(q.device)
@@ -79,19 +74,14 @@ def _check_heads(name: str, heads: int, H: int) -> None:
 
 @dataclass(frozen=True, eq=False)
 class Blocks(Mask):
-    """A table says which block of queries sees which block of keys: table[b, h, q // size, k //
-    size].
-
-    Keys outside the table are not visible.
+    """Blocks of queries see blocks of keys: table[b, h, q // size, k // size], or False outside.
 
     Args:
         table: bool `[B or 1, H or 1, nQ, nK]`, or `[nQ, nK]`.
         size: positions per block.
 
     Raises:
-        ArgumentError, ArgumentTypeError: the table has another shape or dtype, or the size is below
-            1; in a call, the table is for another number of batch rows or heads, or covers fewer
-            positions than there are keys.
+        ArgumentError, ArgumentTypeError: an argument is invalid, or does not fit a call.
 
     >>> from regard.span import Span
     >>> mask = Blocks(torch.tensor([[True, False], [True, True]]), 2)
@@ -142,24 +132,21 @@ class Blocks(Mask):
 
 @dataclass(frozen=True, eq=False)
 class BigBird(Mask):
-    """The BigBird mask: blocks see neighbouring blocks, the first and the last block, and random
-    blocks.
+    """The BigBird mask: neighbouring blocks, the first and the last, and random ones.
 
     The first and the last block see everything.
 
     Args:
         block_size: positions per block.
         blocks: the number of blocks.
-        window: how many neighbouring blocks are visible, the block itself included; an odd number.
-        random: how many random blocks are visible besides these, or all that are left if there are
-            fewer.
-        seed: the seed from which the random blocks are drawn; nothing else influences them.
+        window: how many neighbouring blocks are visible, its own included; an odd number.
+        random: how many random blocks are visible besides, or all that are left.
+        seed: the seed of the random blocks.
         causal: whether k <= q is required too; random blocks are then drawn from the past.
 
     Raises:
-        ArgumentError, ArgumentTypeError: block_size or blocks is below 1, window is even, random is
-            below 0, or an argument is not an int; in a call, there are more keys than block_size *
-            blocks.
+        ArgumentError, ArgumentTypeError: an argument is out of range or no int, or there are too
+            many keys in a call.
 
     >>> from regard.span import Span
     >>> int(BigBird(64, 32).visible(Span(64 * 16, 1), Span(0, 64 * 32)))
@@ -243,19 +230,16 @@ def _bigbird_table(n: int, window: int, random: int, seed: int, causal: bool) ->
 class Selected(Mask):
     """Each query of the call sees a selection of key blocks: table[b, h, i, p // size - first[b]].
 
-    Here i is the index of the query in the call, and p the position of the key. Rows of the table
-    are query indices, as in `Dense`; columns are blocks of key positions, as in `Blocks`. Keys
-    outside the table are not visible.
+    i is the index of the query in the call, and p the position of the key; False outside.
 
     Args:
         table: bool `[B or 1, H or 1, T, N]`.
         size: positions per block.
-        first: the number of the block that column 0 stands for, int64 `[B]` or `[1]`; None is 0.
+        first: the number of the block of column 0, int64 `[B]` or `[1]`; None is 0.
 
     Raises:
-        ArgumentError, ArgumentTypeError: table or first has another shape or dtype, or the size is
-            below 1; in a call, the number of batch rows, heads or queries differs; `allows` is
-            called, which has no query indices.
+        ArgumentError, ArgumentTypeError: an argument is invalid, does not fit a call, or `allows`
+            is called, which has no query indices.
 
     >>> from regard.span import Span
     >>> table = torch.tensor([[True, False], [False, True]])[None, None]
@@ -297,9 +281,7 @@ class Selected(Mask):
         return self._expand_columns(self.table[:, :, part.rows].to(part.device), part.k)
 
     def _expand_columns(self, lines: Tensor, k: Tensor) -> Tensor:
-        """Expand table rows `[B, H, t, N]` to the key positions k `[B or 1, s]`, giving `[B, H, t,
-        s]`.
-        """
+        """Expand table rows `[B, H, t, N]` to key positions `[B or 1, s]`: `[B, H, t, s]`."""
         column = self._column(k)
         N = lines.shape[3]
         inside = (k >= 0) & (column >= 0) & (column < N)
@@ -308,9 +290,7 @@ class Selected(Mask):
         return lines.expand(B, -1, -1, -1).gather(3, index) & inside[:, None, None]
 
     def _column(self, k: Tensor) -> Tensor:
-        """Return the table column of each key position `[b, s]`; for position -1 it may be any
-        number.
-        """
+        """Return the table column of each key position `[b, s]`, any for position -1."""
         first = 0 if self.first is None else self.first.to(k.device)[:, None]
         return k.long() // self.size - first
 

@@ -54,8 +54,7 @@ def to_drop(keep: Bool[Tensor, "*shape"]) -> Bool[Tensor, "*shape"]:
 def from_additive(mask: Float[Tensor, "*shape"]) -> Dense:
     """Convert a float mask of 0 where a query may attend, and -inf or `finfo.min` where it may not.
 
-    Entries <= finfo.min / 2 are masked. (A row in which all entries are `finfo.min` would give
-    uniform attention if it were added to the scores.)
+    Entries <= finfo.min / 2 are masked.
 
     Args:
         mask: a float tensor `[T, S]` or `[B or 1, H or 1, T or 1, S]`.

@@ -1,6 +1,4 @@
-"""Masks that the caller supplies: `Heads` (one mask per head), `Dense` (a tensor) and `Fn` (a
-function).
-"""
+"""Masks that the caller supplies: one per head, a tensor, or a function."""
 
 from __future__ import annotations
 
@@ -36,8 +34,7 @@ class Heads(Mask):
         masks: one mask per query head.
 
     Raises:
-        ArgumentError, ArgumentTypeError: there are no masks, or an element is not a mask; in a
-            call, the number of query heads differs.
+        ArgumentError, ArgumentTypeError: there are no masks, or not one per head in a call.
 
     >>> from regard.masks import Causal, Window
     >>> from regard.span import Span
@@ -134,8 +131,7 @@ class Dense(Mask):
         table: bool `[T, S]`, or `[B or 1, H or 1, T or 1, S]`.
 
     Raises:
-        ArgumentError, ArgumentTypeError: the tensor has another dtype or number of dimensions; in a
-            call, its shape does not fit; `allows` is called, which takes positions.
+        ArgumentError, ArgumentTypeError: the tensor does not fit, or `allows` is called.
 
     >>> from regard.span import Span
     >>> Dense(torch.ones(3, 3).tril().bool()).visible(Span(0, 3), Span(0, 3)).tolist()
@@ -223,8 +219,7 @@ class Fn(Mask):
     """A mask given by a function of positions.
 
     Args:
-        rule: a function of q `[B or 1, 1, T, 1]` and k `[B or 1, 1, 1, S]` that returns a bool
-            tensor, True where the query may attend.
+        rule: a function of q `[B or 1, 1, T, 1]` and k `[B or 1, 1, 1, S]` to bools.
         name: the text of the mask in messages.
 
     Raises:

@@ -1,6 +1,4 @@
-"""The mask of neighborhood attention: each query of a grid of 1, 2 or 3 dimensions sees the keys
-that are nearest to it.
-"""
+"""The mask of neighborhood attention on a grid of 1, 2 or 3 dimensions."""
 
 from __future__ import annotations
 
@@ -18,17 +16,15 @@ from regard.masks.tiling import Intervals
 from regard.units import plural
 
 MAX_RANGES = 256
-"""The largest number of key ranges per query that `Neighborhood` returns; with more, it returns
-none, and kernels evaluate the rule for the pairs of a tile."""
+"""The most key ranges per query that `Neighborhood` returns; beyond, pairs are evaluated."""
 
 
 @dataclass(frozen=True, eq=False)
 class Neighborhood(Mask):
     """Neighborhood attention: a query sees a window of keys around it in each dimension of a grid.
 
-    Positions are row-major indices of the grid: position y * width + x is the token in row y and
-    column x. The window of a query near a border is shifted into the grid, so that every query sees
-    exactly the product of `kernel_size` keys; under a causal dimension, fewer at the start.
+    Positions are row-major indices of the grid. The window of a query near a border is shifted into
+    the grid, so that it has `kernel_size` keys; under a causal dimension, fewer at the start.
 
     In each dimension, with i the query's index, n the length, K the kernel size and s the stride:
 
@@ -40,29 +36,23 @@ class Neighborhood(Mask):
     - with a dilation d, only the indices i % d, i % d + d, ... take part, and i, n and the window
       count these.
 
-    Positions outside the grid see nothing and are not visible. Keys without a place in the grid,
-    such as a class token, are a call of their own: `merge` joins both results exactly.
+    Positions outside the grid see nothing and are not visible; keys without a place in it, such as
+    a class token, are a call of their own (`merge`).
 
     Args:
-        shape: the lengths of the grid, 1 to 3 of them, such as (height, width); an int is one
-            dimension.
-        kernel_size: K, the number of visible keys in each dimension, one for all or one for each.
-        stride: s, the number of neighbouring queries that have the same window, one or one for each
-            dimension; 1 is a plain sliding window, and K gives blocks.
-        dilation: d, the distance between visible keys, one or one for each dimension.
-        is_causal: whether later indices of a dimension are hidden, one or one for each.
+        shape: the 1 to 3 lengths of the grid, such as (height, width), or an int.
+        kernel_size, stride, dilation, is_causal: one for all dimensions or one for each;
+            kernel_size is K, the visible keys; stride is s, of queries that share a window;
+            dilation is d; in a causal dimension later indices are hidden.
 
     Raises:
-        ArgumentError, ArgumentTypeError: an argument has another type or another number of entries
-            than the grid has dimensions; stride is larger than kernel_size; dilation * kernel_size
-            is larger than the grid; in a call, there are more keys than the grid has positions.
+        ArgumentError, ArgumentTypeError: an argument has a wrong type or number of entries, or the
+            sizes do not fit the grid or a call.
 
     >>> from regard.span import Span
     >>> grid = Span(0, 16)
     >>> mask = Neighborhood((4, 4), 3)
     >>> mask.visible(grid, grid).unique().tolist()  # every query sees 3 x 3 keys
-    [9]
-    >>> mask.block(grid, grid)[0, 0, 0].view(4, 4).int().tolist()  # those of the top left corner
     [[1, 1, 1, 0], [1, 1, 1, 0], [1, 1, 1, 0], [0, 0, 0, 0]]
 
     Source: Hassani et al. 2023 (arXiv 2204.07143), equations 1 to 3; dilated: Hassani and Shi 2022
@@ -159,9 +149,7 @@ class Neighborhood(Mask):
         return indices[::-1]
 
     def _windows(self, q: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """Return for each dimension the first visible index of each query, and the first index
-        behind its window; both are indices of the grid, `dilation` apart.
-        """
+        """Return for each dimension the first visible index of each query, and that behind."""
         windows = []
         arguments = zip(
             self._coordinates(q),

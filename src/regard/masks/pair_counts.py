@@ -1,8 +1,7 @@
-"""How many pairs of a whole text a mask leaves visible, for texts too long to look at every pair.
+"""How many pairs of a text a mask leaves visible, without looking at every pair.
 
-A rule has period P if it gives the same answer after both positions move by P: 1 for a rule on the
-distance of two tokens, such as a window, and the size of a block for a rule on blocks. Such a rule
-is known from P rows: the number of pairs is a sum over rows modulo P and distances.
+A rule with period P gives the same answer after both positions move by P (1 for distances, the size
+for blocks), so that P rows give the sum.
 """
 
 from __future__ import annotations

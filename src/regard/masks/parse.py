@@ -13,11 +13,7 @@ from regard.untrusted_text import error_text, escape_controls
 
 
 def parsable_masks() -> dict[str, type[Mask]]:
-    """Return the mask classes that an expression can contain, by name.
-
-    These are the dataclasses of masks whose fields are numbers, tuples or masks. In an expression,
-    a name without parentheses is a call without arguments.
-    """
+    """Return the classes that an expression can contain, by name: those with plain fields."""
     return {
         name: kind
         for name, kind in MASKS
@@ -41,8 +37,7 @@ MAX_PARSER_RETRIES = 8
 def parse(text: str) -> Mask:
     """Parse an expression of masks, numbers, tuples, `&`, `|`, `~` and parentheses.
 
-    Nothing is executed. `~` binds most tightly, then `&`, then `|`, as in Python. Names are not
-    case sensitive.
+    Nothing is executed. `~` binds most tightly, then `&`, then `|`; case does not matter.
 
     Args:
         text: the expression.
@@ -51,8 +46,7 @@ def parse(text: str) -> Mask:
         The mask.
 
     Raises:
-        ArgumentError: the text is not such an expression; the message marks the column and lists
-            the known names.
+        ArgumentError: the text is no such expression; the message marks the column.
 
     >>> parse("causal & window(4) | sinks(1)")
     Or(masks=(And(masks=(Causal(), Window(size=4, ahead=None))), Sinks(n=1)))
@@ -80,11 +74,7 @@ def parse(text: str) -> Mask:
 
 
 def _syntax_tree(text: str) -> ast.Expression:
-    """Parse an expression, again if another thread disturbed the parser.
-
-    CPython before 3.11.8 and 3.12.2 counts the depth of a tree in one place for all threads, and
-    raises SystemError if two threads parse at once (python/cpython, issue 106905).
-    """
+    """Parse an expression, again if another thread disturbed CPython's parser (issue 106905)."""
     for _ in range(MAX_PARSER_RETRIES):
         try:
             return ast.parse(text, mode="eval")
@@ -94,9 +84,7 @@ def _syntax_tree(text: str) -> ast.Expression:
 
 
 class _ExpressionReader:
-    """Builds a mask from a syntax tree; any node that is not supported raises an error with its
-    column.
-    """
+    """Builds a mask from a syntax tree, and raises at the column of an unknown node."""
 
     def __init__(self, text: str) -> None:
         self.text, self.masks, self.known = text, 0, parsable_masks()
@@ -182,10 +170,7 @@ class _ExpressionReader:
 
 
 def _column(problem: Exception, text: str) -> int | None:
-    """Return the column of a syntax error, or None if it is unknown.
-
-    An expression that ends too early has its error at its end.
-    """
+    """Return the column of a syntax error, that of the end if it ends early, or None."""
     offset, line = getattr(problem, "offset", None), getattr(problem, "lineno", 1)
     return (
         None

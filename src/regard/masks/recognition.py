@@ -1,10 +1,8 @@
 """Recognition of the rule behind a dense mask, such as `causal & window(4)`.
 
-Most models build a tensor of booleans, or of 0 and -inf, and pass it to every layer; FlexAttention
-has a function of indices. A kernel skips what a rule hides, whereas it would have to read every
-element of a tensor. A recognized rule equals the mask in every element: candidates are derived from
-the last query, and from the first and the last visible key of each query, then evaluated and
-compared.
+Models often pass a tensor of booleans, or of 0 and -inf; a kernel can skip what a rule hides. A
+recognized rule equals the mask in every element: candidates come from the last query, and from the
+first and the last visible keys, and are then compared.
 """
 
 from __future__ import annotations
@@ -30,11 +28,7 @@ COMPARED_ROWS = 64
 
 @dataclass(frozen=True)
 class VisibleRows:
-    """A dense mask that is read some rows at a time, so that it need not fit into memory.
-
-    Args:
-        read: a function from a slice of the queries to their mask, bool `[B or 1, H or 1, t, S]`.
-    """
+    """A dense mask that is read some rows at a time, so that it need not fit into memory."""
 
     read: Callable[[slice], Tensor]
     B: int
@@ -66,10 +60,7 @@ class VisibleRows:
             yield rows, self.read(rows)
 
     def equals(self, rule: Mask, start: int) -> bool:
-        """Return whether a rule is this mask where the first query has the position `start`.
-
-        Most rules differ in the last rows, which are compared first.
-        """
+        """Return whether a rule is this mask from the position `start` on; last rows come first."""
         queries, keys = self.queries(start), Span(0, self.S)
         for rows, visible in self.slices():
             block = rule.block(queries, keys, rows, device=self.device)
@@ -120,11 +111,8 @@ def recognize(rows: VisibleRows, *, any_start: bool = False) -> RecognizedRule |
 
 
 def _one_query(rows: VisibleRows, *, any_start: bool) -> RecognizedRule | None:
-    """Return the rule of a single query that sees a range of keys, as a step of decoding with a
-    preallocated cache does; None if it sees another set of keys.
-
-    The mask is new in each step. As many visible keys as the range holds prove the rule, so that
-    nothing is compared.
+    """Return the rule of a single query of decoding that sees a range of keys, or None. The number
+    of visible keys proves it.
     """
     visible = rows.read(slice(0, 1)).reshape(rows.S)
     count = int(visible.count_nonzero())
@@ -144,10 +132,8 @@ def _one_query(rows: VisibleRows, *, any_start: bool) -> RecognizedRule | None:
 class RecognizedMask:
     """The meaning of a dense mask in a call with T queries and S keys.
 
-    Attributes:
-        uniform_rows: True if the mask hides every key of a row, and by a finite number such as
-            finfo.min instead of -inf. torch then returns the mean of all values, which no rule
-            expresses, so that torch must run such a call.
+    `uniform_rows`: whether it hides a whole row by a finite number; torch then returns the mean of
+    all values, which no rule expresses.
     """
 
     mask: Mask | None
@@ -187,11 +173,7 @@ def _recognize_table(visible: Tensor) -> RecognizedMask:
 
 
 class _Outline:
-    """What the candidates are derived from, each part read when it is asked for.
-
-    Attributes:
-        last_row: the mask of the last query, bool `[B, S]`.
-    """
+    """What the candidates are derived from, each part read when it is asked for."""
 
     def __init__(self, rows: VisibleRows) -> None:
         self.rows = rows
@@ -209,9 +191,7 @@ class _Outline:
 
     @cached_property
     def row_ends(self) -> tuple[Tensor, Tensor]:
-        """The first and the last visible key of each query, `[B, T]`; S and -1 for a query that
-        sees nothing.
-        """
+        """The first and the last visible key of each query, `[B, T]`; S and -1 without any."""
         S, parts = self.rows.S, []
         for _, visible in self.rows.slices():
             row = visible[:, 0].to(torch.uint8)  # [B,t,S]
@@ -223,9 +203,7 @@ class _Outline:
 
 
 def _candidates(outline: _Outline, *, any_start: bool) -> Iterator[tuple[Mask, int]]:
-    """Yield the rules that a mask may be, the simplest first, each with the position of the first
-    query.
-    """
+    """Yield the rules that a mask may be, simplest first, with the first query's position."""
     rows = outline.rows
     yield Full(), rows.default_start
     visible = outline.last_row.any(0).nonzero()
@@ -254,9 +232,7 @@ def _candidates(outline: _Outline, *, any_start: bool) -> Iterator[tuple[Mask, i
 
 
 def _other_candidates(outline: _Outline) -> Iterator[Mask]:
-    """Yield the rules that depend on the first and last visible keys of all queries, for default
-    positions.
-    """
+    """Yield the rules that depend on the visible keys of all queries."""
     rows, hides_keys = outline.rows, not bool(outline.keys.all())
     runs = (outline.last_row[:, 1:] & ~outline.last_row[:, :-1]).sum(-1)
     if not hides_keys and int(runs.max()) > 2:
@@ -287,10 +263,7 @@ def _other_candidates(outline: _Outline) -> Iterator[Mask]:
 
 
 def _documents(q: Tensor, first: Tensor, last: Tensor, local: list[Mask]) -> Iterator[Mask]:
-    """Yield packed documents alone, and with the rules that limit attention within a document.
-
-    A document starts where a query is its own first visible key.
-    """
+    """Yield packed documents, which start where a query is its own first visible key."""
     bounds = []
     for firsts, lasts in zip(first, last, strict=True):
         starts = {int(x) for x in q[firsts == q]}

@@ -31,8 +31,7 @@ class Intervals(NamedTuple):
 def normalize_intervals(raw: Intervals) -> Intervals:
     """Return the same sets of positions >= 0 as disjoint, sorted ranges.
 
-    Columns that are empty for every query are dropped. With ranges sorted by start, start_i =
-    max(start_i, stop_0, ..., stop_{i-1}) removes what earlier ranges cover.
+    With ranges sorted by start, start_i = max(start_i, stop_0, ..., stop_{i-1}).
     """
     starts, stops = _sort(raw.starts.clamp(min=0), raw.stops)
     if starts.shape[-1] > 1:
@@ -61,8 +60,7 @@ def intersect(a: Intervals, b: Intervals) -> Intervals:
 def broadcast_shape(*shapes: Sequence[int]) -> torch.Size:
     """Return the shape that tensors of these shapes broadcast to.
 
-    `torch.broadcast_shapes` makes 60 Python calls for this, and kernels need it for each block of
-    queries.
+    `torch.broadcast_shapes` makes 60 Python calls for this, and kernels need it often.
     """
     dims = max(map(len, shapes))
     padded = [(*(1,) * (dims - len(shape)), *shape) for shape in shapes]
@@ -133,9 +131,8 @@ def states_from_intervals(
 ) -> Int8[Tensor, "B H nK"]:
     """Return the states of the blocks of `bk` keys for queries with these normalized intervals.
 
-    The number of visible keys of each block is counted for each query. This is O(t n nK) for a
-    `Span`; for stored positions, each block is sorted and the ends of the ranges are looked up in
-    it.
+    Visible keys are counted per block and query: O(t n nK) for a `Span`; stored positions are
+    sorted first.
     """
     if isinstance(k_positions, Span):
         visible = _count_span(intervals, k_positions, bk)  # [B,H,t,nK]
@@ -193,10 +190,7 @@ def count_visible(intervals: Intervals, k_positions: Positions) -> Int[Tensor, "
 
 
 def and_states(a: Tensor, b: Tensor) -> Int8[Tensor, "..."]:
-    """Return the states of `x & y` from the states of x and y.
-
-    Empty stays empty, and full leaves the other state; two partial tiles give UNKNOWN.
-    """
+    """Return the states of `x & y`; two partial tiles give UNKNOWN."""
     a, b = broadcast(a, b)
     out = torch.full_like(a, UNKNOWN)
     out = torch.where(a == FULL, b, torch.where(b == FULL, a, out))
@@ -218,8 +212,7 @@ def states_without_rows(
 ) -> Int8[Tensor, "B h nK"]:
     """Return the states for the case that some of the queries see nothing.
 
-    A full tile becomes partial, since it stays full for the other queries only. A partial tile
-    becomes UNKNOWN, since the visible keys may have been those of the removed queries.
+    A full tile becomes partial, and a partial one UNKNOWN.
     """
     if rows is None:
         return states
@@ -235,10 +228,7 @@ def evaluate_unknown_blocks(
     bk: int,
     evaluate: Callable[[slice], Tensor],
 ) -> Int8[Tensor, "B H nK"]:
-    """Return the states with each UNKNOWN replaced by the exact state.
-
-    A full tile with an empty slot becomes partial, and a tile without tokens becomes empty.
-    """
+    """Return the states with each UNKNOWN replaced by the exact one, empty slots counted."""
     unknown = (states == UNKNOWN).flatten(0, 1).any(0).tolist()
     slots = torch.full((len(unknown),), bk, device=n_filled.device)
     slots[-1] = S - (len(unknown) - 1) * bk

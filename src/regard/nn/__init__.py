@@ -1,16 +1,12 @@
 """Parts of models: projections, norms, attention, feed-forward and blocks; `variants` is the
 catalogue of mechanisms.
 
-A projection computes queries (`query`), the tensors that a cache stores (`remember`), keys and
-values from the stored tensors and their positions (`recall`), and the last step on the result of
-attention (`postprocess`). The steps of a head (norm, rotary, temperature) are an ordered list. A
-projection may have a state (a short convolution), a bias that it computes from the tokens, and
-several forms that are equal in exact arithmetic (MLA with expanded or absorbed latents):
-`select_form` chooses by the numbers of queries and keys.
+A projection computes queries (`query`), what a cache stores (`remember`), keys and values from that
+(`recall`), and the last step on the result of attention (`postprocess`). A projection with several
+forms that are equal in exact arithmetic (MLA) chooses one by `select_form`.
 
 A residual path (`PreNorm`, `PostNorm`, ...) is a part around a sublayer, so that one `Block` serves
-every family; a block of one sublayer is a `MixerBlock`, several mechanisms in one layer are
-`ParallelMixers`. What a mechanism shows of itself stands in `explainable`; how it runs over several
+every family. What a mechanism shows of itself stands in `explainable`; how it runs over several
 ranks, in `across_ranks`.
 """
 

@@ -1,10 +1,7 @@
 """`Explainable`, the interface through which `regard.inspect` explains a run of any mechanism.
 
-`regard.inspect` records the attention calls of a run and the tensors at its taps (named points, see
-`regard.tracing`). It gets everything else from the mechanism: the steps that computed the queries,
-keys and values; the row of attention weights, if no softmax kernel computed one; and the way in
-which several rows are combined into one head. A new mechanism overrides the methods whose defaults
-do not fit.
+`regard.inspect` records the attention calls of a run and the tensors at its taps
+(`regard.tracing`), and gets everything else from the mechanism.
 """
 
 from __future__ import annotations
@@ -23,11 +20,7 @@ from regard.span import Positions
 class MechanismStep(NamedTuple):
     """One step of the computation of a mechanism: its name, its equation and its result.
 
-    Attributes:
-        name: the name of the step, such as "rotated".
-        equation: the equation as text; "" stands for the standard equation of a step of this name.
-        values: the result. For queries, keys and values it is [n,L,d], with all n heads; for scores
-            it is [S], with one score per key.
+    The `values` are [n,L,d] with all n heads, or scores [S]; no equation is the standard one.
     """
 
     name: str
@@ -43,18 +36,11 @@ class ProjectionQuery(NamedTuple):
 
     Attributes:
         x: the hidden states [1,T,M] that the queries were computed from.
-        positions: positions of the tokens of x.
-        memory: the hidden states [1,S,M3] that keys and values were computed from; in
-            self-attention this is x.
-        k_positions: positions of the tokens of memory.
-        row: the index of the explained query in x.
-        branch: the name of the call's branch, such as "window"; "" for a mechanism without
-            branches.
-        call_index: the index of the call among all calls for this query, in the order of the run.
-        head_dim: the head dim of the recorded keys. It shows whether a latent projection (MLA) ran
-            in its expanded or in its absorbed form.
-        first_values: the values of the first layer [1,S,G*E], where a decoder passed them to this
-            one; None where it passed none.
+        memory: the hidden states [1,S,M3] of keys and values; in self-attention, x.
+        branch: the name of the call's branch, such as "window"; "" without branches.
+        call_index: the index of the call among all calls for this query.
+        head_dim: that of the recorded keys, which shows the form in which MLA ran.
+        first_values: the values of the first layer [1,S,G*E], if a decoder passed them.
     """
 
     x: Tensor
@@ -72,14 +58,9 @@ class InputSteps(NamedTuple):
     """The steps that computed the queries, keys and values of an attention call.
 
     Attributes:
-        q: the steps of the queries; the last one holds the input of attention [H,T,D]. () if the
-            steps are not known.
-        k: the steps of the keys, likewise; the last one holds [G,S,D].
-        v: the steps of the values, likewise; the last one holds [G,S,E].
-        rotary: the rotary embedding of queries and keys, or None.
-        rotary_start: the index of the first dim that the rotary embedding rotates.
-        keys_are_blocks: whether a key stands for a block of tokens, at the position of its last
-            token.
+        q, k, v: the steps of queries [H,T,D], keys [G,S,D] and values [G,S,E]; () if unknown.
+        rotary_start: the first dim that the rotary embedding rotates.
+        keys_are_blocks: whether a key is a block of tokens, at the position of its last.
     """
 
     q: MechanismSteps = ()
@@ -91,12 +72,7 @@ class InputSteps(NamedTuple):
 
 
 class LayerRun(NamedTuple):
-    """The input of a mechanism in a run of one sequence, and the tensors at its taps.
-
-    Attributes:
-        x: the input [1,T,M].
-        taps: tap name, such as "q", to tensor. Taps inside a branch are not included.
-    """
+    """The input x [1,T,M] of a mechanism in a run, and the tensors at its taps without branches."""
 
     x: Tensor
     taps: Mapping[str, Tensor]
@@ -123,9 +99,7 @@ class LayerRun(NamedTuple):
 
     @property
     def heads(self) -> int:
-        """The number of heads of the result: the query heads, or the value heads of a recurrence
-        that has more of these.
-        """
+        """The number of heads of the result: query heads, or a recurrence's value heads."""
         return max(self.q.shape[1], self.v.shape[1])
 
     def group(self, head: int) -> int:
@@ -139,22 +113,16 @@ class LayerRun(NamedTuple):
 
 
 class EffectiveRow(NamedTuple):
-    """The row of weights that one head of a mechanism applies to the values for one query. A
-    mechanism computes it itself if it runs no softmax kernel, whose weights could be recorded.
+    """The row of weights of one head and query, by a mechanism that runs no softmax kernel.
 
     Attributes:
-        kind: "linear" if each weight is the coefficient of one value; "additive" if the weights are
-            the softmax of a score other than q . k.
-        scores: the scores [S], step by step; the last step is -inf where the query does not see the
-            key.
+        kind: "linear" in the values, or "additive": the softmax of another score than q . k.
+        scores: the scores [S], step by step; the last step is -inf where the key is unseen.
         weights: the weights [S]; None means the softmax of the last scores.
-        output: the result of the head [E], computed by the mechanism; it equals weights times
-            values.
-        scale: the factor on q . k.
+        output: the result of the head [E], which equals weights times values.
         products: the terms [S,D] whose sum over D is the first score of each key; None means q * k.
         state: the parts of a recurrent state after and before the query, or None.
-        checks: name of a quantity that was compared with the recorded run, to the largest absolute
-            difference.
+        checks: quantities compared with the recorded run, with the largest differences.
     """
 
     kind: Literal["linear", "additive"]
@@ -168,22 +136,14 @@ class EffectiveRow(NamedTuple):
 
 
 class CallWeights(NamedTuple):
-    """The weights [H,n] of one recorded attention call for the explained query.
-
-    Attributes:
-        branch: the name of the call's branch, or "".
-        weights: the weights, as the kernel returned them.
-        positions: positions of the keys [n]; -1 is an empty slot.
-    """
+    """The weights [H,n] of one recorded call for the explained query, and the keys' positions."""
 
     branch: str
     weights: Tensor
     positions: Tensor
 
     def by_position(self, length: int) -> Tensor:
-        """Return the weights [H,length] in the order of positions; a position without a key has
-        weight 0.
-        """
+        """Return the weights [H,length] by position; a position without a key has weight 0."""
         ordered = self.weights.new_zeros(len(self.weights), length)
         is_used = (self.positions >= 0) & (self.positions < length)
 
@@ -192,14 +152,7 @@ class CallWeights(NamedTuple):
 
 
 class MixTerm(NamedTuple):
-    """One term of a weighted sum of rows.
-
-    Attributes:
-        name: the name of the row.
-        factor: its factor in the sum.
-        row_sum: the sum of the weights of the row.
-        explained: whether this row is the one that is being explained.
-    """
+    """One term of a weighted sum of rows; `explained` marks the row in question."""
 
     name: str
     factor: float
@@ -208,13 +161,7 @@ class MixTerm(NamedTuple):
 
 
 class HeadMix(NamedTuple):
-    """The combination of several rows of weights into one head.
-
-    Attributes:
-        text: the combination in words.
-        terms: the terms of the combination.
-        row: the combined row [S], or None if no single row gives the result of the head.
-    """
+    """The combination of rows of weights into one head; `row` [S] is None if no row gives it."""
 
     text: str
     terms: tuple[MixTerm, ...]
@@ -224,15 +171,13 @@ class HeadMix(NamedTuple):
 class Explainable:
     """Base class of mechanisms and projections that can explain how their results were computed.
 
-    Every method has a default, so that any mechanism can be explained. By default, the projection
-    of the mechanism explains the queries, keys and values; the weights are those that were recorded
-    from a softmax kernel; and each recorded row is the result of one head.
+    By default, the projection explains queries, keys and values, the weights are those of a softmax
+    kernel, and each row is the result of one head.
 
     Attributes:
         output: the module that joins the heads [*,H*E] -> [*,M].
         replaces_calls: whether the last of several calls for one query replaces the others.
-        explain_refusal: why no row of weights exists, as words that follow the name of the
-            mechanism; None if one does.
+        explain_refusal: why no row of weights exists, after the mechanism's name; or None.
     """
 
     output: nn.Module
@@ -240,16 +185,12 @@ class Explainable:
     explain_refusal: str | None = None
 
     def explain_inputs(self, query: ProjectionQuery) -> InputSteps:
-        """Return the steps that computed the queries, keys and values of a call. By default, they
-        are those of `self.project`, if that is `Explainable`.
-        """
+        """Return the steps of a call's queries, keys and values, by default of `self.project`."""
         inner = getattr(self, "project", None)
         return inner.explain_inputs(query) if isinstance(inner, Explainable) else InputSteps()
 
     def explain_row(self, run: LayerRun, head: int, row: int) -> EffectiveRow | None:
-        """Compute the row of weights of one head and query, if the mechanism runs no softmax
-        kernel.
-        """
+        """Compute the row of weights of one head and query, where no softmax kernel runs."""
         return None
 
     @property
@@ -269,16 +210,12 @@ class Explainable:
 
 
 def explainable(module: nn.Module) -> Explainable:
-    """Return the module itself if it is `Explainable`, otherwise a wrapper that gives the default
-    explanations.
-    """
+    """Return the module if it is `Explainable`, otherwise a wrapper with the defaults."""
     return module if isinstance(module, Explainable) else _DefaultExplainable(module)
 
 
 class _DefaultExplainable(Explainable):
-    """The default explanations of a module that is not `Explainable`, with its projection and
-    output map if it has them.
-    """
+    """The default explanations of a module that is not `Explainable`."""
 
     def __init__(self, module: nn.Module) -> None:
         self.project = getattr(module, "project", None)
@@ -286,9 +223,7 @@ class _DefaultExplainable(Explainable):
 
 
 def find_rotary(step: nn.Module) -> Rotary | None:
-    """Return the rotary embedding that a step of a `HeadProjection` is or contains (as its
-    attribute `rotary`), or None.
-    """
+    """Return the rotary embedding that a step of a `HeadProjection` is or contains, or None."""
     inner = getattr(step, "rotary", step)
     return inner if isinstance(inner, Rotary) else None
 
@@ -320,9 +255,7 @@ def run_steps(
 def projection_step(
     letter: Literal["q", "k", "v"], values: Tensor, linear: nn.Module, function: str = ""
 ) -> MechanismStep:
-    """Return the step "projected", the first of queries, keys or values: a linear map of the hidden
-    states.
-    """
+    """Return the step "projected", the first of queries, keys or values."""
     index, upper = "i" if letter == "q" else "j", letter.upper()
     product = f"W_{upper} x_{index}"
     if getattr(linear, "bias", None) is not None:
@@ -340,9 +273,7 @@ def effective_row(
 ) -> Tensor:
     """Compute the coefficients a_i [S], in float64, that one head of query i gives to the values.
 
-    If a mechanism is linear in the values, z_i = sum_j a_ij v_j, it can be applied to unit vectors
-    instead of the values. The result for query i is then the row a_i. This is done for one block of
-    keys at a time.
+    If z_i = sum_j a_ij v_j, the mechanism applied to unit vectors gives the row a_i.
     """
     _, G, S, _ = v.shape
 

@@ -1,6 +1,4 @@
-"""`Mixer`, the base class of all attention mechanisms: it supplies default positions, restores the
-cache if a call raises, and describes the cost of a layer.
-"""
+"""`Mixer`, the base class of all attention mechanisms."""
 
 from __future__ import annotations
 
@@ -41,34 +39,26 @@ AcrossRanks: TypeAlias = Literal["attention", "state"] | None
 class Mixer(Explainable, nn.Module):
     """Base class of the modules that mix the tokens of a sequence, x [B,T,M] -> [B,T,M2].
 
-    A subclass implements `mix`, `new_cache` and `spec`. It overrides `check_cache` if some caches
-    do not suit it, and those methods of `Explainable` whose defaults do not fit.
+    A subclass implements `mix`, `new_cache` and `spec`, and `check_cache` if it refuses caches.
 
     Attributes:
-        across_ranks: how `regard.parallel.sequence` runs the mechanism. "attention": it computes
-            every value with `attend`, which runs over all ranks. "state": it passes the contents
-            of its cache, a `regard.caches.State`, from rank to rank. None: it is refused.
+        across_ranks: how `regard.parallel.sequence` runs it: "attention": by `attend` over all
+            ranks; "state": its `State` passes from rank to rank; None: refused.
     """
 
     across_ranks: ClassVar[AcrossRanks] = None
 
     recording_refusal: str | None = None
-    """Why a graph that `torch.onnx.export` or `torch.jit.trace` records cannot serve every length
-    of this mechanism, as words that follow its name; None if it can.
-    """
+    """Why no recorded graph (ONNX, `torch.jit.trace`) serves every length; None if one does."""
 
     @property
     def static_step_refusal(self) -> str | None:
-        """Why a step of this mechanism with a static cache cannot be captured as a CUDA graph, as
-        words that follow its name; None if it can, because it depends on tensors only.
-        """
+        """Why a step with a static cache cannot be captured as a CUDA graph; None if it can."""
         return "depends on lengths or on the order of the slots, which Python has to know"
 
     @property
     def carries_values(self) -> bool:
-        """Whether the mechanism gives or reads the values of the first layer, which a `Decoder`
-        passes with the cache (`regard.caches.cross_layer.WithFirstValues`).
-        """
+        """Whether the mechanism gives or reads the values of the first layer."""
         return False
 
     def forward(
@@ -78,10 +68,8 @@ class Mixer(Explainable, nn.Module):
         cache: Cache | None = None,
         backend: str = "auto",
     ) -> Float[Tensor, "B T M2"]:
-        """Mix the tokens of x with one another and with the tokens in the cache, and append the
-        tokens of x to the cache.
-
-        A call that raises leaves the cache as it was.
+        """Mix the tokens of x with one another and the cache; a call that raises does not change
+        it.
         """
         if type(x) is not Tensor and is_proxy(x):
             return call_as_leaf(self, Mixer.forward, x, positions, cache=cache, backend=backend)
@@ -108,9 +96,7 @@ class Mixer(Explainable, nn.Module):
             return self.mix(x, positions, cache, backend)
 
     def _check_later_tokens(self, positions: Positions, cache: Cache) -> None:
-        """Check that no token that an earlier call has computed sees one of the new tokens, by the
-        mask of the mechanism; one without a mask is a recurrence.
-        """
+        """Check that no token of an earlier call sees one of the new tokens."""
         mask: Mask | None = getattr(self, "mask", _CAUSAL)
         mask = Full() if mask is None else mask
         if (causal_from := mask.causal_from()) == 0:
@@ -144,9 +130,7 @@ class Mixer(Explainable, nn.Module):
         """Apply the mechanism to x [B,T,M] at `positions`; return [B,T,M2]."""
 
     def check_cache(self, cache: Cache) -> None:
-        """Raise an `ArgumentError` if this mechanism cannot use the cache. By default, every cache
-        is accepted.
-        """
+        """Raise an `ArgumentError` if this mechanism cannot use the cache."""
 
     @abstractmethod
     def new_cache(self) -> Cache:
@@ -158,16 +142,12 @@ class Mixer(Explainable, nn.Module):
         """The cost of this layer, with the number of parameters that it really has."""
 
     def describe(self, context: int = 4096) -> Description:
-        """Compute the parameters, the cached values and the FLOPs of this layer when it decodes one
-        token.
-        """
+        """Compute parameters, cached values and FLOPs of this layer for one decoded token."""
         return self.spec.describe(context, type(self).__name__)
 
 
 def check_recorded_graph(module: nn.Module, refusal: str) -> None:
-    """Raise if this thread records a graph without its conditions, for ONNX or `torch.jit.trace`:
-    it would give wrong results for other lengths than that of the sample.
-    """
+    """Raise if this thread records a graph, which would be wrong for other lengths."""
     if drops_conditions():
         recorder = "torch.onnx.export" if is_exporting_onnx() else "torch.jit.trace"
         raise ArgumentError(
@@ -192,9 +172,7 @@ def count_weights(module: nn.Module, *counted_separately: nn.Module | None) -> P
 
 
 def _count_matrix_weights(module: nn.Module) -> int:
-    """Count the weights of all linear maps in a module, and those of short convolutions, of which a
-    token multiplies each once, too.
-    """
+    """Count the weights of the linear maps and short convolutions of a module."""
     kinds = (nn.Linear, CausalConvolution)
     # a stored weight would be dequantized to be read
     weights = (
@@ -207,9 +185,7 @@ def _count_matrix_weights(module: nn.Module) -> int:
 
 @dataclass(frozen=True)
 class MaskVisibility:
-    """The number of keys that a mask lets each query see, for the cost of a layer. It implements
-    the protocol `regard.cost.softmax.VisibleKeys`.
-    """
+    """The number of keys that a mask lets each query see (`regard.cost.softmax.VisibleKeys`)."""
 
     mask: Mask | None
     keeps_all: bool = False
@@ -220,9 +196,7 @@ class MaskVisibility:
         return None if self.keeps_all else reach(self.mask).tokens
 
     def visible_keys(self, context: int) -> int:
-        """Return how many keys the token at position context - 1 sees, in the head that sees the
-        most.
-        """
+        """Return how many keys the token at context - 1 sees, in the head that sees most."""
         mask = self.mask if self.mask is not None else Full()
         return int(mask.visible(Span(context - 1, 1), Span(0, context)).max())
 

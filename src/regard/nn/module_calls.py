@@ -1,9 +1,7 @@
-"""How a module is called: whether a call computes what the code of its class says, and calls as
-single nodes of the graphs of `torch.fx.symbolic_trace`.
+"""Whether a module computes what its class says, and calls as nodes of `torch.fx` graphs.
 
-Faster code in place of a module is right only if nothing observes or replaces it. A user changes a
-module in many ways: by hooks, of one module or of all; by another `forward` of a module, or of a
-class; by another `nn.Module.__call__`. What is asked here is asked wherever a module is not called.
+Faster code may take a module's place only if nothing (a hook, another `forward`, another
+`nn.Module.__call__`) observes or replaces it.
 """
 
 from __future__ import annotations
@@ -41,9 +39,7 @@ def why_not_as_written(module: nn.Module) -> str | None:
 
 
 def is_plain(module: nn.Module, kind: type[nn.Module]) -> bool:
-    """Return whether a module is exactly of a class of `_FIRST_FORWARDS`, and computes what it
-    says.
-    """
+    """Return whether a module is exactly of a class of `_FIRST_FORWARDS`, and unchanged."""
     return (
         type(module) is kind
         and not (module._forward_hooks or module._forward_pre_hooks)
@@ -60,9 +56,7 @@ def classes_of(module: nn.Module) -> tuple[type, ...]:
 
 
 def methods_of(kind: type) -> list[str]:
-    """Return the names of the methods and properties that a class defines itself, without its
-    bases, and that compute; of torch's classes only those by which modules are called.
-    """
+    """Return the names of the methods and properties that a class itself defines."""
     is_ours = kind.__module__.startswith("regard.")
     return [
         name
@@ -88,15 +82,11 @@ _FIRST_CALL = nn.Module.__call__
 _FIRST_FORWARDS: dict[type, object] = {
     kind: kind.forward for kind in (nn.Identity, nn.SiLU) if not any(_patched_methods(kind))
 }
-"""The forward of each class that `is_plain` is asked about, as torch wrote it; a graph that
-torch.compile traces may look it up, and could not call a cached function.
-"""
+"""The forward of each class that `is_plain` knows; torch.compile cannot call a cached function."""
 
 
 def is_proxy(x: object) -> bool:
-    """Return whether an input is a proxy of `torch.fx.symbolic_trace`, which has no values and no
-    sizes.
-    """
+    """Return whether an input is a proxy of `torch.fx.symbolic_trace`, without values."""
     return isinstance(x, torch.fx.Proxy)
 
 

@@ -1,6 +1,4 @@
-"""Additive attention: the scores come from a network with one hidden layer, followed by a
-softmax and the weighted mean of the values.
-"""
+"""Additive attention, whose scores come from a network with one hidden layer."""
 
 from __future__ import annotations
 
@@ -22,9 +20,7 @@ from regard.tracing import tap
 __all__ = ["AdditiveAttentionOutput", "additive_attention"]
 
 BLOCK_BYTES = 2**26
-"""The largest size in bytes of the hidden layer `[B, H, t, S, A]` of one block of queries. For a
-gradient, autograd saves the hidden layers of all blocks, and the total is not bounded.
-"""
+"""The most bytes of the hidden layer `[B, H, t, S, A]` of one block without a gradient."""
 
 
 class AdditiveAttentionOutput(NamedTuple):
@@ -32,8 +28,7 @@ class AdditiveAttentionOutput(NamedTuple):
 
     Args:
         context: `[B, H, T, E]`, the weighted mean of the values; 0 for a query that sees no key.
-        weights: `[B, H, T, S]`, the attention weights (the alignment in Bahdanau's paper); each row
-            sums to 1, or is 0 for a query that sees no key.
+        weights: `[B, H, T, S]`; a row sums to 1, or to 0 for a query that sees no key.
     """
 
     context: Tensor
@@ -50,37 +45,29 @@ def additive_attention(
     q_positions: Positions | None = None,
     k_positions: Positions | None = None,
 ) -> AdditiveAttentionOutput:
-    """Compute additive attention: the score of a query and a key is the dot product of a weight
-    vector with the tanh of their sum.
+    """Compute additive attention: e_ij is a product of a weight with the tanh of a sum.
 
     e_ij = weight . tanh(query_i + keys_j);  a_ij = exp(e_ij) / sum_j exp(e_ij)
     context_i = sum_j a_ij values_j
 
-    With query_i = W s_{i-1} and keys_j = U h_j this is Bahdanau's attention. With query_i = W_1 h_i
-    and keys_j = W_2 h_j, where [W_1 W_2] is the matrix that Luong applies to the concatenated
-    states, it is Luong's `concat` score. Queries and keys are projected before the call, so that
-    the keys of a source sequence are computed once for all steps. A masked key affects neither
-    context nor weights and gets no gradient, whatever it contains. An open trace (`regard.Trace`)
-    can record and edit the scores and the weights, under the names `scores` and `pattern`.
+    With query_i = W s_{i-1} and keys_j = U h_j this is Bahdanau's attention; with W_1 h_i and W_2
+    h_j, where [W_1 W_2] is Luong's matrix, his `concat` score. A masked key has no effect and gets
+    no gradient, whatever it contains. A trace has the taps `scores` and `pattern`.
 
     Args:
         query: projected queries `[B, H, T, A]`.
-        keys: projected keys `[B, G, S, A]`; query head h uses key/value head h // (H/G). Bahdanau's
-            attention has one head.
+        keys: projected keys `[B, G, S, A]`; query head h uses key/value head h // (H/G).
         values: `[B, G, S, E]`.
         weight: the vector v of each head, `[H, A]`.
-        mask: a mask of `regard.masks`, or a bool tensor in which True means that the query may
-            attend to the key; None: every key whose position is at least 0.
+        mask: a mask of `regard.masks`, a bool tensor (True: visible), or None: all tokens.
         q_positions: the positions of the queries; default 0 to T - 1.
-        k_positions: the positions of the keys; default 0 to S - 1. -1 marks an empty slot, such as
-            padding.
+        k_positions: the positions of the keys; default 0 to S - 1. -1 marks an empty slot.
 
     Returns:
         The context and the attention weights, in the dtype of the query.
 
     Raises:
-        ArgumentError, ArgumentTypeError: shapes, dtypes or positions do not fit; raised before
-            anything is computed.
+        ArgumentError, ArgumentTypeError: shapes, dtypes or positions do not fit.
 
     >>> h = torch.randn(1, 1, 4, 8)
     >>> padded = torch.tensor([[0, 1, 2, -1]])
@@ -111,9 +98,7 @@ def additive_attention(
 
 
 def _scores(query: Tensor, keys: Tensor, weight: Tensor, visible: Tensor) -> Tensor:
-    """Compute the scores `[B, H, T, S]`, -inf where masked, one block of queries at a time; visible
-    is bool, broadcastable to the scores.
-    """
+    """Compute the scores `[B, H, T, S]`, -inf where masked, by blocks; visible is bool."""
     (B, H, T, A), (_, G, S, _) = query.shape, keys.shape
     keys = keys[:, :, None].expand(-1, -1, H // G, -1, -1).flatten(1, 2)  # [B,H,S,A]
     visible = visible.expand(B, H, T, S)
@@ -130,9 +115,7 @@ def _scores(query: Tensor, keys: Tensor, weight: Tensor, visible: Tensor) -> Ten
 
 
 def _check_weight(weight: Tensor, query: Tensor) -> None:
-    """Check that the weight has one vector per head, in the dtype and on the device of the
-    query.
-    """
+    """Check that the weight has one vector per head, in the query's dtype and device."""
     expected = (query.shape[1], query.shape[3])
     if tuple(weight.shape) != expected:
         raise ArgumentError(

@@ -1,12 +1,9 @@
 """`DecodeStep`: one decoded token through a whole model in one compiled call.
 
-Between the matrix products of a decoded token a model of small operations computes for a long time
-in Python: a third of a step of a small model. Here the weights of a model are described once, as
-data (`StepModel`), and packed as C structs; a step then sets the few fields that change, and calls
-the compiled loops of `regard.ops.jit.step_loops` once.
-
-`regard.models.compiled_step` decides for which models and calls this is used. Compiled code checks
-nothing: the caller has checked sizes, dtypes, devices and layouts.
+Between matrix products a model of small operations computes long in Python. Here the weights are
+packed once as C structs (`StepModel`); a step sets the fields that change and calls
+`regard.ops.jit.step_loops` once. `regard.models.compiled_step` decides where, and has checked
+everything.
 """
 
 from __future__ import annotations
@@ -59,9 +56,7 @@ PHASES = 6
 """The largest number of phases of a layer that have counters; attention has its own."""
 
 COUNTER_WORDS = 2 + MAX_RUNS
-"""The distance between the counters of two phases in 8-byte integers; it must be equal to
-`step_loops.COUNTER_BYTES` / 8.
-"""
+"""The 8-byte integers between the counters of two phases, `step_loops.COUNTER_BYTES` / 8."""
 
 Indices: TypeAlias = np.ndarray | slice
 
@@ -75,9 +70,7 @@ _codes_entry = partial(compiled_entry, "decode_quantized_loops", "entry_address"
 class StepMap:
     """A linear map W x + b of the compiled step.
 
-    Args:
-        weight: `[N, M]`, contiguous, or a record of fewer bits whose `matrix_struct` is not None.
-        bias: `[N]`, contiguous, or None.
+    `weight` is `[N, M]`, contiguous, or a record with a `matrix_struct`; bias `[N]` or None.
     """
 
     weight: Tensor | StoredWeight
@@ -92,12 +85,7 @@ class StepNorm:
     "layer": (x - mean(x)) / sqrt(mean((x - mean(x))^2) + eps) * (weight + offset) + bias
     "scale": x * offset
 
-    Args:
-        weight: `[M]`, contiguous; None is 1, for the kind "layer".
-        eps: the number added to the mean square, or to the variance.
-        offset: the number added to the weight, or the factor.
-        bias: `[M]`, contiguous, or None.
-        kind: one of `NORM_KINDS`.
+    `weight` and `bias` are `[M]`, contiguous, or None; a missing weight of "layer" is 1.
     """
 
     weight: Tensor | None
@@ -111,10 +99,7 @@ class StepNorm:
 class StepNetwork:
     """A feed-forward network of the compiled step, down (f(gate x) * up x), or down f(up x).
 
-    Args:
-        gate, up, down: its linear maps; without a gate it is None.
-        activation: one of `GATED_ACTIVATIONS`, or without a gate of `ACTIVATIONS`.
-        limit, alpha: the numbers of "clipped_silu", as in `regard.nn.ClippedSwiGLU`.
+    `gate` may be None; `limit` and `alpha` are those of `regard.nn.ClippedSwiGLU`.
     """
 
     gate: StepMap | None
@@ -130,18 +115,10 @@ class StepMixture:
     """A mixture of experts of the compiled step, as `regard.nn.MoE` defines it.
 
     Args:
-        router: the map to the logits of the experts.
-        experts: their networks, all with the same number of hidden units.
-        k: how many of them a token uses.
+        router, shared_gate: the maps to the logits of experts, and of the shared weight.
         sigmoid: whether scores are sigmoids of the logits; otherwise a softmax.
-        normalize: whether the weights of a token are divided by their sum.
-        scale: the factor on the weights.
-        correction: what is added to the scores for the choice `[n]`, contiguous, in fp32 or the
-            dtype of the weights; None: nothing.
-        groups: the number of groups of experts, how many a token may use, and how many experts of a
-            group make up its score; zeros: no groups.
-        shared: the network for all tokens; None: there is none.
-        shared_gate: the map to the logit of its weight; None: its weight is 1.
+        correction: `[n]`, added to the scores for the choice, in fp32 or the weights' dtype.
+        groups: the number of groups, how many a token may use, and how many scores count.
     """
 
     router: StepMap
@@ -164,10 +141,6 @@ class StepMixture:
 class HeadBlocks(NamedTuple):
     """Where the heads of queries, keys or values are in a matrix: head i is block
     first + i // run * step + i % run of its rows, of which each block is one head.
-
-    >>> fused = HeadBlocks(1, 2, 4)  # two heads, and two others after them
-    >>> [fused.first + i // fused.run * fused.step + i % fused.run for i in range(4)]
-    [1, 2, 5, 6]
     """
 
     first: int
@@ -180,25 +153,13 @@ class StepLayer:
     """One layer of the compiled step: attention, and a feed-forward layer after it or beside it.
 
     Args:
-        H, G, D, E: query heads, key/value heads, query/key head dim, value head dim.
-        q, k, v, out: the linear maps of the attention.
-        network: the feed-forward layer.
-        before, after: the norm before the attention and the one on its result; None: no norm.
-        ff_before, ff_after: the same of the feed-forward layer.
-        q_norm, k_norm: the norm on each head of queries and of keys, before the rotation.
-        scale: the factor on q . k.
-        softcap: the bound on the scores; 0: none.
-        rotary: the number of the layer's rotary tables in `StepInputs.tables`; None: no rotation.
-        mask: the number of the layer's ranges in `StepInputs.ranges`.
-        sink: the logits of the sinks `[H]`, contiguous; None: no sinks.
-        slopes: the slopes of ALiBi, contiguous fp32 `[H]`; None: no ALiBi.
-        symmetric: whether ALiBi is symmetric.
+        q, k, v, out, network and norms: the parts, None where there is no norm.
+        softcap, clip: the bounds on scores, and on queries, keys and values; 0: none.
+        rotary, mask: the numbers of tables in `StepInputs.tables` and `StepInputs.ranges`.
+        sink, slopes: the logits of sinks and the fp32 slopes of ALiBi, `[H]`, or None.
         q_flat, k_flat: the norm over all heads of queries and of keys; None: no norm.
-        blocks: for queries, keys and values the places of their heads, if they share a matrix;
-            None: each has its own.
-        clip: the limit of queries, keys and values before all steps; 0: none.
-        parallel: whether the feed-forward layer reads the hidden states before the attention. Then
-            `ff_before` is its norm on these.
+        blocks: the places of the heads of q, k and v, if they share a matrix; or None.
+        parallel: whether the feed-forward layer reads the states before the attention.
     """
 
     H: int
@@ -234,11 +195,7 @@ class StepLayer:
 class StepModel:
     """A model of the compiled step: its layers, the norm after them, and the head.
 
-    Args:
-        layers: the layers.
-        norm: the norm before the head; None: no norm.
-        head: the map to the logits.
-        logit_scale: the factor on the hidden states before the head.
+    The `logit_scale` is the factor on the hidden states before the head.
     """
 
     layers: tuple[StepLayer, ...]
@@ -250,9 +207,7 @@ class StepModel:
 class RotaryTables(NamedTuple):
     """Cos and sin of the angles of the new tokens, each `[B or 1, n]` in the dtype of the weights.
 
-    Args:
-        cos, sin: the tables.
-        interleaved: whether pair i are the dims 2i and 2i + 1, instead of i and i + n.
+    Pair i of `interleaved` tables are the dims 2i and 2i + 1, otherwise i and i + n.
     """
 
     cos: Tensor
@@ -264,13 +219,11 @@ class KeyPlace(NamedTuple):
     """Where the keys of some layers are, and where the new tokens go.
 
     Args:
-        slots: the slot of the buffers that the new token of each row takes, int64 `[B]`.
-        S: the number of slots of the buffers, from 0 on, that hold keys.
-        k_positions: the positions of these slots `[B or 1, S]`, or `[1, 0]` where they are
-            contiguous from `origin` on.
-        origin: the position of slot 0 where they are contiguous.
-        coded: the number of slots before these that are stored as codes.
-        coded_positions, coded_origin: the positions of the coded slots, in the same form.
+        slots: the slot that the new token of each row takes, int64 `[B]`.
+        S: the number of slots, from 0 on, that hold keys.
+        k_positions, origin: the positions of these slots `[B or 1, S]`, or `[1, 0]` and the
+            position of slot 0 where they are contiguous.
+        coded, coded_positions, coded_origin: the same of the slots that are stored as codes.
     """
 
     slots: Tensor
@@ -295,17 +248,12 @@ class StepInputs(NamedTuple):
 
     Args:
         x: the embedded tokens `[B, 1, M]`, contiguous.
-        buffers: for each layer the buffers of keys `[B, G, c, D]` and values `[B, G, c, E]`, whose
-            last dimension is contiguous.
-        places: the different places of keys.
-        place_of: for each layer the index of its place.
-        codes: for each layer the slots before those of the buffers that are stored as codes, the
-            same object as long as they are the same; None: there are none.
-        pages: for each layer the pages `[B, n]` of its rows, contiguous, and the number of slots of
-            a page; None: its buffers are no pages.
+        buffers, place_of: for each layer keys `[B, G, c, D]` and values, contiguous in the last
+            dimension, and the index of its place in `places`.
+        codes: for each layer the slots that are stored as codes, or None.
+        pages: for each layer the pages `[B, n]` of its rows and their size, or None.
         q_positions: the positions of the new tokens `[B or 1, 1]`.
-        ranges: for each different mask the starts and stops of the ranges of positions that the
-            queries see, each int64 `[b, h, 1, n]`.
+        ranges: for each mask the starts and stops of visible ranges, int64 `[b, h, 1, n]`.
         tables: for each different rotary its tables.
     """
 
@@ -321,14 +269,7 @@ class StepInputs(NamedTuple):
 
 
 class SameObjects:
-    """Remembers objects, such as tensors, without keeping them alive, to find out later whether
-    others are the same.
-
-    >>> known, x = SameObjects(), torch.ones(2)
-    >>> known.remember([x])
-    >>> known.are([x]), known.are([x.clone()])
-    (True, False)
-    """
+    """Remembers objects without keeping them alive, to find out whether others are the same."""
 
     def __init__(self) -> None:
         self._known: list[ReferenceType[Any]] = []
@@ -347,11 +288,7 @@ class SameObjects:
 class DecodeStep:
     """The packed structs and the scratch memory of a model. One thread at a time may use it.
 
-    The structs hold addresses of the weights: an object is valid as long as these stay where they
-    are, and sees changes of their values.
-
-    Args:
-        model: the model.
+    The structs hold addresses of the weights, which must stay where they are.
     """
 
     def __init__(self, model: StepModel) -> None:
@@ -466,9 +403,7 @@ class DecodeStep:
                     record[name], record[f"{name}_shape"] = launch.address(x, dtype), _shape_4d(x)
 
     def _set_buffers(self, inputs: StepInputs) -> None:
-        """Set the addresses of the buffers and of the codes, if they are others than in the last
-        step.
-        """
+        """Set the addresses of the buffers and of the codes, if they changed."""
         codes = [_ABSENT if x is None else x for x in inputs.codes]
         if not self._last_codes.are(codes):
             for record, x in zip(self._codes, inputs.codes, strict=True):
@@ -520,9 +455,7 @@ class DecodeStep:
                 record["lse_shape"] = B, layer.G, splits, R
 
     def _set_positions(self, inputs: StepInputs) -> None:
-        """Set the positions of the queries, the ranges that each mask lets them see, and the
-        rotations.
-        """
+        """Set the positions of the queries, the ranges that they see, and the rotations."""
         for records in (self._attention, self._codes):
             x = inputs.q_positions
             records["q_positions"] = launch.address(x, torch.int64)
@@ -565,9 +498,7 @@ _ABSENT = launch.NO_POSITIONS
 
 
 def _numbers_by_value(values: Sequence[int | None]) -> list[tuple[int, Indices]]:
-    """Return for each value except None the indices at which it stands; a slice, which numpy
-    writes in half of the time, if it stands everywhere.
-    """
+    """Return for each value except None its indices, or a slice if it stands everywhere."""
     known = sorted({x for x in values if x is not None})
     if len(known) == 1 and None not in values:
         return [(known[0], slice(None))]
@@ -580,18 +511,14 @@ def _shape_4d(x: Tensor) -> tuple[int, ...]:
 
 
 def _norm_numbers(norm: StepNorm | None, dtype: torch.dtype) -> tuple[int, float, float]:
-    """Return the fields of an RMS norm: the address of its weight, eps and offset; zeros for none
-    and for other norms, which `_Extensions` packs.
-    """
+    """Return the fields of an RMS norm; zeros for none and for other norms."""
     if norm is None or norm.kind != "rms" or norm.weight is None:
         return 0, 0.0, 0.0
     return launch.address(norm.weight, dtype), norm.eps, norm.offset
 
 
 def _map_numbers(linear_map: StepMap, dtype: torch.dtype) -> tuple[int, int, int]:
-    """Return the fields of a linear map: the addresses of its weight and its bias, and the one of
-    the struct of a weight that is stored in fewer bits; 0 for what it does not have.
-    """
+    """Return the addresses of the weight, bias and struct of a linear map, or 0."""
     weight = linear_map.weight
     bias = _address_or_0(linear_map.bias, dtype)
     if isinstance(weight, Tensor):
@@ -609,15 +536,8 @@ def _address_or_0(x: Tensor | None, dtype: torch.dtype) -> int:
 class _Networks:
     """The packed structs of the feed-forward layers, to which the structs of the layers refer.
 
-    Args:
-        layers: the structs of the layers.
-        networks: their feed-forward layers.
-        dtype: the dtype of the weights.
-
-    Attributes:
-        width: the largest number of hidden units of a network.
-        units: the largest number of hidden units that a token has in a layer.
-        logits: the largest number of logits of experts, and of a gate, that a token has.
+    Of the hidden units, `width` is the most of a network, `units` the most of a token; `logits` are
+    those of experts and gate.
     """
 
     def __init__(
@@ -652,9 +572,7 @@ class _Networks:
             first += len(own)
 
     def prepare(self, B: int) -> int:
-        """Allocate the memory for the choice of experts for B tokens, and return the largest
-        number of results of networks of a mixture.
-        """
+        """Allocate memory for the choice of experts for B tokens; return the most results."""
         self._routing = np.zeros((len(self._mixtures), 3 * B * self._pairs + 2), np.int64)
         for record, x in zip(self._mixtures, self._routing, strict=True):
             record["routing"] = _address(x)
@@ -662,14 +580,7 @@ class _Networks:
 
 
 class _Extensions:
-    """The packed structs of the parts that only `step_extended_loops` computes.
-
-    Args:
-        model: the model.
-
-    Attributes:
-        numbers: the last fields of STEP_STRUCT.
-    """
+    """The packed structs of the parts that only `step_extended_loops` computes."""
 
     def __init__(self, model: StepModel) -> None:
         layers = model.layers

@@ -1,8 +1,7 @@
 """`fp16_linear`: y = W x + b for many fp16 vectors, on processors with AMX.
 
-Every fp16 number is split into two bfloat16 numbers, whose products AMX computes; nothing is
-rounded but the fp32 sums, and nothing is stored besides the weight. On such a processor this is two
-to four times as fast as torch's fp16 product, or as fp32 products of converted numbers (LOG.md).
+Every fp16 number is split into two bfloat16 numbers, whose products AMX computes; only the fp32
+sums are rounded. It is two to five times as fast as torch's product (LOG.md).
 """
 
 from __future__ import annotations
@@ -33,17 +32,12 @@ DEPTH_STEP, COLUMN_STEP, ROW_STEP = 32, 64, 32
 """The numbers of a vector, the outputs and the vectors of one compiled product."""
 
 MAX_DEPTH, MAX_COLUMNS, MAX_ROWS = 512, 512, 1024
-"""The largest numbers of them for which the split weights of a task fit into half of an L2 cache of
-2 MiB, and the sums into the other half or little more.
+"""The most for which split weights fit into half of an L2 cache of 2 MiB, and sums into the rest.
 """
 
 
 def fp16_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None:
-    """Compute W x + b in fp16, or return None where another product must run.
-
-    >>> fp16_linear(torch.ones(2, 3).half(), torch.eye(3).half(), None) is None
-    True
-    """
+    """Compute W x + b in fp16, or return None where another product must run."""
     check_linear_map(x, weight, bias)
     if why_not_fp16_linear(x, weight, bias):
         return None
@@ -108,9 +102,7 @@ def _contiguous(*tensors: Tensor | None) -> bool:
 
 
 def _task_sizes(R: int, N: int, workers: int) -> tuple[int, int]:
-    """Return the numbers of outputs and of vectors of a task: about equal parts, and with several
-    threads at least two tasks for each.
-    """
+    """Return the outputs and vectors of a task, at least two tasks for each thread."""
     row_blocks = ceil(R / MAX_ROWS)
     least = ceil(2 * workers / row_blocks) if workers > 1 else 1
     columns = _even_part(N, max(ceil(N / MAX_COLUMNS), least), COLUMN_STEP)

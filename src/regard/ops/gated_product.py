@@ -17,27 +17,20 @@ from regard.ops.jit.code_files import compiled_entry
 _entry = partial(compiled_entry, "gated_product_loops", "entry_address")
 
 MIN_SIZE = 1 << 13
-"""The smallest number of elements for which the compiled loop is used; torch computes fewer in a
-few microseconds.
-"""
+"""The smallest number of elements for which the compiled loop beats torch."""
 
 LANES = 16
 """The loop computes a multiple of so many elements."""
 
 SIZE_PER_THREAD = 1 << 16
-"""The number of elements per additional thread. For fewer, starting a thread takes longer than it
-saves.
-"""
+"""The number of elements per additional thread, which pays for its start."""
 
 
 def silu_product(gate: Tensor, up: Tensor) -> Tensor:
     """Compute silu(gate) * up, where silu x = x / (1 + e^-x).
 
-    silu(gate) is rounded to the dtype of the numbers before it is multiplied, as by two operators
-    of torch. On a CPU without a gradient, one compiled loop computes both in one pass over memory.
-
-    >>> silu_product(torch.zeros(3), torch.ones(3)).tolist()
-    [0.0, 0.0, 0.0]
+    silu(gate) is rounded first, as by two operators of torch. On a CPU without a gradient, one
+    compiled loop computes both.
 
     Source: Elfwing et al. 2018 (arXiv 1702.03118), equation 5; Shazeer 2020 (arXiv 2002.05202).
     """

@@ -1,7 +1,4 @@
-"""`gemv`: compute y = W x + b for a few vectors x on a CPU, as fast as W can be read from memory.
-
-A model computes such products for every decoded token, and they take most of its time.
-"""
+"""`gemv`: y = W x + b for a few vectors x on a CPU, as fast as W can be read from memory."""
 
 from __future__ import annotations
 
@@ -23,25 +20,16 @@ MAX_VECTORS = {dtype: _MOST[dtype] for dtype in DTYPES}
 """The largest number of vectors, by dtype, for which the compiled loop is faster than torch."""
 
 MIN_WEIGHT_SIZE = 1 << 14
-"""The smallest number of elements of a weight for which the compiled loop is faster than torch:
-smaller weights fit into the cache, and a call has a fixed cost.
-"""
+"""The smallest number of elements of a weight for which the compiled loop beats torch."""
 
 _entry = partial(compiled_entry, "gemv_loops", "entry_address")
 
 WEIGHTS_PER_THREAD = 1 << 17
-"""The number of elements of the weight per additional thread. For fewer, starting a thread takes
-longer than it saves.
-"""
+"""The number of elements of the weight per additional thread, which pays for its start."""
 
 
 def check_linear_map(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
-    """Check that x `[..., M]`, weight `[N, M]` and bias `[N]` agree in sizes, dtype and device.
-
-    >>> check_linear_map(torch.ones(1, 4), torch.ones(2, 3), None)
-    Traceback (most recent call last):
-    regard.errors.ArgumentError: x is (1, 4); its last dimension must be 3, as the weight ...
-    """
+    """Check that x `[..., M]`, weight `[N, M]` and bias `[N]` agree in sizes, dtype and device."""
     fits = (
         isinstance(x, Tensor)
         and weight.ndim == 2
@@ -105,11 +93,8 @@ def try_gemv(
     only_if_faster: bool = True,
     weights_per_thread: int = WEIGHTS_PER_THREAD,
 ) -> Tensor | None:
-    """Compute W x + b with compiled code, or return None if compiled code cannot read the tensors,
-    is not faster than torch, or the arguments do not fit together.
-
-    Every linear layer of a model calls this function for every decoded token. To keep the cost of a
-    call low, all conditions are in this one function, and each is checked once.
+    """Compute W x + b with compiled code, or return None where it cannot run or is not faster.
+    Every layer calls this for every token, so each condition is checked once, here.
     """
     if (
         not isinstance(x, Tensor)
@@ -158,11 +143,8 @@ def try_gemv(
 
 
 def _linear_operator(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None:
-    """Compute W x + b in a graph by the operator `regard::linear`, which chooses between the
-    compiled loop and torch when it is executed; None if torch's own operation is right for every
-    number of vectors.
-
-    An exported program is to run without this package, so that it gets torch's operation.
+    """Compute W x + b in a graph by the operator `regard::linear`, which chooses when it is
+    executed; None if torch's operation is right, as in an exported program.
     """
     y = (x, weight) if bias is None else (x, weight, bias)
     if (
@@ -212,10 +194,7 @@ register_flop_formula(torch.ops.regard.linear, get_raw=True)(_linear_flops)
 
 
 def compiled_kernel_applies(x: object, weight: Tensor) -> bool:
-    """Return whether compiled code may read both tensors: they have one supported dtype, are on a
-    CPU and need no gradient, none of torch.compile, autocast and transforms of `torch.func` is
-    active, and Numba is installed.
-    """
+    """Return whether compiled code may read both tensors, and Numba is installed."""
     return (
         isinstance(x, Tensor)
         and type(x) in _PLAIN_TENSOR_TYPES
@@ -233,9 +212,7 @@ def compiled_kernel_applies(x: object, weight: Tensor) -> bool:
 
 
 _PLAIN_TENSOR_TYPES = (Tensor, torch.nn.Parameter)
-"""The tensor types whose `data_ptr()` is the address of their elements. Other subclasses of Tensor,
-such as quantized ones, may store something else there.
-"""
+"""The tensor types whose `data_ptr()` is the address of their elements."""
 
 
 def gemv(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

@@ -1,6 +1,4 @@
-"""Infini-attention: softmax attention inside segments of the sequence, combined with a compressive
-memory of all earlier segments, and the functions that read and write such a memory.
-"""
+"""Infini-attention, and the functions that read and write its compressive memory."""
 
 from __future__ import annotations
 
@@ -28,9 +26,7 @@ from regard.span import Positions, Span, as_tensor, slice_positions, slot_count
 from regard.units import plural
 
 UpdateRule: TypeAlias = Literal["linear", "delta"]
-"""How values are written to the memory: "linear" adds the value itself, "delta" adds its difference
-from the value that the memory already returns for the key.
-"""
+"""How values are written to the memory: as they are, or their difference from what it returns."""
 
 
 class CompressiveState(NamedTuple):
@@ -60,9 +56,6 @@ class MemoryRead(NamedTuple):
 def elu_plus_one(x: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
     """Apply the feature map sigma(x) = elu(x) + 1: x + 1 above 0, exp(x) below.
 
-    It is computed as exp(x) rather than expm1(x) + 1, which would round values below the precision
-    of 1 to 0.
-
     Args:
         x: a floating-point tensor of any shape.
 
@@ -78,9 +71,7 @@ def elu_plus_one(x: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
 
 
 def empty_state(k: Tensor, v: Tensor) -> CompressiveState:
-    """Return the memory before the first token, filled with zeros, for keys `[B, G, S, D]` and
-    values `[B, G, S, E]`.
-    """
+    """Return the memory of zeros before the first token, for keys and values."""
     B, G, _, D = k.shape
     dtype = state_dtype(k)
     return CompressiveState(
@@ -90,9 +81,7 @@ def empty_state(k: Tensor, v: Tensor) -> CompressiveState:
 
 
 def state_dtype(k: Tensor) -> torch.dtype:
-    """Return the dtype of a memory: fp64 for fp64 keys, else fp32, because it sums over a whole
-    sequence.
-    """
+    """Return the dtype of a memory, a sum over a whole sequence: fp64 for fp64 keys, else fp32."""
     return torch.float64 if k.dtype == torch.float64 else torch.float32
 
 
@@ -101,8 +90,7 @@ def retrieve(
     state: tuple[Float[Tensor, "B G D E"], Float[Tensor, "B G D"]],
     where: Bool[Tensor, "#B T"] | None = None,
 ) -> MemoryRead:
-    """Read from the memory the mean of the stored values, weighted by sigma(q) . sigma(k) with
-    their keys k.
+    """Read from the memory the mean of the stored values, weighted by sigma(q) . sigma(k).
 
     A = sigma(q) M / (sigma(q) z), with sigma(x) = elu(x) + 1
 
@@ -111,8 +99,7 @@ def retrieve(
     Args:
         q: queries `[B, H, T, D]` without position encoding.
         state: M `[B, G, D, E]` and z `[B, G, D]`.
-        where: bool `[B or 1, T]`, which queries read the memory. The others get 0, whatever they
-            contain. None: all.
+        where: bool `[B or 1, T]`, which queries read the memory; the others get 0. None: all.
 
     Returns:
         The values that were read, and for which queries anything was stored.
@@ -158,17 +145,15 @@ def write(
     M' = M + sigma(k)^T u,  z' = z + sum_t sigma(k_t)
     u = v, or with update="delta" v - sigma(k) M / (sigma(k) z)
 
-    With "delta" all keys of the segment read the memory as it was before the segment. A key and
-    value that are stored already leave M unchanged, but z grows: after v was written twice for one
-    key, a read with that key returns v / 2. With "linear" it returns v.
+    With "delta" all keys read the memory before the segment. What is stored already leaves M
+    unchanged, but z grows: after v was written twice, a read returns v / 2.
 
     Args:
         k: keys `[B, G, S, D]` without position encoding.
         v: values `[B, G, S, E]`.
         state: M `[B, G, D, E]` and z `[B, G, D]`; they are not changed.
         update: the update rule, "linear" or "delta".
-        where: bool `[B or 1, S]`, which keys and values are written. The others have no effect,
-            whatever they contain. None: all.
+        where: bool `[B or 1, S]`, which keys and values are written. None: all.
 
     Returns:
         The memory with the segment added.
@@ -199,9 +184,7 @@ def write(
 
 
 def _check_dtypes(state: tuple[Tensor, Tensor], where: Tensor | None, **tokens: Tensor) -> None:
-    """Check that the tokens are floating-point tensors of one dtype, that the memory has the
-    `state_dtype` of that dtype, and that `where` is bool.
-    """
+    """Check that the tokens have one float dtype, the memory its `state_dtype`, `where` bool."""
     (name, first), *others = tokens.items()
     check_tensor(name, first)
     for other, x in others:
@@ -231,13 +214,9 @@ class InfiniSegment(NamedTuple):
     """The queries and keys of a call that belong to one segment.
 
     Args:
-        queries: the range of the call's queries that contains those of the segment.
-        keys: the range of the call's keys that contains those of the segment.
-        query_mask: bool `[B or 1, t]`, which of these queries belong to the segment; None: all.
-        write_mask: bool `[B or 1, s]`, which of these keys are to be written to the memory; None:
-            all.
-        closed: whether the segment may be complete, so that its keys are written: its last position
-            or a later one is in the call.
+        queries, keys: ranges of the call that contain those of the segment.
+        query_mask, write_mask: bool `[B or 1, t]`, `[B or 1, s]`: which of them are; None: all.
+        closed: whether its last position or a later one is in the call, so that it is written.
     """
 
     queries: slice
@@ -250,11 +229,8 @@ class InfiniSegment(NamedTuple):
 def segments_of_call(
     positions: Positions, T: int, size: int, device: torch.device | None = None
 ) -> Iterator[InfiniSegment]:
-    """Yield the segments of a call in order, given the positions of its keys; the queries of the
-    call are those of its last T keys.
-
-    Position p belongs to segment p // size. In each row of the batch, segment s is closed when
-    position (s + 1) size - 1 or a later one is in the call.
+    """Yield the segments of a call in order, given the positions of its keys; its queries are those
+    of the last T keys, and position p is in segment p // size.
 
     >>> segments = segments_of_call(Span(4, 6), 3, 4)
     >>> [(segment.queries, segment.keys, segment.closed) for segment in segments]
@@ -274,9 +250,7 @@ def segments_of_call(
 
 
 def _span_segments(keys: Span, T: int, size: int) -> Iterator[InfiniSegment]:
-    """Yield the segments for contiguous positions that are the same in every row; no tensor is
-    read.
-    """
+    """Yield the segments for one run of positions in all rows, without reading a tensor."""
     earlier_keys, first_segment = keys.length - T, keys.start // size
     segment_count = (keys.stop - 1) // size - first_segment + 1
     for i in range(segment_count):
@@ -291,9 +265,7 @@ def _span_segments(keys: Span, T: int, size: int) -> Iterator[InfiniSegment]:
 
 
 def _row_segments(positions: Tensor, T: int, size: int) -> Iterator[InfiniSegment]:
-    """Yield the segments for positions that may differ between rows: for each segment the range of
-    slots that contains it in every row, and masks of the slots that belong to it.
-    """
+    """Yield the segments for positions that differ between rows, with masks of slots."""
     numbers, first_open = _segment_numbers(positions, size)
     earlier_keys = positions.shape[1] - T
     for number in torch.unique(numbers[positions >= 0]).tolist():
@@ -308,9 +280,7 @@ def _row_segments(positions: Tensor, T: int, size: int) -> Iterator[InfiniSegmen
 
 
 def _graph_segments(positions: Tensor, T: int, size: int) -> Iterator[InfiniSegment]:
-    """Yield the segments in a compiled graph, which cannot read the positions: as many segments as
-    T consecutive positions can touch, each with all slots and with masks.
-    """
+    """Yield the segments in a graph: as many as T positions can touch, with all slots."""
     numbers, first_open = _segment_numbers(positions, size)
     used = positions >= 0
     first = numbers.masked_fill(~used, torch.iinfo(numbers.dtype).max).amin(1, keepdim=True)
@@ -331,17 +301,13 @@ def _graph_segments(positions: Tensor, T: int, size: int) -> Iterator[InfiniSegm
 
 
 def _segment_numbers(positions: Tensor, size: int) -> tuple[Tensor, Tensor]:
-    """Return the segment number of every slot `[B, S]`, and the number of the first open segment of
-    each row `[B, 1]`.
-    """
+    """Return the segment number of every slot `[B, S]`, and each row's first open one."""
     last = positions.amax(1, keepdim=True).clamp(min=-1)
     return positions.div(size, rounding_mode="floor"), (last + 1).div(size, rounding_mode="floor")
 
 
 EmptyMemoryRule: TypeAlias = Literal["zero", "skip"]
-"""The output while the memory is empty: with "zero" the gate weights the local attention and the
-output 0 of the memory; with "skip" the output is the local attention alone.
-"""
+"""The output of an empty memory: a gated sum with 0, or the local attention alone."""
 
 
 def infini_attention(
@@ -359,26 +325,18 @@ def infini_attention(
     positions: Positions | None = None,
     backend: str = "auto",
 ) -> tuple[Float[Tensor, "B H T E"], CompressiveState]:
-    """Compute Infini-attention: softmax attention inside segments of N positions, mixed with a
-    compressive memory of all earlier segments.
+    """Compute Infini-attention: softmax in segments of N positions, and a memory of the rest.
 
     A_dot = softmax(q_rotated k_rotated^T / sqrt(D)) v, causal, over the keys of the same segment
     A_mem = sigma(q) M / (sigma(q) z),  sigma = elu + 1, over all earlier segments
     out = sigmoid(gate_h) A_mem + (1 - sigmoid(gate_h)) A_dot
 
-    After the queries of a segment have read the memory, the segment is written to it:
-    M, z = write(k, v, (M, z), update).
+    A segment is written after its queries have read the memory: M, z = write(k, v, (M, z), update).
+    The state is the memory of all closed segments, whose last position is in a call. The next call
+    must pass the keys and values of an open segment again; `regard.caches.Memory` stores them.
 
-    The state is the memory of all closed segments; a segment is closed when its last position is in
-    a call. The tokens of an open segment are not in the state: the next call must pass their keys
-    and values again, before the new ones. The queries are those of the last T keys.
-    `regard.caches.Memory` stores the state and the tokens of the open segment.
-
-    In the first segment the memory is empty and A_mem is 0/0. With `empty="zero"`, the default,
-    A_mem is then 0, so that equation 10 holds for every token and A_dot is weighted by 1 -
-    sigmoid(gate). With `empty="skip"` the gate has no effect while the memory is empty: a sequence
-    of one segment gets ordinary attention for any gate, as a model needs that was trained without
-    memory.
+    In the first segment A_mem is 0/0. With `empty="zero"` it is then 0, so that equation 10 holds.
+    With "skip" the gate has no effect: one segment gets ordinary attention.
 
     Args:
         q: queries `[B, H, T, D]` without position encoding.
@@ -386,23 +344,19 @@ def infini_attention(
         v: values `[B, G, S, E]`.
         gate: one logit per head `[H]`; 0 weights A_mem and A_dot equally, -inf gives A_dot alone.
         segment: N, the number of positions in a segment.
-        q_rotated: the queries with position encoding, for A_dot; None: q.
-        k_rotated: the keys with position encoding, for A_dot; None: k.
+        q_rotated, k_rotated: with position encoding, for A_dot; None: q and k.
         update: the update rule of the memory, "linear" or "delta".
-        empty: the output while the memory is empty, "zero" or "skip" (see above).
-        state: M `[B, G, D, E]` and z `[B, G, D]`, as an earlier call returned them; None: an empty
-            memory.
-        positions: the positions of the keys, a `Span` or an integer tensor `[B or 1, S]`; default 0
-            to S - 1. Slots at -1 are empty: they are not written, and their queries get 0. The
-            positions of a later call must continue those of the earlier ones.
+        empty: the output while the memory is empty, "zero" or "skip".
+        state: M `[B, G, D, E]` and z `[B, G, D]` of an earlier call; None: empty.
+        positions: of the keys, a `Span` or integers `[B or 1, S]`; default 0 to S - 1. Slots at -1
+            are empty. A later call must continue those of earlier ones.
         backend: the kernel of the softmax attention, as in `regard.attend`.
 
     Returns:
         The output `[B, H, T, E]` in the dtype of q, and the memory after the last closed segment.
 
     Raises:
-        ArgumentError, ArgumentTypeError: an argument is invalid; raised before anything is
-            computed.
+        ArgumentError, ArgumentTypeError: an argument is invalid.
         KernelRefusal: the requested backend cannot compute the local attention.
 
     >>> q, k, v = torch.randn(3, 1, 2, 10, 8).unbind(0)
@@ -410,8 +364,7 @@ def infini_attention(
     >>> out.shape, state.M.shape, state.z.shape
     (torch.Size([1, 2, 10, 8]), torch.Size([1, 2, 8, 8]), torch.Size([1, 2, 8]))
 
-    Source: Munkhdalai et al. 2024 (arXiv 2404.07143), equations 4 to 10; equation 6 prints
-    sqrt(d_model) for sqrt(D).
+    Source: Munkhdalai et al. 2024 (arXiv 2404.07143), equations 4 to 10, with sqrt(D).
     """
     positions = Span(0, k.shape[2]) if positions is None else positions
     _check_tensors(q, k, v, gate, state, positions)
@@ -444,9 +397,7 @@ def _read_and_write_segments(
     update: UpdateRule,
     segments: list[InfiniSegment],
 ) -> tuple[MemoryRead, CompressiveState]:
-    """Process the segments in order: first the queries of a segment read the memory, then its keys
-    are written.
-    """
+    """Process the segments in order: queries read the memory, then keys are written."""
     reads = []
     for segment in segments:
         if segment.queries.stop > segment.queries.start:
@@ -460,9 +411,7 @@ def _read_and_write_segments(
 def _collect_reads(
     q: Tensor, state: CompressiveState, reads: list[tuple[InfiniSegment, MemoryRead]]
 ) -> MemoryRead:
-    """Join the reads of all segments in the order of the queries: by concatenation, or where the
-    segments have masks, by writing each read to the queries of its mask.
-    """
+    """Join the reads of all segments, by concatenation or by their masks."""
     if reads and all(segment.query_mask is None for segment, _ in reads):
         return MemoryRead(
             *(torch.cat(xs, 2) for xs in zip(*(read for _, read in reads), strict=True))
@@ -478,9 +427,7 @@ def _collect_reads(
 
 
 def _gate_outputs(gate: Tensor, read: MemoryRead, local: Tensor, empty: EmptyMemoryRule) -> Tensor:
-    """Return sigmoid(gate) A_mem + sigmoid(-gate) A_dot; sigmoid(-gate) loses no digits where 1 -
-    sigmoid(gate) would.
-    """
+    """Return sigmoid(gate) A_mem + sigmoid(-gate) A_dot, without a loss of digits."""
     local_weight = torch.sigmoid(-gate)[:, None, None]
     if empty == "skip":
         local_weight = torch.where(read.has_memory[..., None], local_weight, 1)
@@ -492,9 +439,7 @@ def _gate_outputs(gate: Tensor, read: MemoryRead, local: Tensor, empty: EmptyMem
 def _rotated_or_plain(
     q: Tensor, k: Tensor, q_rotated: Tensor | None, k_rotated: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Return the queries and keys for the local attention: the rotated ones, or q and k if none
-    are given.
-    """
+    """Return the queries and keys for the local attention: rotated, or q and k."""
     if q_rotated is None and k_rotated is None:
         return q, k
     if q_rotated is None or k_rotated is None:

@@ -1,8 +1,6 @@
 """Products of fp32 matrices by oneDNN on a CPU.
 
-Torch multiplies fp32 matrices by MKL, which reaches 150 to 190 GFLOP/s on processors of AMD where
-oneDNN reaches 300 to 430 (LOG.md). oneDNN arranges the weight for the processor in each call, so
-that nothing is stored besides the weight.
+It reaches 300 to 430 GFLOP/s on processors of AMD where torch's MKL reaches 150 to 190 (LOG.md).
 """
 
 from __future__ import annotations
@@ -18,8 +16,7 @@ from regard.process_state import is_compiling, is_transformed
 from regard.units import plural
 
 MIN_ROWS = 64
-"""The least number of rows of x for which oneDNN is used. The product is faster from 5 rows on, but
-its rounding depends on the number of rows, so that short prompts stay with torch's product."""
+"""The fewest rows of x, as rounding depends on their number: short prompts stay with torch."""
 
 MIN_WEIGHTS = 1 << 16
 """The least number of weights for which oneDNN is used: smaller products take microseconds."""
@@ -28,17 +25,11 @@ _SCHEMA = (
     "mkldnn::_linear_pointwise(Tensor X, Tensor W, Tensor? B, str attr, Scalar?[] scalars, "
     "str? algorithm) -> Tensor Y"
 )
-"""The operator that multiplies ordinary tensors, as torch 2.13 declares it. It is not documented,
-so another declaration means that the documented conversion `Tensor.to_mkldnn` is used.
-"""
+"""The undocumented operator of torch 2.13; another declaration means `Tensor.to_mkldnn`."""
 
 
 def onednn_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None:
-    """Compute W x + b in fp32 by oneDNN, or return None where torch's own product must run.
-
-    >>> onednn_linear(torch.ones(2, 3), torch.eye(3), None) is None
-    True
-    """
+    """Compute W x + b in fp32 by oneDNN, or return None where torch's own product must run."""
     # first, because a graph cannot hold the questions below
     if is_compiling() or why_not_onednn(x, weight, bias):
         return None

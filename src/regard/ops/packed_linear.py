@@ -1,8 +1,6 @@
-"""Linear maps whose weight oneDNN has reordered once, with an activation or an addition in the same
-pass: y = f(W x + b) or y = W x + b + z.
+"""Linear maps with a weight that oneDNN has reordered once: f(W x + b), or W x + b + z.
 
-Torch's fp32 `F.linear` reorders the weight in every call. On a CPU with AVX-512, products of 1,024
-rows ran two to three times faster with a weight that was reordered beforehand (LOG.md).
+Torch reorders in every call: products of 1,024 rows ran two to three times faster (LOG.md).
 """
 
 from __future__ import annotations
@@ -31,21 +29,12 @@ _POINTWISE: dict[str | None, tuple[str, str]] = {
 }
 """Activation -> the attribute and the algorithm of torch's operator."""
 _OPERATORS = ("_reorder_linear_weight", "_linear_pointwise", "_is_mkldnn_bf16_supported")
-"""The operators of torch that are used here. They are the ones that torch.compile emits; their
-names begin with an underscore, so every one of them is looked for before it is used.
-"""
+"""The private operators of torch that are used here, which torch.compile emits."""
 
 
 @dataclass(frozen=True, eq=False)
 class PackedLinear:
-    """A linear map with a reordered copy of its weight, as `pack_linear` returns it.
-
-    Attributes:
-        weight: the reordered weight, a tensor that only oneDNN can read.
-        bias: the vector b [N], or None.
-        in_features, out_features: the sizes M and N.
-        dtype: the dtype of the weight, of the inputs and of the outputs.
-    """
+    """A linear map with a reordered copy of its weight, as `pack_linear` returns it."""
 
     weight: Tensor
     bias: Tensor | None
@@ -112,11 +101,7 @@ class PackedLinear:
 
 
 def why_not_packed(weight: Tensor, bias: Tensor | None = None) -> str | None:
-    """Return why `pack_linear` cannot reorder a weight, or None if it can.
-
-    >>> why_not_packed(torch.eye(2, dtype=torch.float64))
-    'the weight is torch.float64; oneDNN packs float32 and bfloat16'
-    """
+    """Return why `pack_linear` cannot reorder a weight, or None if it can."""
     backend = torch.backends.mkldnn
     if not (backend.is_available() and backend.enabled):
         return "torch has no oneDNN here, or it is turned off (torch.backends.mkldnn)"

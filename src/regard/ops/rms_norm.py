@@ -17,15 +17,12 @@ from regard.ops.jit.code_files import compiled_entry
 from regard.process_state import is_tracing_onnx
 
 SIZE_PER_THREAD = 1 << 16
-"""The number of elements per additional thread. For fewer, starting a thread takes longer than it
-saves.
-"""
+"""The number of elements per additional thread, which pays for its start."""
 _entry = partial(compiled_entry, "rms_norm_loops", "entry_address")
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
-    """Compute y = x / sqrt(mean(x^2) + eps) * (weight + offset), with the mean over the last
-    dimension.
+    """Compute y = x / sqrt(mean(x^2) + eps) * (weight + offset) over the last dimension.
 
     It is computed in fp32 (fp64 for fp64 inputs) and rounded once to the dtype of x.
 
@@ -64,9 +61,7 @@ def _normalize(x: Tensor, scale: Tensor, eps: float) -> Tensor:
 
 
 def _check_sizes(x: Tensor, weight: Tensor) -> None:
-    """Check that x `[..., M]` is a floating-point tensor and that the weight `[M]` has one
-    number per feature, on the same device.
-    """
+    """Check that x `[..., M]` is a float tensor, with a weight `[M]` on its device."""
     fits = (
         isinstance(x, Tensor)
         and weight.ndim == 1

@@ -80,9 +80,7 @@ def meanings_of(options: type) -> dict[str, str]:
 
 
 def _show_options(function: Callable[..., object], options: type) -> None:
-    """Show in the signature of a function which options it accepts; those without a number as
-    their default are None.
-    """
+    """Show in the signature of a function which options it accepts, with defaults."""
     signature = inspect.signature(function)
     *parameters, _ = signature.parameters.values()
     shown = [

@@ -1,7 +1,6 @@
 """`stored_linear`: y = W x + b for a weight that is stored in fewer bits (`StoredWeight`).
 
-Few vectors are multiplied by compiled loops, which read the stored numbers once, as fast as memory
-allows. For many vectors W is dequantized in panels of rows, and torch multiplies them.
+Few vectors are multiplied by compiled loops; for many, torch multiplies dequantized panels.
 """
 
 from __future__ import annotations
@@ -30,14 +29,10 @@ from regard.process_state import is_compiling, is_transformed
 from regard.units import plural
 
 MAX_VECTORS = 12
-"""The largest number of vectors for which the compiled loops are faster than torch's products of a
-dequantized weight.
-"""
+"""The most vectors for which the compiled loops beat products of a dequantized weight."""
 
 BYTES_PER_THREAD = 1 << 17
-"""The number of stored bytes per additional thread. For fewer, starting a thread takes longer than
-it saves.
-"""
+"""The number of stored bytes per additional thread, which pays for its start."""
 
 _entry = partial(compiled_entry, "stored_weight_loops", "entry_address")
 _conversion_entry = partial(compiled_entry, "dequantize_loops", "entry_address")
@@ -65,9 +60,7 @@ def stored_linear(
 
 
 def _try_compiled(x: object, weight: StoredWeight, bias: Tensor | None) -> Tensor | None:
-    """Compute W x + b by the compiled loops, or return None where they do not run or the arguments
-    do not fit together. Every layer calls this for every token, so each condition is asked once.
-    """
+    """Compute W x + b by the compiled loops, or return None where they do not run."""
     if is_compiling() or type(x) not in _PLAIN or (layout := weight.layout) is None:
         return None
     assert isinstance(x, Tensor)
@@ -154,9 +147,7 @@ def why_not_compiled(x: Tensor, weight: StoredWeight, bias: Tensor | None) -> li
 
 
 def _by_panels(x: Tensor, weight: StoredWeight, bias: Tensor | None) -> Tensor:
-    """Compute W x + b panel by panel: some rows of W are dequantized and multiplied by torch; fp16
-    is multiplied in fp32 on a CPU, where that is faster, and rounded once.
-    """
+    """Compute W x + b by panels of dequantized rows; fp16 in fp32 on a CPU."""
     N, M = weight.shape
     step = max(1, PANEL_ELEMENTS // max(1, M))
     wide = torch.float32 if x.dtype == torch.float16 and x.is_cpu else x.dtype
@@ -171,9 +162,7 @@ def _by_panels(x: Tensor, weight: StoredWeight, bias: Tensor | None) -> Tensor:
 
 
 def _dequantize_rows(weight: StoredWeight, first: int, last: int, dtype: torch.dtype) -> Tensor:
-    """Return the rows first <= n < last of W as `weight.dequantize(dtype)` has them, by compiled
-    code where it reads the form, in a fraction of the time of torch's operations.
-    """
+    """Return the rows first <= n < last of W as `weight.dequantize(dtype)` has them."""
     part = weight.rows(first, last)
     layout = part.layout  # not that of `weight`, which may be older than the memory of its tensors
     if (

@@ -1,9 +1,6 @@
-"""How kernels recognize memory that a cache keeps in another form than `[B, G, S, d]`: codes of few
-bits, 8-bit floating-point numbers, and pages of a pool.
+"""How kernels recognize memory in another form than `[B, G, S, d]`: codes, floats, pages.
 
-A cache returns such memory as a tensor that computes its values when an operation needs them. Its
-attribute `coded`, `float8` or `paged` has the stored form as long as that is enough; kernels ask
-for it here.
+A tensor of such memory computes values on demand; `coded`, `float8` or `paged` has the form.
 """
 
 from __future__ import annotations
@@ -14,8 +11,7 @@ from torch import Tensor
 
 
 class QuantizedCodes(Protocol):
-    """Protocol of the codes of quantized keys or values: a number is x = zero + code * scale, with
-    one scale and one zero per line of codes.
+    """Protocol of the codes of quantized keys or values: x = zero + code * scale of a line.
 
     For keys, R counts groups of tokens, and a line is one channel of a group. For values, R counts
     tokens, and a line is one group of channels of a token.
@@ -23,15 +19,11 @@ class QuantizedCodes(Protocol):
 
     @property
     def codes(self) -> Tensor:
-        """The codes, uint8 `[B, G, R, lines, bytes]`; several codes share a byte, the first in
-        its lowest bits.
-        """
+        """The codes, uint8 `[B, G, R, lines, bytes]`, the first of a byte in its lowest bits."""
 
     @property
     def scale(self) -> Tensor:
-        """The scale of each line `[B, G, R, lines, 1]`, in the dtype of the numbers before
-        quantization.
-        """
+        """The scale of each line `[B, G, R, lines, 1]`, in the dtype of the numbers."""
 
     @property
     def zero(self) -> Tensor:
@@ -39,9 +31,7 @@ class QuantizedCodes(Protocol):
 
 
 class QuantizedSlots(Protocol):
-    """Protocol of the keys or values of a quantized cache: earlier slots are stored as codes,
-    recent ones in full precision.
-    """
+    """Protocol of quantized keys or values: codes, then recent slots in full precision."""
 
     @property
     def groups(self) -> QuantizedCodes:
@@ -61,9 +51,7 @@ class QuantizedSlots(Protocol):
 
 
 class Float8Slots(Protocol):
-    """Protocol of keys or values that are stored as 8-bit floating-point numbers: x = code * scale,
-    with one scale for each slot of a head.
-    """
+    """Protocol of keys or values as 8-bit floats, with a scale for each slot of a head."""
 
     @property
     def codes(self) -> Tensor:
@@ -91,13 +79,7 @@ class PagedSlots(Protocol):
 
 
 class CodedMemory(NamedTuple):
-    """Keys and values whose first slots are stored as codes.
-
-    Args:
-        keys: the keys, with one scale for each channel of a group of tokens.
-        values: the values, with one scale for each group of channels of a token.
-        slots: how many slots are stored as codes; those of `recent` follow.
-    """
+    """Keys and values whose first `slots` slots are stored as codes."""
 
     keys: QuantizedSlots
     values: QuantizedSlots
@@ -128,12 +110,7 @@ def paged_memory(k: Tensor, v: Tensor) -> tuple[PagedSlots, PagedSlots] | None:
 
 
 class Float8Memory(NamedTuple):
-    """Keys and values whose slots are stored as 8-bit floating-point numbers of one format.
-
-    Args:
-        keys: the keys.
-        values: the values.
-    """
+    """Keys and values whose slots are stored as 8-bit floating-point numbers of one format."""
 
     keys: Float8Slots
     values: Float8Slots

@@ -1,9 +1,7 @@
-"""The forms in which the weight of a linear map may be stored with fewer bits than the numbers that
-it is multiplied with.
+"""The forms in which the weight of a linear map may be stored with fewer bits.
 
-Each form is a frozen record of tensors, and `dequantize` is its definition: the matrix that it
-stands for. The zero points of a record must not change after its first product, whose loops depend
-on them. `regard.ops.stored_linear.stored_linear` multiplies with it.
+Each form is a frozen record of tensors, defined by `dequantize`. Its zero points must not change
+after its first product (`regard.ops.stored_linear.stored_linear`).
 """
 
 from __future__ import annotations
@@ -38,9 +36,7 @@ INT8_BLOCK = 64
 
 
 class StoredWeight(ABC):
-    """A matrix W [N, M] in a form with fewer bits. The attribute `dtype` is the dtype of x and y,
-    which is also the dtype of W when it is read as a whole.
-    """
+    """A matrix W [N, M] in a form with fewer bits; `dtype` is that of x, y and W as a whole."""
 
     form: ClassVar[str]
     dtype: torch.dtype
@@ -60,9 +56,7 @@ class StoredWeight(ABC):
 
     @abstractmethod
     def dequantize(self, dtype: torch.dtype | None = None) -> Float[Tensor, "N M"]:
-        """Return the matrix W [N, M], computed in fp32 and rounded once to `dtype` (None: the
-        record's dtype).
-        """
+        """Return the matrix W [N, M], computed in fp32 and rounded once to `dtype`."""
 
     @property
     def device(self) -> torch.device:
@@ -70,10 +64,7 @@ class StoredWeight(ABC):
         return next(iter(self.tensors().values())).device
 
     def to(self, device: torch.device, dtype: torch.dtype) -> StoredWeight:
-        """Return the record on a device and for vectors of a dtype. Codes and scales keep their
-        dtypes, so that nothing is rounded. Repeated calls return the same record, so that modules
-        that share a weight still share it.
-        """
+        """Return the record on a device and for a dtype, without rounding, and once for each."""
         if (self.device, self.dtype) == (device, dtype):
             return self
         last: StoredWeight | None = vars(self).get("_last_converted", lambda: None)()
@@ -96,10 +87,7 @@ class StoredWeight(ABC):
 
     @property
     def layout(self) -> tuple[int, ...] | None:
-        """What compiled code reads, computed again if a tensor got other memory: N, M, the number
-        of columns in memory, the group (0 without scales), the bytes and the scales of a row, and
-        the addresses of codes and scales; None where compiled code cannot read the tensors.
-        """
+        """What compiled code reads (sizes, group, bytes of a row, addresses), or None."""
         codes, scales, numbers = self._last_layout
         if numbers is not None and numbers[-2:] != _addresses(codes, scales):
             for name in ("_last_layout", "matrix_struct"):
@@ -132,9 +120,7 @@ class StoredWeight(ABC):
 
     @cached_property
     def matrix_struct(self) -> array[int] | None:
-        """The STORED_MATRIX_STRUCT of the record, packed once; None where `layout` is None. Read
-        `layout` first, which notices other memory. Numba must be installed.
-        """
+        """The STORED_MATRIX_STRUCT of the record, packed once after `layout`; or None."""
         if self.layout is None:
             return None
         scales, width, group = list(self.tensors().values())[-1], self.layout[2], self.layout[3]
@@ -143,9 +129,7 @@ class StoredWeight(ABC):
         return STORED_MATRIX_STRUCT.pack_numbers(rows, *self.layout[2:])
 
     def __getstate__(self) -> dict[str, object]:
-        """Return the tensors and sizes without the addresses, which hold in this process only, and
-        without the memory that a tensor shares with others.
-        """
+        """Return the tensors and sizes without addresses and shared memory."""
         computed = ("_last_layout", "_last_converted", "scale_dtype", "matrix_struct")
         return {
             name: x.clone() if isinstance(x, Tensor) and _is_part(x) else x
@@ -168,10 +152,6 @@ class HalfWeight(StoredWeight):
     """A matrix of 16-bit numbers that is multiplied in fp32.
 
     W[n, m] = values[n, m]
-
-    Args:
-        values: fp16 or bf16 [N, M].
-        dtype: the dtype of x and y, float32.
 
     >>> weight = HalfWeight(torch.ones(2, 3, dtype=torch.float16))
     >>> weight.shape, weight.dequantize().dtype, weight.bytes
@@ -226,8 +206,6 @@ class Int8Weight(StoredWeight):
     Args:
         codes: int8 [N, width], width a multiple of the group; codes beyond M are 0.
         scales: fp16, bf16 or fp32 [N, width / group].
-        columns: the number of inputs M.
-        dtype: the dtype of x and y.
 
     >>> weight = Int8Weight.quantize(torch.eye(2, 32), group=32)
     >>> weight.codes[0, :2].tolist(), weight.dequantize()[0, :2].tolist()
@@ -292,15 +270,11 @@ class Int4Weight(StoredWeight):
 
     W[n, m] = scales[n, 0, g] (code[n, m] - scales[n, 1, g]),  g = m // group, code in 0 ... 15
 
-    The codes of 128 neighbouring inputs are in 16 words of 32 bits: code c is in bits 4 (c // 16)
-    to 4 (c // 16) + 3 of word c % 16, so that a vector of 16 words is shifted into 16 neighbouring
-    codes.
+    Of 128 inputs, code c is in bits 4 (c // 16) to 4 (c // 16) + 3 of word c % 16.
 
     Args:
         codes: uint8 [N, width / 2], width a multiple of 128; `unpacked` returns the codes in order.
         scales: fp16, bf16 or fp32 [N, 2, width / group], the scales and then the zero points.
-        columns: the number of inputs M.
-        dtype: the dtype of x and y.
 
     >>> weight = Int4Weight.quantize(torch.arange(32.0)[None] - 16, group=32)
     >>> weight.unpacked()[0, :4].tolist(), weight.dequantize()[0, :4].tolist()
@@ -389,9 +363,7 @@ class Int4Weight(StoredWeight):
 
 
 def fitting_form(form: str, dtype: torch.dtype, scales: Tensor, group: int, width: int) -> str:
-    """Return the name of the fastest loops that are right for a stored matrix and vectors of a
-    dtype: "int8-digits" and "int4-digits" multiply 16-bit numbers as integers.
-    """
+    """Return the name of the fastest loops that are right for a stored matrix and vectors."""
     if dtype not in (torch.bfloat16, torch.float16):
         return form
     if form == "int8":

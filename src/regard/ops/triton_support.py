@@ -1,7 +1,4 @@
-"""What all kernels in Triton share: whether triton is there, and the launch of a kernel.
-
-This file imports no triton before it is asked.
-"""
+"""What all kernels in Triton share; triton is imported on demand."""
 
 from __future__ import annotations
 
@@ -33,11 +30,7 @@ def interprets() -> bool:
 
 
 def why_not_device(device: str, *, installed: bool, interpreted: bool) -> list[str]:
-    """Return why kernels in Triton cannot run on a device.
-
-    >>> why_not_device("cpu", installed=True, interpreted=False)
-    ['runs on cuda, not on cpu']
-    """
+    """Return why kernels in Triton cannot run on a device."""
     if device != "cuda" and not (device == "cpu" and interpreted):
         return [f"runs on cuda, not on {device}"]
     return [] if installed else ["triton is not installed: pip install 'regard[gpu]'"]
@@ -48,8 +41,7 @@ _target: ContextVar[int | None] = ContextVar("target", default=None)
 
 @contextmanager
 def launches_for(capability: int) -> Iterator[None]:
-    """Choose block sizes for a compute capability, whatever the device of the tensors is, so that
-    kernels can be compiled for a GPU that is not there.
+    """Choose block sizes for a compute capability, whatever the device of the tensors is.
 
     >>> with launches_for(80):
     ...     capability_of(torch.device("cpu"))
@@ -63,11 +55,7 @@ def launches_for(capability: int) -> Iterator[None]:
 
 
 def capability_of(device: torch.device) -> int:
-    """Return the compute capability of a device, such as 90 for 9.0; 90 for a device without one.
-
-    >>> capability_of(torch.device("cpu"))
-    90
-    """
+    """Return the compute capability of a device, such as 90 for 9.0, or 90 without one."""
     if (target := _target.get()) is not None:
         return target
     return _capability_of_gpu(device) if device.type == "cuda" else 90
@@ -81,14 +69,7 @@ def _capability_of_gpu(device: torch.device) -> int:
 
 
 class Launch(NamedTuple):
-    """One launch of a kernel.
-
-    Args:
-        kernel: the function that triton compiles.
-        grid: the number of programs in two dimensions.
-        args: its tensors and numbers; a tensor is the first.
-        options: the arguments for which it is compiled, warps and stages.
-    """
+    """One launch of a kernel."""
 
     kernel: Any
     grid: tuple[int, int]
@@ -96,9 +77,7 @@ class Launch(NamedTuple):
     options: dict[str, Any]
 
     def run(self) -> Any:
-        """Run the kernel with these arguments on the device of its first tensor, and return what
-        triton compiled.
-        """
+        """Run the kernel on the device of its first tensor; return what triton compiled."""
         first: Tensor = self.args[0]
         with torch.cuda.device(first.device) if first.is_cuda else nullcontext():
             return self.kernel[self.grid](*self.args, **self.options)

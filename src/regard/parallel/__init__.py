@@ -1,12 +1,9 @@
-"""Exact attention over several processes of `torch.distributed`: one sequence, or one cache, on
-many ranks.
+"""Exact attention over several processes of `torch.distributed`: one sequence or one cache.
 
-`shards.py` says which rank holds which positions, `plan.py` computes what a call sends and
-computes, `communication.py` is the only module that sends messages through torch.distributed,
-`attend.py` and `decode.py` have the two functions (`ranked_call.py` is a checked call,
-`exchange.py` and `head_exchange.py` are the methods), `sequence.py` and `generation.py` run models
-through them, `split_heads.py` gives each rank some heads of a layer, and `spawn.py` starts
-processes on this machine.
+`shards.py` says which rank holds which positions, and `plan.py` what a call sends and computes;
+only `communication.py` sends messages. `attend.py` and `decode.py` have the functions
+(`exchange.py` and `head_exchange.py` the methods), and `sequence.py` and `generation.py` run models
+through them.
 """
 
 from regard.parallel.attend import attend

@@ -1,6 +1,6 @@
-"""`regard.parallel.attend`: exact attention over a sequence whose tokens lie on several ranks.
+"""`regard.parallel.attend`: exact attention over a sequence on several ranks.
 
-Four methods give the same result; they differ in what is sent between ranks:
+Four methods give the same result:
 
     exchange   each rank keeps its queries and receives the keys and values that they see
     gather     every rank receives all keys and values at once
@@ -51,35 +51,28 @@ def attend(
 
     out_i = sum_j softmax_j(scale q_i . k_j + bias_ij) v_j over the visible keys j of every rank
 
-    Every rank of the group makes this call, with its own part of q, k and v. The result is
-    differentiable in q, k, v, sink and the tensors of the bias.
+    Every rank makes this call with its own part. The result is differentiable in q, k, v, sink and
+    the tensors of the bias.
 
     Args:
-        q: the queries that this rank holds, [B, H, T, D], in the order of `q_shards.spans(rank)`.
-        k: the keys that this rank holds, [B, G, S, D], in the order of `shards.spans(rank)`.
-        v: the values of these keys, [B, G, S, E].
-        shards: which rank holds which keys.
-        q_shards: which rank holds which queries; None means `shards`.
-        group: a process group; None means the default group. The method "both" takes two groups:
-            the ranks of this node, which exchange heads, and the ranks that have the same number
-            inside their nodes.
-        method: how tokens are exchanged; every method gives the same result. "exchange": each rank
-            keeps its queries and receives the keys and values that they see. "gather": every rank
-            receives all keys and values. "heads": each rank receives all tokens of some heads.
-            "both": "heads" inside a node, "exchange" between nodes. "auto": "both" with two
-            groups; otherwise "heads" if there is no bias, the heads can be divided among the ranks
-            and fewer bytes are sent; otherwise "exchange".
-        parameter_gradients: the gradients of sink and bias on each rank. "whole": those of the
-            whole sequence, equal on every rank. "share": a part on each rank, and the sum over the
-            ranks is the whole, as for the other parameters of a model.
+        q: this rank's queries, [B, H, T, D], in the order of `q_shards.spans(rank)`.
+        k, v: its keys [B, G, S, D] and values [B, G, S, E], in the order of `shards.spans(rank)`.
+        shards, q_shards: which rank holds which keys, and which queries (None: the same).
+        group: a process group; None is the default one. "both" takes two: the ranks of this node,
+            and those of the same number inside their nodes.
+        method: "exchange": each rank receives the keys and values that its queries see; "gather":
+            all of them; "heads": all tokens of some heads; "both": "heads" inside a node,
+            "exchange" between nodes; "auto": "both" with two groups, else "heads" if it can run and
+            sends fewer bytes, else "exchange".
+        parameter_gradients: the gradients of sink and bias on each rank: "whole", equal on all, or
+            "share", whose sum over the ranks is the whole.
         options: mask, bias, scale, softcap, sink and backend: see `ParallelOptions`.
 
     Returns:
         The output of this rank's queries, [B, H, T, E].
 
     Raises:
-        ArgumentError, ArgumentTypeError: an argument does not fit, or the ranks make different
-            calls; every rank raises it before anything is computed.
+        ArgumentError, ArgumentTypeError: an argument does not fit, or the ranks' calls differ.
         ParallelError: a rank has ended or did not answer in time.
 
     Every rank runs this code; here there is one rank, and torchrun starts more.
@@ -95,8 +88,8 @@ def attend(
     True
     >>> dist.destroy_process_group()
 
-    Source: Liu et al. 2023 (arXiv 2310.01889) for blocks that move between ranks; Jacobs et al.
-    2023 (arXiv 2309.14509) for heads; Fang and Zhao 2024 (arXiv 2405.07719) for both.
+    Source: Liu et al. 2023 (arXiv 2310.01889); Jacobs et al. 2023 (arXiv 2309.14509); Fang and Zhao
+    2024 (arXiv 2405.07719).
     """
     q_shards = shards if q_shards is None else q_shards
     if method == "both" or (isinstance(group, Sequence) and method == "auto"):

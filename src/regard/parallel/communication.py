@@ -1,9 +1,8 @@
 """Messages between ranks: the only module that sends them through `torch.distributed`.
 
 Every failure becomes one error that names the rank, the step and the call. torch does not check
-point-to-point messages: if two numbers are sent into a buffer of four, half of it is filled, and
-bf16 bits can arrive as fp32 numbers without an error. Therefore every call begins with
-`RankGroup.agree`, which compares what the ranks are about to do.
+sizes or dtypes of messages, so every call begins with `RankGroup.agree`, which compares what the
+ranks are about to do.
 """
 
 from __future__ import annotations
@@ -47,9 +46,7 @@ traffic = Traffic()
 
 
 def join_torchrun(command: str) -> None:
-    """Join the process group that torchrun describes in environment variables, if this process has
-    none yet.
-    """
+    """Join the process group of torchrun's environment variables, if this process has none."""
     missing = [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR") if name not in os.environ]
     if missing:
         raise ArgumentError(
@@ -63,14 +60,7 @@ def join_torchrun(command: str) -> None:
 
 
 class RankGroup:
-    """The ranks of a process group, and the messages between them.
-
-    Args:
-        group: a process group; None means the default group.
-
-    Raises:
-        ArgumentError: torch.distributed is not initialized, or this process is not in the group.
-    """
+    """The ranks of a process group, and the messages between them."""
 
     def __init__(self, group: Group | None = None) -> None:
         if not dist.is_available() or not dist.is_initialized():
@@ -136,10 +126,8 @@ class RankGroup:
         return received
 
     def sum(self, call: str, x: Tensor) -> Tensor:
-        """Return the sum of a tensor over all ranks.
-
-        Every rank adds the tensors in fp32 or wider, in the order of the ranks, so that the sum is
-        bitwise equal on every rank.
+        """Return the sum of a tensor over all ranks, in fp32 or wider and bitwise equal on every
+        rank.
         """
         if self.world == 1:
             return x

@@ -30,16 +30,13 @@ def decode(
 
     (out, lse) = merge over ranks of attend_partial(q, k_r, v_r)
 
-    Each rank computes the output and the log-sum-exp of the scores over its own keys, and only
-    these two results are sent.
+    Each rank sends only the output and the log-sum-exp over its own keys.
 
     Args:
         q: the queries, [B, H, T, D], the same on every rank.
-        k: the keys in this rank's cache, [B, G, S, D]; S may be 0.
-        v: the values of these keys, [B, G, S, E].
+        k, v: this rank's keys [B, G, S, D] and values [B, G, S, E]; S may be 0.
         q_positions: the positions of the queries, a `Span` or int [B, T].
-        k_positions: the positions of this rank's keys, a `Span` or int [B, S]; -1 marks an
-            empty slot.
+        k_positions: those of its keys, a `Span` or int [B, S]; -1 marks an empty slot.
         group: a process group; None means the default group.
         options: mask, bias, scale, softcap, sink and backend, as in `regard.parallel.attend`.
 
@@ -47,8 +44,7 @@ def decode(
         The output of every query, [B, H, T, E], bitwise equal on every rank.
 
     Raises:
-        ArgumentError, ArgumentTypeError: an argument does not fit, a gradient is wanted, or the
-            ranks make different calls.
+        ArgumentError, ArgumentTypeError: an argument does not fit, or the ranks' calls differ.
         ParallelError: a rank has ended or did not answer in time.
 
     Every rank runs this code, here with one rank, whose cache has keys 0 to 5:

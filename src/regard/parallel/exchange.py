@@ -1,9 +1,7 @@
 """The methods "exchange" and "gather", in which keys and values move to the queries.
 
-In the method "exchange" every rank sends its own block to rank r + s at step s; a ring would
-instead forward the block that was just received. The number of bytes is the same, but no rank waits
-for another to forward a block, blocks that the mask hides are never sent, and the gradients of keys
-and values go directly to the rank that holds them.
+In "exchange" every rank sends its own block to rank r + s at step s. Unlike in a ring, no rank
+waits for another to forward, hidden blocks are never sent, and gradients go directly to their rank.
 """
 
 from __future__ import annotations
@@ -34,9 +32,7 @@ from regard.span import Span
 
 
 def exchange(q: Tensor, k: Tensor, v: Tensor, call: RankedCall) -> tuple[Tensor, Tensor]:
-    """Compute the method "exchange": out [B,H,T,E] and lse [B,H,T] of this rank's queries, in fp32
-    or wider.
-    """
+    """Compute the method "exchange": out [B,H,T,E] and lse [B,H,T] of this rank's queries."""
     tensors = () if call.bias is None else call.bias.tensors()
     result: tuple[Tensor, Tensor] = _ExchangeBlocks.apply(call, q, k, v, *tensors)  # type: ignore[no-untyped-call]
     return result
@@ -48,9 +44,7 @@ def _blocks(call: RankedCall, receiver: int, sender: int) -> tuple[Block, ...]:
 
 
 def _seeing_rows(call: RankedCall, block: Block) -> Iterator[tuple[slice, Span]]:
-    """Yield, for each span of this rank's queries, the run of queries that see a block, with its
-    rows in the rank's tensors.
-    """
+    """Yield the runs of this rank's queries that see a block, with their rows."""
     for rows, span in query_rows(call.queries):
         seeing = needed_queries(call.mask, span, block_span(block))
         if seeing is not None:
@@ -94,12 +88,7 @@ ReceivedStep: TypeAlias = tuple[int, tuple[Block, ...], Sequence[Tensor], Sequen
 
 
 class _RunningTotal:
-    """Attention over the blocks so far, for all queries of a rank, in fp32 or wider.
-
-    Args:
-        q: the queries, [B, H, T, D].
-        E: the features of a value.
-    """
+    """Attention over the blocks so far, for all queries of a rank, in fp32 or wider."""
 
     def __init__(self, q: Tensor, E: int) -> None:
         self._q, self._E = q, E
@@ -141,10 +130,7 @@ def _attend_blocks(
 
 
 class _ExchangeBlocks(torch.autograd.Function):
-    """Attention over exchanged blocks of keys; the backward pass exchanges the blocks again.
-
-    The results are out [B, H, T, E] and lse [B, H, T].
-    """
+    """Attention over exchanged blocks of keys, out and lse; the backward pass exchanges again."""
 
     @staticmethod
     def forward(
@@ -199,13 +185,7 @@ class _ExchangeBlocks(torch.autograd.Function):
 
 @dataclass(eq=False)
 class _KeyGradients:
-    """The gradients of a rank's keys and values. Other ranks compute parts of them and send them
-    here, where they are added in the order of the steps.
-
-    Args:
-        call: the call.
-        dk, dv: the sums, in fp32 or wider.
-    """
+    """The gradients of a rank's keys and values, to which other ranks send parts."""
 
     call: RankedCall
     dk: Tensor
@@ -220,9 +200,7 @@ class _KeyGradients:
                 run += part
 
     def exchange(self, step: int, gradients: Sequence[Tensor]) -> None:
-        """Start to send the gradients of the blocks received at a step back to their rank, and to
-        receive those of this rank's blocks.
-        """
+        """Start to send the gradients of the blocks of a step back, and to receive its own."""
         ranks = self.call.ranks
         source, to = (ranks.rank - step) % ranks.world, (ranks.rank + step) % ranks.world
         blocks = _blocks(self.call, to, ranks.rank)
@@ -290,9 +268,7 @@ def _tokens_of_blocks(x: Tensor, spans: tuple[Span, ...], blocks: Sequence[Block
 
 
 class _GatherTokens(torch.autograd.Function):
-    """Gather the tokens of all ranks in the order of their positions; the backward pass returns the
-    gradients to their ranks and sums them in fp32.
-    """
+    """Gather the tokens of all ranks by position; the backward pass sums gradients in fp32."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, shards: Shards, ranks: RankGroup) -> Tensor:

@@ -23,11 +23,10 @@ from regard.units import plural
 
 @contextmanager
 def generation(group: Group | None = None, *, method: Method = "auto") -> Iterator[None]:
-    """Generate text over several ranks: in the block, `model.generate` reads each prompt and keeps
-    its caches on all of them.
+    """Generate text over several ranks: in the block, `model.generate` caches on all of them.
 
-    Every rank makes the same calls and gets the same text. A prompt is cut into zigzag shards, and
-    each rank reads and caches its own; new tokens are appended by the ranks in turns.
+    Every rank makes the same calls and gets the same text. Each reads and caches its zigzag shard
+    of a prompt; new tokens are appended in turns.
 
     Args:
         group: a process group; None means the default group.
@@ -37,9 +36,8 @@ def generation(group: Group | None = None, *, method: Method = "auto") -> Iterat
         A context manager for `with`.
 
     Raises:
-        ArgumentError: torch.distributed is not initialized; or, in the block, prompts have
-            different lengths, a prompt has fewer tokens than two for each rank, or a layer of the
-            model cannot run over ranks (see `sequence`).
+        ArgumentError: torch.distributed is not initialized; or, in the block, a prompt is too short
+            or differs in length, or a layer cannot run over ranks (see `sequence`).
 
     Every rank runs this code; here there is one rank, and torchrun starts more.
 
@@ -61,12 +59,7 @@ def generation(group: Group | None = None, *, method: Method = "auto") -> Iterat
 
 @dataclass(frozen=True)
 class RankProgress:
-    """The tokens that a session has read over several ranks.
-
-    Args:
-        shards: which rank has which tokens of the prompt.
-        length: the number of tokens so far.
-    """
+    """The tokens that a session has read over several ranks."""
 
     shards: Shards
     length: int
@@ -74,13 +67,7 @@ class RankProgress:
 
 @dataclass(frozen=True)
 class _GenerationScope:
-    """Runs the sessions of a thread over ranks.
-
-    Args:
-        ranks: the ranks.
-        group: their process group.
-        method: how the prompt's tokens are exchanged.
-    """
+    """Runs the sessions of a thread over ranks, whose prompts are exchanged by a method."""
 
     ranks: RankGroup
     group: Group | None

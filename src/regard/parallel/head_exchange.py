@@ -1,6 +1,4 @@
-"""The methods "heads" and "both": tokens are exchanged so that each rank has all tokens for some
-heads (Ulysses), among all ranks or inside each node.
-"""
+"""The methods "heads" and "both", in which each rank gets all tokens for some heads (Ulysses)."""
 
 from __future__ import annotations
 
@@ -52,11 +50,7 @@ def why_not_heads(H: int, G: int, W: int) -> str:
 class _HeadExchange:
     """An exchange that gives each rank all tokens of some heads, and its inverse.
 
-    Args:
-        ranks: the ranks that exchange heads.
-        shards: which rank holds which tokens.
-        members: the numbers that the shards use for these ranks.
-        by_position: True puts the tokens in the order of their positions, False rank after rank.
+    The shards use the numbers `members` for these ranks; the order is by position or by rank.
     """
 
     ranks: RankGroup
@@ -134,13 +128,7 @@ def _to_tokens(x: Tensor, layout: _HeadExchange) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class _HeadShare:
-    """What this rank holds after heads were exchanged.
-
-    Args:
-        q, k, v: all tokens of this rank's heads.
-        heads: its query heads.
-        queries: the exchange of the queries, by which the outputs return.
-    """
+    """What this rank holds after heads were exchanged."""
 
     q: Tensor
     k: Tensor
@@ -159,9 +147,7 @@ def _share_heads(
     *,
     by_position: bool,
 ) -> _HeadShare:
-    """Exchange tokens for heads among ranks; the arguments are those of `_HeadExchange`, with the
-    shards of the queries and of the keys.
-    """
+    """Exchange tokens for heads among ranks, with the shards of queries and of keys."""
     queries, keys = (_HeadExchange(ranks, x, members, by_position) for x in shards)
     n = q.shape[1] // ranks.world
     k, v = (_to_heads(_repeat_heads(x, ranks.world), keys) for x in (k, v))
@@ -215,8 +201,7 @@ def attend_by_nodes(
 ) -> Tensor:
     """Compute the method "both": exchange heads inside a node, and blocks between nodes.
 
-    `shards_and_gradients` are the shards of the keys, those of the queries, and which gradients of
-    sink and bias a rank gets.
+    `shards_and_gradients` are those of keys and queries, and the gradients that a rank gets.
     """
     if not isinstance(group, Sequence) or len(group) != 2:
         raise ArgumentError(

@@ -1,7 +1,6 @@
 """The plan of a call over several ranks: the bytes that it sends and the FLOPs of each rank.
 
-`plan` starts no processes. `cheapest_method` is the part of it that each call with the method
-"auto" needs: the bytes alone, which are computed once for equal arguments.
+`plan` starts no processes. `cheapest_method` is what calls with "auto" need, cached.
 """
 
 from __future__ import annotations
@@ -26,13 +25,8 @@ from regard.units import plural
 class MethodCost:
     """The cost of one method in a forward pass.
 
-    Args:
-        method: the name of the method.
-        sent: the bytes that each rank sends.
-        flops: the FLOPs of each rank: 2 (D + E) for each visible query-key pair.
-        memory: the bytes that each rank holds besides its own q, k, v and out: blocks that are
-            being sent, or all keys and values.
-        why_not: why the method cannot run; "" if it can.
+    Each rank sends `sent` bytes, computes `flops` (2 (D + E) per visible pair), and holds `memory`
+    bytes besides its own tensors; `why_not` is "" if the method can run.
     """
 
     method: str
@@ -44,13 +38,7 @@ class MethodCost:
 
 @dataclass(frozen=True)
 class StepOverlap:
-    """How one step of the method "exchange" overlaps with computing: its messages travel while the
-    blocks of the step before are computed.
-
-    Args:
-        send_seconds: the time of the largest message of the step.
-        compute_seconds: the time in which the slowest rank computes the step before.
-    """
+    """One step of "exchange": its messages travel while the step before is computed."""
 
     send_seconds: float
     compute_seconds: float
@@ -66,15 +54,11 @@ class ParallelPlan:
     """The plan of a call of `regard.parallel.attend`; printing it shows a table.
 
     Args:
-        method: the method that `method="auto"` takes: of the methods that can run, the one whose
-            busiest rank sends the fewest bytes; "exchange" if they are equal.
+        method: the one that "auto" takes: the fewest bytes of the busiest rank.
         costs: the cost of every method.
-        steps: for the method "exchange", the bytes that each rank sends at each step,
-            `[step][rank]`.
-        efficiency: the mean number of query-key pairs of a rank, divided by that of the busiest
-            rank.
-        step_flops: for the method "exchange", the FLOPs of each rank at each step,
-            `[step][rank]`; in step 0 a rank computes its own keys.
+        steps: for "exchange", the bytes that each rank sends, `[step][rank]`.
+        efficiency: the mean number of query-key pairs of a rank, per those of the busiest.
+        step_flops: for "exchange", the FLOPs `[step][rank]`; step 0 is of a rank's own keys.
         number_format: the name of the dtype in `regard.cost`, such as "bf16".
     """
 
@@ -89,26 +73,22 @@ class ParallelPlan:
         return {cost.method: cost for cost in self.costs}[method]
 
     def overlap(self, machine: str, *, link: float | None = None) -> tuple[StepOverlap, ...]:
-        """Compare the time of each message of the method "exchange" with the time of the work that
-        hides it, at the full rates of a machine.
+        """Compare the time of each message of "exchange" with the work that hides it.
 
         Args:
             machine: a name of `regard.cost`, such as "h100-sxm".
-            link: bytes per second that a rank sends; None takes the link of the machine inside a
-                node.
+            link: bytes per second that a rank sends; None is the link inside a node.
 
         Returns:
             One entry for each step from 1 on.
 
         Raises:
-            ArgumentError: there is no such machine, or its link is not known and none is given.
+            ArgumentError: there is no such machine, or its link is not known.
 
         >>> shards = Shards.even(1 << 16, 4)
         >>> result = plan(shards, heads=(8, 8), dims=(64, 64), dtype=torch.bfloat16)
         >>> [step.hidden for step in result.overlap("h100-sxm")]
         [True, True, True]
-        >>> [step.hidden for step in result.overlap("h100-sxm", link=1e9)]
-        [False, False, False]
         """
         rate = machine_of(machine).rate(self.number_format)
         if link is None and machine not in LINKS:
@@ -138,13 +118,7 @@ class ParallelPlan:
 class _CallSizes:
     """What the bytes of a call depend on.
 
-    Args:
-        shards: which rank holds which keys.
-        q_shards: which rank holds which queries.
-        mask: the mask.
-        heads: (H, G).
-        dims: (D, E).
-        itemsize: the bytes of a number, times the batch size.
+    `heads` is (H, G) and `dims` (D, E); `itemsize` is times the batch size.
     """
 
     shards: Shards
@@ -174,9 +148,7 @@ class _CallSizes:
         )
 
     def sent_by_heads(self) -> tuple[int, ...]:
-        """Return the bytes that each rank sends by "heads": queries, keys and values, then the
-        outputs.
-        """
+        """Return the bytes that each rank sends by "heads": inputs, then outputs."""
         (H, G), (D, E), W = self.heads, self.dims, self.shards.world
         every_query = len(self.q_shards)
         return tuple(
@@ -229,8 +201,7 @@ def plan(
     batch: int = 1,
     q_shards: Shards | None = None,
 ) -> ParallelPlan:
-    """Compute what each method would send and compute in a forward pass, and which one "auto"
-    takes.
+    """Compute what each method would send and compute in a forward pass.
 
     Args:
         shards: which rank holds which keys.
@@ -298,9 +269,7 @@ def plan(
 
 
 def _step_flops(sizes: _CallSizes, batch: int) -> tuple[tuple[int, ...], ...]:
-    """Return the FLOPs of each rank at each step of "exchange", `[step][rank]`: 2 (D + E) for each
-    visible query-key pair.
-    """
+    """Return the FLOPs `[step][rank]` of "exchange", 2 (D + E) for each visible pair."""
     W, H = sizes.shards.world, sizes.heads[0]
     factor, masks = 2 * sum(sizes.dims) * batch * H, _counted_masks(sizes)
     return tuple(

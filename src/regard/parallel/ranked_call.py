@@ -1,7 +1,6 @@
 """One checked call of attention over several ranks, its options, and the attention of one block.
 
-Every rank makes the same call with its own part of the tensors. `call_facts` lists what must be
-equal on all ranks.
+Every rank makes the same call with its part; `call_facts` lists what must be equal.
 """
 
 from __future__ import annotations
@@ -42,11 +41,8 @@ class ParallelOptions(TypedDict, total=False):
     """The options of `regard.parallel.attend` and `decode` besides q, k, v and shards.
 
     Attributes:
-        mask: a mask that is computed from positions, such as `Causal()`; a dense tensor is refused,
-            because its indices are not the same on every rank.
-        bias: a bias that is computed from positions; a dense tensor is refused.
-        scale: the factor on the scores, as in `regard.attend`.
-        softcap: c in c tanh(score / c), as in `regard.attend`.
+        mask, bias: computed from positions, such as `Causal()`; a dense tensor is refused.
+        scale, softcap: as in `regard.attend`.
         sink: one sink logit for each query head, [H], the same on every rank.
         backend: the name of the kernel that each rank uses.
     """
@@ -63,14 +59,7 @@ class ParallelOptions(TypedDict, total=False):
 class RankedCall:
     """One checked call.
 
-    Attributes:
-        ranks: the ranks that make the call.
-        q_shards: which rank holds which queries.
-        shards: which rank holds which keys.
-        mask: the mask.
-        bias: the bias, or None.
-        options: scale, softcap and backend, if they were given.
-        parameter_gradients: which gradients of sink and bias a rank gets, as in `attend`.
+    Which gradients of sink and bias a rank gets is as in `attend`.
     """
 
     ranks: Any
@@ -167,9 +156,7 @@ def check_call(
 
 
 def _depends_on_slots(rule: Mask | Bias) -> bool:
-    """Whether a mask or bias depends on tensor indices instead of positions, as a dense tensor or
-    a selection does.
-    """
+    """Whether a mask or bias depends on tensor indices instead of positions."""
     if rule.by_slot or isinstance(rule, Selected):
         return True
     return isinstance(rule, Mask) and any(map(_depends_on_slots, rule.members()))
@@ -195,9 +182,7 @@ def call_facts(q: Tensor, k: Tensor, v: Tensor, call: RankedCall, method: str) -
 
 
 class _SharedParameter(torch.autograd.Function):
-    """Mark a tensor that is equal on all ranks: its gradient is summed over the ranks in fp32 or
-    wider.
-    """
+    """Mark a tensor that is equal on all ranks, whose gradient is summed over them."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, ranks: RankGroup) -> Tensor:
@@ -250,8 +235,7 @@ def block_gradients(
 ) -> tuple[Tensor | None, ...]:
     """Compute the gradients of one block of keys from the output and lse over all blocks.
 
-    `inputs` are q, k, v and the tensors of the bias, and `gradients` those of the output and of the
-    lse (None if it is not used). The results are the gradients of the inputs.
+    `inputs` are q, k, v and the tensors of the bias; `gradients` those of output and lse.
     """
     q, k, v, *tensors = inputs
     learned = [x.detach().requires_grad_() for x in tensors]
@@ -276,9 +260,7 @@ def _block_options(call: RankedCall, span: Span, block: Block) -> dict[str, Any]
 
 
 UNROUNDED_BACKENDS = ("auto", "cpu", "gemm", "tiled", "reference")
-"""The backends that leave the parts of a half-precision call in fp32, on a CPU. On other devices
-the fast kernels round each part to the dtype of q.
-"""
+"""The backends that leave the parts of a half-precision call in fp32, on a CPU."""
 
 
 def _part_dtype(call: RankedCall, q: Tensor) -> torch.dtype:
@@ -288,9 +270,7 @@ def _part_dtype(call: RankedCall, q: Tensor) -> torch.dtype:
 
 
 def shared_bias(call: RankedCall, ranks: RankGroup) -> Bias | None:
-    """Return the bias with tensors whose gradients are summed over the ranks, if the caller wants
-    it.
-    """
+    """Return the bias, if wanted with tensors whose gradients are summed over the ranks."""
     if call.bias is None:
         return None
     return call.bias.with_tensors([call.parameter(x, ranks) for x in call.bias.tensors()])

@@ -1,9 +1,8 @@
-"""`regard.parallel.sequence`: run unchanged models on a sequence whose tokens lie on several ranks.
+"""`regard.parallel.sequence`: run unchanged models on a sequence over several ranks.
 
-Softmax attention runs over all ranks through `regard.parallel.attend`, and `decode` for tokens
-behind the sharded ones. A recurrence needs the state before its first token: the contents of its
-cache are passed from the rank that holds the tokens before, as a scan over the spans of all ranks.
-Every other part of a model (embeddings, norms, feed-forward layers) works on each token alone.
+Softmax attention runs through `regard.parallel.attend`, and `decode` for later tokens. The state of
+a recurrence is passed on from the rank with the tokens before. Every other part of a model works on
+each token alone.
 """
 
 from __future__ import annotations
@@ -44,14 +43,11 @@ def sequence(
 ) -> Iterator[None]:
     """Run the models of this thread on a sequence whose tokens lie on several ranks.
 
-    Each rank gives the model its own tokens and their positions, and gets the results of these
-    tokens. They equal those of one process with the whole sequence, and so do the gradients, once
-    those of the parameters are summed over the ranks. The models need no change: their calls of
-    `regard.attend` run over all ranks, and recurrences receive their state from the rank before.
+    Each rank gives the model its own tokens and their positions, and gets their results, which
+    equal those of one process, as do gradients once those of parameters are summed over the ranks.
 
-    Each rank has caches of its own, which hold the tokens of its shard. Tokens at positions behind
-    the shards are decoded: every rank gives the model the same new tokens, one rank appends them to
-    its caches, in turns, and every rank gets their results.
+    Each rank caches its shard. Tokens behind the shards are decoded: every rank gives the same new
+    tokens and gets their results, and one rank appends them, in turns.
 
     Args:
         shards: which rank holds which positions.
@@ -62,10 +58,9 @@ def sequence(
         A context manager for `with`.
 
     Raises:
-        ArgumentError, ArgumentTypeError: the shards do not fit the group; or, for a call inside
-            the block, positions differ from those of the shard, or a mechanism or option cannot run
-            over ranks. The backward pass of layers that recompute activations
-            (`torch.utils.checkpoint`) must run inside the block as well.
+        ArgumentError, ArgumentTypeError: the shards do not fit the group; in the block, positions
+            are not those of the shard, or a mechanism or option cannot run over ranks. A backward
+            pass with `torch.utils.checkpoint` must run inside the block.
 
     Every rank runs this code; here there is one rank, and torchrun starts more.
 
@@ -82,8 +77,8 @@ def sequence(
     True
     >>> dist.destroy_process_group()
 
-    Source: the shards and exchanges of `regard.parallel.attend`; passing a recurrence's state along
-    ranks: Sun et al. 2024 (arXiv 2404.02882), section 3.
+    Source: `regard.parallel.attend`; passing on a state: Sun et al. 2024 (arXiv 2404.02882),
+    section 3.
     """
     if not isinstance(shards, Shards):
         raise ArgumentTypeError(
@@ -101,13 +96,7 @@ def sequence(
 
 @dataclass
 class _RankScope:
-    """What one rank computes in a `sequence` block.
-
-    Args:
-        shards: which rank holds which positions.
-        group: the group, or the two groups, of `regard.parallel.attend`.
-        method: the method of `regard.parallel.attend`.
-    """
+    """What one rank computes in a `sequence` block."""
 
     shards: Shards
     group: Group | Sequence[Group] | None
@@ -228,9 +217,7 @@ class _RankScope:
         cache: Cache | None,
         backend: str,
     ) -> Tensor:
-        """Run a recurrence over this rank's spans; each begins with the state after the span
-        before it, which may be on another rank.
-        """
+        """Run a recurrence over this rank's spans, each from the state after the span before."""
         name = type(mixer).__name__
         if cache is not None or not self._holds(positions):
             raise ArgumentError(
@@ -341,12 +328,7 @@ def _refuse_length_dependent(mixer: Mixer, name: str) -> None:
 
 @dataclass(frozen=True)
 class _StateChain:
-    """Passes the contents of a recurrence's cache from rank to rank.
-
-    Args:
-        ranks: the ranks.
-        with_gradient: whether the backward pass returns the gradients of the contents.
-    """
+    """Passes the contents of a recurrence's cache from rank to rank, perhaps with gradients."""
 
     ranks: RankGroup
     with_gradient: bool
@@ -460,11 +442,7 @@ def _receive(
 
 
 class _NotAppended(Cache):
-    """A cache on a rank that does not own the new tokens: `update` reads it without adding them.
-
-    Args:
-        cache: the cache of this rank.
-    """
+    """A cache on a rank that does not own the new tokens: `update` reads it without adding them."""
 
     def __init__(self, cache: Cache) -> None:
         self.cache = cache

@@ -1,6 +1,4 @@
-"""`Shards`: which positions of a sequence each rank holds, and how evenly a mask's work is
-divided.
-"""
+"""`Shards`: which positions each rank holds, and how evenly work is divided."""
 
 from __future__ import annotations
 
@@ -22,10 +20,8 @@ CHUNKS = 4
 """The number of runs for each rank in the greedy candidate of `Shards.balanced`."""
 
 PAIRS_PER_KEY = 8
-"""The cost of sending one key and value, in query-key pairs, when sharding schemes are compared.
-
-The cost is small because sending overlaps with computing: the balance of the work decides first.
-Between schemes of nearly equal balance, the number of sent keys decides.
+"""The cost of sending one key and value, in query-key pairs, to compare sharding schemes; it is
+small, because sending overlaps with computing.
 """
 
 
@@ -33,21 +29,15 @@ Between schemes of nearly equal balance, the number of sent keys decides.
 class Shards:
     """The positions of a sequence, cut into spans, each held by one rank.
 
-    The tensors of a rank hold its spans one after another. Every position from `start` to `stop` is
-    held by exactly one rank; a rank may hold none.
+    The tensors of a rank hold its spans one after another; every position is held once.
 
     Args:
         ranks: the spans of each rank, in the order of its tensors.
 
     Raises:
-        ArgumentError, ArgumentTypeError: there is no rank, or spans overlap, leave a gap or begin
-            below 0.
+        ArgumentError, ArgumentTypeError: there is no rank, or spans overlap or leave a gap.
 
     >>> shards = Shards.zigzag(8, 2)
-    >>> print(shards)
-    8 tokens on 2 ranks
-      0: 0-1 6-7
-      1: 2-5
     >>> shards.take(torch.arange(8), 0, dim=0).tolist()
     [0, 1, 6, 7]
     """
@@ -76,8 +66,7 @@ class Shards:
         """Cut S positions into W runs of nearly equal length, in order.
 
         Args:
-            S: the number of positions.
-            W: the number of ranks.
+            S, W: the number of positions, and of ranks.
             start: the first position.
 
         Returns:
@@ -85,23 +74,16 @@ class Shards:
 
         Raises:
             ArgumentError, ArgumentTypeError: S is below 0, W below 1, or start below 0.
-
-        >>> print(Shards.even(7, 3))
-        7 tokens on 3 ranks
-          0: 0-2
-          1: 3-4
-          2: 5-6
         """
         return cls(tuple((x,) for x in _split_evenly(S, _check_ranks(W), start)))
 
     @classmethod
     def zigzag(cls, S: int, W: int, *, start: int = 0) -> Shards:
-        """Cut S positions into 2 W runs; rank r holds runs r and 2 W - 1 - r, so that causal work
-        is equal.
+        """Cut S positions into 2 W runs, of which rank r holds r and 2 W - 1 - r: equal causal
+        work.
 
         Args:
-            S: the number of positions.
-            W: the number of ranks.
+            S, W: the number of positions, and of ranks.
             start: the first position.
 
         Returns:
@@ -110,8 +92,7 @@ class Shards:
         Raises:
             ArgumentError, ArgumentTypeError: S is below 0, W below 1, or start below 0.
 
-        Source: Liu et al. 2023 (arXiv 2310.01889), with the order of Llama 3 (arXiv 2407.21783),
-        section 3.3.2.
+        Source: Liu et al. 2023 (arXiv 2310.01889); Llama 3 (arXiv 2407.21783), section 3.3.2.
         """
         runs = _split_evenly(S, 2 * _check_ranks(W), start)
         return cls(tuple(_join_adjacent((runs[r], runs[2 * W - 1 - r])) for r in range(W)))
@@ -120,13 +101,12 @@ class Shards:
     def balanced(cls, S: int, W: int, mask: Mask | None = None, *, start: int = 0) -> Shards:
         """Return the best of even, zigzag and greedily distributed shards for a mask.
 
-        The best has the smallest work of the busiest rank plus `PAIRS_PER_KEY` times the largest
-        number of keys that one rank receives. The greedy candidate cuts `CHUNKS` runs for each
-        rank, and gives the run with the most visible pairs to the rank with the least work so far.
+        The best has the least work of the busiest rank plus `PAIRS_PER_KEY` times the most keys
+        that a rank receives. The greedy candidate gives the run with the most visible pairs to the
+        rank with the least work.
 
         Args:
-            S: the number of positions.
-            W: the number of ranks.
+            S, W: the number of positions, and of ranks.
             mask: the mask; None means that every query sees every key.
             start: the first position.
 

@@ -1,6 +1,4 @@
-"""Position embeddings: sinusoidal, learned and rotary ones, scalings of rotary frequencies, XPos,
-and formulas for the length that a rotary base supports.
-"""
+"""Position embeddings (sinusoidal, learned, rotary), and scalings of rotary frequencies."""
 
 from regard.positions.multi_axis import (
     MultiAxisRotary,

@@ -11,8 +11,7 @@ from regard.process_state import is_compiling, values_are_readable
 class ConstantTensor:
     """A constant on the CPU, and its copies on other devices.
 
-    `tensor.to(device)` in every layer and step would copy the constant again and wait for the
-    device each time.
+    `tensor.to(device)` would copy it in every layer and step, and wait for the device.
     """
 
     def __init__(self, tensor: Tensor) -> None:

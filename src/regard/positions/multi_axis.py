@@ -1,9 +1,7 @@
-"""Rotary positions with several axes (M-RoPE, 2-D RoPE), and the positions of texts with images and
-videos.
+"""Rotary positions with several axes (M-RoPE, 2-D RoPE), for images and videos.
 
-Positions with A axes are an integer tensor [1 + A, B, T]. The first plane is the order of the
-tokens, from which masks and caches are computed, -1 for an empty slot; the others are the
-coordinates along the axes, which only the rotation reads.
+Positions are an integer tensor [1 + A, B, T]: the order of the tokens, -1 for an empty slot, which
+masks and caches use; and A coordinates, which only the rotation reads.
 """
 
 from __future__ import annotations
@@ -34,8 +32,7 @@ def multi_axis_positions(
     grid has the coordinates (c + t, c + h, c + w); c then becomes the largest coordinate plus 1.
 
     Args:
-        rows: the parts of each row of the batch in their order: a number of text tokens, or the
-            (frames, rows, columns) of an image or a video.
+        rows: for each row its parts: a number of text tokens, or (frames, rows, columns).
         padding: the side on which shorter rows get empty slots.
 
     Returns:
@@ -91,8 +88,7 @@ def _row_positions(row: Sequence[int | Grid]) -> Tensor:
 def next_text_positions(positions: Tensor, length: int = 1) -> Tensor:
     """Return the positions of text tokens that follow.
 
-    The first one has the largest coordinate of its row plus 1 on all axes, which is not the number
-    of tokens before it: an image takes fewer coordinates than tokens.
+    The first one has the largest coordinate of its row plus 1 on all axes.
 
     Args:
         positions: positions [1 + A,B,T] of all tokens so far.
@@ -127,27 +123,22 @@ class MultiAxisRotary(Rotary):
 
     angle of pair i = coordinate(axis of i) * theta_i, theta_i = base^(-2i/D)
 
-    Positions with one plane [B,T], or a `Span`, are text: all axes have the same coordinate, and
-    the rotation is that of `Rotary`.
+    Text has one plane [B,T] or a `Span`, and the rotation of `Rotary`.
 
     Args:
         dim: the head dim D.
         base: the base b.
-        sections: the number of pairs of each axis; their sum is D/2. Qwen2-VL has (16, 24, 24),
-            and Qwen3-VL (24, 20, 20), both with D = 128.
-        order: which pairs an axis has. "chunks": the first ones belong to the first axis, and so
-            on (Qwen2-VL); "interleaved": the axes take turns while they last, and the remaining
-            pairs belong to the first axis (Qwen3-VL).
-        own_frequencies: whether each axis has frequencies base^(-i/n) of its own, for its n pairs
-            i, as in the 2-D RoPE of image encoders. Text is then rotated otherwise than by
-            `Rotary`. Only with the order "chunks".
+        sections: the pairs of each axis, D/2 in all, such as (16, 24, 24) in Qwen2-VL.
+        order: "chunks": one axis after another (Qwen2-VL); "interleaved": the axes take turns, and
+            the remaining pairs belong to the first (Qwen3-VL).
+        own_frequencies: whether each axis has frequencies base^(-i/n) for its n pairs, as 2-D RoPE
+            of images; only with "chunks".
 
     Attributes:
         axes: the axis of each pair.
 
     Raises:
-        ArgumentError: the sections do not add up to D/2, the order is unknown, or it does not
-            suit own_frequencies or the sections.
+        ArgumentError: the sections do not add up to D/2, or the order does not suit.
 
     >>> MultiAxisRotary(16, sections=(4, 2, 2), order="interleaved").axes
     (0, 1, 2, 0, 1, 2, 0, 0)
@@ -214,9 +205,7 @@ class MultiAxisRotary(Rotary):
 
 
 def order_of(positions: Positions) -> Positions:
-    """Return the order of tokens: the first plane of positions with several axes, and other
-    positions as they are.
-    """
+    """Return the order of tokens: the first plane of several, or positions as they are."""
     return positions[0] if isinstance(positions, Tensor) and positions.ndim == 3 else positions
 
 

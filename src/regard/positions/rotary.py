@@ -1,6 +1,4 @@
-"""Rotary position embeddings: the frequency of each pair of dims, and the rotation of queries and
-keys.
-"""
+"""Rotary position embeddings: frequencies, and the rotation of queries and keys."""
 
 from __future__ import annotations
 
@@ -34,43 +32,34 @@ def rope_frequencies(
     proportional: bool = False,
     length: int | None = None,
 ) -> RopeFrequencies:
-    """Compute the rotary frequencies of each pair of dims, and the factors on cos and sin and on
-    the softmax scale.
+    """Compute the rotary frequencies of pairs of dims, and the factors of a scaling.
 
     theta_i = base^(-2i/d) for pairs i < rotary_dim / 2, with d = rotary_dim
 
-    If proportional, d = dim, and the other pairs up to dim / 2 have frequency 0. The scaling is
-    applied to theta.
+    If proportional, d = dim, and the other pairs up to dim / 2 have frequency 0.
 
     Args:
         dim: the head dim D, even.
         base: the base b.
-        scaling: a scaling of the frequencies for longer contexts: `LinearScaling`, `NTK`,
-            `DynamicNTK`, `YaRN`, `DynamicYaRN`, `Llama3` or `LongRoPE`; None applies none.
+        scaling: a scaling for longer contexts, such as `YaRN`, applied to theta, or None.
         rotary_dim: the number of dims that are rotated; all by default.
-        proportional: whether exponents are divided by the head dim (p-RoPE, as in Gemma 4). The
-            result then has D/2 pairs, so with layout "half" the rotated dims are others than
-            without.
+        proportional: whether exponents are divided by the head dim (p-RoPE, as in Gemma 4), with
+            D/2 pairs in the result.
         length: the length of the sequence, for scalings that depend on it.
 
     Returns:
-        The frequencies in radians per position, fp64 [rotary_dim / 2] or [D / 2], with both
-        factors.
+        The frequencies, fp64 [rotary_dim / 2] or [D / 2], in radians per position; both factors.
 
     Raises:
-        ArgumentError: dim or rotary_dim is odd or out of range, base is not above 1, or the scaling
-            does not fit.
+        ArgumentError: a number is out of range, or the scaling does not fit.
         ArgumentTypeError: scaling is not a scaling.
 
     >>> rope_frequencies(4).inv_freq.tolist()
     [1.0, 0.01]
-    >>> rope_frequencies(8, rotary_dim=4).inv_freq.tolist()
-    [1.0, 0.01]
     >>> rope_frequencies(8, rotary_dim=4, proportional=True).inv_freq.tolist()
     [1.0, 0.1, 0.0, 0.0]
 
-    Source: Su et al. 2021 (arXiv 2104.09864), section 3.2; proportional: Barbero et al. 2024 (arXiv
-    2410.06205).
+    Source: Su et al. 2021 (arXiv 2104.09864), section 3.2; Barbero et al. 2024 (arXiv 2410.06205).
     """
     rotated_dims = dim if rotary_dim is None else rotary_dim
     _check_frequencies(dim, base, rotated_dims, scaling, length, proportional=proportional)
@@ -119,7 +108,8 @@ def _check_frequencies(
 
 Layout: TypeAlias = Literal["half", "interleaved"]
 """Which dims form pair i. "half": (i, i + d/2), as in Hugging Face's Llama and GPT-NeoX;
-"interleaved": (2i, 2i + 1), as in GPT-J and Meta's Llama."""
+"interleaved": (2i, 2i + 1), as in GPT-J and Meta's Llama.
+"""
 
 
 def rotate(
@@ -134,10 +124,8 @@ def rotate(
 
     (a, b) -> factor (a cos - b sin, b cos + a sin), angle = position * inv_freq_i for pair i
 
-    The angle, its cos and its sin are computed in fp64 and then cast to the dtype of x, so that
-    positions stay distinct at any length. Scores of rotated queries and keys depend on the
-    difference of their positions only. The result at an empty slot (-1) is finite and has no
-    meaning.
+    Angle, cos and sin are computed in fp64 and then cast, so that positions stay distinct at any
+    length. The result at an empty slot (-1) is finite and has no meaning.
 
     Args:
         x: queries or keys [B,H,L,D].
@@ -150,8 +138,7 @@ def rotate(
         The rotated queries or keys [B,H,L,D].
 
     Raises:
-        ArgumentError: x is not 4-D, inv_freq is not 1-D or too long, positions do not fit, or
-            layout is unknown.
+        ArgumentError: a shape or the positions do not fit, or layout is unknown.
         ArgumentTypeError: x, inv_freq or positions have a wrong type.
 
     >>> x = torch.tensor([1.0, 2.0, 3.0, 4.0], dtype=torch.float64)[None, None, None]
@@ -173,9 +160,7 @@ def cos_sin(
     device: torch.device,
     factor: float = 1.0,
 ) -> tuple[Tensor, Tensor]:
-    """Return factor * cos and factor * sin of position * inv_freq, each [B or 1, 1, L, n] in the
-    dtype.
-    """
+    """Return factor * cos and factor * sin of position * inv_freq, each [B or 1, 1, L, n]."""
     compute_device = torch.device("cpu") if device.type == "mps" else device  # mps has no fp64
     p = as_tensor(positions, compute_device).to(compute_device, torch.float64)
     angle = p[:, None, :, None] * inv_freq.to(compute_device, torch.float64)
@@ -197,18 +182,13 @@ def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor, layout: Layout) -> Tensor:
 
 
 class Rotary(nn.Module):
-    """A rotary embedding (RoPE) as a step on heads. Its frequencies are neither a parameter nor a
-    buffer, so casts and checkpoints do not change them.
+    """A rotary embedding (RoPE) as a step on heads, with frequencies that casts do not change.
 
-    **Length.** A scaling that depends on the length (`DynamicNTK`, `DynamicYaRN`, `LongRoPE`) needs
-    `length`:
+    A scaling that depends on the length (`DynamicNTK`, `DynamicYaRN`, `LongRoPE`) needs `length`:
 
-    - a number: the frequencies of that length are used for every position and call. Cached keys
-      stay valid.
-    - "current": the length is the largest position of the call plus 1, over the whole batch. Keys
-      that an earlier call rotated for a shorter length then have other frequencies, so this suits a
-      single pass and not a cache of rotated keys. Positions in a tensor must be copied to the CPU,
-      which causes a graph break under torch.compile; a `Span` needs no copy.
+    - a number: its frequencies are used for every call, so that cached keys stay valid.
+    - "current": the largest position of the call plus 1, over the batch. Rotated keys must not be
+    cached, and positions in a tensor are copied to the CPU, a graph break.
 
     Args:
         dim: the head dim D.
@@ -217,22 +197,18 @@ class Rotary(nn.Module):
         length: as above; ignored by scalings that do not depend on it.
 
     Attributes:
-        inv_freq: the frequencies in fp64, on the device of the module. With "current", they and the
-            factors are those of the trained length.
+        inv_freq: the frequencies in fp64; with "current", those of the trained length.
         rotary_factor: the factor on cos and sin, which this module applies.
-        softmax_factor: a factor for the scale of the attention, which this module does not apply.
-        follows_length: whether the frequencies follow the length of each call, so that rotated keys
-            must not be cached.
+        softmax_factor: a factor for the scale of the attention, which is not applied here.
+        follows_length: whether the frequencies follow the length of each call.
 
     Raises:
-        ArgumentError: an argument does not suit `rope_frequencies`, layout is unknown, or the
-            scaling needs a length and has none.
+        ArgumentError: an argument does not suit `rope_frequencies` or the layout, or the scaling
+            has no length.
 
     >>> rotary = Rotary(8)
     >>> rotary(torch.ones(1, 2, 3, 8), Span(0, 3)).shape
     torch.Size([1, 2, 3, 8])
-    >>> rotary
-    Rotary(8, base=10000.0, layout='half')
     """
 
     inv_freq: Tensor
@@ -308,17 +284,11 @@ class Rotary(nn.Module):
 
         Returns:
             cos and sin, each [B or 1, 1, L, n] for n rotated pairs.
-
-        >>> cos, sin = Rotary(8).tables(torch.ones(1), Span(0, 3))
-        >>> cos.shape, cos[0, 0, 0].tolist()
-        (torch.Size([1, 1, 3, 4]), [1.0, 1.0, 1.0, 1.0])
         """
         return self._cos_sin(x, positions)
 
     def _cos_sin(self, x: Tensor, positions: Positions) -> tuple[Tensor, Tensor]:
-        """Return the tables of cos and sin for x, from the last call if it had the same
-        arguments.
-        """
+        """Return cos and sin for x, from the last call if it had the same arguments."""
         # All layers use the same tables for queries and for keys, so the last ones are stored. The
         # attribute is read once, because another thread may replace it at any time.
         key, last = _table_key(x, positions), self._last
@@ -369,9 +339,7 @@ class Rotary(nn.Module):
 
 
 def _table_key(x: Tensor, positions: Positions) -> tuple[object, ...] | None:
-    """Return everything that the tables of cos and sin depend on, or None if the tables must not be
-    reused.
-    """
+    """Return everything that the tables depend on, or None if they must not be reused."""
     if is_compiling() or type(x) is not Tensor:
         return None
     if x.is_cuda and torch.cuda.is_current_stream_capturing():

@@ -1,5 +1,4 @@
-"""Rotary positions for contexts longer than those of training: scalings of the frequencies (linear,
-NTK, YaRN, Llama 3, LongRoPE), and formulas for the length that a base supports without them.
+"""Rotary positions for longer contexts: scalings, and formulas for the length of a base.
 
 Letters: d is the rotary dim, b the base, theta_i the frequency of pair i in radians per position, L
 or T the trained length, s the factor by which the context becomes longer.
@@ -26,11 +25,8 @@ class RopeFrequencies(NamedTuple):
 
     Attributes:
         inv_freq: radians per position of each pair, fp64 [rotary_dim / 2].
-        rotary_factor: the factor on cos and sin, and therefore on the rotated dims of queries and
-            keys.
-        softmax_factor: the factor on the softmax scale, and therefore on all dims. It is separate
-            from rotary_factor, because the two are equivalent only if all dims of a head are
-            rotated.
+        rotary_factor: the factor on cos and sin, and so on the rotated dims of queries and keys.
+        softmax_factor: the factor on the softmax scale, and so on all dims.
     """
 
     inv_freq: Float64[Tensor, " n"]
@@ -39,11 +35,7 @@ class RopeFrequencies(NamedTuple):
 
 
 class UnscaledFrequencies(NamedTuple):
-    """The unscaled frequencies of a rotary scheme, which are the input of a scaling.
-
-    Attributes:
-        theta: the frequencies theta_i = base^(-2i/dim), fp64 [n].
-    """
+    """The unscaled frequencies of a rotary scheme, which are the input of a scaling."""
 
     theta: Float64[Tensor, " n"]
     base: float
@@ -56,9 +48,7 @@ class Scaling:
     """Base class of the scalings of rotary frequencies.
 
     Attributes:
-        needs_length: whether the frequencies depend on the present length of the sequence. If they
-            do, the score of a query and a key that were rotated for different lengths does not
-            depend on their distance only (see `Rotary`).
+        needs_length: whether the frequencies depend on the present length (see `Rotary`).
     """
 
     needs_length: ClassVar[bool] = False
@@ -76,9 +66,7 @@ class Scaling:
 
 
 def base_frequencies(base: float, dim: int, pairs: int) -> Float64[Tensor, " n"]:
-    """Return theta_i = base^(-2i/dim) for i < pairs, fp64, on the CPU whatever the default
-    device is.
-    """
+    """Return theta_i = base^(-2i/dim) for i < pairs, fp64, on the CPU."""
     i = torch.arange(pairs, dtype=torch.float64, device="cpu")
     return base ** (-2 * i / dim)
 
@@ -112,8 +100,7 @@ class LinearScaling(Scaling):
 
 @dataclass(frozen=True)
 class NTK(Scaling):
-    """NTK-aware scaling with a fixed factor: the larger base b' = b s^(d/(d-2)). The lowest
-    frequency is then that of `LinearScaling`, and the highest is unchanged.
+    """NTK-aware scaling by the base b' = b s^(d/(d-2)): the highest frequency is unchanged.
 
     Args:
         factor: the factor s.
@@ -153,22 +140,17 @@ class NTK(Scaling):
 
 @dataclass(frozen=True)
 class DynamicNTK(Scaling):
-    """NTK-aware scaling that follows the length l: the base b' = b (a l / L - (a - 1))^(d/(d-2)) if
-    l > L, and b otherwise.
+    """NTK-aware scaling by length l: b' = b (a l / L - (a - 1))^(d/(d-2)) if l > L, else b.
 
     Args:
-        factor: the factor a, which Hugging Face's "dynamic" calls "factor"; a = 1 is the dynamic
-            scaling of the YaRN paper.
+        factor: the factor a, "factor" of Hugging Face; 1 in the YaRN paper.
         original_length: the trained length L; Hugging Face reads it from max_position_embeddings.
 
     Raises:
-        ArgumentError: factor or original_length is not above 0; when used, there is no length, or
-            the rotary dim is below 4.
+        ArgumentError: a number is not above 0; when used, there is no length, or d is below 4.
 
     >>> round(DynamicNTK(2.0, 4096).base(10000.0, 128, length=8192), 4)
     30527.7367
-
-    `Rotary` describes its use with a cache.
 
     Source: Peng et al. 2023 (arXiv 2309.00071), section 3.3.
     """
@@ -203,14 +185,12 @@ class DynamicNTK(Scaling):
 
 @dataclass(frozen=True)
 class Llama3(Scaling):
-    """The scaling of Llama 3.1. Frequencies of pairs with more than `high` rotations within the
-    trained length are kept; those with fewer than `low` rotations are divided by s; those between
-    are a linear blend of the two.
+    """The scaling of Llama 3.1: pairs with many rotations are kept, those with few divided by s.
 
     theta' = (1 - m) theta / s + m theta
     m = clamp((r - low) / (high - low), 0, 1),  r = L theta / (2 pi), the rotations within L
 
-    Where low = high, as in Llama 4, no frequency is between: m is 1 where r >= low, else 0.
+    Where low = high, as in Llama 4, m is 1 where r >= low, else 0.
 
     Args:
         factor: the factor s.
@@ -287,8 +267,7 @@ def check_increasing(low_name: str, low: float, high_name: str, high: float) -> 
 
 
 def pair_index(rotations: float, dim: int, base: float, length: int) -> float:
-    """Compute the (fractional) index of the pair of dims that makes r rotations within a length L:
-    d ln(L / (2 pi r)) / (2 ln b).
+    """Compute the index d ln(L / (2 pi r)) / (2 ln b) of the pair with r rotations within L.
 
     Args:
         rotations: the number of rotations r.
@@ -323,22 +302,20 @@ def yarn_mscale(factor: float, m: float = 1.0) -> float:
 
 @dataclass(frozen=True)
 class YaRN(Scaling):
-    """YaRN scaling as in its released code. Pairs with many rotations within the trained length
-    keep their frequency, those with few get theta / s, and between them the blend is linear in the
-    pair index.
+    """YaRN scaling: pairs with many rotations keep theta, those with few get theta / s.
 
     low = floor(index(beta_fast)), high = ceil(index(beta_slow)), clamped to 0 and d - 1, where
     index is `pair_index`
     ramp_i = clamp((i - low) / (high - low), 0, 1)
     theta'_i = (1 - ramp_i) theta_i + ramp_i theta_i / s
-    rotary factor f(1) = 0.1 ln s + 1, or DeepSeek's f(mscale) / f(mscale_all_dim), f(m) = 0.1 m ln
-    s + 1; softmax factor f(mscale_all_dim)^2
+    rotary factor f(1), or DeepSeek's f(mscale) / f(mscale_all_dim), f(m) = 0.1 m ln s + 1; softmax
+    factor f(mscale_all_dim)^2
 
     Args:
         factor: the factor s.
         original_length: the trained length L.
-        beta_fast, beta_slow: numbers of rotations within L. Pairs with more than beta_fast keep
-            their frequency; that of pairs with fewer than beta_slow is divided by s.
+        beta_fast, beta_slow: rotations within L; pairs above the one keep theta, below the other
+            get theta / s.
         truncate: whether low and high are rounded to whole pairs (False in gpt-oss).
         ramp: "index", as in the released code and every released checkpoint, or "rotations", the
             paper's definition:
@@ -348,8 +325,7 @@ class YaRN(Scaling):
         mscale, mscale_all_dim: as in a DeepSeek config; None counts as 1 and 0.
 
     Raises:
-        ArgumentError: a number is not above 0, beta_slow is not below beta_fast, or ramp is
-            unknown; when used, low is above high.
+        ArgumentError: a number is out of range, or ramp is unknown; when used, low is above high.
 
     >>> from regard.positions import rope_frequencies
     >>> inv_freq, rotary_factor, softmax_factor = rope_frequencies(128, scaling=YaRN(16.0, 4096))
@@ -357,7 +333,7 @@ class YaRN(Scaling):
     (1.2772588722239782, 1.0)
 
     Source: Peng et al. 2023 (arXiv 2309.00071), definitions 2 and 3, and its released code;
-    mscale: DeepSeek-AI 2024 (arXiv 2405.04434) and its released code.
+    DeepSeek-AI 2024 (arXiv 2405.04434).
     """
 
     factor: float
@@ -429,8 +405,7 @@ class YaRN(Scaling):
 
 @dataclass(frozen=True)
 class DynamicYaRN(Scaling):
-    """YaRN scaling whose factor follows the length l: s = max(1, l / L), which also sets the rotary
-    factor.
+    """YaRN scaling whose factor follows the length l: s = max(1, l / L).
 
     Args:
         original_length: the trained length L.
@@ -477,8 +452,7 @@ def check_ramp(original_length: int, beta_fast: float, beta_slow: float, ramp: s
 
 @dataclass(frozen=True)
 class LongRoPE(Scaling):
-    """LongRoPE scaling: each frequency is divided by a factor that a search found. There is one
-    list of factors for lengths up to the trained length L, and another for longer ones.
+    """LongRoPE scaling: searched divisors, one list up to the trained length, one beyond.
 
     theta'_i = theta_i / ext_i,  ext = short if length <= L else long
     rotary factor sqrt(1 + ln s / ln L)
@@ -490,8 +464,7 @@ class LongRoPE(Scaling):
         attention_factor: the rotary factor; None computes it as above.
 
     Raises:
-        ArgumentError: a number is not above 0, or the lists differ in length; when used, there is
-            no length, or the lists do not have one number per pair.
+        ArgumentError: a number or a list does not fit; when used, there is no length.
 
     >>> from regard.positions import rope_frequencies
     >>> scaling = LongRoPE((1.0, 2.0), (4.0, 8.0), 4096, 32.0)
@@ -540,11 +513,10 @@ class LongRoPE(Scaling):
 
 
 def critical_dimension(dim: int, base: float, length: int) -> int:
-    """Compute the critical dimension, the number of dims that complete at least one rotation within
-    the trained length: 2 ceil((d/2) log_b(T / (2 pi))).
+    """Compute the number of dims with a rotation within the trained length: 2 ceil((d/2) log_b(T /
+    (2 pi))).
 
-    The other dims saw only a part of their period in training, so longer sequences contain angles
-    that the model has never seen.
+    The other dims saw a part of their period: longer sequences have angles never seen.
 
     Args:
         dim: the rotary dim d.
@@ -569,8 +541,7 @@ def critical_dimension(dim: int, base: float, length: int) -> int:
 
 
 def extrapolation_length(dim: int, base: float, critical: int) -> float:
-    """Compute the length that a model supports after fine-tuning with a new, larger base:
-    T_extra = 2 pi b^(d_extra / d) positions.
+    """Compute the length after fine-tuning with a larger base: 2 pi b^(d_extra / d) positions.
 
     Args:
         dim: the rotary dim d.
@@ -595,8 +566,7 @@ def extrapolation_length(dim: int, base: float, critical: int) -> float:
 
 
 def critical_base(length: int, tuned: int, base: float = 10000.0) -> float:
-    """Compute the base b0 = b^(log_{T/2pi}(T_tune/2pi)). Fine-tuning on a longer length T_tune with
-    a base above b0 extends the context beyond T_tune.
+    """Compute the base b0 = b^(log_{T/2pi}(T_tune/2pi)), above which tuning extends the context.
 
     Args:
         length: the trained length T.
@@ -622,8 +592,7 @@ def critical_base(length: int, tuned: int, base: float = 10000.0) -> float:
 
 
 def small_bases(length: int) -> tuple[float, float, float]:
-    """Compute the bases 2T/pi, T/pi and T/(2 pi), below which every dim completes a quarter, a half
-    and a whole period of cos within the length.
+    """Compute the bases 2T/pi, T/pi and T/(2 pi), for a quarter, a half and a whole period.
 
     Args:
         length: the length T.
@@ -646,8 +615,7 @@ def small_bases(length: int) -> tuple[float, float, float]:
 def long_term_decay(
     dim: int, base: float, distances: Float64[Tensor, " m"] | range
 ) -> Float64[Tensor, " m"]:
-    """Compute B(m) = sum_i cos(m theta_i) for distances m. It is proportional to the amount by
-    which the score of a similar key exceeds that of a random key at distance m.
+    """Compute B(m) = sum_i cos(m theta_i), by which a similar key exceeds a random one.
 
     Where B is negative, an unrelated token gets a higher score than a similar one.
 
@@ -679,8 +647,7 @@ def long_term_decay(
 
 
 def base_reaches(dim: int, base: float, length: int) -> bool:
-    """Return whether a base supports a length: B(m) of `long_term_decay` is at least 0 for every
-    distance m up to the length. A larger base may fail where a smaller one succeeds.
+    """Return whether B(m) of `long_term_decay` is at least 0 for every distance m up to a length.
 
     Args:
         dim: the rotary dim d, even.

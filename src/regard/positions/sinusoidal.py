@@ -1,6 +1,4 @@
-"""Absolute position embeddings, which are added to token embeddings: sinusoidal ones and a learned
-table.
-"""
+"""Absolute position embeddings: sinusoidal ones and a learned table."""
 
 from __future__ import annotations
 
@@ -31,11 +29,9 @@ def sinusoidal(
 
     interleaved:    PE[p, 2i] = sin(p b^(-2i/M)), PE[p, 2i+1] = cos(same)
     halves:         the same numbers as [all sines; all cosines]
-    tensor2tensor:  [sines; cosines] with exponent -i/(M/2 - 1), as in tensor2tensor and fairseq:
-                    other numbers
+    tensor2tensor:  [sines; cosines] with exponent -i/(M/2 - 1), as in fairseq
 
-    With an odd dim, the first two layouts have one more sine than cosines, and the third ends in a
-    zero.
+    With an odd dim, the first two have one more sine, and the third ends in a zero.
 
     Args:
         positions: a length, for positions 0..length-1, or positions [B or 1, L].
@@ -80,8 +76,7 @@ def sinusoidal(
 
 
 class LearnedPositions(nn.Module):
-    """A learned vector for each position below a maximum; an empty slot (a negative position) gets
-    zeros.
+    """A learned vector for each position below a maximum; an empty slot gets zeros.
 
     y = weight[position + offset]
 
@@ -91,8 +86,7 @@ class LearnedPositions(nn.Module):
         offset: the number of unused rows at the start of the table (2 in OPT).
 
     Raises:
-        ArgumentError: a size is out of range; when called, a position is max_len or more. While
-            torch.compile traces, positions in a tensor are checked only by torch's own index check.
+        ArgumentError: a size is out of range; when called, a position is max_len or more.
         ArgumentTypeError: when called, positions are not integers.
 
     >>> LearnedPositions(16, 4)(Span(0, 3)).shape

@@ -1,9 +1,8 @@
 """Score rules: steps between the scores and the weights of attention.
 
 A rule changes scores after scale, softcap and bias, before the mask; selects keys; replaces the
-softmax; or changes the weights after it. `a >> b` is first a, then b. It says in `scope` what one
-result depends on: "pair" (this score only), "heads", or "row" (the default: only the reference
-computes it). Autograd gives its derivative.
+softmax; or changes the weights. `a >> b` is first a, then b. Its `scope` is what one result depends
+on: "pair", "heads", or "row" (the default: only the reference computes it).
 """
 
 from regard.registry import import_all

@@ -1,6 +1,4 @@
-"""The base class `ScoreRule` of all score rules, what a rule is given (`ScoreBlock`), and rules in
-a row (`Chain`).
-"""
+"""The base class `ScoreRule`, what a rule is given (`ScoreBlock`), and rules in a row (`Chain`)."""
 
 from __future__ import annotations
 
@@ -23,9 +21,7 @@ SCORES: Registry[ScoreRule] = Registry("score rule")
 
 Stage: TypeAlias = Literal["scores", "selection", "normalizer", "pattern"]
 STAGES: tuple[Stage, ...] = ("scores", "selection", "normalizer", "pattern")
-"""The stages of a row in their order: the scores before the mask, a selection of keys (the others
-get -inf), the step from scores to weights, and the weights after it.
-"""
+"""The stages of a row in order: scores, a selection (others get -inf), weights, and after."""
 
 Scope: TypeAlias = Literal["pair", "heads", "row"]
 
@@ -36,14 +32,10 @@ class ScoreBlock(NamedTuple):
     Args:
         query: the queries of the block `[B, H, t, D]`, without the scale, in the dtype of the call.
         visible: bool, broadcastable to `[B, H, t, s]`: which keys the mask lets each query see.
-        b: the index of each row of the batch, `[B, 1, 1, 1]`.
-        h: the index of each query head, `[1, H, 1, 1]`.
-        q: the positions of the queries, `[B or 1, 1, t, 1]`.
-        k: the positions of the keys, `[B or 1, 1, 1, s]`.
-        i: the indices of the queries in the call, `[1, 1, t, 1]`.
-        j: the indices of the keys in the call, `[1, 1, 1, s]`.
-        key_count: how many keys of the whole call each query sees, broadcastable to `[B, H, t, 1]`;
-            None unless the rule asks for it (`needs_count`).
+        b, h: the indices of batch rows `[B, 1, 1, 1]` and query heads `[1, H, 1, 1]`.
+        q, k: the positions of queries `[B or 1, 1, t, 1]` and keys `[B or 1, 1, 1, s]`.
+        i, j: their indices in the call, `[1, 1, t, 1]` and `[1, 1, 1, s]`.
+        key_count: how many keys each query sees, broadcastable to `[B, H, t, 1]`, if `needs_count`.
     """
 
     query: Tensor
@@ -66,28 +58,22 @@ class ScoreRule(RuleWithTensors):
     p = normalize(s'), by default softmax
     p' = change_pattern(p), and out_i = sum_j p'_ij v_j
 
-    To define a rule, write a subclass, decorated with `@dataclass(frozen=True, eq=False,
-    repr=False)`, that names its stages in `stages`, says in `scope` what one of its results depends
-    on, and defines the methods of its stages. A rule must give the same result for a query whatever
-    the other queries of the call are. What the mask hides has no effect: a hidden score is replaced
-    before `change_scores` sees it, and a hidden weight is 0 after every stage. Autograd computes
-    the derivatives, so a method consists of differentiable operations that change no argument.
+    A rule is a subclass, decorated with `@dataclass(frozen=True, eq=False, repr=False)`, with
+    `stages`, `scope`, and the methods of its stages. A query's result must not depend on the other
+    queries. What the mask hides has no effect: a hidden score is replaced first, and a hidden
+    weight is 0. Methods are differentiable operations that change no argument.
 
-    Rules are joined with `>>`: `a >> b` is first a, then b. They compare and hash by their fields
-    (tensors by identity), and print as an expression. Files store a class by its name in lower
-    case, or by `kind = "..."`.
+    Rules compare and hash by their fields (tensors by identity), and print as an expression. Files
+    store a class by its name or `kind`.
 
     Attributes:
         stages: the stages that the rule changes, in their order.
-        scope: what one result depends on. "row" (the default): the scores of all keys. "heads":
-            the scores of all heads for this query and key. "pair": the score of this query, key and
-            head only, so that a kernel may compute it tile by tile.
+        scope: what one result depends on. "row": the scores of all keys. "heads": those of all
+            heads for this pair. "pair": this score only, for kernels that compute tiles.
 
     >>> from regard import scores
     >>> scores.Temperature(2.0) >> scores.TopK(8)
     temperature(2) >> topk(8)
-    >>> scores.TopK(8) == scores.TopK(8)
-    True
     """
 
     stages: ClassVar[tuple[Stage, ...]] = ("scores",)
@@ -103,8 +89,7 @@ class ScoreRule(RuleWithTensors):
 
         Args:
             s: scores `[B, H, t, s]`, finite where `block.visible` is False.
-            block: what else is known about these scores. A rule with the scope "row" is given
-                all keys of the call.
+            block: what else is known; with the scope "row", of all keys.
 
         Returns:
             Scores of the same shape; those of hidden pairs have no effect.
@@ -155,14 +140,11 @@ class ScoreRule(RuleWithTensors):
 
     @property
     def is_pairwise_softmax(self) -> bool:
-        """Whether the weights are a softmax of scores that each depend on one pair only, so that
-        the lse of a row gives any of its weights.
-        """
+        """Whether the lse of a row gives any of its weights."""
         return self.scope == "pair" and self.stages == ("scores",)
 
     def why_not_partial(self) -> str:
-        """Return why attention over some of the keys cannot be merged with attention over the
-        others by the log-sum-exp.
+        """Return why attention over parts of the keys cannot be merged.
 
         Returns:
             The reason in a few words, or "" if it can be merged.
@@ -182,8 +164,7 @@ class ScoreRule(RuleWithTensors):
         """Check that the rule fits an attention call.
 
         Args:
-            H: number of query heads.
-            D: number of dimensions of a query head.
+            H, D: the number of query heads, and of their dimensions.
             q_positions: positions of the queries.
             device: the device of the call.
 
@@ -215,8 +196,7 @@ class PairRule(ScoreRule):
 
     s'_ij = pair(s_ij, b, h, q_i, k_j)
 
-    A subclass defines `pair` with elementwise operations on tensors that broadcast, so that kernels
-    can compute it for a whole call, for a tile, and for one score.
+    `pair` has elementwise operations that broadcast, for a call, a tile or one score.
     """
 
     scope: ClassVar[Scope] = "pair"
@@ -231,10 +211,8 @@ class PairRule(ScoreRule):
 
         Args:
             s: scores.
-            b: the index of the row of the batch; it broadcasts to `s`, as the next ones do.
-            h: the index of the query head.
-            q: the position of the query (its index in the call with `by_slot`).
-            k: the position of the key (its index in the call with `by_slot`).
+            b, h: the indices of batch row and query head, which broadcast to `s`.
+            q, k: the positions of query and key (indices in the call with `by_slot`).
 
         Returns:
             Scores of the shape of `s`.
@@ -257,8 +235,7 @@ class Chain(ScoreRule):
         rules: the rules in their order.
 
     Raises:
-        ArgumentError, ArgumentTypeError: there are no rules, one is no rule, or their stages are
-            not in order.
+        ArgumentError, ArgumentTypeError: there are no rules, or not in order of stages.
 
     >>> from regard import scores
     >>> scores.SoftClamp(30.0) >> scores.Sigmoid(-2.0)
@@ -345,9 +322,8 @@ class Chain(ScoreRule):
 def change_scores(rule: ScoreRule, s: Tensor, block: ScoreBlock, *, hides: bool = True) -> Tensor:
     """Return scores after all steps of a rule that change scores.
 
-    Before each step the score of a hidden pair is replaced by the largest visible score of its row,
-    without its gradient. So a step is evaluated on numbers on which it is evaluated anyway, and
-    what a hidden key holds reaches neither a result nor a derivative.
+    A hidden score is first replaced by the largest visible one, without its gradient, so that what
+    a hidden key holds reaches nothing.
     """
     for step in rule.steps():
         s = step.change_scores(_replace_hidden(s, block.visible) if hides else s, block)
@@ -355,9 +331,7 @@ def change_scores(rule: ScoreRule, s: Tensor, block: ScoreBlock, *, hides: bool 
 
 
 def _replace_hidden(s: Tensor, visible: Tensor) -> Tensor:
-    """Replace the scores of hidden pairs by the largest visible score of their row, or by 0 if
-    there is none.
-    """
+    """Replace hidden scores by the largest visible one of their row, or by 0."""
     if s.shape[-1] == 0:
         return s
     largest = s.detach().masked_fill(~visible, -torch.inf).amax(-1, keepdim=True)

@@ -27,11 +27,9 @@ def from_score_mod(
     s'_ij = score_mod(s_ij, b, h, i, j, *parameters), with the indices i and j of query and key in
     the call
 
-    The function is evaluated as torch evaluates it: for one score, mapped over all scores by
-    `torch.vmap`. A tensor that it reads (from its closure, a global variable or an attribute) and
-    that requires a gradient becomes a parameter of the rule, so that it receives its gradient. A
-    -inf that the function returns hides a key; give a mask as well, so that kernels can skip what
-    is hidden.
+    The function is mapped over all scores by `torch.vmap`. A tensor that it reads and that requires
+    a gradient becomes a parameter. A -inf hides a key; give a mask as well, so that kernels can
+    skip.
 
     Args:
         score_mod: the function `(score, b, h, q_idx, kv_idx) -> score`.
@@ -73,17 +71,14 @@ def to_score_mod(rule: ScoreRule, q_positions: Positions, k_positions: Positions
     FlexAttention has no softcap and no bias of its own: they are not part of the rule.
 
     Args:
-        rule: a rule of the scope "pair" that changes scores only and counts no keys, such as
-            `Temperature`.
-        q_positions: positions of the queries: a `Span`, or a tensor `[B or 1, T]`.
-        k_positions: positions of the keys: a `Span`, or a tensor `[B or 1, S]`.
+        rule: a rule of the scope "pair" that changes scores only, such as `Temperature`.
+        q_positions, k_positions: a `Span`, or a tensor `[B or 1, T]` or `[B or 1, S]`.
 
     Returns:
         The function `(score, b, h, q_idx, kv_idx) -> score`.
 
     Raises:
-        ArgumentError: a step of the rule has another scope, counts keys, or changes more than
-            scores.
+        ArgumentError: a step of the rule is of another kind.
 
     >>> import torch, regard
     >>> rule = regard.scores.Temperature(2.0)
@@ -116,12 +111,8 @@ def to_score_mod(rule: ScoreRule, q_positions: Positions, k_positions: Positions
 class _MappedScoreMod:
     """A `score_mod` as a function of whole tensors, the `fn` of a `FnScore`.
 
-    The function reads its tensors from a closure, where a kernel cannot replace them by those whose
-    gradients it computes. They are therefore replaced in the operations that read them.
-
-    Args:
-        score_mod: the function of one score.
-        own: the number of parameters that it takes as arguments.
+    Its tensors, in a closure, are replaced in the operations that read them. `own` is the number of
+    its parameters.
     """
 
     def __init__(self, score_mod: Callable[..., Tensor], own: int) -> None:
@@ -133,8 +124,7 @@ class _MappedScoreMod:
     def find_tensors(self, own: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """Return the tensors with a gradient that the function reads, in the order of their use.
 
-        The function is called for one score. Where that fails, it has none, and the first call with
-        the rule shows the error.
+        The function is called for one score; where that fails, it has none.
         """
         score, index = (
             torch.zeros((), dtype=torch.float32, device="cpu"),
@@ -195,11 +185,7 @@ class _MappedScoreMod:
 
 
 class _ReadTensors(TorchFunctionMode):
-    """Notes the tensors with a gradient that operations read and that none of them returned.
-
-    Args:
-        known: tensors that are not noted.
-    """
+    """Notes the tensors with a gradient that operations read and that none of them returned."""
 
     def __init__(self, known: Sequence[Tensor]) -> None:
         super().__init__()
@@ -220,11 +206,7 @@ class _ReadTensors(TorchFunctionMode):
 
 
 class _ReplacedTensors(TorchFunctionMode):
-    """Gives operations other tensors than those that they read.
-
-    Args:
-        tensors: the new tensor for the id of each old one.
-    """
+    """Gives operations other tensors than those that they read."""
 
     def __init__(self, tensors: dict[int, Tensor]) -> None:
         super().__init__()

@@ -15,22 +15,19 @@ from regard.units import plural
 
 @dataclass(frozen=True, eq=False, repr=False)
 class TalkingHeads(ScoreRule):
-    """Talking-heads attention: mixes the scores of the heads before the softmax, their weights
-    after it, or both.
+    """Talking-heads attention: mixes the heads' scores before the softmax, or weights after it.
 
     s'_hij = sum_g before[h, g] s_gij,  p = softmax(s'),  p'_hij = sum_g after[h, g] p_gij
 
-    Row h of a matrix gives head h. The sums run over the heads g that may see the key: with a mask
-    that differs between heads, a pair that is hidden from a head adds nothing. A head never gets
-    weight on a key that is hidden from itself. Rows of p' need not sum to 1.
+    Row h of a matrix gives head h. The sums run over the heads g that may see the key, and a head
+    never gets weight on a hidden key. Rows of p' need not sum to 1.
 
     Args:
         before: float `[H, H]`, or None: scores are not mixed.
         after: float `[H, H]`, or None: weights are not mixed.
 
     Raises:
-        ArgumentError, ArgumentTypeError: both are None, or a matrix is not square or not float; in
-            a call, H differs.
+        ArgumentError, ArgumentTypeError: both are None, or a matrix does not fit.
 
     >>> import torch, regard
     >>> q = torch.randn(1, 4, 5, 8)

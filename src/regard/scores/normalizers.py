@@ -1,7 +1,4 @@
-"""Rules that replace the softmax: `Sigmoid`, `ReLU`, `Softpick`, `Entmax`, `SignedSoftmax`,
-`StickBreaking`. Another normalizer is a subclass of `ScoreRule` with the stage "normalizer"
-(softmax with one added to the denominator needs none: it is a sink of 0).
-"""
+"""Rules that replace the softmax, subclasses of `ScoreRule` with the stage "normalizer"."""
 
 from __future__ import annotations
 
@@ -28,18 +25,15 @@ from regard.scores.base import (
 class Sigmoid(ScoreRule):
     """Sigmoid attention: each weight depends on its own score only, and a row has no sum.
 
-    p_ij = 1 / (1 + exp(-s_ij - bias)), by default with the bias -ln n_i, where n_i is the number of
-    keys that query i sees
+    p_ij = 1 / (1 + exp(-s_ij - bias)), by default -ln n_i for the n_i visible keys
 
-    By default a row of zero scores sums to about 1, however the sequence is cut into calls. The
-    paper uses -ln n for the length n of the training sequences: `Sigmoid(-math.log(n))`.
+    So a row of zero scores sums to about 1. The paper has `Sigmoid(-math.log(n))` for length n.
 
     Args:
         bias: a number, a float tensor `[H]` that may require a gradient, or None: -ln n_i.
 
     Raises:
-        ArgumentError, ArgumentTypeError: the bias is not a finite number or a float tensor `[H]`;
-            in a call, H differs.
+        ArgumentError, ArgumentTypeError: the bias is no finite number or float tensor `[H]`.
 
     >>> import torch, regard
     >>> q = torch.zeros(1, 1, 4, 8)
@@ -140,8 +134,7 @@ class Softpick(ScoreRule):
 
     p_ij = max(0, exp(s_ij) - 1) / sum_l |exp(s_il) - 1|, and 0 if every score of the row is 0
 
-    A key with a score of 0 or less gets no weight; negative scores take part in the sum, so that
-    they get gradients.
+    A score of 0 or less gets no weight; negative scores count in the sum, for gradients.
 
     >>> import torch, regard
     >>> q, k = torch.ones(1, 1, 1, 1), torch.tensor([1.0, 0.0, -1.0]).view(1, 1, 3, 1)
@@ -185,8 +178,7 @@ class Entmax(ScoreRule):
     p_i = argmax over the simplex of p . s_i + H_alpha(p), with the Tsallis entropy H_alpha:
     p_ij = max(0, (alpha - 1) s_ij - tau_i)^(1 / (alpha - 1)), where tau_i makes the sum 1
 
-    alpha = 2 is sparsemax, the projection of the scores onto the simplex; alpha = 1 would be
-    softmax.
+    alpha = 2 is sparsemax, the projection onto the simplex.
 
     Args:
         alpha: 1.5 or 2, for which tau has a closed form.
@@ -200,8 +192,8 @@ class Entmax(ScoreRule):
     >>> [round(x, 4) for x in p.flatten().tolist()]
     [0.5667, 0.0667, 0.0, 0.3667]
 
-    Source: Martins and Astudillo 2016 (arXiv 1602.02068), equation 3; Peters et al. 2019
-    (arXiv 1905.05702), equation 9 and algorithm 2.
+    Source: Martins and Astudillo 2016 (arXiv 1602.02068), equation 3; Peters et al. 2019 (arXiv
+    1905.05702), equation 9.
     """
 
     stages: ClassVar[tuple[Stage, ...]] = ("normalizer",)
@@ -258,8 +250,7 @@ class SignedSoftmax(ScoreRule):
 
     p_ij = sign(s_ij) exp(|s_ij|) / sum_l exp(|s_il|)
 
-    A key with a negative score takes its values away. The sizes of a row sum to 1. A score of
-    exactly 0 has the weight 0.
+    A key with a negative score takes its values away; a score of 0 has the weight 0.
 
     >>> import torch, regard
     >>> q, k = torch.ones(1, 1, 1, 1), torch.tensor([1.0, -1.0]).view(1, 1, 2, 1)
@@ -288,14 +279,12 @@ class SignedSoftmax(ScoreRule):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class StickBreaking(ScoreRule):
-    """Stick-breaking attention: a query walks from its last key to the first, and each key takes a
-    share of the weight that is left.
+    """Stick-breaking attention: from the last key to the first, each takes a share of the rest.
 
     p_ij = sigmoid(s_ij) prod over visible l after j of (1 - sigmoid(s_il))
 
-    "After" means a larger position (for equal positions, a larger slot). A row sums to less than 1:
-    what no key takes is not given to any. The order replaces position encodings. The paper hides
-    the query's own key: `mask=masks.Causal() & ~masks.Window(1)`.
+    "After" means a larger position, or slot. A row sums to less than 1. The order replaces position
+    encodings. The paper hides the query's own key: `mask=masks.Causal() & ~masks.Window(1)`.
 
     >>> import torch, regard
     >>> q = torch.zeros(1, 1, 3, 4)

@@ -1,6 +1,4 @@
-"""Rules in which a score depends on itself, its head and its place only: `FnScore`, `SoftClamp`,
-`Temperature`; and `ScalableSoftmax`, in which it also depends on the number of keys.
-"""
+"""Rules in which a score depends on itself, its head and its place, or the number of keys."""
 
 from __future__ import annotations
 
@@ -23,24 +21,20 @@ from regard.units import plural
 class FnScore(PairRule):
     """A rule given by a function: s'_ij = fn(s_ij, b, h, q_i, k_j, *parameters).
 
-    The function is called with whole tensors that broadcast, so it consists of elementwise
-    operations and of lookups such as `table[h, q - k]`. It is also called for pairs that the mask
-    hides; their results have no effect.
+    The function is called with whole tensors that broadcast, also for hidden pairs: it consists of
+    elementwise operations and lookups such as `table[h, q - k]`.
 
     Args:
-        fn: a function of the scores `[B, H, t, s]`, the index of the row of the batch
-            `[B, 1, 1, 1]`, the index of the query head `[1, H, 1, 1]`, the positions of the queries
-            `[B or 1, 1, t, 1]` and of the keys `[B or 1, 1, 1, s]`, and the parameters. It returns
-            a float tensor of the shape of the scores, and depends on no other pair.
+        fn: a function of the scores `[B, H, t, s]`, batch rows `[B, 1, 1, 1]`, query heads `[1, H,
+            1, 1]`, positions `[B or 1, 1, t, 1]` and `[B or 1, 1, 1, s]`, and the parameters; it
+            returns scores.
         parameters: tensors that are passed to `fn` and that receive gradients.
-        slots: give the function the indices of queries and keys in the call instead of positions.
+        slots: whether it gets indices in the call instead of positions.
         name: the text of the rule in messages.
 
     Raises:
-        ArgumentTypeError: `fn` is not callable, a parameter is not a tensor, or the result is not a
-            float tensor.
-        ArgumentError: the result has another shape, or the function reads a tensor that requires a
-            gradient and is no parameter.
+        ArgumentTypeError: an argument or the result has a wrong type.
+        ArgumentError: the result has another shape, or the function reads a tensor with a gradient.
 
     >>> import torch, regard
     >>> x, width = torch.randn(1, 2, 5, 8), torch.tensor([0.5, 0.1])
@@ -98,9 +92,7 @@ class FnScore(PairRule):
         return replace(self, parameters=tuple(tensors))
 
     def require(self, H: int, D: int, q_positions: Positions, device: torch.device) -> None:
-        """Call the function on one pair: a tensor with a gradient that it reads must be among
-        its parameters, because kernels compute gradients of these only.
-        """
+        """Call the function on one pair, to find tensors with a gradient that are no parameters."""
         if is_compiling() or device.type == "meta":
             return
         constant = replace(self, parameters=tuple(x.detach() for x in self.parameters))
@@ -121,8 +113,7 @@ class FnScore(PairRule):
 class SoftClamp(PairRule):
     """A smooth bound on the scores: s'_ij = c tanh(s_ij / c).
 
-    Without a bias, `attend(..., softcap=c)` is the same; with a bias, `softcap` bounds the scores
-    before the bias is added, and this rule bounds them with the bias.
+    `attend(..., softcap=c)` bounds the scores before a bias is added, this rule with it.
 
     Args:
         cap: the bound c, greater than 0.
@@ -130,7 +121,6 @@ class SoftClamp(PairRule):
     Raises:
         ArgumentError, ArgumentTypeError: the bound is not a number greater than 0.
 
-    >>> import torch
     >>> zero = torch.zeros(1, 1, 1, 1, dtype=torch.int64)
     >>> round(SoftClamp(2.0).pair(torch.full((1, 1, 1, 1), 100.0), zero, zero, zero, zero).item())
     2
@@ -154,18 +144,13 @@ class SoftClamp(PairRule):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Temperature(PairRule):
-    """A divisor of the scores: s'_ij = s_ij / tau, for all heads, by head, or by the position of
-    the query.
+    """A divisor of the scores: s'_ij = s_ij / tau, by head, or by the position of the query.
 
     Args:
-        tau: a number greater than 0; a float tensor `[H]`, one per query head; or a float tensor
-            `[1 or H, N]` whose column n is used at the query position n. A tensor may require a
-            gradient.
+        tau: a number above 0; a float tensor `[H]`; or a float tensor `[1 or H, N]` by positions.
 
     Raises:
-        ArgumentError, ArgumentTypeError: the number is not greater than 0, or the tensor has
-            another dtype or number of dimensions; in a call, H differs, or a query has a position
-            from N on.
+        ArgumentError, ArgumentTypeError: tau does not fit, also in a call.
 
     >>> import torch, regard
     >>> q = torch.randn(1, 2, 5, 8)
@@ -173,8 +158,8 @@ class Temperature(PairRule):
     >>> regard.attend(q, q, q, score=by_head).shape
     torch.Size([1, 2, 5, 8])
 
-    Source: Hinton et al. 2015 (arXiv 1503.02531), section 2; a learned one per head: Henry et al.
-    2020 (arXiv 2010.04245), section 3.
+    Source: Hinton et al. 2015 (arXiv 1503.02531), section 2; Henry et al. 2020 (arXiv 2010.04245),
+    section 3.
     """
 
     tau: float | Tensor
@@ -194,8 +179,7 @@ class Temperature(PairRule):
         """Return tau for heads and query positions, which broadcast.
 
         Args:
-            h: indices of query heads.
-            q: positions of queries.
+            h, q: indices of query heads, and positions of queries.
             dtype: the dtype of the result.
 
         Returns:
@@ -241,13 +225,11 @@ class Temperature(PairRule):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class ScalableSoftmax(ScoreRule):
-    """Scalable-Softmax: the scores grow with the number of keys, so that attention does not fade in
-    long contexts.
+    """Scalable-Softmax: scores grow with the number of keys, so that attention does not fade.
 
     s'_ij = a ln(n_i) s_ij, where n_i is the number of keys that query i sees
 
-    With a = 1 / ln n, rows of n keys are those of a softmax. A row that sees one key has scores of
-    0, which its softmax does not notice.
+    With a = 1 / ln n, rows of n keys are those of a softmax.
 
     Args:
         a: a number other than 0, or a float tensor `[H]` that may require a gradient.

@@ -24,24 +24,19 @@ from regard.units import plural
 
 @dataclass(frozen=True, eq=False, repr=False)
 class CoPE(ScoreRule):
-    """Contextual position encoding: a query counts the keys from each key on by gates of its
-    own scores, and adds the embedding of that number.
+    """Contextual position encoding: a query counts keys by gates, and adds an embedding.
 
     g_ij = sigmoid(s_ij),  p_ij = min(sum of g_il over visible keys l from j on, N - 1)
     s'_ij = s_ij + q_i . e[p_ij]
 
-    "From j on" means that the position of l is not before that of j (for equal positions, that its
-    slot is not). The embedding of a number between two integers is interpolated linearly between
-    theirs. The scores are those after scale, softcap, bias and earlier rules; the query is not
-    scaled.
+    "From j on" compares positions, then slots. Embeddings are interpolated between integers. The
+    scores are those after scale, softcap, bias and earlier rules; the query is not scaled.
 
     Args:
-        embedding: float `[N, D]` for all heads, or `[H, N, D]`: one vector per number from 0
-            to N - 1.
+        embedding: float `[N, D]` or `[H, N, D]`: one vector per number from 0 to N - 1.
 
     Raises:
-        ArgumentError, ArgumentTypeError: the tensor is not float, or has another number of
-            dimensions; in a call, H or D differs.
+        ArgumentError, ArgumentTypeError: the tensor does not fit, also in a call.
 
     >>> import torch, regard
     >>> q = torch.randn(1, 2, 5, 8)
@@ -105,8 +100,7 @@ class TopK(ScoreRule):
 
     s'_ij = s_ij if s_ij is among the k largest visible scores of row i, else -inf
 
-    Of equal scores, the one whose key has the smaller position is kept. A row that sees at most k
-    keys keeps all of them.
+    Of equal scores, the one with the smaller position is kept.
 
     Args:
         k: the number of keys to keep, at least 1.

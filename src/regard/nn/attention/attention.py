@@ -1,6 +1,4 @@
-"""The module `Attention`: softmax attention, assembled from a projection, a mask, a bias and an
-output map.
-"""
+"""The module `Attention`: softmax attention of a projection, a mask, a bias and an output map."""
 
 from __future__ import annotations
 
@@ -30,30 +28,22 @@ class Attention(Mixer):
     k, v = recall(memory, k_positions);
     z = postprocess(attend(q, k, v), x);  out = output(heads of z concatenated)
 
-    A projection with several equivalent forms (`Projection.has_forms`) is used in the
-    form that it selects for the number of queries and keys of the call.
+    A projection with several equivalent forms is used in the one that it selects for a call.
 
     Args:
-        project: a `Projection`. It defines the query heads H, the key/value heads G and every step
-            on a head, such as a norm or a rotary embedding.
+        project: a `Projection`, which defines the heads and every step on a head.
         output: a module [B,T,H*E] -> [B,T,M].
         mask: a mask on positions (`regard.masks`); None lets every query see every key.
         scale: the factor on the scores; None is 1/sqrt(D).
         softcap: the cap c of c tanh(s / c), which keeps scores within (-c, c); None applies no cap.
-        bias: an additive bias on the scores (`regard.biases`). Its tensors are parameters of this
-            module if they are `nn.Parameter`.
-        score: a rule between scores and weights (`regard.scores`), such as
-            `scores.TalkingHeads(...)`, or None. Its tensors are parameters of this module if they
-            are `nn.Parameter`.
-        sink: a parameter [H] with one logit per head, which is added to the softmax denominator
-            only; None adds nothing.
+        bias: an additive bias (`regard.biases`); a tensor that is an `nn.Parameter` is one here.
+        score: a rule of `regard.scores`, such as `scores.TalkingHeads(...)`, or None; likewise.
+        sink: a parameter [H], one logit per head in the softmax denominator only; or None.
         dropout: the probability of dropping an attention weight, in training only.
 
     Raises:
-        ArgumentError: scale, softcap or dropout is out of range, or a bias or a score rule mixes
-            parameters with other tensors.
+        ArgumentError: a number is out of range, or parameters are mixed with other tensors.
 
-    >>> import torch
     >>> from regard import masks
     >>> from regard.nn import HeadProjection, SeparateQKV
     >>> q, k, v = (HeadProjection(8, heads, 2) for heads in (4, 2, 2))
@@ -107,9 +97,7 @@ class Attention(Mixer):
     def _remember(
         self, x: Tensor, positions: Positions, cache: Cache | None
     ) -> tuple[Parts, Cache | None]:
-        """Return what a cache stores for x [B,T,M], and the layer's own cache, which may have come
-        with the values of the first layer.
-        """
+        """Return what a cache stores for x [B,T,M], and the layer's own cache."""
         own, first = split_first_values(cache)
         if first is None:
             return self.project.remember(x, positions), own
@@ -117,9 +105,7 @@ class Attention(Mixer):
 
     @property
     def static_step_refusal(self) -> str | None:
-        """Why a step cannot be captured: a rule speaks of slots, which a static cache orders in its
-        own way.
-        """
+        """Why a step cannot be captured: a rule speaks of slots, whose order would change."""
         for rule in (self.mask, self.bias):
             if rule is not None and rule.by_slot:
                 return f"has {rule}, which speaks of slots; a static cache orders them otherwise"
@@ -133,9 +119,7 @@ class Attention(Mixer):
     def _attend_and_project(
         self, x: Tensor, positions: Positions, memory: Parts, k_positions: Positions, backend: str
     ) -> Tensor:
-        """Attend from x [B,T,M] to `memory`, whose tokens are at `k_positions`, and apply the
-        output map.
-        """
+        """Attend from x [B,T,M] to `memory` at `k_positions`, and apply the output map."""
         is_traced = is_tracing()
         project = self.project.select_form(x.shape[1], slot_count(k_positions))
         q = project.adjust_query(project.query(x, positions), positions, k_positions)
@@ -165,9 +149,7 @@ class Attention(Mixer):
         k_positions: Positions,
         backend: str,
     ) -> Tensor:
-        """Attend from queries [B,H,T,D] to keys and values at `k_positions`; return heads
-        [B,H,T,E].
-        """
+        """Attend from queries [B,H,T,D] to keys at `k_positions`; return heads [B,H,T,E]."""
         # The scale uses the head dim of the definition: the selected form may have a longer one.
         scale = self._default_scale if self.scale is None else self.scale
         return attend(
@@ -187,22 +169,16 @@ class Attention(Mixer):
         )
 
     def new_cache(self) -> Cache:
-        """Return an empty cache for the tokens that later queries may see: all tokens, or only the
-        last ones if the mask is a window.
-        """
+        """Return an empty cache for the tokens that later queries may see."""
         return for_reach(reach(self.mask))
 
     @property
     def spec(self) -> Spec:
-        """The cost of this layer: its parameters, the values that a cache stores, and the FLOPs for
-        the keys that the mask lets a query see.
-        """
+        """The parameters, cached values and FLOPs of this layer, for the keys that a query sees."""
         return self.project.spec(count_weights(self), MaskVisibility(self.mask))
 
     def _bias(self) -> Bias | None:
-        """Return the bias with the present parameters of this module, because copying or moving a
-        module replaces its parameters.
-        """
+        """Return the bias with the present parameters, which a copy of the module replaces."""
         if self.bias is None or not len(self.bias_tensors):
             return self.bias
         return self.bias.with_tensors(tuple(self.bias_tensors))
@@ -215,9 +191,7 @@ class Attention(Mixer):
         return self.score.with_tensors(tuple(own))
 
     def extra_repr(self) -> str:
-        """Return the mask, bias, score rule, scale, softcap and dropout that differ from the
-        defaults.
-        """
+        """Return what differs from the defaults of mask, bias, score rule and numbers."""
         names = ("mask", "bias", "score", "scale", "softcap")
         shown = {name: getattr(self, name) for name in names}
         parts = [f"{name}={value}" for name, value in shown.items() if value is not None]

@@ -1,6 +1,4 @@
-"""Attention between two sequences: cross-attention, and the additive attention of recurrent
-decoders.
-"""
+"""Cross-attention, and the additive attention of recurrent decoders."""
 
 from __future__ import annotations
 
@@ -30,15 +28,12 @@ class CrossAttention(Attention):
 
     q = query(x);  k, v = recall(remember(memory));  out = output(attend(q, k, v))
 
-    The arguments are those of `Attention`. Positions of x and of memory are counted separately, so
-    a mask is rarely useful. The call that passes memory writes it to the cache once; later calls
-    read it from there.
+    The arguments are those of `Attention`. Positions of x and of memory are counted separately. The
+    call that passes memory writes it to the cache; later calls read it there.
 
     Raises:
-        ArgumentError: memory is neither passed nor in the cache, or it is passed although the cache
-            holds one.
+        ArgumentError: memory is neither passed nor in the cache, or both.
 
-    >>> import torch
     >>> from regard.nn import HeadProjection, SeparateQKV
     >>> q, k, v = HeadProjection(8, 4, 2), HeadProjection(6, 2, 2), HeadProjection(6, 2, 2)
     >>> cross = CrossAttention(SeparateQKV(q, k, v), torch.nn.Linear(8, 8))
@@ -89,9 +84,7 @@ class CrossAttention(Attention):
 
     @property
     def spec(self) -> CrossSpec:
-        """The cost of this layer for one query token. It excludes the keys and values of memory,
-        which are computed once.
-        """
+        """The cost of this layer for one query token, without keys and values of memory."""
         return CrossSpec(
             count_cross_weights(self, self.project),
             self.project.shape.parts,
@@ -105,9 +98,7 @@ def project_memory(
     positions: Positions | None,
     cache: Cache | None,
 ) -> tuple[Parts, Positions]:
-    """Compute the parts that a cache stores for the memory of a cross-attention, or read them from
-    the cache.
-    """
+    """Compute what a cache stores for the memory, or read it from the cache."""
     if cache is not None and not isinstance(cache, Cross):
         raise ArgumentError(
             f"the cache of a cross-attention is {type(cache).__name__}, which stores the tokens of "
@@ -131,9 +122,7 @@ def project_memory(
 
 
 def count_cross_weights(module: nn.Module, project: Projection) -> ParameterCounts:
-    """Count the parameters of a cross-attention layer, with the key and value maps counted
-    separately: one decoding step does not apply them.
-    """
+    """Count the parameters of a cross-attention layer, and of the key and value maps."""
     inner = unwrapped(project)
     parts = [getattr(inner, name, None) for name in ("k", "v")]
     return count_weights(module, *(part for part in parts if isinstance(part, nn.Module)))
@@ -150,8 +139,7 @@ class AdditiveAttention(Explainable, nn.Module):
         output: a module [B,T,H*E] -> [B,T,M2] on the concatenated heads; None applies none.
 
     Raises:
-        ArgumentError: when called, if memory is neither passed nor in the cache, or it is passed
-            although the cache holds one.
+        ArgumentError: a call passes no memory, and the cache holds none, or both do.
 
     >>> from regard.nn.projections.fused import EncoderStateProjection
     >>> project = EncoderStateProjection(nn.Linear(6, 10), 8, key=nn.Linear(8, 10, bias=False))
@@ -183,8 +171,7 @@ class AdditiveAttention(Explainable, nn.Module):
             x: hidden states [B,T,M] of the sequence that gives the queries.
             positions: positions of x; 0..T-1 by default.
             cache: a `regard.caches.Cross` cache, or None.
-            memory: states [B,S,M3] of the other sequence, passed once per cache, or in every call
-                without a cache.
+            memory: states [B,S,M3] of the other sequence, unless the cache holds them.
             memory_positions: positions of memory; -1 marks padding.
 
         Returns:
@@ -226,9 +213,7 @@ class AdditiveAttention(Explainable, nn.Module):
         return tap("out", self.output(z.transpose(1, 2).flatten(2)))
 
     def explain_row(self, run: LayerRun, head: int, row: int) -> EffectiveRow:
-        """Return the scores of the small network and their terms; the softmax of the scores is the
-        row of weights.
-        """
+        """Return the scores of the small network and their terms, whose softmax is the row."""
         k = run.k[0, run.group(head)].double()
         terms = self.weight[head].double() * (run.q[0, head, row].double() + k).tanh()  # [S,D]
         scores = terms.sum(1)
@@ -250,9 +235,7 @@ class AdditiveAttention(Explainable, nn.Module):
 
     @property
     def spec(self) -> AdditiveSpec:
-        """The cost of one decoding step of this layer; the keys of the encoder's states are
-        computed once.
-        """
+        """The cost of one decoding step, without the keys of the encoder's states."""
         return AdditiveSpec(
             count_cross_weights(self, self.project),
             self.project.shape.parts,
@@ -260,8 +243,7 @@ class AdditiveAttention(Explainable, nn.Module):
         )
 
     def describe(self, context: int = 4096) -> Description:
-        """Compute the parameters, the cached values and the FLOPs of this layer for one decoding
-        step.
+        """Compute the parameters, cached values and FLOPs of this layer for one step.
 
         Args:
             context: the number of encoder states that the step attends to.

@@ -1,6 +1,4 @@
-"""What a layer takes from earlier layers: the keys and values of one (cross-layer attention, YOCO,
-the last layers of Gemma 3n), or the values of the first one (value residual learning).
-"""
+"""What a layer takes from earlier layers: the keys and values of one, or the first values."""
 
 from __future__ import annotations
 
@@ -74,9 +72,6 @@ class SharedMemoryAttention(Attention):
     It runs inside a `Decoder` whose `memory_from` names the earlier layer. The keys are rotated
     already, so that queries need the same rotary embedding.
 
-    Args:
-        output: a module [B,T,H*E] -> [B,T,M].
-
     Source: Brandon et al. 2024 (arXiv 2405.12981), section 3; Sun et al. 2024 (arXiv 2405.05254).
     """
 
@@ -112,9 +107,7 @@ class SharedMemoryAttention(Attention):
 
 
 def without_own_memory(attention: Attention) -> SharedMemoryAttention:
-    """Return attention with the queries and the output of a layer, which reads the memory of an
-    earlier layer instead of its own keys and values.
-    """
+    """Return attention with a layer's queries and output, to the memory of an earlier layer."""
     project = attention.project
     if type(attention) is not Attention or type(project) is not SeparateQKV:
         raise ArgumentError(
@@ -149,10 +142,9 @@ def require_first(first: FirstValues | None) -> FirstValues:
 class ValueResidualQKV(SeparateQKV):
     """A projection whose values are mixed with those of the first layer.
 
-    v = s W_v x + (1 - s) v_1, with a learned s, and v_1 the values of the first layer; the first
-    layer itself has v = W_v x
+    v = s W_v x + (1 - s) v_1, with a learned s, and v_1 the values of the first layer
 
-    A cache stores the mixed values, so that no layer needs earlier values of another.
+    The first layer has v = W_v x. A cache stores the mixed values.
 
     Source: Zhou et al. 2024 (arXiv 2410.17897), section 3.
     """
@@ -182,9 +174,7 @@ class ValueResidualQKV(SeparateQKV):
         return True
 
     def remember_carried(self, x: Tensor, positions: Positions | None, first: FirstValues) -> Parts:
-        """Return the keys [B,G,S,D] and the mixed values [B,G,S,E]; the first layer gives its
-        values to `first`.
-        """
+        """Return keys [B,G,S,D] and mixed values [B,G,S,E]; the first layer gives its values."""
         k, v = super().remember(x, positions)
         if self.share is None:
             first.give(v)

@@ -1,6 +1,4 @@
-"""Softmax attention whose cache has a budget: when it is full, a rule decides for each key/value
-head which tokens stay (H2O, TOVA, SnapKV, key norms, KeyDiff, expected attention, Ada-KV).
-"""
+"""Softmax attention whose cache has a budget, in which a rule decides what stays."""
 
 from __future__ import annotations
 
@@ -34,10 +32,9 @@ from regard.tracing import tap
 class _Slots(NamedTuple):
     """The contents of the cache: R = B G rows of C slots in the order of positions.
 
-    k [R,C,D], v [R,C,E], positions [R,C] (-1: empty), sums [R,C], and the last w queries
-    q [R,n,w,D] of the n query heads of a row, at q_positions [R,w]. If the rule expects queries:
-    their number `query_count` [R], their mean [R,n,D] before the rotation, and the sum `spread`
-    [R,n,D,D] of the outer products of their distances from the mean.
+    k [R,C,D], v [R,C,E], positions [R,C] (-1: empty), sums [R,C], and the last w queries q
+    [R,n,w,D] at q_positions [R,w]. If the rule expects queries: their number [R], their mean
+    [R,n,D] before the rotation, and the sum `spread` [R,n,D,D] of outer products around it.
     """
 
     k: Tensor
@@ -54,18 +51,14 @@ class _Slots(NamedTuple):
 class EvictingAttention(Attention):
     """Softmax attention with a cache of at most budget + interval tokens per key/value head.
 
-    When a row has read so many tokens that budget + interval are held, the tokens with the largest
-    scores of the rule stay, `budget` of them, head by head. With interval 1 a token is evicted at
-    every step, as in the papers. The tokens that stay keep their positions.
+    When budget + interval tokens are held, the `budget` tokens with the largest scores of the rule
+    stay, head by head, at their positions. With interval 1 a token is evicted at every step.
 
-    Evictions depend on the number of tokens that a row has read, not on how they were divided into
-    calls: every chunking gives the result of one pass, and without a cache the module computes the
-    same result through a mask. A text of less than budget + interval tokens is plain attention.
-    What was evicted is lost for all later queries.
+    Evictions depend on the number of tokens that a row has read, not on the calls, and without a
+    cache the module computes the same through a mask. What was evicted is lost.
 
     A rule with a `floor` below 1 (`regard.caches.eviction.AcrossHeads`) divides G budget tokens
-    among the heads: the cache stores them in one pool, and a call unpacks them for as many slots
-    per head as one head may hold.
+    among the heads.
 
     Args:
         project: a projection that stores keys and values per head, such as `SeparateQKV`.
@@ -76,9 +69,9 @@ class EvictingAttention(Attention):
         scale, softcap, sink: as in `Attention`.
 
     Raises:
-        ArgumentError: budget or interval is less than 1, the rule always keeps more tokens than the
-            budget, or the projection stores something else than keys and values; or the rule
-            expects queries, and the heads do not end with one rotary, or there is a softcap.
+        ArgumentError: a number is less than 1, the rule keeps more tokens than the budget, the
+            projection does not store keys and values, or a rule that expects queries lacks one
+            rotary.
 
     >>> from regard.caches.eviction import HeavyHitters
     >>> from regard.nn.variants.projections import separate_qkv
@@ -139,9 +132,7 @@ class EvictingAttention(Attention):
 
     @property
     def slots(self) -> int:
-        """The largest number of tokens that one head may hold; with a rule across heads it is more
-        than `capacity`, because another head may hold less.
-        """
+        """The most tokens that one head may hold: above `capacity` with a rule across heads."""
         others = self.project.shape.G - 1
         return self.capacity + others * (self.budget - int(self.rule.floor * self.budget))
 
@@ -342,9 +333,7 @@ class EvictingAttention(Attention):
         return torch.where(self._is_full(is_held)[:, None], keep, is_held)
 
     def _with_queries(self, before: _Slots, own: _Slots) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the number of queries so far, their mean before the rotation, and their spread,
-        with those of a piece.
-        """
+        """Return number, mean before the rotation and spread of the queries, with a piece's."""
         rotary = shared_rotary(self.project)
         q = own.q.detach().to(before.mean.dtype)
         q = rotate(q, -own.q_positions, rotary.inv_freq, layout=rotary.layout)
@@ -418,9 +407,7 @@ class EvictingAttention(Attention):
         return _Slots(k, v, positions, sums, q, q_positions, *moments)
 
     def _unfold(self, slots: _Slots, batch: int) -> tuple[Tensor, ...]:
-        """Return rows [R,...] as the parts of the cache [B,G,...]; sums and moments only where they
-        are needed.
-        """
+        """Return rows [R,...] as the parts of the cache [B,G,...], as far as they are needed."""
         if not self.rule.accumulates:
             slots = slots._replace(sums=slots.sums[:, :0])
         parts = tuple(slots) if self.rule.future else tuple(slots)[:6]
@@ -428,9 +415,7 @@ class EvictingAttention(Attention):
         return self._pooled(parts) if self.rule.floor < 1 else parts
 
     def _pooled(self, parts: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """Return the tokens of all heads [B,G,C,...] in one pool [B,1,P,...], head after head, with
-        the head of each as the last part.
-        """
+        """Return the tokens of all heads [B,G,C,...] in one pool [B,1,P,...], and their heads."""
         k, v, positions, sums, *others = parts
         G, C, P = self.project.shape.G, positions.shape[2], self.project.shape.G * self.capacity
         where = positions.flatten(1)  # [B, G C]
@@ -506,9 +491,7 @@ def _gather(x: Tensor, index: Tensor, positions: Tensor) -> Tensor:
 
 
 def _no_moments(q: Tensor, *, stored: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the moments of no queries for rows of q [R,n,w,D], without numbers if they are not
-    stored.
-    """
+    """Return the moments of no queries for rows of q [R,n,w,D]."""
     (R, n, _, D), dtype = q.shape, _sum_dtype(q)
     D = D if stored else 0
     count = torch.zeros(R, dtype=torch.int64, device=q.device)

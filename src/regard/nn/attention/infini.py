@@ -1,6 +1,4 @@
-"""Infini-attention: softmax attention inside a segment, and a compressive memory of all earlier
-segments.
-"""
+"""Infini-attention: softmax inside a segment, and a memory of all earlier segments."""
 
 from __future__ import annotations
 
@@ -66,35 +64,28 @@ def check_rotary(rotary: nn.Module | None, D: int) -> None:
 
 
 class InfiniAttention(Mixer):
-    """Infini-attention: softmax attention inside a segment, mixed by a gate with a compressive
-    memory of all earlier segments.
+    """Softmax attention inside a segment, mixed by a gate with a memory of earlier segments.
 
     q = query(x);  k, v = recall(remember(x));
     z = infini_attention(q, k, v, rotary(q), rotary(k), gate), in segments of N positions;
     out = output(heads of z concatenated)
 
-    The memory uses q, k and v without positions; the softmax uses rotary(q) and rotary(k). The
-    cache has a fixed size: the memory matrix, its normalizer, and the tokens of one segment. The
-    mechanism cannot be added to a trained model without training the gate and the projections, and
-    it loses detail, since a memory returns a mean of what was written. The gate has one parameter
-    per head; it needs a higher learning rate than matrices, and no weight decay.
+    The memory uses q, k and v without positions. The cache has a fixed size: the memory, its
+    normalizer, and one segment. A trained model needs training with it, and a memory loses detail.
+    The gate, one parameter per head, needs a higher learning rate and no weight decay.
 
     Args:
         project: a `Projection` without positions, with H query heads and G key/value heads.
         output: a module [B,T,H*E] -> [B,T,M].
         segment: the number of positions N in a segment.
-        rotary: a step on queries and keys of the softmax attention, called with positions; None
-            applies none.
+        rotary: a step on queries and keys of the softmax attention, or None.
         update: "linear" or "delta", the rule that writes a segment into the memory.
-        empty: how the gate treats the empty memory in the first segment: "zero" reads zeros from
-            it, "skip" uses the softmax attention only (`regard.memory.infini_attention`).
+        empty: how the gate treats the empty memory: "zero" or "skip" (`infini_attention`).
 
     Raises:
-        ArgumentError, ArgumentTypeError: segment is not an int of at least 1, update or empty is
-            unknown, the projection contains a rotary, or the rotary does not fit.
+        ArgumentError, ArgumentTypeError: an argument is invalid, or the project has a rotary.
 
     >>> from regard.nn import HeadProjection, SeparateQKV
-    >>> from regard.positions import Rotary
     >>> q, k, v = (HeadProjection(8, heads, 2) for heads in (4, 2, 2))
     >>> project = SeparateQKV(q, k, v)
     >>> attention = InfiniAttention(project, nn.Linear(8, 8), segment=4, rotary=Rotary(2))
@@ -196,9 +187,7 @@ class InfiniAttention(Mixer):
     def explain_mix(
         self, run: LayerRun, calls: Sequence[CallWeights], call_index: int, head: int, row: int
     ) -> HeadMix:
-        """Return the mix of two rows: the softmax inside the segment, and the memory of earlier
-        segments.
-        """
+        """Return the mix of the softmax inside the segment and the memory of earlier ones."""
         S = run.k.shape[2]
         combined = effective_row(
             lambda unit: self._run_again(run, unit, self.gate), run.v, head, row
@@ -219,9 +208,7 @@ class InfiniAttention(Mixer):
         )
 
     def _run_again(self, run: LayerRun, values: Tensor, gate: Tensor) -> Tensor:
-        """Compute the heads [1,H,T,E'] of a recorded run with other values [1,G,S,E'] and another
-        gate [H].
-        """
+        """Compute the heads of a recorded run with other values [1,G,S,E'] and another gate [H]."""
         positions = Span(0, run.k.shape[2])
         return infini_attention(
             run.q,

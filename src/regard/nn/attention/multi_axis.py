@@ -1,6 +1,4 @@
-"""Attention with rotary positions of several axes (M-RoPE), whose cache carries the coordinate of
-the next text token.
-"""
+"""Attention with rotary positions of several axes (M-RoPE)."""
 
 from __future__ import annotations
 
@@ -20,11 +18,9 @@ from regard.span import EMPTY, Positions, Span, as_tensor
 
 
 class MultiAxisProjection(SeparateQKV):
-    """A projection with a `MultiAxisRotary`. A cache stores the keys, the values, and one more
-    number per token: the shift of a text token that follows.
+    """A projection with a `MultiAxisRotary`, of which a cache also stores shifts of tokens.
 
-    shift = (largest coordinate so far) - order, so that the next text token has the coordinate
-    order + shift on all axes
+    shift = (largest coordinate so far) - order, of a text token that follows, on all axes
 
     Args:
         q, k, v: as for `SeparateQKV`; the last step on q and on k is the same `MultiAxisRotary`.
@@ -48,9 +44,7 @@ class MultiAxisProjection(SeparateQKV):
             )
 
     def remember(self, x: Tensor, positions: Positions | None) -> Parts:
-        """Return the keys [B,G,S,D], the values [B,G,S,E], and the shifts [B,1,S,1] in fp32 or
-        better.
-        """
+        """Return the keys [B,G,S,D], the values [B,G,S,E], and the shifts [B,1,S,1]."""
         k, v = super().remember(x, positions)
         wide = torch.promote_types(x.dtype, torch.float32)
         if not isinstance(positions, Tensor) or positions.ndim == 2:
@@ -80,10 +74,9 @@ class MultiAxisProjection(SeparateQKV):
 class MultiAxisAttention(Attention):
     """Softmax attention with rotary positions of several axes.
 
-    Positions are [1 + A,B,T] (`regard.positions.multi_axis_positions`): their order decides what a
-    query sees, and their coordinates rotate queries and keys. Tokens without coordinates are text
-    that continues the row: their coordinates follow the largest one before them, which the cache
-    carries. So a prompt with images needs its positions once, and decoding needs none.
+    Positions are [1 + A,B,T] (`regard.positions.multi_axis_positions`): an order, which decides
+    what a query sees, and coordinates, which rotate. Tokens without coordinates are text that
+    follows the largest one, which the cache carries: decoding needs no positions.
 
     Args:
         project: a `MultiAxisProjection`.

@@ -39,8 +39,7 @@ from regard.tracing import named_scope, tap
 from regard.units import plural
 
 BRANCHES = ("compressed", "selected", "window")
-"""The names of the branches, in the order of keys, values and gates. The taps of a branch have its
-name as a prefix, as in "window.k"."""
+"""The names of the branches, in the order of keys, values and gates, prefixes of their taps."""
 
 
 class BlockCompressor(nn.Module):
@@ -48,9 +47,8 @@ class BlockCompressor(nn.Module):
 
     phi(x) = W2 silu(W1 [x_1 + e_1; ...; x_l + e_l] + b1) + b2
 
-    e_i is a learned embedding of position i inside the block. x [B,G,C,l,D] -> [B,G,C,D] for C
-    blocks,
-    with the same map for every head.
+    e_i is a learned embedding of position i; x [B,G,C,l,D] -> [B,G,C,D] for C blocks, for every
+    head.
 
     Source: Yuan et al. 2025 (arXiv 2502.11089), equation 7; the paper does not specify the network.
     """
@@ -79,24 +77,19 @@ class NSA(Mixer):
 
     out = W_o sum_b gate_b(x) * attend(q, k_b, v_b) over the branches b:
 
-    compressed: one key and one value for each block of l tokens. A block starts every d tokens, and
-        queries see it once it is complete;
-    selected: the n blocks of l' tokens, up to that of the query, that have the largest attention
-        weights in the compressed branch;
-    window: the last w tokens
+    compressed: one key and value for each block of l tokens, of which one starts every d tokens;
+    selected: the n blocks of l' tokens with the largest weights in the compressed branch; window:
+    the last w tokens.
 
-    A cache stores the keys and values of all three branches; the compressed ones are computed again
-    in each call.
+    A cache stores keys and values of all branches; the compressed ones are computed again.
 
     Args:
         q: a `HeadProjection` to H queries.
-        keys, values: three `HeadProjection`s each to G keys and values, one per branch. The keys of
-            the compressed branch are compressed before positions are applied, so they need no
-            rotary.
+        keys, values: three `HeadProjection`s each to G heads, one per branch; the keys of the
+            compressed branch need no rotary.
         compress_key, compress_value: modules [B,G,C,l,D] -> [B,G,C,D], such as `BlockCompressor`.
-        key_transform: a module that is applied to compressed keys at the position of the last token
-            of each block, such as a rotary; None applies none. The paper does not specify where
-            positions enter. With a rotary here, a score depends on the distance only.
+        key_transform: a module on compressed keys at the position of their block's last token, such
+            as a rotary, or None; the paper does not specify it.
         gate: a module [B,T,M] -> [B,T,3 H], before the sigmoid.
         output: a module [B,T,H*E] -> [B,T,M].
         sizes: the sizes l, d, l', n and w of the blocks and of the window.
@@ -204,8 +197,7 @@ class NSA(Mixer):
             block_ends: the position of the last token of each block; -1 for an incomplete block.
 
         Returns:
-            The compressed keys [B,G,C,D] and values [B,G,C,E]; those of incomplete blocks have no
-            meaning.
+            The keys [B,G,C,D] and values [B,G,C,E]; incomplete blocks have no meaning.
         """
         k = self.compress_key(compression_windows(k, token_order, self.sizes))
         v = self.compress_value(compression_windows(v, token_order, self.sizes))
@@ -228,9 +220,7 @@ class NSA(Mixer):
         return result
 
     def explain_inputs(self, query: ProjectionQuery) -> InputSteps:
-        """Return the steps of the queries, and of the keys and values of the query's branch.
-        Compressed keys stand for blocks of tokens and have no steps.
-        """
+        """Return the steps of the queries, and of the keys and values of the query's branch."""
         q = self.q.explain_steps(query.x, query.positions, "q")
         rotary, branch = first_rotary(self.q.steps), BRANCHES.index(query.branch)
         if query.branch == "compressed":

@@ -1,8 +1,6 @@
-"""Attention with other distances than the real ones, for contexts beyond the training length: dual
-chunk attention, Self-Extend, ReRoPE and LM-Infinite.
+"""Attention with other distances than the real ones, beyond the training length.
 
-Each is two or three calls over disjoint keys, in which queries and keys are rotated to other
-positions, joined exactly by `merge`.
+Each is two or three calls over disjoint keys at other positions, joined by `merge`.
 """
 
 from __future__ import annotations
@@ -48,12 +46,7 @@ class PositionMap:
 
 @dataclass(frozen=True)
 class RemappedPart:
-    """Some of the pairs of a causal mask, with the distances between them.
-
-    Attributes:
-        query, key: the positions to which queries and keys are rotated; None leaves them at their
-            own.
-    """
+    """Some pairs of a causal mask, and the positions to which they are rotated, or None."""
 
     name: str
     mask: Mask
@@ -67,9 +60,7 @@ def _constant(value: int) -> PositionMap:
 
 
 class DistanceMap(ABC):
-    """Base class of the maps of distances: `parts` says how the pairs are divided, and to which
-    positions each part is rotated.
-    """
+    """Base class of the maps of distances: `parts` divides the pairs and says their positions."""
 
     @abstractmethod
     def parts(self) -> tuple[RemappedPart, ...]:
@@ -98,9 +89,6 @@ class DistanceMap(ABC):
 
         Returns:
             The distances [T,S]; 0 where the query does not see the key.
-
-        >>> ReRoPE(3).distance(torch.tensor([5]), torch.arange(6)).tolist()
-        [[3, 3, 3, 2, 1, 0]]
         """
         result = torch.zeros(len(q), len(k), dtype=torch.int64, device=q.device)
         for part in self.parts():
@@ -113,8 +101,7 @@ class DistanceMap(ABC):
 
 @dataclass(frozen=True)
 class DualChunk(DistanceMap):
-    """Dual chunk attention (DCA): distances within a chunk and to the chunk before it are near the
-    real ones, and those to earlier chunks stay below the training length.
+    """Dual chunk attention (DCA): near distances are nearly real, far ones stay below n.
 
     keys are at j mod c; a query is at i mod c for its own chunk, at min(i mod c + c, n) for the
     chunk before it, and at min(2c - 1, n) for earlier chunks
@@ -124,8 +111,7 @@ class DualChunk(DistanceMap):
         length: n, the largest position of a query; below the training length, and at least c.
 
     Raises:
-        ArgumentError, ArgumentTypeError: a number is not an int of at least 1, or length is less
-            than chunk.
+        ArgumentError, ArgumentTypeError: a number is no positive int, or n is below c.
 
     >>> DualChunk(4, 6).distance(torch.tensor([9]), torch.arange(10)).tolist()
     [[6, 5, 4, 3, 5, 4, 3, 2, 1, 0]]
@@ -175,12 +161,10 @@ class SelfExtend(DistanceMap):
 
     Args:
         group: the number G of positions that become one.
-        window: the number W of nearest keys, a multiple of G: otherwise the paper's prefill and its
-            decoding differ.
+        window: the number W of nearest keys, a multiple of G.
 
     Raises:
-        ArgumentError, ArgumentTypeError: a number is not an int of at least 1, or G does not
-            divide W.
+        ArgumentError, ArgumentTypeError: a number is no positive int, or G does not divide W.
 
     >>> SelfExtend(2, 4).distance(torch.tensor([11]), torch.arange(12)).tolist()
     [[7, 7, 6, 6, 5, 5, 4, 4, 3, 2, 1, 0]]
@@ -271,8 +255,7 @@ class ReRoPE(DistanceMap):
 
 @dataclass(frozen=True)
 class LMInfinite(DistanceMap):
-    """LM-Infinite: a query sees the last keys and the first ones, which are never farther than the
-    window.
+    """LM-Infinite: a query sees the last keys and the first ones, at most a window away.
 
     min(i - j, w) for i - j < w or j < s; other keys are hidden
 
@@ -321,10 +304,9 @@ class RemappedAttention(Attention):
 
     s_ij = q_i^T R(-d(i, j)) k_j / sqrt(D), d(i, j) the distance of the map
 
-    The cache stores keys that are rotated by their own positions, as without the map, so that a
-    trained model can be used. For each part of the map, queries and keys are rotated further by the
-    difference; the parts are joined by their log-sum-exp. Up to `distances.unchanged` tokens it is
-    one plain call.
+    The cache stores keys that are rotated by their own positions, so that a trained model can be
+    used. For each part of the map, queries and keys are rotated further; parts are joined by their
+    lse. Up to `distances.unchanged` tokens it is one plain call.
 
     Args:
         project: a `SeparateQKV` whose query and key heads end with the same `Rotary` object.
@@ -333,8 +315,8 @@ class RemappedAttention(Attention):
         scale, softcap, sink: as in `Attention`.
 
     Raises:
-        ArgumentError, ArgumentTypeError: the last step on queries and keys is not the same rotary,
-            or its frequencies follow the length; distances is not a `DistanceMap`.
+        ArgumentError, ArgumentTypeError: queries and keys do not end with the same rotary of fixed
+            frequencies, or distances is not a `DistanceMap`.
 
     >>> from regard.nn.variants.projections import separate_qkv
     >>> from regard.positions import Rotary

@@ -1,6 +1,4 @@
-"""Attention to the keys that a selector chooses for each query: blocks by their mean key (MoBA), by
-bounds (Quest) or by their best key (MSA), or single keys by a lightning indexer (DSA).
-"""
+"""Attention to the keys that a selector chooses for each query: MoBA, Quest, MSA, DSA."""
 
 from __future__ import annotations
 
@@ -72,9 +70,8 @@ class KeySelector(Protocol):
 
 
 class MoBA(nn.Module):
-    """The selector of mixture of block attention: a query attends to its own block, and to the past
-    blocks whose mean key has the largest dot product with the query
-    (`regard.ops.selection.moba_mask`).
+    """The selector of mixture of block attention: its own block, and the past blocks whose mean key
+    has the largest product with the query (`regard.ops.selection.moba_mask`).
 
     Source: Lu et al. 2025 (arXiv 2502.13189), section 2.2.
     """
@@ -113,21 +110,14 @@ class MoBA(nn.Module):
 
 
 class Indexer(nn.Module):
-    """The lightning indexer of DeepSeek-V3.2: a query attends to the topk keys with the largest
-    index scores. Small heads compute these scores (`regard.ops.selection.index_mask`).
+    """The lightning indexer of DeepSeek-V3.2: the topk keys by scores of small heads.
 
     I_ts = sum_j w_tj relu(q_tj . k_s / sqrt(d)),  w_t = W_w x_t / sqrt(J)
 
-    No gradient passes through the choice of keys, so the indexer is trained by a loss of its own,
-    `regard.nn.attention.selected.indexer_losses`.
+    No gradient passes through the choice, so `indexer_losses` trains the indexer. A cache stores
+    its one key of dim d beside the memory of the projection.
 
-    Args:
-        k: a `HeadProjection` to one index key of dim d, which a cache stores besides the memory of
-            the projection.
-        weight: a linear map [B,T,M] -> [B,T,J].
-
-    Source: DeepSeek-AI 2025 (DeepSeek-V3.2-Exp), section 2; the factors 1/sqrt(d) and 1/sqrt(J) are
-    from its published code.
+    Source: DeepSeek-AI 2025 (DeepSeek-V3.2-Exp), section 2, and its published code.
     """
 
     def __init__(
@@ -195,7 +185,6 @@ class SelectedAttention(Mixer):
         output: a module [B,T,H*E] -> [B,T,M].
         scale: the factor on the scores; None is 1/sqrt(D).
 
-    >>> from regard.nn.attention.selected import MoBA
     >>> from regard.nn.variants.projections import separate_qkv
     >>> layer = SelectedAttention(separate_qkv(8, 4, 2, 2), MoBA(4, 2), nn.Linear(8, 8))
     >>> layer(torch.zeros(1, 9, 8)).shape
@@ -288,8 +277,7 @@ def indexer_losses(
     *,
     chosen: bool = True,
 ) -> Float[Tensor, "B T"]:
-    """Compute the loss that trains the indexer of a layer, for each query of sequences without a
-    cache. Only the parameters of the indexer get a gradient.
+    """Compute the loss of a layer's indexer, for each query of sequences without a cache.
 
     Source: DeepSeek-AI 2025 (DeepSeek-V3.2-Exp), equations 3 and 4.
     """
@@ -314,8 +302,7 @@ def indexer_losses(
 
 
 class Quest(nn.Module):
-    """The selector of Quest: a query attends to its own page, and to the past pages whose bound is
-    largest (`regard.ops.selection.quest_mask`).
+    """The selector of Quest: its own page, and the past pages with the largest bound.
 
     u_i = sum_d max(q_d low_id, q_d high_id) for page i, whose keys have numbers from low to high
 
@@ -362,22 +349,19 @@ class Quest(nn.Module):
 
 
 class QuestAttention(SelectedAttention):
-    """Softmax attention to the pages that `Quest` chooses, with a cache that stores the bounds of
-    every page beside its keys.
+    """Softmax attention to the pages that `Quest` chooses, with a cache of their bounds.
 
-    All keys stay in the cache, and a step reads the bounds, and the keys and values of the chosen
-    pages. A text of at most topk pages is plain attention.
+    All keys stay in the cache; a step reads the bounds and the chosen pages.
 
     Args:
-        project: any `Projection`. If it changes keys after they were stored, their bounds are
-            computed at every call.
+        project: any `Projection`; if it changes stored keys, bounds are computed in every call.
         selector: a `Quest`.
         output: a module [B,T,H*E] -> [B,T,M].
         scale: the factor on the scores; None is 1/sqrt(D).
 
     Raises:
-        ArgumentError: the selector is no `Quest`, the projection has several forms, whose keys have
-            other bounds, or a cache has pages of another size.
+        ArgumentError: the selector is no `Quest`, the projection has several forms, or a cache has
+            pages of another size.
 
     >>> from regard.nn.variants.projections import separate_qkv
     >>> layer = QuestAttention(separate_qkv(8, 4, 2, 2), Quest(4, 2), nn.Linear(8, 8))
@@ -424,8 +408,8 @@ class QuestAttention(SelectedAttention):
         return memory
 
     def new_cache(self) -> Cache:
-        """Return an empty cache of all tokens, with the bounds of pages where they are those of the
-        keys that it stores.
+        """Return an empty cache of all tokens, with the bounds of pages if they are those of stored
+        keys.
         """
         return BoundedPages(self._quest.size) if self._stores_keys else Growing()
 
@@ -444,19 +428,13 @@ class QuestAttention(SelectedAttention):
 
 
 class BlockMaximum(nn.Module):
-    """The selector of MSA: index heads score every key, and a query attends to its own block, the
-    local blocks before it, and the past blocks with the largest best score
-    (`regard.ops.selection.block_maximum_mask`).
+    """The selector of MSA: its own block, the local blocks before it, and the past blocks with the
+    largest best score of index heads (`regard.ops.selection.block_maximum_mask`).
 
     s_ji = max over the keys s of block i of q'_jt . k'_s,  q' = norm(W_q x), k' = norm(W_k x)
 
-    Index head j chooses for the query heads j H/J to (j + 1) H/J - 1; MiniMax-M3 has one index head
-    for each key/value head. No gradient passes through the choice, so that the index heads keep
-    their weights in training.
-
-    Args:
-        k: a `HeadProjection` to one index key of dim d, which a cache stores besides the memory of
-            the projection.
+    Index head j chooses for the query heads j H/J to (j + 1) H/J - 1. No gradient passes through
+    the choice, so that index heads are not trained. A cache stores one index key.
 
     Source: MiniMax 2026 (MiniMax-M3), by its code in transformers, `MiniMaxM3VLIndexer`.
     """
@@ -521,15 +499,11 @@ class BlockMaximum(nn.Module):
 
 
 class LatentIndexer(Indexer):
-    """The lightning indexer beside latent attention: its queries are computed from the latent of
-    the attention's queries, its key and its weights from x.
+    """The lightning indexer whose queries come from the latent of latent attention.
 
     c_q = norm(W_dq x);  q_j = W_j c_q;  I_ts = sum_j w_tj relu(q_tj . k_s / sqrt(d))
 
-    Args:
-        weight: a linear map [B,T,M] -> [B,T,J], computed in its own dtype.
-        latent: the `LowRankProjection` of the attention's queries. Its parameters belong to the
-            attention: they are neither stored nor trained with the indexer.
+    The `latent` projection belongs to the attention, and is not stored with the indexer.
 
     Source: DeepSeek-AI 2025 (DeepSeek-V3.2-Exp), section 2, and its published code.
     """
@@ -547,9 +521,7 @@ class LatentIndexer(Indexer):
         self._latent = (latent,)  # in a tuple, because a module would be registered here, too
 
     def parts(self, x: Tensor, positions: Positions) -> tuple[Tensor, Tensor]:
-        """Compute the index queries from the latent, and their weights from x, as in
-        `Indexer.parts`.
-        """
+        """Compute the index queries from the latent, and their weights from x."""
         (latent,) = self._latent
         with torch.no_grad():  # the loss of the indexer trains only the indexer
             c = latent.norm(latent.down(x))
@@ -559,9 +531,6 @@ class LatentIndexer(Indexer):
 
 class IndexedLatentAttention(SelectedAttention):
     """Multi-head latent attention to the keys that an indexer selects (DSA).
-
-    Args:
-        output: a module [B,T,H*E] -> [B,T,M].
 
     Source: DeepSeek-AI 2025 (DeepSeek-V3.2-Exp), section 2.
     """

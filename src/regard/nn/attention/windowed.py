@@ -1,6 +1,4 @@
-"""Attention to a window and a few other tokens: StreamingLLM, with the first tokens at positions
-that are counted inside the cache, and Longformer, with global tokens and projections for them.
-"""
+"""Attention to a window and a few other tokens: StreamingLLM and Longformer."""
 
 from __future__ import annotations
 
@@ -27,20 +25,15 @@ from regard.tracing import requested_taps, tap
 
 
 class StreamingAttention(Attention):
-    """StreamingLLM attention: a query sees the s first tokens (the sinks) and the R last ones, with
-    distances as if the tokens between them did not exist.
+    """StreamingLLM attention: the s first tokens and the R last ones, as if next to each other.
 
-    A query at position p sees the keys p - R < j <= p at their distance p - j, and the sinks j < s
-    at the distance min(p, s + R - 1) - j. These are the positions in a cache of s + R tokens whose
-    slots are numbered from 0.
+    A query at p sees the keys p - R < j <= p at their distance p - j, and the sinks j < s at the
+    distance min(p, s + R - 1) - j, as in a cache of s + R numbered slots.
 
-    The paper caches keys without rotation and rotates all of them by their slots at every step.
-    Since a rotary score depends on the distance only, this module instead caches keys that are
-    rotated by their own positions. For the scores with the sinks, it rotates the query back by the
-    number of evicted tokens. The scores are the same for any chunking, and no key is rotated twice.
+    The paper rotates all cached keys by their slots at every step. Here keys are cached as rotated
+    by their own positions, and the query is rotated back for the sinks: the scores are the same.
 
-    A model with this attention can generate fluent text of any length, but it has no access to the
-    evicted tokens.
+    The model can generate text of any length, without access to the evicted tokens.
 
     Args:
         project: a `SeparateQKV` whose query and key heads end with the same `Rotary` object.
@@ -50,9 +43,8 @@ class StreamingAttention(Attention):
         scale, softcap, sink: as in `Attention`; `sink` is a learned logit per head, not a token.
 
     Raises:
-        ArgumentError, ArgumentTypeError: sinks is not an int of at least 0, or recent not one of at
-            least 1; the last step on queries and keys is not the same rotary, or its frequencies
-            follow the length; scale or softcap is out of range.
+        ArgumentError, ArgumentTypeError: a number is out of range, or queries and keys do not end
+            with the same rotary of fixed frequencies.
 
     >>> from regard.nn.variants.projections import separate_qkv
     >>> from regard.positions import Rotary
@@ -97,9 +89,7 @@ class StreamingAttention(Attention):
         k_positions: Positions,
         backend: str,
     ) -> Tensor:
-        """Attend in one call while no token is evicted; otherwise attend to the sinks and to the
-        recent tokens separately and merge the two exactly.
-        """
+        """Attend in one call while no token is evicted; otherwise merge sinks and recent tokens."""
         if bias is not None:
             raise ArgumentError(
                 f"StreamingAttention got the bias {bias} of its projection; its positions move, "
@@ -133,9 +123,7 @@ class StreamingAttention(Attention):
         return merge([recent, sinks], sink=self.sink).out
 
     def _evicted(self, q: Tensor, positions: Positions) -> Tensor | None:
-        """Return the number of evicted tokens before each query [B or 1, T]; None if it is known to
-        be 0.
-        """
+        """Return the number of evicted tokens before each query [B or 1, T]; None if it is 0."""
         capacity = self.sinks + self.recent
         if self.sinks == 0:
             return None
@@ -145,9 +133,7 @@ class StreamingAttention(Attention):
         return (as_tensor(positions, q.device) - (capacity - 1)).clamp(min=0)
 
     def explain_inputs(self, query: ProjectionQuery) -> InputSteps:
-        """Return the steps of the projection. For the second call of a query, which attends to the
-        sinks, a last step rotates queries back by the number of evicted tokens.
-        """
+        """Return the steps of the projection; for the sinks, a last step rotates queries back."""
         steps = super().explain_inputs(query)
         if not query.call_index:
             return steps
@@ -179,11 +165,8 @@ def slots_below(
 def stack_query_forms(
     q: Tensor, q_sinks: Tensor, k: Tensor, k_positions: Positions, n: int
 ) -> tuple[Tensor, Tensor]:
-    """Build queries and keys of twice the head dim, so that one attention call computes the scores
-    of all keys: q . k for a key at position n or later, and q_sinks . k for a sink.
-
-    A query is [q, q_sinks]; a key is [k, 0], or [0, k] for a sink. A trace needs this, because it
-    records the scores of one call.
+    """Build queries [q, q_sinks] and keys [k, 0], or [0, k] for a sink, so that a trace, which
+    records one call, has the scores of all keys.
     """
     k_positions = as_tensor(k_positions, q.device).to(q.device)
 
@@ -193,23 +176,19 @@ def stack_query_forms(
 
 
 class Longformer(Mixer):
-    """Longformer attention: every token sees its window and the global tokens; a global token sees
-    all tokens, through separate projections.
+    """Longformer attention: every token sees its window and the global tokens, which see all.
 
     z_t = softmax(q'_t K'^T / sqrt(D) over all) V', for a global token t;
     z_t = softmax(q_t K^T / sqrt(D) over window(t) and globals) V, for every other token t
 
     Args:
-        local_project: the projection for the queries of tokens that are not global, and for all
-            keys and values that these queries see.
-        global_project: the projection for the queries of global tokens, and for all keys and values
-            that these queries see.
+        local_project, global_project: the projections for the queries of other and of global
+            tokens, and for the keys and values that these see.
         output: a module [B,T,H*E] -> [B,T,M].
         positions: the positions of the global tokens.
         window: how many keys a token sees up to and including itself.
         ahead: how many later keys a token sees; None makes the layer causal, as generation needs.
-        step: the dilation of the window: a token sees every step-th key, as many keys as without
-            dilation.
+        step: the dilation of the window: a token sees every step-th key, as many as without.
 
     Raises:
         ArgumentError: the two projections differ in shape, or a size is out of range for its mask.
@@ -259,16 +238,12 @@ class Longformer(Mixer):
     replaces_calls = True
 
     def explain_inputs(self, query: ProjectionQuery) -> InputSteps:
-        """Return the steps of the local projection, or of the global one for the second call of a
-        query.
-        """
+        """Return the steps of the local projection, or of the global one in the second call."""
         project = self.global_project if query.call_index else self.local_project
         return project.explain_inputs(query) if isinstance(project, Explainable) else InputSteps()
 
     def mix(self, x: Tensor, positions: Positions, cache: Cache | None, backend: str) -> Tensor:
-        """Attend from x [B,T,M] to its own tokens and, in a causal layer, to the tokens in the
-        cache.
-        """
+        """Attend from x [B,T,M] to its own tokens and, if causal, to those in the cache."""
         local_memory = self.local_project.remember(x, positions)
         global_memory = self.global_project.remember(x, positions)
         memory, k_positions, n = (*local_memory, *global_memory), positions, len(local_memory)
@@ -297,9 +272,7 @@ class Longformer(Mixer):
         k_positions: Positions,
         backend: str,
     ) -> Tensor:
-        """Return heads z [B,H,T,E] with the rows of global tokens computed by the global
-        projection.
-        """
+        """Return heads z [B,H,T,E] with the rows of global tokens by the global projection."""
         rows = self._global_rows(positions)
         if rows is not None:  # the rows are known without a copy from the device: compute only them
             if not len(rows):
@@ -324,24 +297,18 @@ class Longformer(Mixer):
         return torch.where(self.globals.has(as_tensor(positions))[:, None, :, None], global_z, z)
 
     def _global_rows(self, positions: Positions) -> list[int] | None:
-        """Return the indices of the global tokens among those of the call; None if the positions
-        are a tensor.
-        """
+        """Return the indices of the global tokens in the call; None for positions in a tensor."""
         if not isinstance(positions, Span):
             return None
         first = positions.start
         return [p - first for p in self.globals.positions if first <= p < positions.stop]
 
     def new_cache(self) -> Cache:
-        """Return an empty cache that stores all tokens, since global queries and keys reach any
-        distance.
-        """
+        """Return an empty cache of all tokens, since global tokens reach any distance."""
         return Growing()
 
     @property
     def spec(self) -> SoftmaxSpec:
-        """The cost of this layer: both projections are cached, and a decoded token that is not
-        global reads one of them.
-        """
+        """The cost of this layer: both projections are cached, and a token reads one of them."""
         shape, visible = self.local_project.shape, MaskVisibility(self.mask, keeps_all=True)
         return SoftmaxSpec(count_weights(self), 2 * shape.parts, shape.heads, visible)

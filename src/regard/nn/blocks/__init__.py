@@ -1,3 +1,1 @@
-"""What stands around attention in a model: residual paths, feed-forward layers, experts, norms,
-embeddings.
-"""
+"""Residual paths, feed-forward layers, experts, norms and embeddings of a model."""

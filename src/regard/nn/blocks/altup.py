@@ -1,9 +1,7 @@
-"""Alternating updates (AltUp): a decoder whose residual stream is n streams of width M, of which
-each block computes one and predicts the others. Gemma 3n has it, with an embedding of each token
-for each layer, and a low-rank branch beside the attention (LAuReL).
+"""Alternating updates (AltUp) of Gemma 3n: of n residual streams of width M, a block computes one
+and predicts the others.
 
-The streams and the embeddings for the layers are the last dimension of one tensor,
-[B, T, n M + L P], so that a `Decoder` passes them from block to block.
+A state of the streams and of the embeddings for the layers is one tensor [B, T, n M + L P].
 """
 
 from __future__ import annotations
@@ -33,9 +31,7 @@ class AltUpSizes(NamedTuple):
     layer_dim: int
 
     def split(self, x: Float[Tensor, "B T W"]) -> tuple[Tensor, Tensor]:
-        """Return the streams [n, B, T, M] and the embeddings for the layers [B, T, L P] of a state
-        [B, T, n M + L P].
-        """
+        """Return the streams [n, B, T, M] and the layers' embeddings [B, T, L P] of a state."""
         width = self.streams * self.dim
         streams = x[..., :width].unflatten(-1, (self.streams, self.dim))  # [B,T,n M] -> [B,T,n,M]
         return streams.movedim(-2, 0), x[..., width:]
@@ -56,10 +52,6 @@ class AltUpEmbedding(InputEmbedding):
 
     e = sqrt(M) E[id];  stream_0 = e;  stream_j = W_j e at the magnitude of e
     layer_l = (norm(W e / sqrt(M))_l + sqrt(P) E'[id]_l) / sqrt(2)
-
-    Args:
-        layer_embedding: an `nn.Embedding` [V', L P] for the layers; an id of V' or more reads row
-            0.
 
     Source: Gemma 3n, the released code; streams: Baykal et al. 2023 (arXiv 2301.13310).
     """
@@ -101,7 +93,6 @@ class AltUpEmbedding(InputEmbedding):
 class AltUpMerge(nn.Module):
     """The end of a decoder with alternating updates: the mean of its streams, and a norm.
 
-    y = norm(mean(stream_0, W_1 stream_1, ..., W_{n-1} stream_{n-1})), all at the magnitude of
     stream_0
 
     Source: Gemma 3n, the released code.
@@ -208,15 +199,11 @@ class LayerInput(nn.Module):
 
 
 class AltUpBlock(Block):
-    """A block of Gemma 3n: attention and a feed-forward layer on the first stream, beside a
-    low-rank branch, within alternating updates.
+    """A block of Gemma 3n: attention and feed-forward on the first stream, beside a low-rank
+    branch.
 
     p = predict(streams);  n = norm(p_0);  h = (p_0 + after(attention(n)) + laurel(n)) / sqrt(2)
     streams = correct(p, h + after(feed_forward(norm(h))));  streams_j += layer_input for j > 0
-
-    Args:
-        attention: an `Attention`, or any other `Mixer` [B,T,M] -> [B,T,M].
-        feed_forward: a module [B,T,M] -> [B,T,M].
 
     Source: Gemma 3n, the released code.
     """

@@ -1,6 +1,4 @@
-"""Transformer blocks: residual connections with their norms, encoder and decoder blocks, and
-parallel blocks.
-"""
+"""Transformer blocks and the residual connections, with their norms, around their sublayers."""
 
 from __future__ import annotations
 
@@ -67,11 +65,8 @@ class Residual(nn.Module, ABC):
 class PreNorm(Residual):
     """Pre-norm residual connection: the input of the sublayer is normalized, x + sublayer(norm(x)).
 
-    A stack of pre-norm blocks needs one more norm after its last block.
-
     The arguments are those of `Residual`.
 
-    >>> import torch
     >>> PreNorm(nn.LayerNorm(2))(torch.tensor([[[2.0, 4.0]]]), lambda x: x.round())
     tensor([[[1., 5.]]], grad_fn=<AddBackward0>)
 
@@ -88,18 +83,14 @@ class PreNorm(Residual):
 
 
 class ScaledPreNorm(PreNorm):
-    """Pre-norm residual connection with a factor on the sublayer's output:
-    x + scale sublayer(norm(x)).
+    """Pre-norm residual connection with a factor: x + scale sublayer(norm(x)).
 
     Args:
-        norm: a module [B,T,M] -> [B,T,M].
         scale: the factor.
-        dropout: the dropout probability on the sublayer's output, in training only.
 
     Raises:
         ArgumentError: scale is not finite.
 
-    >>> import torch
     >>> ScaledPreNorm(nn.LayerNorm(2), 0.5)(torch.tensor([[[2.0, 4.0]]]), lambda x: 2 * x.round())
     tensor([[[1., 5.]]], grad_fn=<AddBackward0>)
 
@@ -128,7 +119,6 @@ class PostNorm(Residual):
 
     The arguments are those of `Residual`.
 
-    >>> import torch
     >>> PostNorm(nn.LayerNorm(2))(torch.tensor([[[2.0, 4.0]]]), torch.zeros_like).round()
     tensor([[[-1., 1.]]], grad_fn=<RoundBackward0>)
 
@@ -144,19 +134,15 @@ class PostNorm(Residual):
 
 
 class NormedResidual(Residual):
-    """Residual connection in which both terms use the normalized x: alpha n + beta sublayer(n),
-    n = norm(x).
+    """Residual connection of the normalized x: alpha n + beta sublayer(n), n = norm(x).
 
     Args:
-        norm: a module [B,T,M] -> [B,T,M].
-        dropout: the dropout probability on the sublayer's output, in training only.
         alpha: the factor on the normalized x.
         beta: the factor on the sublayer's output.
 
     Raises:
         ArgumentError: a factor is not finite.
 
-    >>> import torch
     >>> NormedResidual(nn.LayerNorm(2))(torch.tensor([[[2.0, 4.0]]]), lambda x: 3 * x).round()
     tensor([[[-4., 4.]]], grad_fn=<RoundBackward0>)
 
@@ -192,7 +178,6 @@ class OutputNorm(Residual):
 
     The arguments are those of `Residual`.
 
-    >>> import torch
     >>> OutputNorm(nn.LayerNorm(2))(torch.tensor([[[2.0, 4.0]]]), lambda x: 3 * x).round()
     tensor([[[1., 5.]]], grad_fn=<RoundBackward0>)
 
@@ -207,15 +192,12 @@ class OutputNorm(Residual):
 
 
 class SandwichNorm(Residual):
-    """Residual connection with a norm before and a norm after the sublayer: x +
-    after(sublayer(norm(x))).
+    """Residual connection with two norms: x + after(sublayer(norm(x))).
 
     Args:
         norm: the norm before the sublayer.
         after: the norm on the sublayer's output.
-        dropout: the dropout probability on the sublayer's output, in training only.
 
-    >>> import torch
     >>> path = SandwichNorm(nn.LayerNorm(2), nn.LayerNorm(2))
     >>> path(torch.tensor([[[2.0, 4.0]]]), lambda x: 3 * x).round()
     tensor([[[1., 5.]]], grad_fn=<RoundBackward0>)
@@ -248,11 +230,8 @@ class Block(nn.Module):
     Args:
         attention: an `Attention`, or any other `Mixer` [B,T,M] -> [B,T,M].
         feed_forward: a module [B,T,M] -> [B,T,M].
-        attention_residual, feed_forward_residual: the residual connection of each sublayer, such as
-            `PreNorm` or `PostNorm`.
+        attention_residual, feed_forward_residual: the residual connections, such as `PreNorm`.
 
-    >>> import torch
-    >>> from regard.nn.blocks.blocks import PreNorm
     >>> from regard.nn.variants import mha
     >>> residuals = (PreNorm(nn.LayerNorm(8)) for _ in range(2))
     >>> block = Block(mha(8, 2), nn.Linear(8, 8), *residuals)
@@ -315,9 +294,7 @@ class Block(nn.Module):
     def _tapped_attention(
         self, positions: Positions | None, cache: Cache | None, backend: str
     ) -> Callable[[Tensor], Tensor]:
-        """Return the attention as a function of the normed states, with its taps in the scope of
-        the block.
-        """
+        """Return the attention of the normed states, with its taps in the scope of the block."""
 
         def attend(normed: Tensor) -> Tensor:
             with parent_scope():
@@ -346,8 +323,6 @@ class ParallelBlock(Block):
 
     The arguments are those of `Block`. Only the norm and the dropout of each `PreNorm` are used.
 
-    >>> import torch
-    >>> from regard.nn.blocks.blocks import PreNorm
     >>> from regard.nn.variants import mha
     >>> residuals = (PreNorm(nn.LayerNorm(8)) for _ in range(2))
     >>> ParallelBlock(mha(8, 2), nn.Linear(8, 8), *residuals)(torch.zeros(1, 3, 8)).shape
@@ -390,12 +365,8 @@ class SharedNormBlock(ParallelBlock):
     x + attention(n) + feed_forward(n), n = norm(x).
 
     Args:
-        attention: an `Attention`, or any other `Mixer` [B,T,M] -> [B,T,M].
-        feed_forward: a module [B,T,M] -> [B,T,M].
         residual: a `PreNorm` with the norm and the dropout of both sublayers.
 
-    >>> import torch
-    >>> from regard.nn.blocks.blocks import PreNorm
     >>> from regard.nn.variants import mha
     >>> block = SharedNormBlock(mha(8, 2), nn.Linear(8, 8), PreNorm(nn.LayerNorm(8)))
     >>> block(torch.zeros(1, 3, 8)).shape
@@ -455,24 +426,18 @@ class BlockCaches(NamedTuple):
 
 
 class DecoderBlock(nn.Module):
-    """A decoder block with self-attention, attention to an encoder's memory and a feed-forward
-    layer, each with a residual connection.
+    """A decoder block: self-attention, attention to an encoder's memory, a feed-forward layer.
 
     A `regard.Trace` records the two attention layers under the names `attention` and `cross`.
 
     Args:
         attention: an `Attention` with a causal mask.
         cross: a `CrossAttention`.
-        feed_forward: a module [B,T,M] -> [B,T,M].
-        attention_residual, cross_residual, feed_forward_residual: the residual connection of each
-            sublayer, such as `PreNorm` or `PostNorm`.
+        attention_residual, cross_residual, feed_forward_residual: as in `Block`.
 
     Raises:
-        ArgumentError: when called, if memory is neither passed nor in the cache, or it is passed
-            although the cache holds one. The caches are left as they were.
+        ArgumentError: a call passes no memory, and the cache holds none, or both do.
 
-    >>> import torch
-    >>> from regard.nn.blocks.blocks import PreNorm
     >>> from regard.nn.variants import cross_attention, mha
     >>> residuals = [PreNorm(nn.LayerNorm(8)) for _ in range(3)]
     >>> block = DecoderBlock(mha(8, 2), cross_attention(8, 2), nn.Linear(8, 8), *residuals)
@@ -512,8 +477,7 @@ class DecoderBlock(nn.Module):
             x: hidden states of the target [B,T,M].
             positions: positions of the target tokens; by default they continue the cache.
             caches: the caches of this block, or None.
-            memory: states of the source [B,S,M3], given in the first call with caches, and in every
-                call without.
+            memory: states of the source [B,S,M3], unless the caches hold them.
             memory_positions: positions of the source tokens; -1 marks padding.
             backend: the name of a kernel; "auto" selects one.
 

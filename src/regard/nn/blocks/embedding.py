@@ -16,8 +16,7 @@ from regard.span import Positions, Span, find_empty_slots
 
 
 class SinusoidalPositions(nn.Module):
-    """Sinusoidal position embeddings as a module (`regard.positions.sinusoidal`). It has no
-    parameters and no maximum length.
+    """Sinusoidal position embeddings as a module, without parameters or a maximum length.
 
     Args:
         dim: the model dim M.
@@ -28,8 +27,6 @@ class SinusoidalPositions(nn.Module):
 
     >>> [round(x, 4) for x in SinusoidalPositions(4)(Span(1, 1)).flatten().tolist()]
     [0.8415, 0.5403, 0.01, 1.0]
-    >>> SinusoidalPositions(4, layout="halves")
-    SinusoidalPositions(4, layout='halves')
 
     Source: Vaswani et al. 2017 (arXiv 1706.03762), section 3.5.
     """
@@ -49,21 +46,16 @@ class SinusoidalPositions(nn.Module):
 
 
 class InputEmbedding(nn.Module):
-    """The input embedding of a model: token, position and segment embeddings, then a norm and
-    dropout.
+    """Token, position and segment embeddings, then a norm and dropout; only the first are required.
 
     x_t = norm(scale * E[id_t] + P[position_t] + S[segment_t])
-
-    Only the token embedding is required.
 
     Args:
         embedding: an `nn.Embedding` [V, M]; several models may share one.
         positional: a module from positions [B,L] to vectors [B or 1, L, M], such as
             `SinusoidalPositions` or `positions.LearnedPositions`; None adds nothing.
-        scale: the factor on the token embedding, sqrt(M) in the first Transformer. It is rounded to
-            the dtype of the embedding.
-        segments: an `nn.Embedding` [n, M] of segments (BERT's token types), which mark the text of
-            the input that a token belongs to; None adds nothing.
+        scale: the factor on the token embedding, sqrt(M) in the first Transformer.
+        segments: an `nn.Embedding` [n, M] of segments (BERT's token types); None adds nothing.
         norm: a module [B,T,M] -> [B,T,M]; None applies none.
         dropout: the dropout probability, in training only.
 
@@ -189,8 +181,7 @@ class CappedLogits(Linear):
 
 
 class ScaledLogits(Linear):
-    """An output head that scales the hidden states, for a weight that is tied to an embedding of
-    variance 1.
+    """An output head that scales the hidden states, for a weight tied to an embedding.
 
     logits = W (scale x)
 
@@ -212,16 +203,9 @@ class ScaledLogits(Linear):
 
 
 class LogMelEmbedding(nn.Module):
-    """The input embedding of Whisper's encoder: two convolutions over time, and positions.
+    """The input embedding of Whisper's encoder: two convolutions over time, of L to (L + 1) // 2.
 
     x = gelu(conv2(gelu(conv1(features)))) + P[position]
-
-    Both convolutions have three columns; the second takes every other frame, so that L frames
-    become (L + 1) // 2 states.
-
-    Args:
-        positional: a module from positions [B, S] to vectors [B or 1, S, M].
-
     Source: Radford et al. 2022 (arXiv 2212.04356), section 2.2.
     """
 

@@ -1,6 +1,4 @@
-"""Mixtures of experts (MoE), and their experts as stacks of matrices, from which a device takes
-those that a token needs without waiting for Python.
-"""
+"""Mixtures of experts (MoE), and stacks of their matrices from which a device picks."""
 
 from __future__ import annotations
 
@@ -22,16 +20,13 @@ from regard.units import plural
 
 
 class MoE(nn.Module):
-    """A mixture of experts: the weighted sum of the expert networks that a router chooses for each
-    token, plus an optional expert for all tokens.
+    """A mixture of experts: the weighted sum of the networks that a router chooses for each token.
 
     y = sum_{e in C(x)} w_e(x) expert_e(x)  (+ shared(x))
 
-    Tokens are gathered by expert: an expert computes only its own tokens, and an expert without
-    tokens computes nothing. The sum for a token runs over its experts in ascending order, in fp32
-    or better, whatever the batch and the device. The indices of the chosen experts are copied to
-    the CPU once per call, which causes a graph break under torch.compile. After
-    `regard.nn.stack_experts`, few tokens on another device are computed without that copy.
+    The sum for a token runs over its experts in ascending order, in fp32 or better. The chosen
+    indices are copied to the CPU once per call, a graph break under torch.compile; after
+    `stack_experts`, few tokens on another device need no copy.
 
     Args:
         router: a `Router` for this number of experts.
@@ -41,8 +36,6 @@ class MoE(nn.Module):
     Raises:
         ArgumentError: the router is for another number of experts.
 
-    >>> from regard.nn.blocks.feed_forward import SwiGLU
-    >>> from regard.nn.blocks.routers import SoftmaxRouter
     >>> moe = MoE(SoftmaxRouter(8, 4, 2), [SwiGLU(8, 16) for _ in range(4)], SwiGLU(8, 16))
     >>> moe(torch.zeros(1, 3, 8)).shape
     torch.Size([1, 3, 8])
@@ -56,9 +49,7 @@ class MoE(nn.Module):
 
     @property
     def static_step_refusal(self) -> str | None:
-        """Why a step cannot be captured as a CUDA graph, as words that follow the name of the
-        class; None if it can.
-        """
+        """Why a step cannot be captured as a CUDA graph; None if it can."""
         if self.stacked is not None:
             return None
         return (
@@ -114,9 +105,7 @@ class MoE(nn.Module):
     def _from_stacks(
         self, stacked: StackedExperts, rows: Tensor, shares: Tensor, chosen: Tensor
     ) -> Iterator[Tensor]:
-        """Yield what the first expert of each token adds to it, then the second, in ascending
-        order, without a read.
-        """
+        """Yield what each token's first expert adds to it, then the second, without a read."""
         chosen, order = chosen.sort(-1)
         k, weights = chosen.shape[1], shares.gather(-1, order).flatten()[:, None]
         each = rows[:, None].expand(-1, k, -1).flatten(0, 1)  # [N*k,M]
@@ -144,14 +133,11 @@ class MoE(nn.Module):
 
 
 def stack_experts(module: nn.Module) -> int:
-    """Lay the experts of every mixture of a module into stacks, so that few tokens run on a device
-    without waiting for it.
+    """Lay the experts of every mixture into stacks, so that a device does not wait for few tokens.
 
-    The parameters keep their values and their identity, and become views of one tensor for each
-    matrix of the experts. No memory is added, except for one such tensor while it is made. Call it
-    after the module was moved to its device: `to` and its relatives end the stacks. What replaces
-    or observes a linear map ends their use; call it again after other changes of an expert, such as
-    of its activation.
+    The parameters keep values and identity, and become views of one tensor per matrix. Call it
+    after the module was moved to its device, which ends the stacks, and again after an expert
+    changed.
 
     Args:
         module: a module with `regard.nn.MoE` layers, such as a decoder.
@@ -160,10 +146,8 @@ def stack_experts(module: nn.Module) -> int:
         The number of mixtures.
 
     Raises:
-        ArgumentError: the experts of a mixture are not alike, have parameters outside of linear
-            maps, or store a weight in fewer bits; its name is in the message.
+        ArgumentError: the experts of a mixture differ, or have other parameters than linear maps.
 
-    >>> from regard.nn import MoE, SoftmaxRouter, SwiGLU
     >>> moe = MoE(SoftmaxRouter(8, 4, 2), [SwiGLU(8, 16) for _ in range(4)])
     >>> stack_experts(nn.Sequential(moe, nn.ReLU()))
     1
@@ -180,9 +164,7 @@ def stack_experts(module: nn.Module) -> int:
 def _tokens_by_expert(
     weights: Tensor, experts: Tensor, count: int
 ) -> Iterator[tuple[int, Tensor | None, Tensor]]:
-    """Yield each used one of `count` experts in ascending order, the indices of its tokens [n]
-    (None for all tokens), and their weights [n,1].
-    """
+    """Yield each expert in use, the indices of its tokens [n] (None: all), their weights [n,1]."""
     k = experts.shape[1]
     if len(experts) == 1:  # one token, as in decoding: nothing to gather
         for expert, slot in sorted(zip(experts[0].tolist(), range(k), strict=True)):
@@ -203,8 +185,6 @@ class InputWeightedMoE(MoE):
     """A mixture of experts whose weights multiply what an expert reads, not what it adds.
 
     y = sum_{e in C(x)} expert_e(w_e(x) x)  (+ shared(x))
-
-    The arguments are those of `MoE`.
 
     Source: the code of Llama 4 in transformers, 2025.
     """
@@ -270,17 +250,15 @@ class StackedExperts:
         return result
 
     def serve(self, experts: nn.ModuleList, rows: Tensor, chosen: int) -> bool:
-        """Return whether rows with so many chosen experts in all run from the stacks: on a device,
-        without gradients, and where they take no more matrices than there are.
+        """Return whether so many chosen experts run from the stacks: a device, no gradients, few
+        rows.
         """
         if rows.device.type == "cpu" or torch.is_grad_enabled() or is_compiling():
             return False
         return 0 < chosen <= len(experts) and self._hold(experts)
 
     def _hold(self, experts: nn.ModuleList) -> bool:
-        """Return whether the stacks still hold the parameters of these networks, and nothing
-        observes one of them.
-        """
+        """Return whether the stacks still hold these parameters, and nothing observes a network."""
         if len(experts) != len(self._pointers):
             return False
         for expert, maps in zip(experts, self._pointers, strict=True):

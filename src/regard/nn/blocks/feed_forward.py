@@ -1,6 +1,4 @@
-"""Feed-forward layers, which a block applies to each position separately, plain or gated, and their
-activations.
-"""
+"""Feed-forward layers, plain or gated, and their activations."""
 
 from __future__ import annotations
 
@@ -19,19 +17,16 @@ from regard.ops.gated_product import silu_product
 
 
 class FeedForward(nn.Module):
-    """The feed-forward layer of a Transformer: a linear map up, a nonlinearity, and a linear map
-    down.
+    """The feed-forward layer of a Transformer: up, a nonlinearity, and down.
 
     y = W_2 f(W_1 x + b_1) + b_2
 
     Args:
         dim: the model dim M.
         hidden: the hidden size, 4 M in the first Transformer.
-        activation: the module f; None is ReLU, as in the first Transformer. BERT and GPT-2 use
-            `nn.GELU()`.
+        activation: the module f; None is ReLU. BERT and GPT-2 use `nn.GELU()`.
         bias: whether the two linear maps have a bias.
 
-    >>> import torch
     >>> layer = FeedForward(8, 32, nn.GELU())
     >>> layer(torch.zeros(1, 2, 8)).shape, layer.up.out_features
     (torch.Size([1, 2, 8]), 32)
@@ -73,11 +68,9 @@ class GatedFeedForward(nn.Module):
     Args:
         dim: the model dim M.
         hidden: the hidden size; 8/3 M keeps the number of parameters of a plain layer of size 4 M.
-        activation: the module f: `nn.GELU("tanh")` gives the GeGLU of Gemma, `nn.SiLU()` gives
-            `SwiGLU`.
+        activation: the module f: `nn.GELU("tanh")` gives the GeGLU of Gemma.
         bias: whether the three linear maps have a bias.
 
-    >>> import torch
     >>> GatedFeedForward(8, 16, nn.GELU("tanh"))(torch.zeros(1, 2, 8)).abs().sum().item()
     0.0
 
@@ -111,7 +104,6 @@ class SwiGLU(GatedFeedForward):
     Args:
         dim, hidden, bias: as for `GatedFeedForward`.
 
-    >>> import torch
     >>> SwiGLU(8, 16)(torch.zeros(1, 2, 8)).abs().sum().item()
     0.0
 
@@ -123,8 +115,7 @@ class SwiGLU(GatedFeedForward):
 
 
 class ClippedSwiGLU(nn.Module):
-    """The expert network of gpt-oss: a gated layer whose two halves are clipped, with 1 added to
-    the linear half.
+    """The expert network of gpt-oss: a gated layer with clipped halves, 1 added to the linear one.
 
     y = W_down ((clip(u, -limit, limit) + 1) * g sigmoid(alpha g)) + b_down
     g = min(W_gate x + b_gate, limit),  u = W_up x + b_up
@@ -173,9 +164,6 @@ class GatedSharedExpert(nn.Module):
 
     y = sigmoid(w . x) expert(x)
 
-    Args:
-        expert: a feed-forward module [n,M] -> [n,M].
-
     Source: Qwen Team 2024 (arXiv 2407.10671), section 2.2.2, and its released code.
     """
 
@@ -190,8 +178,7 @@ class GatedSharedExpert(nn.Module):
 
 
 class GaussianTopK(nn.Module):
-    """An activation that sets a share of its inputs to zero, those below a quantile of a normal
-    distribution with the mean and the deviation of the token's inputs.
+    """An activation that keeps the inputs of a token above a quantile of their normal distribution.
 
     y = f(max(0, x - mean(x) - z std(x))),  z = Phi^-1(sparsity)
 

@@ -1,6 +1,4 @@
-"""Layers of other parts than attention and a feed-forward layer: blocks of one sublayer, several
-mechanisms beside each other, and a residual stream that stays in fp32.
-"""
+"""Blocks of one sublayer, parallel mechanisms in a layer, and a residual stream in fp32."""
 
 from __future__ import annotations
 
@@ -29,12 +27,6 @@ from regard.units import plural
 class MixerBlock(Block):
     """A block of one sublayer, a mechanism with its residual connection: x + mixer(norm(x)).
 
-    A stack of Mamba layers consists of such blocks: the mechanism has the gate and the wide middle
-    that a Transformer has in its feed-forward layer.
-
-    Args:
-        attention: any `Mixer` [B,T,M] -> [B,T,M].
-
     Source: Gu and Dao 2023 (arXiv 2312.00752), section 3.4 and figure 3.
     """
 
@@ -62,13 +54,7 @@ class MixerBlock(Block):
 class Tokenwise(StateMixer):
     """A module that acts on each token alone, in the place of a mechanism: nothing is mixed.
 
-    Its cache stores nothing but the last position.
-
-    Args:
-        network: a feed-forward layer [B,T,M] -> [B,T,M].
-
-    Source: NVIDIA 2025, Nemotron-H (arXiv 2504.03624), section 2, where feed-forward layers are
-    layers of their own.
+    Source: NVIDIA 2025, Nemotron-H (arXiv 2504.03624), section 2.
     """
 
     explain_refusal = (
@@ -101,8 +87,7 @@ class WidePreNorm(PreNorm):
 
     y = x + sublayer(norm(x)), where norm(x) has the dtype of the norm's weight and y has fp32
 
-    The arguments are those of `PreNorm`. A stack of such blocks needs a `NarrowingRMSNorm` before
-    its head.
+    A stack of such blocks needs a `NarrowingRMSNorm` before its head.
 
     Source: Gu and Dao 2023 (arXiv 2312.00752), `residual_in_fp32` of its released code.
     """
@@ -118,8 +103,6 @@ class WidePreNorm(PreNorm):
 
 class NarrowingRMSNorm(RMSNorm):
     """An `RMSNorm` whose result has the dtype of its weight, whatever the dtype of its input.
-
-    The arguments are those of `RMSNorm`.
 
     Source: Gu and Dao 2023 (arXiv 2312.00752), `residual_in_fp32` of its released code.
     """
@@ -140,8 +123,7 @@ class ParallelMixers(Mixer):
 
     y = sum_i out_scales_i mixer_i(in_scales_i x)
 
-    The cache is a `Joined` of the caches of the mechanisms. Their taps are named `mixers.0`,
-    `mixers.1` and so on.
+    The cache is a `Joined` of theirs; their taps are named `mixers.0`, `mixers.1` and so on.
 
     Source: Dong et al. 2024 (arXiv 2411.13676), section 2.1; Falcon-LLM Team 2025 (arXiv
     2507.22448), section 3.1, where results are added.
@@ -199,10 +181,7 @@ class ParallelMixers(Mixer):
     def mix(
         self, x: Float[Tensor, "B T M"], positions: Positions, cache: Cache | None, backend: str
     ) -> Float[Tensor, "B T M2"]:
-        """Apply all mechanisms to x [B,T,M], each with its part of the cache, and add the results.
-
-        A mechanism gets the kernel `backend` if it is "auto" or "reference", which all have.
-        """
+        """Add the results of all mechanisms for x [B,T,M], each with its part of the cache."""
         if backend not in ("auto", "reference"):
             raise ArgumentError(
                 f"backend is {backend!r}, and {plural(len(self.mixers), 'mechanism')} in one layer "

@@ -46,7 +46,7 @@ class RMSNorm(nn.Module):
 
         Args:
             x: a tensor [..., dim].
-            positions: ignored; a norm may be a step of a `HeadProjection`, which passes positions.
+            positions: ignored; a `HeadProjection` passes them to its steps.
 
         Returns:
             The normalized tensor [..., dim].
@@ -149,14 +149,13 @@ class HeadNorm(nn.Module):
 
         Args:
             x: heads [B,H,T,E].
-            positions: ignored; a norm may be a step of a `HeadProjection`, which passes positions.
+            positions: ignored; a `HeadProjection` passes them to its steps.
 
         Returns:
             The normalized heads [B,H,T,E].
 
         Raises:
-            ArgumentError, ArgumentTypeError: x is not a floating-point tensor [batch, heads,
-                length, dim] with these heads and this dim.
+            ArgumentError, ArgumentTypeError: x is no float tensor of these heads and this dim.
         """
         check_tensor("x", x)
         check_device("x", x, self.weight, "weight")

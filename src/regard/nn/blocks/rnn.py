@@ -1,6 +1,4 @@
-"""Recurrent networks over padded batches, and recurrent decoders: without attention, with
-Bahdanau's and with Luong's attention.
-"""
+"""Recurrent networks over padded batches, and recurrent decoders with and without attention."""
 
 from __future__ import annotations
 
@@ -21,7 +19,8 @@ X = TypeVar("X", Tensor, PackedSequence)
 
 HiddenState: TypeAlias = tuple[Tensor, ...]
 """The hidden state of a recurrent network, each part [layers * directions, B, R]: h, and the cell
-state c of an LSTM."""
+state c of an LSTM.
+"""
 
 
 def run_rnn(
@@ -32,14 +31,7 @@ def run_rnn(
 ) -> tuple[Float[Tensor, "B L R"], HiddenState]:
     """Run a recurrent network over the tokens of each row, in the order of their positions.
 
-    h_t = f(h_{t-1}, x_t) over the slots at positions >= 0. Empty slots are skipped wherever they
-    are, and their states are 0.
-
-    >>> rnn = nn.GRU(2, 3, batch_first=True)
-    >>> x = torch.randn(1, 2, 2)
-    >>> padded = torch.cat([torch.full((1, 1, 2), torch.nan), x], 1)
-    >>> torch.allclose(run_rnn(rnn, padded, torch.tensor([[-1, 0, 1]]))[0][:, 1:], rnn(x)[0])
-    True
+    h_t = f(h_{t-1}, x_t) at positions >= 0. Empty slots are skipped; their states are 0.
 
     Source: Elman 1990, "Finding structure in time"; Hochreiter and Schmidhuber 1997, "Long
     short-term memory"; Cho et al. 2014 (arXiv 1406.1078), section 2.3.
@@ -85,9 +77,7 @@ def check_rnn(rnn: nn.RNNBase, *, directions: int | None = None) -> None:
 
 
 def _call_rnn(rnn: nn.RNNBase, x: X, hidden: HiddenState) -> tuple[X, HiddenState]:
-    """Call the network with its hidden state in the form that torch expects: (h, c) for an LSTM,
-    otherwise h.
-    """
+    """Call the network with its state in torch's form: (h, c) for an LSTM, otherwise h."""
     state = hidden if isinstance(rnn, nn.LSTM) else hidden[0]
     out, after = rnn(x, state)
     return out, after if isinstance(rnn, nn.LSTM) else (after,)
@@ -101,30 +91,21 @@ def _initial_hidden(rnn: nn.RNNBase, x: Tensor) -> HiddenState:
 
 
 class EncodedSource(NamedTuple):
-    """The output of an encoder, which a decoder attends to.
-
-    Attributes:
-        states: the encoder states [B,S,R], one per slot of the source.
-        positions: their positions [B or 1, S] or a `Span`; -1 is padding.
-    """
+    """The states [B,S,R] of an encoder and their positions, which a decoder attends to."""
 
     states: Tensor
     positions: Positions
 
 
 class DecoderState(NamedTuple):
-    """The state of a recurrent decoder between two steps. A step returns a new one and does not
-    change it.
-    """
+    """The state of a recurrent decoder between two steps, which no step changes."""
 
     hidden: HiddenState
     cross: Cross | None
 
 
 class RecurrentDecoder(nn.Module, ABC):
-    """Base class of recurrent decoders, which map each embedded target token to a feature vector. A
-    subclass defines how the decoder uses the source.
-    """
+    """Base class of recurrent decoders from embedded target tokens to feature vectors."""
 
     def __init__(
         self, rnn: nn.RNNBase, attention: CrossAttention | AdditiveAttention | None = None
@@ -173,13 +154,11 @@ class PlainDecoder(RecurrentDecoder):
 
 
 class LuongDecoder(RecurrentDecoder):
-    """A recurrent decoder whose attention follows the recurrent network: the query of step t is the
-    current state s_t. All steps of a known target are therefore computed in one call.
+    """A recurrent decoder whose query of step t is the current state s_t: all steps in one call.
 
     s_t = f(s_{t-1}, y_{t-1});  c_t = attention(s_t, h);  features tanh(W_c [c_t; s_t])
 
-    Input feeding (section 3.3 of the paper) is left out, since it would make each step depend on
-    the one before.
+    Input feeding (section 3.3) is left out: it would make each step depend on the last.
 
     Source: Luong et al. 2015 (arXiv 1508.04025), equations 5 to 8.
     """
@@ -205,15 +184,10 @@ class LuongDecoder(RecurrentDecoder):
 
 
 class BahdanauDecoder(RecurrentDecoder):
-    """A recurrent decoder whose attention precedes the recurrent network: the query of step t is
-    the previous state s_{t-1}, and the context is an input of the network.
+    """A recurrent decoder whose query is the previous state, and whose input is the context.
 
     c_t = attention(s_{t-1}, h);  s_t = f(s_{t-1}, [y_{t-1}; c_t]);
     features maxout(U s_t + V y_{t-1} + C c_t + b)
-
-    Args:
-        attention: the attention from the decoder's states to the encoder's, such as
-            `bahdanau(...)`.
 
     Source: Bahdanau et al. 2015 (arXiv 1409.0473), equation 4, appendix A.2.2.
     """

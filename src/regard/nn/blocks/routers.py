@@ -18,13 +18,7 @@ from regard.units import plural
 
 
 class Routing(NamedTuple):
-    """The choice of a router for N tokens.
-
-    Attributes:
-        weights: the weight of each chosen expert [N,k], in fp32 or better.
-        experts: the indices of the chosen experts [N,k], int64, the best first and without
-            repetition.
-    """
+    """The weights [N,k] and distinct experts [N,k] that a router chose, the best first."""
 
     weights: Float[Tensor, "N k"]
     experts: Int[Tensor, "N k"]
@@ -32,24 +26,18 @@ class Routing(NamedTuple):
 
 @dataclass(frozen=True)
 class ExpertGroups:
-    """Group-limited routing: experts are in groups of equal size, and a token may use the best
-    groups only.
-
-    The score of a group is the sum of its `best` highest expert scores. A token may use the experts
-    of the `topk` groups with the highest scores; of groups with equal scores the first are taken.
+    """Group-limited routing: a token may use the experts of the `topk` groups whose `best` highest
+    scores have the largest sums; of equal groups the first are taken.
 
     Args:
         count: the number of groups; expert e is in group e // (experts / count).
         topk: how many groups a token may use.
-        best: how many of a group's highest expert scores make up its score: 1 in DeepSeek-V2, 2 in
-            DeepSeek-V3.
+        best: how many scores make up that of a group: 1 in DeepSeek-V2, 2 in DeepSeek-V3.
 
     Raises:
         ArgumentError: a number is less than 1, or topk is larger than count.
 
     >>> scores = torch.tensor([[0.9, 0.0, 0.5, 0.6]])
-    >>> ExpertGroups(2, 1).allowed(scores).tolist()
-    [[True, True, False, False]]
     >>> ExpertGroups(2, 1, best=2).allowed(scores).tolist()
     [[False, False, True, True]]
 
@@ -87,9 +75,8 @@ class Router(nn.Module, ABC):
     """Base class of routers: a linear map computes a logit for each of n experts, and the k experts
     with the highest scores are chosen.
 
-    Logits are computed in fp32 or better, whatever the model's dtype and also under autocast,
-    because rounding can change the choice. Of experts with equal scores the first are chosen, so
-    that the choice does not depend on the kernel.
+    Logits are computed in fp32 or better, also under autocast, because rounding can change the
+    choice. Of equal scores the first are chosen.
 
     Args:
         dim: the model dim M.
@@ -101,8 +88,7 @@ class Router(nn.Module, ABC):
         scale: a factor on the weights.
 
     Raises:
-        ArgumentError: a size is less than 1; k is larger than the number of allowed experts; the
-            groups are not of equal size, or smaller than `best`; scale is not a positive number.
+        ArgumentError: a size, k, the groups or the scale do not fit the experts.
     """
 
     def __init__(
@@ -182,9 +168,8 @@ class SoftmaxRouter(Router):
     w_e = scale exp(l_e) / sum_{j in all} exp(l_j),
     or with `normalize` w_e = scale exp(l_e) / sum_{j in C} exp(l_j)
 
-    With `normalize` this is both "softmax, choose, divide by the sum" (Mixtral) and "choose, then
-    softmax" (gpt-oss), which give the same numbers. Without it, it is the router of Switch, of
-    DeepSeek-V2, and of Qwen-MoE with norm_topk_prob false.
+    With `normalize` it serves Mixtral and gpt-oss; without, Switch, DeepSeek-V2 and Qwen-MoE with
+    norm_topk_prob false.
 
     Groups are compared by the softmax over all experts. The arguments are those of `Router`.
 
@@ -212,22 +197,16 @@ class SoftmaxRouter(Router):
 
 
 class SigmoidRouter(Router):
-    """A router with a sigmoid score per expert, and a correction per expert that affects the choice
-    but not the weights.
+    """A router with a sigmoid score per expert, and a correction that affects the choice alone.
 
     s = sigmoid(W x);  C = the k experts with the highest s + correction
     w_e = scale s_e,  or with `normalize`  scale s_e / (sum_{j in C} s_j + 1e-20)
 
-    The correction balances the load: training raises it for experts that are chosen too rarely,
-    without a gradient. It is a parameter with requires_grad=False, and should stay in fp32.
-
-    Groups are compared by their corrected scores.
+    Training raises the correction of experts that are chosen too rarely, without a gradient; it
+    should stay in fp32. Groups are compared by their corrected scores.
 
     Args:
         dim, experts, k, normalize, bias, groups, scale: as for `Router`.
-
-    Raises:
-        ArgumentError: an argument does not suit `Router`.
 
     >>> router = SigmoidRouter(1, 2, 1)
     >>> _ = router.linear.weight.data.copy_(torch.tensor([[0.0], [1.0]]))
@@ -285,21 +264,17 @@ def _check_topk(experts: int, k: int, groups: ExpertGroups | None) -> None:
 
 
 def _stable_topk(scores: Tensor, k: int) -> Tensor:
-    """Return the indices of the k largest scores. Of equal scores the first are returned, unlike
-    `torch.topk`; a NaN counts as the largest.
-    """
+    """Return the indices of the k largest scores, of equal ones the first; a NaN is the largest."""
     return scores.sort(dim=-1, descending=True, stable=True).indices[..., :k]
 
 
 class SparseMixerRouter(Router):
-    """A router that chooses the best expert twice; each weight is a softmax over the experts whose
-    score is nearly that of the chosen one.
+    """A router that chooses the best expert twice; a weight is a softmax over near scores.
 
     e_1 = argmax s;  N_1 = {e: (s_max - s_e) / max(|s_e|, s_max) <= 2 tolerance}
     w_1 = exp(s_e1) / sum_{e in N_1} exp(s_e);  the second in the same way without e_1
 
-    A weight is 1 where no other expert is near, so that the two weights sum to up to 2. This is the
-    computation of inference; the estimate of gradients with which SparseMixer trains is not built.
+    The estimate of gradients with which SparseMixer trains is not built.
 
     Source: Liu et al. 2024 (arXiv 2409.12136), section 3, and the released code.
     """
@@ -329,12 +304,9 @@ class SparseMixerRouter(Router):
 
 
 class LogitSigmoidRouter(Router):
-    """A router that chooses by logits, and whose weights are their sigmoids, without a correction
-    and without a division by their sum.
+    """A router that chooses by logits, and whose weights are their sigmoids.
 
     l = W x + b;  C = the k experts with the highest l;  w_e = scale sigmoid(l_e)
-
-    The choice is by logits, because the sigmoids of large ones round to the same number.
 
     Source: the code of Llama 4 in transformers, 2025.
     """

@@ -1,3 +1,1 @@
-"""What makes queries, keys and values of tokens: heads, latents, factors, the steps of a head, and
-what follows attention.
-"""
+"""What makes queries, keys and values of tokens, and what follows attention."""

@@ -1,6 +1,4 @@
-"""Projections that compute a bias from the tokens (`Projection.data_bias`): forget gates, dynamic
-masks, relative positions, products of reflections (PaTH) and keys that earlier queries masked.
-"""
+"""Projections that compute a bias from the tokens (`Projection.data_bias`)."""
 
 from __future__ import annotations
 
@@ -34,23 +32,17 @@ class ProjectionWithMemory(SeparateQKV):
 
 
 ForgetGate: TypeAlias = Literal["sigmoid", "softplus"]
-"""How a forget gate is computed. "sigmoid": ln sigmoid(f), as in FoX. "softplus": -softplus(f), as
-in CABLE, which is the same function of -f."""
+"""How a forget gate is computed: ln sigmoid(f), as in FoX, or -softplus(f), as in CABLE."""
 
 
 class ForgettingProjection(ProjectionWithMemory):
-    """A projection whose keys fade: every token multiplies the weights of all earlier tokens by its
-    forget gate.
+    """A projection whose keys fade: a token's forget gate multiplies all earlier weights.
 
     g_t = ln sigmoid(f_t) or -softplus(f_t), f_t = W_f x_t + b_f,
     s_ij = scale q_i . k_j + c_i - c_j, c_t = g_1 + ... + g_t
 
-    The term c_i is the same for all keys of a query and cancels in the softmax: the bias is one
-    number per key. The sums are made in fp64 and in the order of positions; an empty slot adds
-    nothing. They begin at the first cached token, so a token never depends on a later one.
-
-    A cache stores g of each token, in fp32 or better, beside its key and value. It does not store
-    the sum, so that a cache may drop old tokens, and cropped and joined caches remain right.
+    c_i cancels in the softmax: the bias is one number per key, in fp64 and in the order of
+    positions. A cache stores g, not the sum, in fp32 or better, so that it may drop tokens.
 
     Source: Lin et al. 2025 (arXiv 2503.02130), equations 6 to 8; Veisi et al. 2025 (arXiv
     2503.08067).
@@ -146,8 +138,7 @@ class RelativeKeyProjection(SeparateQKV):
 class RelativeLogitProjection(SeparateQKV):
     """A projection in which every token mixes learned profiles of biases by distance.
 
-    s_ij = scale q_i . k_j + (r_i P)[i - j] for 0 <= i - j < extent, without the second term
-    beyond, r_i = W_r x_i
+    s_ij = scale q_i . k_j + (r_i P)[i - j] for 0 <= i - j < extent,  r_i = W_r x_i
 
     Source: Inkling 2026, `InklingRelativeLogits` of transformers.
     """
@@ -182,16 +173,12 @@ class RelativeLogitProjection(SeparateQKV):
 
 
 class DisentangledProjection(SeparateQKV):
-    """DeBERTa's projection: scores are the sum of content to content, content to position, and
-    position to content.
+    """DeBERTa's projection: content to content, content to position, position to content.
 
     s_ij = (q_i . k_j + q_i . K_r[d(i - j)] + k_j . Q_r[d(i - j)]) / sqrt(3 D)
 
-    The paper writes the last index as d(j - i); the released models have d(i - j), and so has this
-    class.
-
-    d is `deberta_bucket`, clipped to the table: distances up to buckets / 2 are their own bucket,
-    and larger ones share logarithmic buckets. Attention has the scale 1 / sqrt(3 D).
+    d is `deberta_bucket`, clipped to the table. The paper writes the last index as d(j - i); the
+    released models have d(i - j), and so has this class.
 
     Source: He et al. 2020 (arXiv 2006.03654), equation 4; log buckets: the released DeBERTa-v2.
     """
@@ -231,9 +218,7 @@ class DisentangledProjection(SeparateQKV):
     def data_bias(
         self, x: Tensor, q: Tensor, memory: Parts, positions: Positions, k_positions: Positions
     ) -> Bias:
-        """Return the sum of both position terms, from tables [B,H,T,2 buckets] and [B,H,S,2
-        buckets].
-        """
+        """Return the sum of both position terms, from tables [B,H,T,2 n] and [B,H,S,2 n]."""
         scale = (3 * q.shape[-1]) ** -0.5
         relative_k, relative_q = (
             one(self.embedding[None], None) for one in (self.relative_k, self.relative_q)
@@ -250,16 +235,13 @@ class DisentangledProjection(SeparateQKV):
 
 
 class SinusoidKeyProjection(SeparateQKV):
-    """Transformer-XL's projection: scores are products with the key and with a map of the sinusoid
-    of the distance.
+    """Transformer-XL's projection: products with the key and a map of the distance's sinusoid.
 
     s_ij = scale ((q_i + u) . k_j + (q_i + w) . W_r r[i - j]),
     r[d] = (sin(d f_1), ..., sin(d f_n), cos(d f_1), ..., cos(d f_n)), f_m = base^(-2 m / R)
 
-    The sine and cosine of a difference are sums of products of those of the two positions. So the
-    second term is itself a dot product of a vector of the query and a vector of the key's position,
-    and both are appended to query and key. Every kernel then computes the mechanism with heads of D
-    + R instead of D. There is no largest distance, and a cache stores keys and values only.
+    The second term is itself a dot product of vectors of the query and of the key's position, which
+    are appended: every kernel computes it with heads of D + R, without a largest distance.
 
     Source: Dai et al. 2019 (arXiv 1901.02860), section 3.3.
     """
@@ -299,9 +281,7 @@ class SinusoidKeyProjection(SeparateQKV):
         return torch.cat(channels, dim=-1), v
 
     def explain_inputs(self, query: ProjectionQuery) -> InputSteps:
-        """Return the steps of `SeparateQKV`, and the sinusoids as the last step of queries and
-        keys.
-        """
+        """Return the steps of `SeparateQKV`, and the sinusoids as the last ones."""
         own = super().explain_inputs(query)
         q = self.query(query.x, query.positions)[0]
         k, _ = self.recall(self.remember(query.memory, query.k_positions), query.k_positions)
@@ -321,9 +301,7 @@ class SinusoidKeyProjection(SeparateQKV):
 
     @property
     def shape(self) -> ProjectionShape:
-        """The sizes of `SeparateQKV`, with heads of D + R for the scores; a cache stores G D + G E
-        values per token.
-        """
+        """The sizes of `SeparateQKV`, with heads of D + R for the scores."""
         own = super().shape
         return own._replace(D=own.D + self.size)
 
@@ -337,12 +315,9 @@ class DynamicMaskProjection(SeparateQKV):
 
     s_ij = scale q_i . k_j + exp(a_g softplus(W_g v_j + b_g))
 
-    g is the key/value head of the query head; v_j are the values of all G heads of token j. If
-    there are more than `keep` keys, a query sees only the `keep` keys up to its own position that
-    have the largest biases; of those that are equal but for the last 6 bits, the ones in earlier
-    slots. The bias of the others is -inf.
-    The selection knows positions and empty slots, but no mask of the module: with several
-    documents in one row, keys of other documents are counted, too.
+    g is the key/value head. With more than `keep` keys, a query sees only the `keep` keys up to its
+    position with the largest biases; of equal ones, but for the last 6 bits, the earlier slots. The
+    selection knows no mask of the module.
 
     Source: Shi et al. 2025 (arXiv 2508.02124); `DogeAttention` of transformers.
     """
@@ -360,9 +335,7 @@ class DynamicMaskProjection(SeparateQKV):
     def data_bias(
         self, x: Tensor, q: Tensor, memory: Parts, positions: Positions, k_positions: Positions
     ) -> Bias:
-        """Return the bias of each key [B,H,1,S], computed from the cached values; with a selection
-        [B,H,T,S].
-        """
+        """Return the bias of each key [B,H,1,S]; with a selection [B,H,T,S]."""
         check_recorded_graph(self, "selects keys only if there are more than `keep` of them")
         delta = self.delta(memory[1].transpose(1, 2).flatten(2)).transpose(-1, -2)  # [B,G,S]
         bias = torch.exp(self.a[:, None] * F.softplus(delta))[:, :, None]
@@ -380,9 +353,7 @@ class DynamicMaskProjection(SeparateQKV):
 
 
 def _largest(bias: Tensor, visible: Tensor, keep: int) -> Tensor:
-    """Return the bias [B,G,1,S] for each query, with -inf for all but the largest of the keys that
-    it sees [B,1,T,S]; a key that it does not see keeps its bias.
-    """
+    """Return the bias [B,G,1,S] for each query, -inf for all but the largest that it sees."""
     with torch.no_grad():
         # Equal tokens have equal biases but for rounding, which differs between a chunk and a whole
         # pass. Without the last 6 bits they are equal, and the earlier slot comes first.
@@ -398,17 +369,10 @@ def _largest(bias: Tensor, visible: Tensor, keep: int) -> Tensor:
 def path_scores(
     q: Tensor, k: Tensor, w: Tensor, beta: Tensor, q_at: Tensor, k_at: Tensor
 ) -> Tensor:
-    """Compute the scores of PaTH without the scale: q_i^T H_i ... H_{j+1} k_j, with the reflections
-    H_t = I - beta_t w_t w_t^T of the tokens after j up to i.
+    """Compute the scores of PaTH, q_i^T H_i ... H_{j+1} k_j, with H_t = I - beta_t w_t w_t^T.
 
-    The product is never formed. The vectors w of all tokens are made independent of one another by
-    one triangular system X (I + L) = Q W^T, where L has the products beta_t w_t . w_l of earlier
+    By one triangular system X (I + L) = Q W^T, where L has the products beta_t w_t . w_l of earlier
     tokens l; X Diag(beta) W K^T is what the reflections take from the scores.
-
-    >>> one = torch.ones(1, 1, 2, 1)
-    >>> q_at = torch.arange(2)[None]
-    >>> path_scores(one, one, one, torch.full((1, 1, 2), 0.5), q_at, q_at)[0, 0].tolist()
-    [[1.0, 1.0], [0.5, 1.0]]
 
     Source: Yang et al. 2025 (arXiv 2505.16381), section 3.2.
     """
@@ -436,9 +400,8 @@ class PathProjection(ProjectionWithMemory):
     s_ij = scale q_i^T H_i ... H_{j+1} k_j, H_t = I - beta_t w_t w_t^T,
     w_t = W_w x_t normed to length 1, beta_t = 2 sigmoid(W_b x_t + b)
 
-    A cache stores w and beta of each token beside its key and value, so that it can be cropped,
-    forked and joined as any other. A decoded token solves one triangular system over all keys; the
-    paper instead rewrites all cached keys in each step.
+    A cache stores w and beta of each token beside key and value. A decoded token solves one
+    triangular system over all keys; the paper rewrites all cached keys instead.
 
     Source: Yang et al. 2025 (arXiv 2505.16381), equations 2 and 3.
     """
@@ -499,8 +462,7 @@ class SelectiveProjection(ProjectionWithMemory):
     s'_ij = s_ij - sum over j < l < i of max(0, s0_lj),  s0 = scale q0_l . k0_j of the first head;
     the first token is never hidden
 
-    A cache stores the queries of the first head beside keys and values, from which the sums of all
-    earlier tokens are computed again.
+    A cache also stores the queries of the first head, from which the sums are computed.
 
     Source: Leviathan et al. 2024 (arXiv 2410.02703), section 3.
     """
@@ -541,15 +503,11 @@ def _in_order(x: Tensor, order: Tensor) -> Tensor:
 
 
 def _without_non_finite(*parts: Tensor) -> tuple[tuple[Tensor, ...], Tensor]:
-    """Return the parts [B,n,S,d] with 0 in the tokens that have a NaN or an infinity, and a bool
-    [B,S] that says which these are: 0 times NaN would bring them to earlier queries.
-    """
+    """Return the parts [B,n,S,d] with 0 in tokens that are not finite, and which [B,S]."""
     finite = torch.stack([y.isfinite().all(-1).all(1) for y in parts]).all(0)
     return tuple(torch.where(finite[:, None, :, None], y, 0) for y in parts), ~finite
 
 
 def _with_nan(bias: Tensor, bad: Tensor, reads: Tensor) -> Tensor:
-    """Return the bias [B,H,T,S] with NaN in the rows that read a bad token [B,S]; reads: which
-    tokens each query reads [B,T,S].
-    """
+    """Return the bias [B,H,T,S] with NaN in rows that read [B,T,S] a bad token [B,S]."""
     return bias.masked_fill((reads & bad[:, None]).any(-1)[:, None, :, None], torch.nan)

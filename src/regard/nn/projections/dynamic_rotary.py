@@ -1,7 +1,4 @@
-"""Rotary embeddings whose frequencies follow the length of the text (DynamicNTK, DynamicYaRN,
-LongRoPE), in a model with a cache. A policy defines the treatment of cached keys that were rotated
-for a shorter length.
-"""
+"""Rotary embeddings whose frequencies follow the length, and policies for cached keys."""
 
 from __future__ import annotations
 
@@ -41,9 +38,7 @@ def broadcast_lengths(lengths: RowLengths, rows: int) -> RowLengths:
 
 
 def frequencies_change(module: nn.Module, old: RowLengths, new: RowLengths) -> bool:
-    """Return whether any rotary embedding of a module has other frequencies for the new lengths
-    than for the old ones.
-    """
+    """Return whether a rotary of a module has other frequencies for the new lengths."""
     rows = max(len(old), len(new))
     pairs = set(zip(broadcast_lengths(old, rows), broadcast_lengths(new, rows), strict=True))
     rotaries = [m for m in module.modules() if isinstance(m, PerRowRotary)]
@@ -51,8 +46,7 @@ def frequencies_change(module: nn.Module, old: RowLengths, new: RowLengths) -> b
 
 
 class PerRowRotary(nn.Module):
-    """A rotary embedding that computes its frequencies from the length of each row of the batch,
-    not from one length for the whole batch.
+    """A rotary embedding with the frequencies of the length of each row of the batch.
 
     angle = position * inv_freq_i(length of the row)
     """
@@ -67,9 +61,7 @@ class PerRowRotary(nn.Module):
     def forward(
         self, x: Float[Tensor, "B H L D"], positions: Positions
     ) -> Float[Tensor, "B H L D"]:
-        """Rotate x [B,H,L,D] by its positions, with the frequencies for the largest position of
-        each row.
-        """
+        """Rotate x [B,H,L,D] by its positions, with each row's frequencies."""
         inv_freq, factor = self._table(row_lengths(positions))
         return self._rotate(x, positions, inv_freq[:, None], factor[:, None])
 
@@ -80,10 +72,8 @@ class PerRowRotary(nn.Module):
         old: Int[Tensor, "b L"] | Int[Tensor, "b 1"],
         new: RowLengths,
     ) -> Float[Tensor, "B H L D"]:
-        """Rotate x further, from the frequencies of the lengths `old` to those of the lengths
-        `new`.
-
-        R(p f_new) = R(p (f_new - f_old)) R(p f_old) in real arithmetic; x is rounded once more.
+        """Rotate x further, from the frequencies of the lengths `old` to those of `new`: R(p f_new)
+        = R(p (f_new - f_old)) R(p f_old).
         """
         # Once frequencies have changed, they never return to those of length 0. If the new lengths
         # have those, then so have the old lengths, which are shorter.
@@ -102,9 +92,7 @@ class PerRowRotary(nn.Module):
         return a == b and torch.equal(first, second)
 
     def _rotate(self, x: Tensor, positions: Positions, inv_freq: Tensor, factor: Tensor) -> Tensor:
-        """Rotate x by position * inv_freq [b,L or 1,n], times factor [b,L or 1]; the angles are in
-        fp64.
-        """
+        """Rotate x by position * inv_freq [b,L or 1,n], in fp64, times factor [b,L or 1]."""
         device = torch.device("cpu") if x.device.type == "mps" else x.device  # mps has no fp64
         p = as_tensor(positions, device).to(device, torch.float64)
         angle, factor = p[..., None] * inv_freq.to(device), factor.to(device)[..., None]
@@ -158,22 +146,19 @@ def rotary_projection(
     value_dim: int | None = None,
     bias: bool = False,
 ) -> SeparateQKV:
-    """Build a projection with a rotary embedding whose frequencies may follow the length, and with
-    a policy for cached keys. The parameters are the same under all policies.
+    """Build a projection whose rotary may follow the length, with a policy for cached keys.
 
     Args:
         dim: the model dim M.
         heads: the query heads H.
         groups: the key/value heads G.
         head_dim: the head dim D.
-        rotary: the rotary embedding. If its scaling depends on the length, it needs
-            length="current", or length=<number> for the policy "frozen".
-        policy: the treatment of cached keys when a new length changes the frequencies.
-            "pre_rope": keys are cached before rotation, and all of them are rotated in every call;
-            "re_rotate": keys are cached after rotation, and rotated further to the new frequencies;
-            "frozen": the frequencies never change; "recompute": cached keys with other frequencies
-            raise an error, and `PrefixRecomputer` runs the prefix again.
-        q_steps, k_steps: steps on queries and on keys before the rotation, such as norms.
+        rotary: the rotary embedding, with length="current" if its scaling depends on the length
+            (length=<number> for "frozen").
+        policy: for cached keys, when frequencies change. "pre_rope": they are cached before
+            rotation; "re_rotate": they are rotated further; "frozen": frequencies never change;
+            "recompute": an error, and `PrefixRecomputer` runs the prefix again.
+        q_steps, k_steps: steps before the rotation, such as norms.
         value_dim: the value dim E; None is D.
         bias: whether the linear maps have a bias.
 
@@ -181,8 +166,7 @@ def rotary_projection(
         The projection.
 
     Raises:
-        ArgumentError: the policy is unknown, the rotary is for another head dim or its length does
-            not suit the policy, or the heads do not fit one another.
+        ArgumentError: the policy is unknown, or the rotary or the heads do not suit it.
 
     >>> from regard.positions import DynamicNTK
     >>> rotary = Rotary(8, scaling=DynamicNTK(2.0, 16), length="current")
@@ -210,11 +194,8 @@ def rotary_projection(
 
 
 class PreRopeQKV(SeparateQKV):
-    """A projection that caches keys before rotation. When keys are read from memory, they are
-    rotated with the frequencies for the present length.
-
-    In a single layer, the result of the last query is then the same as if the whole text had been
-    run in one call.
+    """A projection that caches keys before rotation, so that in one layer the last query gets the
+    result of one call.
     """
 
     key_transform: PerRowRotary
@@ -225,16 +206,12 @@ class PreRopeQKV(SeparateQKV):
         super().__init__(q, k, v, key_transform=rotary)
 
     def query(self, x: Tensor, positions: Positions | None) -> Tensor:
-        """Return queries [B,H,T,D], rotated with the frequencies for the largest position of the
-        call. `adjust_query` corrects them if the cache holds later positions.
-        """
+        """Return queries [B,H,T,D], rotated for the largest position of the call."""
         result: Tensor = self.key_transform(self.q(x, positions), _require_positions(positions))
         return result
 
     def adjust_query(self, q: Tensor, positions: Positions, k_positions: Positions) -> Tensor:
-        """Rotate queries further to the frequencies for the largest key position, if these differ
-        from those of the call.
-        """
+        """Rotate queries further to the frequencies for the largest key position."""
         old, new = row_lengths(positions), row_lengths(k_positions)
         rows = max(len(old), len(new))
         if broadcast_lengths(old, rows) == broadcast_lengths(new, rows):
@@ -245,27 +222,20 @@ class PreRopeQKV(SeparateQKV):
 
 
 class ReRotatedQKV(PreRopeQKV):
-    """A projection that caches rotated keys together with the length that they were rotated for.
-    When keys are read from memory, they are rotated further by R(new - old).
-
-    This equals `PreRopeQKV` in real arithmetic. It costs nothing while the frequencies are
-    unchanged, that is up to the trained length. Cached keys are never overwritten, so rounding
-    errors do not accumulate.
+    """A projection that caches rotated keys with their length. When read, they are rotated further
+    by R(new - old), which equals `PreRopeQKV` in real arithmetic, and costs nothing up to the
+    trained length.
     """
 
     def remember(self, x: Tensor, positions: Positions | None) -> Parts:
-        """Return rotated keys [B,G,S,D], values [B,G,S,E], and the length [B,1,S,1] of the keys'
-        rotation.
-        """
+        """Return rotated keys [B,G,S,D], values [B,G,S,E], and the lengths [B,1,S,1]."""
         positions = _require_positions(positions)
         k, v = super().remember(x, positions)
         length = torch.tensor(row_lengths(positions), device=x.device)[:, None, None, None]
         return self.key_transform(k, positions), v, length.expand(x.shape[0], 1, x.shape[1], 1)
 
     def recall(self, memory: Parts, positions: Positions | None) -> tuple[Tensor, Tensor]:
-        """Return the keys, rotated further to the frequencies for the present length, and the
-        values.
-        """
+        """Return the keys, rotated further for the present length, and the values."""
         k, v, length = memory
         positions = _require_positions(positions)
         return self.key_transform.rerotate(
@@ -280,9 +250,7 @@ class ReRotatedQKV(PreRopeQKV):
 
 
 class RecomputedQKV(ReRotatedQKV):
-    """A projection that caches rotated keys, and raises an error once their frequencies are out of
-    date: the prefix must then be run again (`regard.nn.PrefixRecomputer`).
-    """
+    """A projection that caches rotated keys, and raises once they are out of date."""
 
     def recall(self, memory: Parts, positions: Positions | None) -> tuple[Tensor, Tensor]:
         """Return keys and values as they were stored."""
@@ -315,13 +283,11 @@ def _require_positions(positions: Positions | None) -> Positions:
 
 
 class PrefixRecomputer:
-    """A model with its caches, for the policy "recompute" of `rotary_projection`: the whole prefix
-    is run again whenever a new length changes the rotary frequencies.
+    """A model with its caches, for the policy "recompute" of `rotary_projection`.
 
-    The logits of every call equal those of one pass over the whole prefix. A call that changes the
-    frequencies costs a pass over all n tokens. With `LongRoPE` this happens once, when the text
-    becomes longer than the trained length L; with `DynamicNTK` it happens for every token after L,
-    so that N tokens cost about N^2 / 2 token steps. A call that raises changes nothing.
+    The logits of every call equal those of one pass. A call that changes the frequencies runs the
+    whole prefix: once with `LongRoPE`, but with `DynamicNTK` for every token after the trained
+    length.
 
     Args:
         model: a `Decoder`, or another module with the same `forward` and `new_caches`.
@@ -337,8 +303,7 @@ class PrefixRecomputer:
     >>> prefix(torch.tensor([[1, 2]]), Span(0, 2)).shape, prefix.reruns
     (torch.Size([1, 2, 7]), 0)
 
-    Source: the code released with Phi-3 (arXiv 2404.14219), which drops its cache when LongRoPE
-    switches from the short to the long factors.
+    Source: the code released with Phi-3 (arXiv 2404.14219), which drops its cache.
     """
 
     def __init__(self, model: nn.Module) -> None:

@@ -1,7 +1,4 @@
-"""Projections that cache fewer values than one key and one value per head: tensor products of small
-factors (TPA), one wide head with low-rank queries (MFA), keys tied to values (GTA), keys as values
-(Gemma 4), and one vector that is key and value (DeepSeek-V4).
-"""
+"""Projections that cache fewer values than a key and a value per head, such as TPA, MFA, GTA."""
 
 from __future__ import annotations
 
@@ -103,8 +100,7 @@ class TensorProductHeads(nn.Module):
 
 
 class TensorProductProjection(Projection, nn.Module):
-    """The projection of tensor product attention (TPA): queries, keys and values are sums of
-    products of two factors. A cache stores the factors of keys and values.
+    """The projection of tensor product attention (TPA), of which a cache stores factors.
 
     k_h = 1/R sum_r a_rh R_s b_r, and q_h and v_h likewise, v without rotation; stored: all a_rh and
     the rotated b_r of k and v, (R_k + R_v)(H + D) values
@@ -179,8 +175,7 @@ class LowRankMap(nn.Module):
 
 
 class LowRankHeads(HeadProjection):
-    """A `HeadProjection` whose linear map goes through a smaller space: W_up norm(W_down x), split
-    into heads.
+    """A `HeadProjection` through a smaller space: W_up norm(W_down x), split into heads.
 
     Source: Hu et al. 2024 (arXiv 2412.19255), section 3.2.
     """
@@ -203,8 +198,7 @@ class LowRankHeads(HeadProjection):
 
 
 class TiedProjection(Projection, nn.Module):
-    """The projection of grouped-tied attention (GTA): the first half of a key is the first half of
-    its value, and the second half is one rotary key that all heads share.
+    """The projection of grouped-tied attention (GTA): half a key is half its value.
 
     v_g = W_v,g x;  k_g = [first half of v_g; R_s W_r x];  q_h = [W_q,h x; R_t W_q',h x]; stored:
     v_g of each group and the rotated half, G D + D/2 values
@@ -233,9 +227,7 @@ class TiedProjection(Projection, nn.Module):
         return self._rotate_half(self.q(x, positions), positions)
 
     def remember(self, x: Tensor, positions: Positions) -> Parts:
-        """Return the values of all groups in one head [B,1,S,G*D], and the rotated half of the keys
-        [B,1,S,D/2].
-        """
+        """Return the values in one head [B,1,S,G*D], and the rotated half [B,1,S,D/2]."""
         v = self.v(x, positions).transpose(1, 2).flatten(2)  # [B,G,S,D] -> [B,S,G D]
         return v[:, None], self.rotary(self.rotated(x, positions), positions)
 
@@ -254,9 +246,7 @@ class TiedProjection(Projection, nn.Module):
         return ProjectionShape(self.q.heads, G, D, D, (G * D, self.half_dim))
 
     def explain_inputs(self, query: ProjectionQuery) -> InputSteps:
-        """Return the steps of queries and keys; a key is joined from its value and the rotated
-        half.
-        """
+        """Return the steps of queries and keys, joined from value and rotated half."""
         q = projection_step("q", self.q(query.x, query.positions)[0], self.q.linear)
         rotated_query = self._rotate_half(q.values[None], query.positions)[0]
         v = projection_step("v", self.v(query.memory, query.k_positions)[0], self.v.linear)
@@ -282,8 +272,7 @@ class TiedProjection(Projection, nn.Module):
 
 
 class KeysAsValues(Projection, nn.Module):
-    """A projection whose values are the projected keys before the steps on keys, with steps of
-    their own: the matrix of the values is left out.
+    """A projection whose values are the projected keys, with steps of their own.
 
     y = W_k x;  k = key steps(y);  v = value steps(y)
 
@@ -297,7 +286,6 @@ class KeysAsValues(Projection, nn.Module):
     Raises:
         ArgumentError: G does not divide H, or q and k differ in head dim.
 
-    >>> import torch
     >>> project = KeysAsValues(HeadProjection(8, 4, 2), HeadProjection(8, 2, 2))
     >>> k, v = project.remember(torch.randn(1, 3, 8), None)
     >>> torch.equal(k, v), project.shape.memory
@@ -341,9 +329,7 @@ class KeysAsValues(Projection, nn.Module):
         return ProjectionShape(self.q.heads, G, D, D, (G * D, G * D))
 
     def explain_inputs(self, query: ProjectionQuery) -> InputSteps:
-        """Return the steps of queries, keys and values; the values start from the projected
-        keys.
-        """
+        """Return the steps of queries, keys and values, which start from projected keys."""
         first = projection_step("k", self._heads(query.memory)[0], self.k.linear)
         first = first._replace(equation=f"v_{first.equation.partition('_')[2]}, the projected key")
         return InputSteps(
@@ -359,8 +345,7 @@ class SharedKeyValue(Projection, nn.Module):
 
     k = v = steps(W_kv x)
 
-    If the steps rotate it, the result of attention is rotated by all positions of the keys; the
-    step `InverseRotary` on the result makes it depend on distances only.
+    If a step rotates it, `InverseRotary` on the result makes it depend on distances only.
 
     Args:
         q: a `HeadProjection` to H query heads of D.

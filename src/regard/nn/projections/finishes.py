@@ -1,6 +1,4 @@
-"""What changes the result of attention before the output map: gates of heads and of channels,
-differences of heads, the removal of a token's own value, and the rotation back of rotated values.
-"""
+"""What changes the result of attention before the output map."""
 
 from __future__ import annotations
 
@@ -32,11 +30,7 @@ from regard.units import plural
 
 
 class QueryTokens(NamedTuple):
-    """What a step on the result of attention may read: the tokens of the queries.
-
-    Attributes:
-        x: the hidden states [B,T,M] that the queries were computed from.
-    """
+    """What a step on the result of attention may read: states x [B,T,M] of the queries."""
 
     x: Tensor
     positions: Positions | None
@@ -61,9 +55,7 @@ class QueryTokens(NamedTuple):
 
 
 class HeadFinish(nn.Module):
-    """Base class of the steps on the result of attention: a module called as step(z [B,H,T,E],
-    tokens), which returns [B,H',T,E].
-    """
+    """Base class of the steps on the result: step(z [B,H,T,E], tokens) -> [B,H',T,E]."""
 
     is_positional: ClassVar[bool] = False
     """Whether the step is defined only together with the rotation of the layer."""
@@ -74,8 +66,7 @@ class HeadFinish(nn.Module):
 
 
 class GatedProjection(WrappedProjection):
-    """A projection with an output gate: every element of the heads is multiplied by a gate that is
-    computed from the hidden state of the query.
+    """A projection with an output gate for every element, computed from the query's state.
 
     z' = z * sigmoid(gate(x))
 
@@ -91,8 +82,7 @@ class GatedProjection(WrappedProjection):
     >>> gated.postprocess(torch.ones(1, 4, 3, 2), torch.zeros(1, 3, 8))[0, 0, 0]
     tensor([0.5000, 0.5000], grad_fn=<SelectBackward0>)
 
-    Source: Qiu et al. 2025 (arXiv 2505.06708), section 3 (G1: after the weighted sum, per channel
-    and head).
+    Source: Qiu et al. 2025 (arXiv 2505.06708), section 3 (G1).
     """
 
     def __init__(self, project: Projection, gate: HeadProjection) -> None:
@@ -146,9 +136,7 @@ class FinishedProjection(WrappedProjection):
     def explain_mix(
         self, run: LayerRun, calls: Sequence[CallWeights], call_index: int, head: int, row: int
     ) -> HeadMix | None:
-        """Return the combination of rows of the first step that combines heads, or that of the
-        wrapped projection.
-        """
+        """Return the mix of rows of the first step that has one, or of the wrapped projection."""
         for step in self.finishes:
             if isinstance(step, Explainable):
                 return step.explain_mix(run, calls, call_index, head, row)
@@ -171,17 +159,13 @@ class HeadGate(HeadFinish):
         activation: the function f: "sigmoid" or "softplus".
         bias: whether each head has a learned bias, which starts at 0.
 
-    Raises:
-        ArgumentError: a size is less than 1, or the activation is unknown.
-
     >>> HeadGate(8, 4, activation="softplus")
     HeadGate(
       4 heads, softplus
       (linear): Linear(in_features=8, out_features=4, bias=False)
     )
 
-    Source: Qiu et al. 2025 (arXiv 2505.06708), section 4, headwise gates; softplus: the code of
-    Laguna; a bias for each head: the code of Beam.
+    Source: Qiu et al. 2025 (arXiv 2505.06708), section 4; the code of Laguna, of Beam.
     """
 
     def __init__(
@@ -222,9 +206,6 @@ class PairDifference(Explainable, HeadFinish):
     Args:
         dim: the model dim M.
         heads: the number H of heads of the result; attention has 2 H.
-
-    Raises:
-        ArgumentError: a size is less than 1.
 
     >>> from regard.span import Span
     >>> step, z = PairDifference(8, 2), torch.arange(4.0)[None, :, None, None]
@@ -276,18 +257,13 @@ class PairDifference(Explainable, HeadFinish):
 
 
 class OwnValueRemoval(HeadFinish):
-    """Exclusive self-attention: the part of the result that points along the token's own value is
-    removed.
+    """Exclusive self-attention: the part along the token's own value is removed.
 
     z'_h = z_h - a_h (z_h . v̂) v̂,  v̂ = v / |v| of the same token,  a_h = tanh(alpha_h), or 1
 
     Args:
         heads: the number of heads H.
-        learned: whether a_h is learned; alpha starts at 0, which changes nothing. Otherwise a_h
-            is 1, and z' is orthogonal to v.
-
-    Raises:
-        ArgumentError: heads is less than 1.
+        learned: whether a_h is learned, from alpha = 0, which changes nothing; or it is 1.
 
     >>> OwnValueRemoval(4, learned=True).alpha.shape
     torch.Size([4])
@@ -320,12 +296,9 @@ class OwnValueRemoval(HeadFinish):
 
 
 class InverseRotary(HeadFinish):
-    """The rotation of the result back by the position of the query, for values that were rotated by
-    their own positions.
+    """The rotation of the result back by the position of the query, for rotated values.
 
     z'_i = R(-i) z_i = sum_j p_ij R(j - i) v_j, if the values are R(j) v_j
-
-    The result then depends on distances only, so that shifting all positions changes nothing.
 
     Args:
         rotary: the rotary embedding of the values.
@@ -358,17 +331,13 @@ class InverseRotary(HeadFinish):
 
 
 class DifferentialProjection(SeparateQKV):
-    """The projection of differential attention: each head has two attention patterns over the same
-    values, and the second is subtracted from the first.
+    """The projection of differential attention, of two patterns over the same values.
 
     z_h = (1 - l0) norm((softmax(q1 k1^T / sqrt(D)) - l softmax(q2 k2^T / sqrt(D))) v),
     l = exp(a1 . b1) - exp(a2 . b2) + l0,  l0 = 0.8 - 0.6 exp(-0.3 depth)
 
-    l and l0 are lambda and lambda_init of the paper; a1, b1, a2 and b2 are its lambda_q1,
-    lambda_k1, lambda_q2 and lambda_k2.
-
-    Attention computes 2 H query heads and 2 G key heads: first those of the first pattern, then
-    those of the second.
+    l and l0 are lambda and lambda_init; a1, b1, a2 and b2 are lambda_q1, lambda_k1, lambda_q2 and
+    lambda_k2. The 2 H query and 2 G key heads are those of the first pattern, then of the second.
 
     Args:
         q: a `HeadProjection` to 2 H heads of D.
@@ -406,16 +375,12 @@ class DifferentialProjection(SeparateQKV):
         self.norm = RMSNorm(v.head_dim, eps=1e-5)
 
     def recall(self, memory: Parts, positions: Positions | None) -> tuple[Tensor, Tensor]:
-        """Return the keys of both patterns [B,2G,S,D], and the values repeated for both
-        [B,2G,S,E].
-        """
+        """Return the keys of both patterns [B,2G,S,D], and the values twice [B,2G,S,E]."""
         k, v = super().recall(memory, positions)
         return k, v.repeat(1, 2, 1, 1)
 
     def postprocess(self, z: Tensor, x: Tensor) -> Tensor:
-        """Subtract the second pattern's heads from the first's and normalize: [B,2H,T,E] ->
-        [B,H,T,E].
-        """
+        """Subtract the second pattern's heads and normalize: [B,2H,T,E] -> [B,H,T,E]."""
         first, second = z.chunk(2, dim=1)
         out: Tensor = self.norm(first - self.lambda_full.to(z.dtype) * second)
         return out * (1 - self.lambda_init)
@@ -441,9 +406,7 @@ class DifferentialProjection(SeparateQKV):
 
     @property
     def shape(self) -> ProjectionShape:
-        """2 H query heads and 2 G key heads of D, values of E; a cache stores 2 G D + G E values
-        per token.
-        """
+        """The sizes: a cache stores 2 G D + G E values per token."""
         D, G, E = self.k.head_dim, self.v.heads, self.v.head_dim
         return ProjectionShape(self.q.heads, 2 * G, D, E, (2 * G * D, G * E))
 

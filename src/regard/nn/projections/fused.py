@@ -1,6 +1,4 @@
-"""Projections with other maps than one for each of queries, keys and values: one fused matrix, a
-matrix for each head, none, and a map to the states of an encoder.
-"""
+"""Projections by one fused matrix, a matrix for each head, none, or to an encoder's states."""
 
 from __future__ import annotations
 
@@ -30,15 +28,13 @@ from regard.span import Positions
 from regard.units import plural
 
 QKVRowOrder: TypeAlias = Literal["parts", "heads", "groups"]
-"""The order of the rows in a fused QKV matrix. "parts": all queries, all keys, all values, as in
-GPT-2 and Phi-3; "heads": q, k, v of each head in turn, as in GPT-NeoX and BLOOM; "groups": the
-queries, the key and the value of each group in turn, as in Falcon-40B. All three have one shape, so
-the order cannot be inferred from it."""
+"""The order of the rows in a fused QKV matrix, as in GPT-2 and Phi-3 ("parts"), GPT-NeoX and BLOOM
+("heads") and Falcon-40B ("groups"); it cannot be inferred from the shape.
+"""
 
 
 class IdentityProjection(Projection, nn.Module):
-    """A projection without weights: queries, keys and values are the hidden states themselves, in
-    one head.
+    """A projection without weights: queries, keys and values are the hidden states, in one head.
 
     q = k = v = x
 
@@ -82,14 +78,12 @@ class IdentityProjection(Projection, nn.Module):
 
 
 class PerHeadProjection(HeadProjection):
-    """A `HeadProjection` with a separate linear map for each head. It computes the same function as
-    a `HeadProjection`, which stacks these matrices into one.
+    """A `HeadProjection` with a separate linear map for each head.
 
     x [B,L,M] -> [W_1 x; ...; W_n x] as [B,n,L,d], then the steps
 
     Args:
-        dim, heads, head_dim, bias: as for `HeadProjection`.
-        *steps: as for `HeadProjection`.
+        dim, heads, head_dim, *steps, bias: as for `HeadProjection`.
 
     Raises:
         ArgumentError: a size is less than 1.
@@ -114,8 +108,7 @@ class PerHeadProjection(HeadProjection):
         """Stack the matrices of the heads into one.
 
         Returns:
-            A `HeadProjection` that computes the same heads; it has copies of the matrices and
-            shares the steps.
+            A `HeadProjection` of the same heads, with copies of the matrices and the same steps.
         """
         maps = self.linear.maps()
         weight, bias = maps[0].weight, maps[0].bias is not None
@@ -158,8 +151,7 @@ class FusedQKV(Projection, nn.Module):
         bias: whether the linear map has a bias.
 
     Raises:
-        ArgumentError: a size is less than 1, G does not divide H, the order is unknown, or is
-            "heads" with G != H.
+        ArgumentError: a size is less than 1, G does not divide H, or the order does not fit.
 
     >>> fused = FusedQKV(8, 4, 2, 2)
     >>> fused.linear.weight.shape
@@ -213,9 +205,7 @@ class FusedQKV(Projection, nn.Module):
         return ProjectionShape(self.heads, self.groups, D, D, (self.groups * D,) * 2)
 
     def explain_inputs(self, query: ProjectionQuery) -> InputSteps:
-        """Return the linear map of queries, keys and values, followed by the steps on queries and
-        keys.
-        """
+        """Return the linear map of queries, keys and values, followed by the steps."""
         q = (projection_step("q", self._heads(query.x, 0)[0], self.linear),)
         k = (projection_step("k", self._heads(query.memory, 1)[0], self.linear),)
         v = (projection_step("v", self._heads(query.memory, 2)[0], self.linear),)
@@ -267,9 +257,7 @@ class FusedQKV(Projection, nn.Module):
 def _head_rows(
     heads: int, groups: int, order: QKVRowOrder
 ) -> tuple[list[int], list[int], list[int]]:
-    """Return the indices of the query, the key and the value heads among the H + 2 G heads of a
-    fused matrix.
-    """
+    """Return the indices of query, key and value heads among the H + 2 G heads."""
     if order == "parts":
         kinds = [0] * heads + [1] * groups + [2] * groups
     else:
@@ -290,7 +278,6 @@ class ClippedQKV(FusedQKV):
     Raises:
         ArgumentError: limit is not above 0, or an argument does not suit `FusedQKV`.
 
-    >>> import torch
     >>> clipped = ClippedQKV(8, 4, 4, 2, limit=0.5, bias=False)
     >>> float(clipped.query(1e6 * torch.ones(1, 3, 8), None).detach().abs().max())
     0.5
@@ -323,21 +310,19 @@ class ClippedQKV(FusedQKV):
 
 
 class EncoderStateProjection(Projection, nn.Module):
-    """A projection for attention to an encoder. The values are the encoder states themselves; the
-    keys are the states, or a linear map of them.
+    """A projection for attention to an encoder, whose values are the encoder states themselves.
 
     q = query map(x), or x;  k = key map(h), or h;  v = h; each split into heads
 
     Args:
         query: a linear map [B,T,M] -> [B,T,H*D]; or the size of x, if x itself is the query.
         states: the size of one encoder state h.
-        heads: the number of heads H, which divides every size. The papers use one.
+        heads: the number of heads H, which divides every size.
         key: a linear map of h to H*D; None uses the states as keys, and a cache stores them once.
 
     Raises:
         ArgumentError: a size is not a multiple of heads, or queries and keys differ in size.
 
-    >>> import torch
     >>> states = EncoderStateProjection(nn.Linear(6, 8), 8)  # the score h_t^T W h_s
     >>> states.query(torch.ones(1, 2, 6), None).shape, states.shape.memory
     (torch.Size([1, 1, 2, 8]), (8,))
@@ -375,9 +360,7 @@ class EncoderStateProjection(Projection, nn.Module):
         return self._split(self.q(x))
 
     def remember(self, x: Tensor, positions: Positions | None) -> Parts:
-        """Return the states [B,H,S,E]; if keys have a linear map, return the keys [B,H,S,D] and the
-        states.
-        """
+        """Return the states [B,H,S,E], after the keys [B,H,S,D] if these have a map."""
         _check_width("memory", x, self.states)
         states = self._split(x)
         return (states,) if self.k is None else (self._split(self.k(x)), states)
@@ -388,17 +371,13 @@ class EncoderStateProjection(Projection, nn.Module):
 
     @property
     def shape(self) -> ProjectionShape:
-        """H heads of keys and of states; a cache stores one state per token, and also its key if
-        keys have a linear map.
-        """
+        """The sizes; a cache stores a state per token, and its key if keys have a map."""
         memory = (self.states,) if self.k is None else (self.key_dim, self.states)
         H = self.heads
         return ProjectionShape(H, H, self.key_dim // H, self.states // H, memory)
 
     def explain_inputs(self, query: ProjectionQuery) -> InputSteps:
-        """Return the steps of queries and keys, which are linear maps; the values are the
-        states.
-        """
+        """Return the steps of queries and keys, which are linear maps."""
         k, v = self.recall(self.remember(query.memory, None), None)
         return InputSteps(
             (MechanismStep("projected", "q_i = W_Q s_i", self.query(query.x, None)[0]),),

@@ -1,6 +1,4 @@
-"""Projections: modules that turn hidden states into queries, into the parts that a cache stores
-("memory"), and stored memory back into keys and values.
-"""
+"""Projections of hidden states to queries and stored memory, and of memory to keys and values."""
 
 from __future__ import annotations
 
@@ -33,16 +31,11 @@ from regard.units import plural
 
 
 class Projection(Explainable):
-    """Base class of projections, which compute queries and memory from hidden states, and keys and
-    values from memory.
+    """Base class of projections: queries and memory from states, keys and values from memory.
 
-    A subclass, which is usually also an `nn.Module`, writes `query`, `remember`, `recall` and
-    `shape`. The other methods have defaults for what most projections do not do.
-
-    A projection may have several forms that are equal in exact arithmetic (`has_forms`). That of
-    MLA, for example, either expands the cached latents to keys and values, or multiplies the
-    queries by the expansion matrix and uses the latents as they are. All forms store the same
-    memory, so they can share a cache.
+    A subclass, usually also an `nn.Module`, writes `query`, `remember`, `recall` and `shape`. It
+    may have several forms, equal in exact arithmetic (`has_forms`): MLA expands latents to keys and
+    values, or multiplies queries by the expansion matrix. All forms store the same memory.
     """
 
     cache_unsafe_reason: str | None = None
@@ -55,9 +48,7 @@ class Projection(Explainable):
 
     @property
     def carries_values(self) -> bool:
-        """Whether the projection gives the values of the first layer to the later layers of a
-        decoder, or mixes them with its own.
-        """
+        """Whether the projection gives the values of the first layer, or mixes them in."""
         return False
 
     @property
@@ -90,7 +81,7 @@ class Projection(Explainable):
             positions: positions of their tokens.
 
         Returns:
-            The parts that a cache stores, each [B,n,S,d]: keys and values, or for MLA one latent.
+            The parts, each [B,n,S,d]: keys and values, or for MLA one latent.
         """
         raise NotImplementedError
 
@@ -114,13 +105,12 @@ class Projection(Explainable):
             x: the hidden states [B,T,M] that the queries were computed from.
 
         Returns:
-            The heads [B,H',T,E'] that the output map concatenates and projects; by default z.
+            The heads [B,H',T,E'] for the output map; by default z.
         """
         return z
 
     def postprocess_at(self, z: Tensor, x: Tensor, positions: Positions) -> Tensor:
-        """Transform the result of attention at the positions of the queries, for example by a
-        rotation back.
+        """Transform the result of attention at the queries' positions, as by a rotation back.
 
         Args:
             z: the result of attention [B,H,T,E].
@@ -146,8 +136,7 @@ class Projection(Explainable):
         return self.remember(x, positions)
 
     def adjust_query(self, q: Tensor, positions: Positions, k_positions: Positions) -> Tensor:
-        """Adjust queries to the positions of the keys in memory, for example because rotary
-        frequencies change with the length of the text.
+        """Adjust queries to the positions of the keys, as rotary frequencies need it.
 
         Args:
             q: queries [B,H,T,D].
@@ -163,9 +152,6 @@ class Projection(Explainable):
         self, x: Tensor, q: Tensor, memory: Parts, positions: Positions, k_positions: Positions
     ) -> Bias | None:
         """Compute a bias on the scores from the tokens of a call.
-
-        It is an ordinary bias of the attention call, so that every kernel that takes one serves
-        such a projection, and recordings and explanations show it.
 
         Args:
             x: the hidden states [B,T,M] of the queries.
@@ -199,7 +185,7 @@ class Projection(Explainable):
             visible: the number of keys that a query sees.
 
         Returns:
-            The cost, in the form that needs fewer FLOPs; by default that of softmax attention.
+            The cost, in the form of fewer FLOPs; by default that of softmax attention.
         """
         return SoftmaxSpec(weights, self.shape.parts, self.shape.heads, visible)
 
@@ -229,9 +215,7 @@ class ProjectionShape(NamedTuple):
 
     @property
     def parts(self) -> tuple[tuple[int, int], ...]:
-        """(heads, dim) of each part that a cache stores per token, in the type that `regard.cost`
-        uses.
-        """
+        """(heads, dim) of each part that a cache stores per token, for `regard.cost`."""
         if self.memory == (self.G * self.D, self.G * self.E):
             return self.heads.parts
         return tuple((1, size) for size in self.memory)
@@ -242,22 +226,19 @@ class HeadProjection(nn.Module):
 
     x [B,L,M] -> W x + b -> flat(.) -> split into heads [B,n,L,d] -> step(., positions) -> ...
 
-    The steps run in the given order: `HeadProjection(M, H, D, RMSNorm(D), rotary)` normalizes
-    before it rotates, `HeadProjection(M, H, D, rotary, RMSNorm(D))` after.
+    The steps run in the given order, such as `RMSNorm(D), rotary`.
 
     Args:
         dim: the model dim M.
         heads: the number of heads n.
         head_dim: the size of one head d; heads * head_dim need not be M.
         *steps: modules called as step(x [B,n,L,d], positions), such as a norm or a `Rotary`.
-        flat: a module on [B,L,n*d] that is applied before the split, such as a norm over all heads;
-            None applies none.
+        flat: a module on [B,L,n*d] before the split, such as a norm over all heads; or None.
         bias: whether the linear map has a bias.
 
     Raises:
         ArgumentError: a size is less than 1.
 
-    >>> import torch
     >>> HeadProjection(8, 4, 3)(torch.zeros(1, 5, 8), None).shape
     torch.Size([1, 4, 5, 3])
     """
@@ -291,8 +272,7 @@ class HeadProjection(nn.Module):
             The heads [B,n,L,d].
 
         Raises:
-            ArgumentError, ArgumentTypeError: x is not [batch, length, dim] with the dim and dtype
-                of the linear map.
+            ArgumentError, ArgumentTypeError: x is not [batch, length, dim] of the map's dtype.
         """
         if x.ndim != 3:
             raise ArgumentError(f"x is {tuple(x.shape)}; it must be [batch, length, dim]")
@@ -435,20 +415,17 @@ class FinishedForm(Projection):
 
 
 class SeparateQKV(Projection, nn.Module):
-    """A projection with separate linear maps for queries, keys and values. A cache stores the keys
-    and the values.
+    """A projection with separate linear maps, of which a cache stores keys and values.
 
     Args:
         q: a `HeadProjection` to H query heads.
         k, v: `HeadProjection`s to G key heads and G value heads; G divides H.
-        key_transform: a module that is applied to keys [B,G,S,D] when they are read from memory,
-            not before they are stored, such as a rotary whose frequencies follow the length
-            (`regard.nn.projections.dynamic_rotary`). None applies none.
+        key_transform: a module on keys [B,G,S,D] when they are read from memory, such as a rotary
+            whose frequencies follow the length; or None.
 
     Raises:
         ArgumentError: k and v differ in heads, G does not divide H, or q and k differ in head dim.
 
-    >>> import torch
     >>> q, k, v = (HeadProjection(8, heads, 2) for heads in (4, 2, 2))
     >>> project = SeparateQKV(q, k, v)
     >>> [part.shape[1] for part in project.remember(torch.zeros(1, 5, 8), None)]
@@ -471,9 +448,7 @@ class SeparateQKV(Projection, nn.Module):
         self.cache_unsafe_reason = cache_unsafe_reason(k)
 
     def _check_heads(self, q: HeadProjection, k: HeadProjection, v: HeadProjection) -> None:
-        """Raise unless there are as many value heads as key heads, and q and k have one head
-        dim.
-        """
+        """Raise unless the heads of values and keys, and the dims of q and k, are equal."""
         if k.heads != v.heads or q.head_dim != k.head_dim:
             raise ArgumentError(
                 f"q is {q.extra_repr()}, k is {k.extra_repr()}, v is {v.extra_repr()}; "
@@ -503,9 +478,7 @@ class SeparateQKV(Projection, nn.Module):
         return ProjectionShape(self.q.heads, G, D, E, (G * D, G * E))
 
     def explain_inputs(self, query: ProjectionQuery) -> InputSteps:
-        """Return the steps of the three projections, with `key_transform` as the last one of
-        queries and keys.
-        """
+        """Return the steps of the three projections, with `key_transform` as the last one."""
         q = self.q.explain_steps(query.x, query.positions, "q")
         k = self.k.explain_steps(query.memory, query.k_positions, "k")
         v = self.v.explain_steps(query.memory, query.k_positions, "v")

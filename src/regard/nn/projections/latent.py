@@ -1,7 +1,4 @@
-"""Projections through latents: multi-head latent attention (MLA), of which a cache stores one
-latent and one rotary key per token, and its relatives with several latents (grouped latent
-attention, MLRA).
-"""
+"""Projections through latents: MLA, with one latent and rotary key per token, and its relatives."""
 
 from __future__ import annotations
 
@@ -81,9 +78,7 @@ class LatentHeads(Projection, nn.Module):
         raise NotImplementedError
 
     def parts(self, x: Tensor, positions: Positions) -> tuple[Tensor, Tensor]:
-        """Compute the two parts of the queries: the one without positions [B,H,T,d_nope], and the
-        rotated one [B,H,T,d_rope].
-        """
+        """Compute the plain part [B,H,T,d_nope] and the rotated part [B,H,T,d_rope] of queries."""
         q = self.q(x, positions)
         return q[..., : self.nope_dim], self.rotary(q[..., self.nope_dim :], positions)
 
@@ -111,9 +106,7 @@ class LatentHeads(Projection, nn.Module):
         return AbsorbedLatentProjection(self) if absorb else self
 
     def up(self) -> tuple[Float[Tensor, "H d r"], Float[Tensor, "H E r"]]:
-        """Return the two parts of the matrices that expand latents: W_uk [H,d_nope,r] of keys and
-        W_uv [H,E,r] of values; views, if there is one matrix.
-        """
+        """Return the matrices that expand latents, W_uk [H,d_nope,r] and W_uv [H,E,r]."""
         weights: list[object] = [m.weight for m in self.up_maps()]
         tensors = [w for w in weights if isinstance(w, Tensor)]
         if len(tensors) < len(weights):
@@ -128,9 +121,7 @@ class LatentHeads(Projection, nn.Module):
 
     @property
     def cache_unsafe_reason(self) -> str | None:  # type: ignore[override]
-        """The reason why a cache must not store the rotated key; None unless the rotary frequencies
-        follow the length.
-        """
+        """Why a cache must not store the rotated key; None for fixed frequencies."""
         return cache_unsafe_reason(self.rotary)
 
 
@@ -144,8 +135,7 @@ def check_latent_sizes(form: str, **sizes: int | None) -> None:
 
 
 class AbsorbedLatentProjection(Projection):
-    """The absorbed form of a projection through latents: the queries are multiplied by the key map,
-    and each stored latent is the key/value head of the heads that it serves.
+    """The absorbed form: queries are multiplied by the key map, and latents are key/value heads.
 
     Source: DeepSeek-AI 2024 (arXiv 2405.04434), section 2.1.2.
     """
@@ -164,9 +154,7 @@ class AbsorbedLatentProjection(Projection):
         return self.project.remember(x, positions)
 
     def recall(self, memory: Parts, positions: Positions) -> tuple[Tensor, Tensor]:
-        """Return the latents and rotary keys as keys [B,n,S,r+d_rope], and the latents as values
-        [B,n,S,r].
-        """
+        """Return latents and rotary keys as keys [B,n,S,r+d_rope], latents as values [B,n,S,r]."""
         return self.project.absorbed_memory(memory)
 
     def postprocess(self, z: Tensor, x: Tensor) -> Tensor:
@@ -188,34 +176,28 @@ class AbsorbedLatentProjection(Projection):
 
 
 class LatentProjection(LatentHeads):
-    """The projection of multi-head latent attention (MLA): queries, keys and values through
-    low-rank latents. A cache stores the latent and the rotary key of each token.
+    """The projection of multi-head latent attention (MLA), through low-rank latents.
 
     c_q = norm(W_dq x);  [q_c; q_r]_h = W_uq,h c_q;  q_h = [q_c; R_t q_r]_h
     [c; k_r] = W_dkv x;  stored: m = [norm(c); R_s k_r], r + d_rope values in one head
     [k_c; v]_h = W_ukv,h norm(c);  k_h = [k_c,h; R_s k_r], the rotary key shared by all heads
 
-    There are two forms, equal in exact arithmetic. "expand" computes the equations above: the
-    latents become keys and values of each head. "absorb" multiplies the queries by the key map W_uk
-    instead. The stored latents then serve as the single key/value head of all query heads, without
-    a copy. With attention weights p_hs,
+    There are two forms, equal in exact arithmetic: "expand" computes these equations, "absorb"
+    multiplies the queries by W_uk, so that the stored latents are the only key/value head:
 
     q_h^T k_h = [W_uk,h^T q_c; R_t q_r]_h^T m,  z_h = W_uv,h sum_s p_hs norm(c_s)
 
     Args:
         dim: the model dim M.
         heads: the number of heads H.
-        rotary: the rotary embedding of the rotary part of queries and keys; its dim is d_rope.
-            DeepSeek's checkpoints use the layout "interleaved".
+        rotary: the rotary embedding, of d_rope dims; DeepSeek's layout is "interleaved".
         kv_rank: the size r of the latent of keys and values.
         nope_dim: the dims of a query and key head without rotary positions, d_nope.
         value_dim: the size of a value head, E.
-        q_rank: the size of the latent of queries; None computes queries directly from x, as in
-            DeepSeek-V2-Lite.
+        q_rank: the size of the latent of queries; None: none, as in DeepSeek-V2-Lite.
         bias: whether the two maps to the latents have a bias.
         eps: the epsilon of the two norms.
-        form: "expand", "absorb" or "auto", which selects the form with fewer FLOPs: absorb for few
-            queries against many keys, expand for a prompt.
+        form: "expand", "absorb" or "auto", the one with fewer FLOPs.
 
     Raises:
         ArgumentError: a size is less than 1, eps is negative, or the form is unknown.
@@ -229,8 +211,7 @@ class LatentProjection(LatentHeads):
     >>> type(project.select_form(1, 5)).__name__
     'AbsorbedLatentProjection'
 
-    Source: DeepSeek-AI 2024 (arXiv 2405.04434), equations 37 to 47, and section 2.1.2 on
-    absorption.
+    Source: DeepSeek-AI 2024 (arXiv 2405.04434), equations 37 to 47, and section 2.1.2.
     """
 
     def __init__(
@@ -283,9 +264,7 @@ class LatentProjection(LatentHeads):
         return [self.kv_up.linear]
 
     def absorbed_memory(self, memory: Parts) -> tuple[Tensor, Tensor]:
-        """Return the memory as keys [B,1,S,r+d_rope], and a view of its latents as values
-        [B,1,S,r].
-        """
+        """Return the memory as keys [B,1,S,r+d_rope], and its latents as values [B,1,S,r]."""
         return memory[0], memory[0][..., : self.kv_rank]
 
     @property
@@ -298,8 +277,7 @@ class LatentProjection(LatentHeads):
         """Return the cost of attention through this projection.
 
         Args:
-            weights: the number of parameters of the layer.
-            visible: the number of keys that a query sees.
+            weights, visible: the parameters of the layer, and the keys that a query sees.
 
         Returns:
             The cost specification, which counts the cheaper form.
@@ -322,15 +300,11 @@ class LatentProjection(LatentHeads):
 
     @property
     def scale(self) -> float:
-        """The factor on the scores: 1/sqrt(d_nope + d_rope) times the rotary's softmax factor
-        (`mscale_all_dim` of a YaRN scaling).
-        """
+        """The factor on the scores: 1/sqrt(d_nope + d_rope) times the rotary's softmax factor."""
         return float(self.shape.D**-0.5 * self.rotary.softmax_factor)
 
     def explain_inputs(self, query: ProjectionQuery) -> InputSteps:
-        """Return the steps of queries, keys and values through their latents. The head dim of the
-        recorded keys decides whether they are those of the expanded or of the absorbed form.
-        """
+        """Return the steps through the latents, in the form of the recorded head dim."""
         x, positions, r, n = query.x, query.positions, self.kv_rank, self.nope_dim
         nope, rotated_query = (part[0] for part in self.parts(x, positions))
         q = (
@@ -376,11 +350,8 @@ class LatentProjection(LatentHeads):
 
 
 class NaiveLatentProjection(LatentProjection):
-    """A `LatentProjection` whose cache stores the expanded keys and values of all heads:
-    H (d_nope + d_rope + E) values per token.
-
-    It follows the equations literally, as many implementations do, and serves for comparison. It
-    has no absorbed form. The arguments are those of `LatentProjection`.
+    """A `LatentProjection` that caches expanded keys and values, H (d_nope + d_rope + E) per token,
+    for comparison.
     """
 
     def remember(self, x: Tensor, positions: Positions) -> Parts:
@@ -408,24 +379,19 @@ class NaiveLatentProjection(LatentProjection):
         return ProjectionShape(H, H, D, E, (H * D, H * E))
 
     def spec(self, weights: ParameterCounts, visible: VisibleKeys) -> Spec:
-        """Return the cost of attention with cached keys and values of all heads, as in multi-head
-        attention.
-        """
+        """Return the cost of attention with cached keys and values of all heads."""
         return SoftmaxSpec(weights, self.shape.parts, self.shape.heads, visible)
 
 
 class GroupedLatentProjection(LatentHeads):
-    """The projection of latent attention with n latents per token and b branches. A cache stores
-    the latents and one rotary key.
+    """The projection of latent attention with n latents per token and b branches.
 
     [c_1; ...; c_n; k_r] = W_dkv x;  stored: norm(c_i) of r values each, and R_s k_r
     [k_c; v]_jh = W_ukv,jh norm(c_i) for branch j and head h, with i = (j H + h) // (b H / n)
     k_jh = [k_c,jh; R_s k_r];  z_h = 1/sqrt(b) sum_j softmax(q_h k_jh^T scale) v_jh
 
-    With n latents and one branch, latent i serves H / n heads (grouped latent attention). With n
-    branches, every latent serves all heads (MLRA-4). With one latent it is MLA. As there, the form
-    "expand" computes keys and values of each head, and "absorb" multiplies the queries by the key
-    map; the n latents then serve as key/value heads.
+    With one branch, latent i serves H / n heads (grouped latent attention); with n branches, every
+    latent serves all heads (MLRA-4); with one latent it is MLA, with its two forms.
 
     Source: Zadouri et al. 2025 (arXiv 2505.21487), section 3.3.2; branches: Liu et al. 2026 (arXiv
     2603.02188), and its published code.
@@ -481,9 +447,7 @@ class GroupedLatentProjection(LatentHeads):
         return nope.repeat(1, self.branches, 1, 1), rotated.repeat(1, self.branches, 1, 1)
 
     def remember(self, x: Tensor, positions: Positions) -> Parts:
-        """Return the normalized latents in one head [B,1,S,n*r], and the rotated key
-        [B,1,S,d_rope].
-        """
+        """Return the latents in one head [B,1,S,n*r], and the rotated key [B,1,S,d_rope]."""
         c, rotated = self.kv_down(x).split((self.latents * self.kv_rank, self.rotary.dim), dim=-1)
         c = torch.unflatten(c, -1, (self.latents, self.kv_rank)).unbind(-2)  # n times [B,S,r]
         normed = [norm(y) for norm, y in zip(self.kv_norms, c, strict=True)]
@@ -515,9 +479,7 @@ class GroupedLatentProjection(LatentHeads):
         return list(self.kv_ups)
 
     def absorbed_memory(self, memory: Parts) -> tuple[Tensor, Tensor]:
-        """Return keys [B,n,S,r+d_rope], joined from both parts, and the latents as values
-        [B,n,S,r].
-        """
+        """Return keys [B,n,S,r+d_rope], joined, and the latents as values [B,n,S,r]."""
         c, rotated = self.latents_of(memory), memory[1]
         return torch.cat((c, rotated.expand(-1, c.shape[1], -1, -1)), dim=-1), c
 
@@ -551,9 +513,7 @@ class GroupedLatentProjection(LatentHeads):
         )
 
     def explain_inputs(self, query: ProjectionQuery) -> InputSteps:
-        """Return the steps of queries, keys and values through their latents, in the form whose
-        head dim the recorded keys have.
-        """
+        """Return the steps through the latents, in the form of the recorded head dim."""
         x, positions, r, n = query.x, query.positions, self.kv_rank, self.nope_dim
         nope, rotated = self.parts(x, positions)
         q = MechanismStep(

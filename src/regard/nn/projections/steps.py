@@ -1,6 +1,4 @@
-"""Steps on the heads of a `HeadProjection`: factors that depend on the position of the query, norms
-without a learned weight, limits and activations.
-"""
+"""Steps on the heads of a `HeadProjection`: temperatures, norms, limits, activations."""
 
 from __future__ import annotations
 
@@ -29,8 +27,7 @@ _FACTORS: dict[str, Callable[[Tensor, float, float], Tensor]] = {
 
 
 class QueryTemperature(nn.Module):
-    """A factor on queries that grows with their position, so that the softmax stays sharp over
-    longer contexts.
+    """A factor on queries that grows with their position, for a sharp softmax.
 
     q'_i = tau(i) q_i, with i the position of the token, from 0
 
@@ -40,18 +37,15 @@ class QueryTemperature(nn.Module):
     - "beam": tau = exp(a ln(1 + (i + 1) / n))
     - "mistral_large4": tau_h = a_h ln(i + 1) + b_h, learned, which starts at 1
 
-    The position is that of the token, not of its slot, so that padding on the left changes nothing.
-    The factor is computed in fp64 and rounded once.
+    The position is that of the token, so that padding changes nothing. The factor is in fp64.
 
     Args:
         form: one of these names.
-        scale: the number a; for "mistral_large4" it is ignored.
-        length: the number n, a position; for "mistral_large4" it is ignored.
+        scale, length: the numbers a and n; "mistral_large4" ignores them.
         heads: the number of query heads, which "mistral_large4" needs.
 
     Raises:
-        ArgumentError: the form is unknown, scale is not finite, length is not above 0, or heads is
-            missing.
+        ArgumentError: an argument is out of range, or heads is missing.
 
     >>> from regard.span import Span
     >>> step = QueryTemperature("llama4", scale=0.1, length=8192)
@@ -59,8 +53,7 @@ class QueryTemperature(nn.Module):
     >>> [round(x, 10) for x in factors.flatten().tolist()]
     [1.0, 1.0693147181, 1.2833213344]
 
-    Source: the code of Llama 4, Ministral 3, Inkling, Beam and Mistral Large 4 in transformers;
-    Nakanishi 2025 (arXiv 2501.19399) gives the reason.
+    Source: the code of these models in transformers; Nakanishi 2025 (arXiv 2501.19399).
     """
 
     def __init__(
@@ -124,9 +117,6 @@ class WeightlessRMSNorm(nn.Module):
     Args:
         eps: added to the mean square.
 
-    Raises:
-        ArgumentError: eps is negative.
-
     >>> WeightlessRMSNorm(eps=0.0)(torch.tensor([3.0, 4.0, 0.0, 0.0])).tolist()
     [1.2000000476837158, 1.600000023841858, 0.0, 0.0]
 
@@ -155,9 +145,7 @@ class L2Clip(nn.Module):
     y = u min(1, c / |u|), u = s * x, computed in fp32 or better
 
     Args:
-        limit: the limit c, above 0.
-        factors: the heads and the head dim of the learned factors s, which start at 1; None has
-            none.
+        limit, factors: c > 0, and heads and head dim of learned factors s, from 1, or None.
 
     Raises:
         ArgumentError: limit is not above 0, or a size is less than 1.
@@ -198,13 +186,10 @@ class UnitNorm(nn.Module):
 
     y = s * x / |x|, computed in fp32 or better; s = weight * initial / stored
 
-    The optimizer sees weights near `stored`, whatever the factor starts at.
-
     Args:
         heads: the number of heads n.
         dim: the size of a head d.
-        initial: the value at which each factor s starts.
-        stored: the value at which each weight starts.
+        initial, stored: the values at which each factor s and each weight start.
 
     Raises:
         ArgumentError: a size is less than 1, or initial or stored is not above 0.
@@ -212,8 +197,7 @@ class UnitNorm(nn.Module):
     >>> UnitNorm(1, 2)(torch.tensor([[[[3.0, 4.0]]]])).tolist()
     [[[[0.6000000238418579, 0.800000011920929]]]]
 
-    Source: Loshchilov et al. 2024 (arXiv 2410.01131), equations 15 and 16, and section 2.5 for the
-    stored value.
+    Source: Loshchilov et al. 2024 (arXiv 2410.01131), equations 15 and 16, section 2.5.
     """
 
     def __init__(self, heads: int, dim: int, *, initial: float = 1.0, stored: float = 1.0) -> None:

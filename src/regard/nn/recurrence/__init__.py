@@ -1,3 +1,1 @@
-"""Mechanisms whose memory is a state of fixed size: projections, rules, and the module
-that runs them.
-"""
+"""Mechanisms whose memory is a state of fixed size: projections, rules, and their module."""

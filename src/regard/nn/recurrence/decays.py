@@ -1,7 +1,4 @@
-"""Rules of recurrences whose state is a decayed sum: linear attention, retention, gated linear
-attention, HGRN2, LightNet, RWKV-4, RWKV-6, Mamba-2, the matrix memory of xLSTM, gated slots, and
-cosFormer. `regard.nn.Recurrent` runs them.
-"""
+"""Rules of recurrences whose state is a decayed sum, which `regard.nn.Recurrent` runs."""
 
 from __future__ import annotations
 
@@ -52,10 +49,6 @@ def _by_head(x: Float[Tensor, "B T n"], heads: int) -> Float[Tensor, "B G T d"]:
 class LinearAttentionRule(RecurrenceRule):
     """Linear attention with a feature map, with or without a normalizer.
 
-    Args:
-        feature_map: a name in `regard.linear.FEATURE_MAPS`, or a function or module that keeps the
-            shape.
-
     Source: Katharopoulos et al. 2020 (arXiv 2006.16236), section 3.4.
     """
 
@@ -72,9 +65,7 @@ class LinearAttentionRule(RecurrenceRule):
     def run(
         self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, call: RuleCall
     ) -> tuple[Tensor, Parts]:
-        """Return the results [B,max(H,N),T,E] and the state after the last token: (S, z), or (S,)
-        without a normalizer.
-        """
+        """Return the results [B,max(H,N),T,E] and the last state: (S, z), or (S,)."""
         return linear_attention(
             q,
             k,
@@ -167,14 +158,9 @@ class RetentionRule(RecurrenceRule):
 
 
 class GatedLinearRule(RecurrenceRule):
-    """Gated linear attention: each token decays every channel of the state by a gate, which a
-    low-rank map computes from the token.
+    """Gated linear attention: a low-rank map of each token decays every channel of the state.
 
     g = log sigmoid(W_2 W_1 x + b) / temperature, in fp32 or better
-
-    Args:
-        temperature: a larger temperature keeps gates closer to 1, so that the state decays more
-            slowly.
 
     Source: Yang et al. 2023 (arXiv 2312.06635), section 4.4.
     """
@@ -217,9 +203,7 @@ class HGRN2Rule(RecurrenceRule):
 
     f = b + (1 - b) sigmoid(k);  S <- diag(f) S + (1 - f) v^T;  z = S^T q / sqrt(D)
 
-    Args:
-        lower_bound: b, the smallest forget gate, at least 0 and below 1; upper layers of the paper
-            have a larger one.
+    The smallest forget gate b is in [0, 1); upper layers of the paper have a larger one.
 
     Source: Qin et al. 2024 (arXiv 2404.07904), equation 5; lower bounds: arXiv 2311.04823.
     """
@@ -254,8 +238,7 @@ class HGRN2Rule(RecurrenceRule):
 
 
 class LightNetRule(RecurrenceRule):
-    """The rule of LightNet: gated linear attention whose decays come from a running log-sum-exp, so
-    that in each channel of the keys the weights of all tokens are a softmax.
+    """The rule of LightNet: decays from a running log-sum-exp, so that weights are a softmax.
 
     L_t = log(exp(k_1) + ... + exp(k_t));  S <- diag(exp(L_{t-1} - L_t)) S + exp(k_t - L_t) v_t^T
 
@@ -280,8 +263,7 @@ class LightNetRule(RecurrenceRule):
 
 
 class RWKV6Rule(RecurrenceRule):
-    """The rule of RWKV-6: each token computes a decay for every channel by a low-rank map, and
-    reads itself with a learned weight.
+    """The rule of RWKV-6: a decay for every channel by a low-rank map, and a learned own weight.
 
     z = S^T q + (q . (u k)) v;  S <- diag(exp(g)) S + k v^T;  g = -exp(w + W_2 tanh(W_1 x))
 
@@ -317,8 +299,7 @@ class RWKV6Rule(RecurrenceRule):
 
 
 class RWKV4Rule(RecurrenceRule):
-    """The rule of RWKV-4: in each channel a mean of the values, with weights that decay at a
-    learned rate; the query, called receptance, is a gate.
+    """The rule of RWKV-4: in each channel a decaying mean of values, gated by the receptance q.
 
     z = sigmoid(q) (a + exp(u + k) v) / (b + exp(u + k));  a <- exp(-exp(w)) a + exp(k) v,
     b <- exp(-exp(w)) b + exp(k)
@@ -353,13 +334,11 @@ class RWKV4Rule(RecurrenceRule):
 
 
 class Mamba2Rule(RecurrenceRule):
-    """The rule of Mamba-2 (SSD): one decay per head from a step size, which also scales what a
-    token writes, and a skip from the value to the result.
+    """The rule of Mamba-2 (SSD): one decay per head from a step size, and a skip of the value.
 
     S <- exp(-s exp(A)) S + k (s v)^T;  z = S^T q + d v;  s = clip(softplus(W x + b), limits)
 
-    Here k, q and v are the paper's B, C and x. The limits hold in every form; the reference
-    implementations leave them out when they decode token by token.
+    Here k, q and v are the paper's B, C and x. The limits hold in every form.
 
     Source: Dao and Gu 2024 (arXiv 2405.21060), section 7 and listing 2.
     """
@@ -417,8 +396,7 @@ class Mamba2Rule(RecurrenceRule):
 
 
 class MLSTMRule(RecurrenceRule):
-    """The rule of the matrix memory of xLSTM: exponential input gates, sigmoid forget gates, and a
-    running sum of keys that bounds the result.
+    """The rule of the matrix memory of xLSTM, whose result a running sum of keys bounds.
 
     C <- f C + i k v^T, n <- f n + i k;  z = C^T q / max(|n . q|, 1) with q / sqrt(D);
     i = exp(cap(W_i x + b_i)), f = sigmoid(cap(W_f x + b_f)), cap(y) = c tanh(y / c)
@@ -461,13 +439,12 @@ class MLSTMRule(RecurrenceRule):
 
 
 class SlotRule(RecurrenceRule):
-    """The rule of gated slot attention, and of attention with bounded memory (ABC): a softmax over
-    a few slots, into which every token is written.
+    """The rule of gated slot attention and ABC: a softmax over a few slots of all tokens.
 
     K <- K diag(a) + k (1 - a)^T, V <- diag(a) V + (1 - a) v^T;  z = V^T softmax(K^T q / sqrt(D))
 
-    With gates "sigmoid", a = sigmoid(W x)^(1/temperature). With "softmax", 1 - a is the share of
-    the token in the sum of exp(W x) over all tokens up to it, so that a slot is a weighted mean.
+    With gates "sigmoid", a = sigmoid(W x)^(1/temperature). With "softmax", 1 - a is the token's
+    share in the sum of exp(W x), so that a slot is a weighted mean.
 
     Source: Zhang et al. 2024 (arXiv 2409.07146), section 3; ABC: Peng et al. 2021 (arXiv
     2110.02488), section 3.
@@ -493,9 +470,7 @@ class SlotRule(RecurrenceRule):
     def run(
         self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, call: RuleCall
     ) -> tuple[Tensor, Parts]:
-        """Return the results [B,H,T,E] and the state after the last token: (K, V), and the running
-        log-sum-exp with gates "softmax".
-        """
+        """Return the results [B,H,T,E] and the last state: (K, V), and the lse with "softmax"."""
         logits = _by_head(self.linear(x), self.groups)
         state = call["state"]
         slots, total = (None, None) if state is None else (state[:2], state[2:])
@@ -522,9 +497,7 @@ class CosineRule(LinearAttentionRule):
 
     a_ij = relu(q_i) . relu(k_j) cos(pi (i - j) / (2 period)), divided by the sum of the row
 
-    Args:
-        period: the distance at which a weight reaches 0, in tokens; texts must not be longer,
-            because weights beyond it are negative.
+    At a distance of `period` tokens a weight is 0; texts must not be longer.
 
     Source: Qin et al. 2022 (arXiv 2202.08791), section 3.
     """

@@ -1,6 +1,4 @@
-"""Delta rules of recurrences, in which a token corrects what the state returns for its key, and the
-rules that fit a linear map from keys to values by other means: the Mesa layer and Titans.
-"""
+"""Delta rules of recurrences, in which a token corrects the state, and Mesa and Titans."""
 
 from __future__ import annotations
 
@@ -40,14 +38,12 @@ from regard.span import Positions
 
 
 class LogDecay(nn.Module):
-    """The logarithm of the decay of the state, one number per token and head, computed from the
-    token.
+    """The logarithm of the decay of the state, one number per token and head.
 
     g = -exp(A_log) softplus(W x + dt_bias), in fp32 or better
 
-    The initial values are those of Mamba-2: exp(A_log) is uniform between 1 and 16,
-    softplus(dt_bias) log-uniform between 0.001 and 0.1, so that heads start with memories of
-    different lengths.
+    As in Mamba-2, exp(A_log) begins uniform between 1 and 16, and softplus(dt_bias) log-uniform
+    between 0.001 and 0.1.
 
     Source: Yang et al. 2024 (arXiv 2412.06464), section 3.4; Dao and Gu 2024 (arXiv 2405.21060),
     listing 2.
@@ -67,8 +63,7 @@ class LogDecay(nn.Module):
 
 
 class ChannelLogDecay(nn.Module):
-    """The logarithm of the decay of each channel of the state, computed from the token through a
-    bottleneck.
+    """The logarithm of the decay of each channel of the state, through a bottleneck.
 
     g = -exp(A_log) softplus(W_2 W_1 x + dt_bias);  with a lower bound,
     g = lower_bound * sigmoid(exp(A_log) (W_2 W_1 x + dt_bias)), in fp32 or better
@@ -107,11 +102,7 @@ class ChannelLogDecay(nn.Module):
 
 
 class BottleneckProjection(HeadProjection):
-    """A `HeadProjection` through a bottleneck: x -> W_2 f(W_1 x) + b -> split into heads.
-
-    Args:
-        inner: a module f on [B,L,rank], such as `nn.Tanh()`; None applies none.
-    """
+    """A `HeadProjection` through a bottleneck: x -> W_2 f(W_1 x) + b -> split into heads."""
 
     def __init__(
         self,
@@ -137,13 +128,10 @@ class BottleneckProjection(HeadProjection):
 
 
 class DeltaRule(RecurrenceRule):
-    """The delta rule: a token replaces a share beta = max_beta sigmoid(W x) of the value that the
-    state returns for its key. With `decay` it is the gated delta rule.
+    """The delta rule: a token replaces a share beta = max_beta sigmoid(W x) of its key's value.
 
-    Args:
-        decay: a module [B,T,M] -> log decays [B,G,T], such as `LogDecay`; None applies none.
-        max_beta: the upper bound of beta, above 0 and at most 2. Above 1, a token can reverse the
-            sign of the value that the state returns for its key (negative eigenvalues).
+    With `decay`, a module [B,T,M] -> log decays [B,G,T], it is the gated delta rule. With a
+    max_beta above 1, a token can reverse the sign of a value (negative eigenvalues).
 
     Source: Yang et al. 2024 (arXiv 2406.06484), section 3.3; max_beta = 2: Grazzi et al. 2024
     (arXiv 2411.12537), section 4.
@@ -178,13 +166,9 @@ class DeltaRule(RecurrenceRule):
 
 
 class EraseRule(RecurrenceRule):
-    """The rule of Gated DeltaNet-2, where one gate per key channel says what is erased. The gate of
-    what is written, w, is part of the values (`ConvolvedQKV`).
+    """The rule of Gated DeltaNet-2, with a gate per erased channel, and w in the values.
 
     S' = diag(exp(g)) S;  S <- S' + k (w * v - S'^T (b * k))^T;  b = sigmoid(W_b x)
-
-    Args:
-        decay: a module [B,T,M] -> log decays [B,N,T,D] or [B,N,T], such as `ChannelLogDecay`.
 
     Source: Gated DeltaNet-2 (arXiv 2605.22791), its rule as in the code of flash-linear-attention.
     """
@@ -210,8 +194,7 @@ class EraseRule(RecurrenceRule):
 
 
 class CombaRule(RecurrenceRule):
-    """The rule of Comba: what is erased is found by a key of its own, a learned share of the key,
-    and the query is corrected by it.
+    """The rule of Comba: what is erased has a key of its own, and the query is corrected by it.
 
     p = sigmoid(d_h) k;  S' = exp(g) S;  S <- S' + beta k (v - S'^T p)^T;  z = S^T (q - D_h p)
 
@@ -244,14 +227,10 @@ class CombaRule(RecurrenceRule):
 
 
 class PreconditionedDeltaRule(RecurrenceRule):
-    """Preconditioned Kimi Delta Attention: channels in which the past keys were large are written
-    with smaller steps. A second state sums the squares of the keys.
+    """Preconditioned Kimi Delta Attention: smaller steps where past keys were large.
 
     A <- exp(h) A + a k^2;  r = log(A + eps) - center;  m = x^(-r / (1 + |r|));
     S' = diag(exp(g)) S;  S <- S' + beta (m * k) (v - S'^T k)^T
-
-    Args:
-        decay: a module [B,T,M] -> log decays of S, such as `ChannelLogDecay`.
 
     Source: Preconditioned DeltaNet (arXiv 2604.21100); the code of flash-linear-attention.
     """
@@ -305,8 +284,7 @@ class PreconditionedDeltaRule(RecurrenceRule):
 
 
 class SeveralKeysQKV(ConvolvedQKV):
-    """A projection with n keys and n values per token and head, side by side in one head of width n
-    D and n E.
+    """A projection with n keys and n values per token, in one head of width n D and n E.
 
     Source: Siems et al. 2025 (arXiv 2502.10297), section 3.
     """
@@ -339,8 +317,7 @@ class SeveralKeysQKV(ConvolvedQKV):
 
 
 class DeltaProductRule(RecurrenceRule):
-    """The rule of DeltaProduct: the state decays once per token, then each of the n keys of the
-    token corrects the value that is stored for it.
+    """The rule of DeltaProduct: the state decays once, then each of n keys corrects its value.
 
     beta = max_beta sigmoid(W x), one for each key; keys are scaled to length 1
 
@@ -416,8 +393,7 @@ class MesaRule(RecurrenceRule):
 
 
 class TitansRule(RecurrenceRule):
-    """The linear memory of Titans: a step of gradient descent per token, with momentum, on a memory
-    that forgets; the step, the momentum and what is kept are computed from the token.
+    """The linear memory of Titans: gradient descent with momentum, on a memory that forgets.
 
     step = max_step sigmoid(W_s x);  g = log sigmoid(W_g x + b_g);  e = log sigmoid(W_e x + b_e)
 

@@ -1,6 +1,4 @@
-"""The parts of Mamba (Mamba-1): a projection whose queries and keys are computed behind a short
-convolution, and the rule of the selective scan.
-"""
+"""The parts of Mamba (Mamba-1): its projection, and the rule of the selective scan."""
 
 from __future__ import annotations
 
@@ -28,8 +26,7 @@ MAX_DECAYS = 1 << 24
 
 
 class SelectiveQKV(StatefulQKV):
-    """The projection of Mamba: the values are convolved over the last few tokens, and queries and
-    keys are computed from the convolved values. Its state is the past inputs of the convolution.
+    """The projection of Mamba, whose queries and keys are computed from convolved values.
 
     v = convolution(W_v x);  q = W_q v;  k = W_k v, then the steps of each head
 
@@ -79,19 +76,13 @@ class SelectiveQKV(StatefulQKV):
 
 
 class SelectiveScanRule(RecurrenceRule):
-    """The rule of Mamba (S6): every channel has a state of D values, each with a decay of its own,
-    which depends on the token through the step size of the channel.
+    """The rule of Mamba (S6): a state of D values for every channel, with decays of their own.
 
     S[n] <- exp(-s[n] exp(A[n])) S[n] + k (s[n] v[n]);  z[n] = S[n]^T q + d[n] v[n];
     s = softplus(W_2 norm(W_1 v) + b)
 
-    It is gated linear attention with one query head, one key head, and a value head of size 1 for
-    each channel.
-
-    Args:
-        norm: a module [B,T,rank] -> [B,T,rank]; None applies none.
-        piece: how many tokens of a long text are computed at a time; None is as many as have
-            `MAX_DECAYS` decays, and 64 at least. It does not change the result.
+    It is gated linear attention with one query head, one key head, and value heads of size 1.
+    `piece` tokens of a long text are computed at a time, without an effect on the result.
 
     Source: Gu and Dao 2023 (arXiv 2312.00752), section 3.2 and algorithm 2; with a norm: Lieber et
     al. 2024 (arXiv 2403.19887), section 2.
@@ -130,10 +121,8 @@ class SelectiveScanRule(RecurrenceRule):
     def run(
         self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, call: RuleCall
     ) -> tuple[Tensor, Parts]:
-        """Return the results [B,N,T,1] and the state (S,) after the last token.
-
-        Every token has N D decays, so that long texts are computed in pieces. Without gradients on
-        a CPU, "auto" computes the tokens one by one.
+        """Return the results [B,N,T,1] and the last state (S,), in pieces, since a token has N D
+        decays.
         """
         T, form, state, positions = v.shape[2], call["form"], call["state"], call["k_positions"]
         if form == "auto" and v.device.type == "cpu" and not torch.is_grad_enabled():

@@ -1,7 +1,4 @@
-"""Projections of a recurrence: more value heads than key heads (`GroupedValueQKV`), a short
-convolution over the queries, keys and values of the last few tokens (`ConvolvedQKV`), and a mix of
-each token with the one before it (`TokenShiftQKV`).
-"""
+"""Projections of a recurrence: more value heads, a short convolution, or a token shift."""
 
 from __future__ import annotations
 
@@ -33,8 +30,7 @@ from regard.span import Positions
 
 
 class CausalConvolution(nn.Module):
-    """A causal convolution over the last few tokens, with one filter per channel. It has a state:
-    the inputs of the last n - 1 tokens.
+    """A causal convolution over the last few tokens, whose state is the inputs of n - 1 tokens.
 
     y_t = activation(bias + sum_{i < n} weight[:, n - 1 - i] * x_{t - i})
 
@@ -95,12 +91,8 @@ class CausalConvolution(nn.Module):
 
 
 class JoinedConvolution(nn.Module):
-    """Several causal convolutions over neighbouring channels, run as one. A model has it whose
-    checkpoints store the filters of queries, of keys and of values apart.
-
-    Args:
-        parts: at least one `CausalConvolution`; all have the same number of tokens, the same
-            activation, and no bias.
+    """Several causal convolutions of one form over neighbouring channels, run as one, for
+    checkpoints that store filters apart.
     """
 
     def __init__(self, parts: Sequence[CausalConvolution]) -> None:
@@ -127,9 +119,7 @@ class JoinedConvolution(nn.Module):
     def forward(
         self, x: Float[Tensor, "B T c"], state: Parts | None, positions: Positions | None
     ) -> tuple[Float[Tensor, "B T c"], Parts]:
-        """Convolve the tokens of a call, as `CausalConvolution` does, with the channels of all
-        parts one after another.
-        """
+        """Convolve the tokens of a call, with the channels of all parts one after another."""
         return _convolve(self, x, state, positions)
 
     @property
@@ -162,8 +152,7 @@ ChannelOrder: TypeAlias = Literal["qkv", "vkq"]
 
 
 class GroupedValueQKV(SeparateQKV):
-    """A projection with more value heads than key heads, for a recurrence: each value head has a
-    state, and value head h uses key head h // (N/G).
+    """A projection of a recurrence: value head h has a state, and key head h // (N/G).
 
     Args:
         q: a `HeadProjection` to H query heads.
@@ -202,11 +191,7 @@ class GroupedValueQKV(SeparateQKV):
 
 
 class StatefulQKV(GroupedValueQKV, ABC):
-    """Base class of the projections of a recurrence that read the tokens before, and therefore have
-    a state of their own.
-
-    The arguments are those of `GroupedValueQKV`. A subclass implements `project` and `cost`.
-    """
+    """Base class of projections of a recurrence with a state: `project` and `cost` are missing."""
 
     @abstractmethod
     def project(self, x: Tensor, positions: Positions | None, state: Parts | None) -> ProjectedQKV:
@@ -222,31 +207,24 @@ class StatefulQKV(GroupedValueQKV, ABC):
         return self.project(x, positions, None).q
 
     def remember(self, x: Tensor, positions: Positions | None) -> Parts:
-        """Return the keys [B,G,S,D] and the values [B,N,S,E] of the tokens x at the start of a
-        text.
-        """
+        """Return the keys [B,G,S,D] and the values [B,N,S,E] at the start of a text."""
         return self.project(x, positions, None)[1:3]
 
 
 class ConvolvedQKV(StatefulQKV):
-    """A projection whose queries, keys and values pass through a short causal convolution before
-    they are split into heads. It has a state, the inputs of the convolution of the last tokens.
+    """A projection with a short causal convolution, whose inputs are its state.
 
     [q; k; v] = convolution([W_q x; W_k x; W_v x]), then the steps of each head
 
     Args:
         q, k, v: as for `GroupedValueQKV`; the steps on heads follow the convolution.
-        convolution: a `CausalConvolution`, or a `JoinedConvolution`, over the channels of all
-            heads.
-        value_gate: a `HeadProjection` of x to the value heads, whose sigmoid multiplies the values;
-            None applies none.
-        order: the order of the channels in the convolution: "qkv", or "vkq" as in checkpoints of
-            Mamba-2, where they are called x, B and C.
+        convolution: a `CausalConvolution` or `JoinedConvolution` over all channels.
+        value_gate: a `HeadProjection` of x, whose sigmoid multiplies the values; or None.
+        order: the order of the channels in the convolution: "qkv", or "vkq" as in Mamba-2.
 
     Raises:
-        ArgumentError: the heads do not fit together, a projection has a module before its split
-            into heads, the convolution has another number of channels, the gate other heads than
-            the values, or the order is unknown.
+        ArgumentError: the heads, the convolution or the gate do not fit, or a projection has a
+            module before its split.
 
     >>> q, k, v = (HeadProjection(8, heads, 2) for heads in (2, 2, 4))
     >>> project = ConvolvedQKV(q, k, v, CausalConvolution(16, 4))
@@ -355,8 +333,7 @@ class ConvolvedQKV(StatefulQKV):
 
 
 class TokenShiftQKV(StatefulQKV):
-    """A projection of a mix of each token with the one before it, as in RWKV. It has a state, the
-    hidden states of the last token.
+    """A projection of a mix of each token with the one before it, its state, as in RWKV.
 
     q_t = W_q (c_q x_t + (1 - c_q) x_{t-1}), and likewise k and v, with c per channel
 
@@ -398,10 +375,6 @@ def token_before(
 ) -> tuple[Tensor, Parts]:
     """Return the token before each token (a token shift), and the state after the last one.
 
-    >>> x = torch.arange(3.0)[None, :, None]
-    >>> token_before(x, torch.ones(1), None, None)[0].flatten().tolist()
-    [0.0, 0.0, 1.0]
-
     Source: Peng et al. 2023 (arXiv 2305.13048), section 3.1.
     """
     if x.device != mix.device or not torch.is_autocast_enabled(mix.device.type):
@@ -412,13 +385,7 @@ def token_before(
 
 
 class ProjectedQKV(NamedTuple):
-    """The queries, keys and values of some tokens, and the state of their projection.
-
-    Attributes:
-        q: queries [B,H,T,D].
-        k: keys [B,G,T,D].
-        v: values [B,N,T,E].
-    """
+    """The queries, keys and values of some tokens, and the state of their projection."""
 
     q: Tensor
     k: Tensor

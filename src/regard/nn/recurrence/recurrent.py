@@ -1,6 +1,4 @@
-"""Mechanisms with a state of fixed size instead of a cache of tokens: `Recurrent`, which runs the
-rule of a recurrence, and `GatedConvolution`.
-"""
+"""`Recurrent`, which runs the rule of a recurrence, and `GatedConvolution`."""
 
 from __future__ import annotations
 
@@ -69,9 +67,7 @@ class StateMixer(Mixer):
 
 
 class RuleCall(TypedDict):
-    """What a rule gets beside the tokens, under the names of `regard.linear`: the state after the
-    tokens before, the positions of the tokens, and the form of the computation.
-    """
+    """What a rule gets beside the tokens: the state, the positions and the form."""
 
     state: Parts | None
     k_positions: Positions | None
@@ -79,9 +75,7 @@ class RuleCall(TypedDict):
 
 
 class RecurrenceRule(nn.Module):
-    """Base class of the rules of recurrences, which write tokens into a state and read it with
-    queries. A rule computes gates and decays from x by parameters of its own.
-    """
+    """Base class of the rules of recurrences, which compute gates and decays from x."""
 
     explain_refusal: str | None = None
     """Why `Recurrent.explain_row` cannot give a row of weights; None if it can."""
@@ -100,9 +94,7 @@ class RecurrenceRule(nn.Module):
         positions: Positions | None,
         form: str,
     ) -> tuple[Float[Tensor, "B O T E"], Parts]:
-        """Run the recurrence over the tokens of a call; return the results of max(H,N) heads, and
-        the state after the last token.
-        """
+        """Run the recurrence over a call; return the results of max(H,N) heads and the state."""
         return self.run(x, q, k, v, {"state": state, "k_positions": positions, "form": form})
 
     def run(
@@ -120,9 +112,7 @@ class RecurrenceRule(nn.Module):
         return None
 
     def spec(self, weights: ParameterCounts, shape: HeadShape) -> Spec:
-        """Return the cost of a layer with this rule, from its parameters and the sizes of its
-        heads.
-        """
+        """Return the cost of a layer with this rule, from parameters and heads."""
         raise NotImplementedError
 
 
@@ -133,24 +123,20 @@ class Recurrent(StateMixer):
     out = output(heads of z' concatenated)
 
     Args:
-        project: a `Projection` to H query heads and G key/value heads, with every step on a head;
-            a `GroupedValueQKV` has N value heads, and the result then O = max(H, N) heads instead
-            of H; a `StatefulQKV` has a state of its own, which follows that of the rule.
+        project: a `Projection`, with every step on a head. A `GroupedValueQKV` has N value heads
+            and O = max(H, N) in the result; a `StatefulQKV` has a state of its own.
         rule: a `RecurrenceRule`.
         output: a module [B,T,H*E] -> [B,T,M].
         norm: a module on heads [B,H,T,E] that normalizes the last dim; None applies none.
         gate: the output gate, a `HeadProjection` of x to H heads of E; None applies none.
         gate_activation: f, "silu" or "sigmoid".
         gate_before_norm: whether z' = norm(z * f(gate(x))) instead, as in Mamba-2.
-        documents: the documents of packed text, by position: each starts with an empty state, and
-            nothing passes from one to the next. None is one document. It may be replaced between
-            calls.
+        documents: the documents of packed text, by position, each with an empty state first; None
+            is one. It may be replaced between calls.
 
     Raises:
-        ArgumentError: the gate does not have the heads that the rule returns, or its activation is
-            unknown; in a call, documents have another number of batch rows.
+        ArgumentError: the gate or its activation does not fit, or documents in a call.
 
-    >>> import torch
     >>> from regard.nn.recurrence.delta import DeltaRule
     >>> from regard.nn.variants.projections import separate_qkv
     >>> mixer = Recurrent(separate_qkv(8, 4, 2, 2), DeltaRule(8, 2), nn.Linear(8, 8))
@@ -198,9 +184,7 @@ class Recurrent(StateMixer):
         return self.rule.static_step_refusal
 
     def mix(self, x: Tensor, positions: Positions, cache: Cache | None, backend: str) -> Tensor:
-        """Run the recurrence over x [B,T,M] from the state in the cache. `backend` is the form of
-        the recurrence; "reference" means "recurrent".
-        """
+        """Run the recurrence over x [B,T,M] from the cached state, in the form `backend`."""
         assert cache is None or isinstance(cache, State)
         form = "recurrent" if backend == "reference" else backend
         before = None if cache is None else cache.state
@@ -254,9 +238,8 @@ class Recurrent(StateMixer):
         return z if factor is None or self.gate_before_norm else z * factor
 
     def explain_row(self, run: LayerRun, head: int, row: int) -> EffectiveRow:
-        """Return the coefficients that the rule gives to the values, with the state before and
-        after the query. They exist for every rule that is linear in the values and has one row for
-        all channels of a head; the others say so in `explain_refusal`.
+        """Return the coefficients that the rule gives to the values, with the states around the
+        query.
         """
         T, outputs = run.q.shape[2], self.heads.outputs
         query, key = (head // (outputs // x.shape[1]) for x in (run.q, run.k))
@@ -299,10 +282,7 @@ def row_of_state(
     scores: list[MechanismStep],
     scale: float,
 ) -> EffectiveRow:
-    """Return the coefficients that a state gives to the values for one head and query, with the
-    state before and after the query; read(v, n) runs the recurrence over n tokens, and `result` is
-    that of all.
-    """
+    """Return the coefficients of a state for one head and query; read(v, n) runs n tokens."""
     weights = effective_row(lambda unit: read(unit)[0], run.v, head, row)
     is_visible = torch.arange(run.q.shape[2], device="cpu") <= row
     last = MechanismStep("effective", "", weights.masked_fill(~is_visible, -torch.inf))
@@ -378,12 +358,7 @@ class GatedConvolution(StateMixer):
 
 
 class Piece(NamedTuple):
-    """Neighbouring tokens of a call, in which no row begins a document after the first token.
-
-    Attributes:
-        begins: which rows begin a document with the first token, bool [B or 1]; None if no row
-            does.
-    """
+    """Neighbouring tokens of a call, in which no row begins a document after the first token."""
 
     start: int
     stop: int
@@ -393,8 +368,7 @@ class Piece(NamedTuple):
 def split_at_documents(documents: Document, positions: Positions, length: int) -> list[Piece]:
     """Split the tokens of a call where a row begins a document.
 
-    A token begins a document if its position is one of the bounds. What stands outside of all
-    bounds is text of its own.
+    A token begins a document if its position is one of the bounds.
     """
     everywhere = torch.ones(1, dtype=torch.bool, device="cpu")
     if isinstance(positions, Span) and isinstance(documents.bounds[0], int):
@@ -445,8 +419,6 @@ def wide(x: Tensor) -> Tensor:
 
 
 def initial_step_bias(*shape: int) -> Tensor:
-    """Return random biases b for which softplus(b) is log-uniform between 0.001 and 0.1, so that
-    channels start with memories of different lengths.
-    """
+    """Return random biases b for which softplus(b) is log-uniform between 0.001 and 0.1."""
     step = torch.empty(shape).uniform_(math.log(0.001), math.log(0.1)).exp()
     return step + torch.log(-torch.expm1(-step))  # the inverse of softplus

@@ -1,6 +1,4 @@
-"""Layers of RWKV: the time mixing of RWKV-7, a delta rule over mixes of each token with the one
-before it; and the feed-forward layer of RWKV-4, which reads the token before, with its block.
-"""
+"""Layers of RWKV: the time mixing of RWKV-7, and the channel mixing of RWKV-4."""
 
 from __future__ import annotations
 
@@ -45,19 +43,15 @@ from regard.tracing import is_tracing, named_scope, parent_scope, tap
 
 LARGEST_RATE = math.exp(-0.5)
 """The largest rate at which a channel of the state decays: no decay factor is below
-exp(-LARGEST_RATE) = 0.545."""
+exp(-LARGEST_RATE) = 0.545.
+"""
 
 
 class RWKV7Vectors(NamedTuple):
     """What the recurrence of RWKV-7 reads and writes for some tokens.
 
-    Attributes:
-        q, k: queries (receptances) and written keys [B,H,T,D].
-        v: values [B,H,T,D], those of a later layer mixed with those of the first one.
-        removal: the removal keys [B,H,T,D], of length 1.
-        rate: the in-context learning rates [B,H,T,D], between 0 and 1.
-        log_decay: the logarithms of the decays [B,H,T,D], between -exp(-0.5) and 0.
-        gate: the output gate [B,H,T,D].
+    All are [B,H,T,D]: `removal` keys of length 1, `rate` between 0 and 1, `log_decay` from
+    -exp(-0.5).
     """
 
     q: Tensor
@@ -70,8 +64,8 @@ class RWKV7Vectors(NamedTuple):
 
 
 class RWKV7(StateMixer):
-    """The time mixing of RWKV-7 (Goose): a state per head that decays in every channel, from which
-    each token removes what it holds for one key, and to which it writes another.
+    """The time mixing of RWKV-7 (Goose): tokens remove what a state holds for one key, write
+    another.
 
     y_c = c x + (1 - c) x', with a share c per channel for each of six inputs, x' the token before;
     q, k, v = W y;  w = exp(-exp(-0.5) sigmoid(w_0 + W_2 tanh(W_1 y)));
@@ -79,13 +73,7 @@ class RWKV7(StateMixer):
     v' = v + sigmoid(v_0 + W_2 W_1 y) (v_1 - v), where v_1 are the values of the first layer;
     S <- diag(w) S - (a r) (S^T r)^T + k' v'^T;  z = (norm(S^T q) + (q . (u k')) v') g
 
-    A cache stores S and the last token, at any length.
-
-    Args:
-        is_first: whether this is the first layer, which gives its values to the later ones and has
-            v' = v.
-        documents: the documents of packed text, by position, as in `Recurrent`; None is one
-            document.
+    A cache stores S and the last token. The first layer has v' = v.
 
     Source: Peng et al. 2025 (arXiv 2503.14456), section 4.
     """
@@ -137,9 +125,7 @@ class RWKV7(StateMixer):
         return True
 
     def mix(self, x: Tensor, positions: Positions, cache: Cache | None, backend: str) -> Tensor:
-        """Run the recurrence over x [B,T,M] from the state in the cache. `backend` is the form of
-        the recurrence; "reference" means "recurrent".
-        """
+        """Run the recurrence over x [B,T,M] from the cached state, in the form `backend`."""
         own, first = split_first_values(cache)
         assert own is None or isinstance(own, State)
         form = "recurrent" if backend == "reference" else backend
@@ -157,9 +143,7 @@ class RWKV7(StateMixer):
     def _token_before(
         self, x: Tensor, positions: Positions, past: Parts | None
     ) -> tuple[Tensor, Parts]:
-        """Return the token before each token of x [B,T,M], in every document zeros before the first
-        one, and the last token.
-        """
+        """Return the token before each of x [B,T,M], zeros in a new document, and the last."""
 
         def shift(
             part: Tensors, positions: Positions, state: Parts | None
@@ -248,9 +232,7 @@ class RWKV7(StateMixer):
         )
 
     def explain_row(self, run: LayerRun, head: int, row: int) -> EffectiveRow:
-        """Return the coefficients that the state gives to the values, with the state before and
-        after the query. The norm, the weight of the token itself and the gate come after.
-        """
+        """Return the coefficients of the state before norm and gate, and the states around."""
         T = run.q.shape[2]
         before, _ = self._token_before(run.x, Span(0, T), None)
         # the values of the run contain the mix with the first layer
@@ -287,8 +269,7 @@ def _by_channel(weight: Tensor) -> Tensor:
 
 
 class ChannelMix(StateMixer):
-    """The feed-forward layer of RWKV-4: a squared ReLU and a gate, both of a mix of each token with
-    the one before it. Its state is the last token.
+    """The feed-forward layer of RWKV-4, of a mix with the token before, its state.
 
     y_t = sigmoid(W_r (c_r x_t + (1 - c_r) x_{t-1})) * W_v max(W_k (c_k x_t + (1 - c_k) x_{t-1}),
     0)^2, with c per channel
@@ -313,9 +294,7 @@ class ChannelMix(StateMixer):
         self.down = Linear(hidden, dim, bias=False)
 
     def mix(self, x: Tensor, positions: Positions, cache: Cache | None, backend: str) -> Tensor:
-        """Apply the layer to x [B,T,M] behind the token in the cache; it is the same for every
-        backend.
-        """
+        """Apply the layer to x [B,T,M] behind the token in the cache."""
         assert cache is None or isinstance(cache, State)
         past: Parts | None = None if cache is None else cache.state
         before, past = token_before(x, self.mix_k, past, positions)
@@ -332,8 +311,7 @@ class ChannelMix(StateMixer):
 
 
 class TwoMixerBlock(Block):
-    """A block of two mechanisms, one after the other, each with a residual connection: the second
-    is in the place of the feed-forward layer. Its cache is a `Joined` of both.
+    """A block of two mechanisms, each with a residual connection; its cache is a `Joined`.
 
     Source: Peng et al. 2023 (arXiv 2305.13048), figure 2.
     """

@@ -1,8 +1,7 @@
-"""The options that several constructors of the catalogue have in common, whose meaning, type and
-default stand here once, and the docstrings that are composed of them.
+"""The options that several constructors of the catalogue have in common.
 
-A constructor takes such a set as `**options: Unpack[Rotated]`, so that type checkers and editors
-know its names and types; `variant` reads the defaults and the meanings.
+A constructor takes such a set as `**options: Unpack[Rotated]`; `variant` reads defaults and
+meanings, which stand here once, and composes docstrings of them.
 """
 
 from __future__ import annotations
@@ -27,14 +26,7 @@ from typing import (
 
 @dataclass(frozen=True)
 class Option:
-    """What a user should know of one option.
-
-    Args:
-        meaning: what it is, with the letter of the equation.
-        default: its default; without one (...), the option must be given.
-        example: its value in the small example of a mechanism, where a value is needed.
-        published: its value in a published model, where a value is needed.
-    """
+    """What a user should know of one option."""
 
     meaning: str
     default: object = ...
@@ -105,8 +97,7 @@ class SharedValued(Valued, total=False):
 
 
 def shared_options(options: Any) -> dict[str, Parameter]:
-    """Return the options of a set such as `Rotated` as keyword parameters, whose annotations have
-    the `Option`.
+    """Return the options of a set such as `Rotated` as keyword parameters.
 
     >>> [str(each.replace(annotation=int)) for each in shared_options(HeadSize).values()]
     ['head_dim: int = None']
@@ -127,9 +118,7 @@ def find_option(annotation: Any) -> Option:
 
 
 def _annotations(options: Any) -> dict[str, Any]:
-    """Return the annotations of a set of options, with those that it inherits, without
-    `Required`.
-    """
+    """Return the annotations of a set of options and its bases, without `Required`."""
     hints = get_type_hints(options, include_extras=True)
     return {
         name: get_args(kind)[0] if get_origin(kind) is Required else kind
@@ -164,9 +153,7 @@ def help_text(
     shapes: str,
     example: Mapping[str, object],
 ) -> str:
-    """Return the docstring of a constructor: what its entry says, with the equation, the shapes,
-    all arguments, the errors, an example and the source.
-    """
+    """Return the docstring of a constructor: its entry's, with equation, shapes and arguments."""
     prose, _, runnable = re.sub(r"Args:\n( +.*\n?)+\n*", "", docstring).partition(">>>")
     summary, *remarks = prose.strip().split("\n\n")
     arguments = [_filled(f"{n}: {meanings[n]}") for n in signature.parameters]

@@ -27,9 +27,7 @@ def separate_qkv(
     value_dim: int | None = None,
     bias: bool = False,
 ) -> SeparateQKV:
-    """Build separate projections to queries, keys and values, with steps on query and key heads,
-    such as a `Rotary`.
-    """
+    """Build separate projections to queries, keys and values, with steps on heads."""
     return SeparateQKV(
         HeadProjection(dim, heads, head_dim, *steps, bias=bias),
         HeadProjection(dim, groups, head_dim, *steps, bias=bias),
@@ -48,9 +46,8 @@ CAUSAL = Causal()
 class Start:
     """The sizes and maps of grouped-query attention, from which most entries start.
 
-    Its arguments are options of the sets in `options`. Without groups there are H, without a head
-    dim it is M / H, without a value dim it is the head dim, and without a base there are no rotary
-    positions.
+    Without groups there are H, without a head dim it is M / H, without a value dim it is the head
+    dim, and without a base there are no rotary positions.
     """
 
     def __init__(
@@ -97,17 +94,13 @@ class Start:
     def attention(
         self, project: Projection | None = None, *, mask: Mask | None = CAUSAL, **parts: Any
     ) -> Attention:
-        """Return softmax attention, causal and with `qkv()` if nothing else is given, with other
-        parts of `Attention`.
-        """
+        """Return softmax attention, by default causal and with `qkv()`."""
         project = self.qkv() if project is None else project
         return Attention(project, self.output(), mask=mask, **parts)
 
 
 class ValueHeadStart(Start):
-    """The sizes and maps of a recurrence, whose N value heads, each with a state, may be more than
-    its G key heads.
-    """
+    """The sizes and maps of a recurrence with N value heads, each with a state."""
 
     def __init__(
         self, dim: int, heads: int, *, value_heads: int | None = None, **sizes: Any
@@ -125,9 +118,7 @@ class ValueHeadStart(Start):
         return GroupedValueQKV(self.q(*steps), self.kv(*steps), self.values(*value_steps))
 
     def convolved(self, kernel: int, *steps: nn.Module) -> ConvolvedQKV:
-        """Return the three maps with a short convolution and a swish activation, then steps on
-        queries and keys.
-        """
+        """Return the maps with a short convolution and swish, then steps on queries and keys."""
         q, k, v = self.q(*steps), self.kv(*steps), self.values()
         channels = (self.heads + self.groups) * self.D + self.value_heads * self.E
         return ConvolvedQKV(q, k, v, CausalConvolution(channels, kernel))
@@ -142,11 +133,7 @@ class ValueHeadStart(Start):
 
 
 def half_head_dim(dim: int, heads: int) -> int:
-    """Return the head dim M / 2H of a mechanism whose keys are half as wide as usual.
-
-    Raises:
-        ArgumentError: M / 2H is not whole.
-    """
+    """Return the head dim M / 2H of keys that are half as wide as usual, if it is whole."""
     if heads < 1 or dim % (2 * heads):
         raise ArgumentError(
             f"dim is {dim}; it must be divisible by 2 * heads = {2 * heads}, or give head_dim, "
@@ -157,22 +144,14 @@ def half_head_dim(dim: int, heads: int) -> int:
 
 
 def is_first_layer(layer: int) -> bool:
-    """Return whether the index of a layer is that of the first one.
-
-    Raises:
-        ArgumentError: the index is negative.
-    """
+    """Return whether the index of a layer is that of the first one; raise below 0."""
     if layer < 0:
         raise ArgumentError(f"layer is {layer}; it must be at least 0", argument="layer")
     return layer == 0
 
 
 def is_last_of_period(layer: int, every: int) -> bool:
-    """Return whether a layer is the last one of a period of n layers.
-
-    Raises:
-        ArgumentError: the index is negative, or the period is less than 1.
-    """
+    """Return whether a layer is the last of a period of n layers; raise for bad numbers."""
     if layer < 0 or every < 1:
         raise ArgumentError(
             f"layer is {layer} and every is {every}; layer must be at least 0, and every at "

@@ -1,6 +1,4 @@
-"""The registry of the catalogue: `VARIANTS` has every mechanism by name, with what its entry says
-of it; `variant` makes the constructor that a user calls from an entry.
-"""
+"""The registry `VARIANTS` of mechanisms, and `variant`, which makes a constructor of an entry."""
 
 from __future__ import annotations
 
@@ -35,23 +33,12 @@ M = TypeVar("M", bound=nn.Module)
 VariantFamily: TypeAlias = Literal[
     "softmax", "latent", "linear", "memory", "selected", "cross", "additive"
 ]
-"""The kind of a mechanism, which depends on the operation that it calls and on the content of its
-cache."""
+"""The kind of a mechanism, by its operation and the content of its cache."""
 
 
 @dataclass(frozen=True)
 class Group:
-    """Mechanisms of one family that have an idea in common.
-
-    Attributes:
-        name: how an entry names it.
-        family: the kind of the mechanisms.
-        title: what they have in common, in a few words.
-
-    >>> from regard.nn.variants.registry import GROUPS
-    >>> [variant.name for variant in GROUPS[0].variants()]
-    ['bahdanau', 'luong']
-    """
+    """Mechanisms of one family that have an idea in common."""
 
     name: str
     family: VariantFamily
@@ -86,8 +73,7 @@ GROUPS = (
     Group("regression", "linear", "regression while reading, and convolution"),
     Group("memory", "memory", "a compressive memory"),
 )
-"""Every group, in the order in which they are taught: from the first attention of recurrent
-networks to compressive memories. `regard describe` and docs/catalogue.md list the mechanisms so."""
+"""Every group, in the order in which they are taught, also by `regard describe`."""
 
 
 @dataclass(frozen=True)
@@ -110,7 +96,6 @@ class Variant:
         example_options: options of a small example with dim 32 and 4 heads, for tests and drawings.
         published_options: sizes of a published model, for the options that have no default.
 
-    >>> from regard.nn.variants import VARIANTS
     >>> VARIANTS["gqa"].summary
     'Grouped-query attention: H/G query heads share each key/value head.'
     >>> VARIANTS["mqa"].users
@@ -175,14 +160,9 @@ def variant(
 ) -> Callable[[Callable[P, M]], Callable[P, M]]:
     """Register an entry of the catalogue, and make the constructor that users call.
 
-    The entry's function has `**options: Unpack[...]` of a set of options, and options of its own
-    beside it, whose meanings stand below `Args:` in its docstring; a line there for an option of
-    the set replaces the set's meaning. The constructor has all of them in its signature, with their
-    defaults, and a docstring with equation, options, errors, an example and the source.
-
-    The other arguments are what `Variant` says of them. `where` has symbols of the equation that
-    have another meaning in other equations, as "s: score; p: weight"; `example` and `published`
-    have values beside those of the set.
+    An entry takes `**options: Unpack[...]` of a set, and own options with meanings below `Args:`,
+    which replace the set's. `where` has symbols with another meaning, as "s: score; p: weight";
+    `example` and `published` have values beside those of the set.
     """
     (own_group,) = (each for each in GROUPS if each.name == group)
 
@@ -239,9 +219,7 @@ def variant(
 
 
 def _signature(entry: Callable[..., object]) -> inspect.Signature:
-    """Return the signature of an entry with the options of its set one by one; those without a
-    default come first, and groups before the others.
-    """
+    """Return the signature of an entry with all options, those without a default first."""
     hints = typing.get_type_hints(entry, include_extras=True)
     signature = inspect.signature(entry)
     sizes: list[Parameter] = []
@@ -263,11 +241,7 @@ def _signature(entry: Callable[..., object]) -> inspect.Signature:
 def _bind(
     name: str, signature: inspect.Signature, args: Sequence[object], keywords: Mapping[str, object]
 ) -> inspect.BoundArguments:
-    """Return the arguments of a constructor with its defaults.
-
-    Raises:
-        ArgumentTypeError: an argument is unknown or missing, or None where None has no meaning.
-    """
+    """Return the arguments of a constructor with its defaults, or raise about an option."""
     check_keyword_names(name, keywords, list(signature.parameters))
     try:
         arguments = signature.bind_partial(*args, **keywords)
@@ -304,24 +278,13 @@ def _values(options: Mapping[str, Option], use: str) -> dict[str, object]:
 
 
 def in_teaching_order() -> list[Variant]:
-    """Return every mechanism of the catalogue in the order in which it is taught.
-
-    >>> from regard.nn.variants.registry import in_teaching_order
-    >>> [variant.name for variant in in_teaching_order()][:5]
-    ['bahdanau', 'luong', 'weightless', 'single_head', 'causal']
-    """
+    """Return every mechanism of the catalogue in the order in which it is taught."""
     return [entry for group in GROUPS for entry in group.variants()]
 
 
 def find_variant(name: str) -> Variant:
-    """Return the mechanism of this name, in upper or lower case, with - or _ between words, or of a
-    short name such as `linear`.
-
-    Raises:
-        ArgumentError: no mechanism has this name.
-
-    >>> find_variant("MQA").family, find_variant("Gated-Delta").name
-    ('softmax', 'gated_delta_net')
+    """Return the mechanism of this name, whatever its case, with - or _, or of a short name such as
+    `linear`.
     """
     name = name.lower().replace("-", "_")
     name = ALIASES.get(name, name)
@@ -357,22 +320,12 @@ def build(name: str, dim: int, heads: int, **options: object) -> nn.Module:
 
 
 def option_names(entry: Variant) -> tuple[str, ...]:
-    """Return the names of the options of a constructor, without dim and heads.
-
-    >>> from regard.nn.variants import VARIANTS
-    >>> option_names(VARIANTS["gqa"])
-    ('groups', 'head_dim', 'base', 'layout')
-    """
+    """Return the names of the options of a constructor, without dim and heads."""
     return tuple(inspect.signature(entry.build).parameters)[2:]
 
 
 def required_options(entry: Variant) -> tuple[str, ...]:
-    """Return the names of the options without a default.
-
-    >>> from regard.nn.variants import VARIANTS
-    >>> required_options(VARIANTS["sliding_window"])
-    ('groups', 'window')
-    """
+    """Return the names of the options without a default."""
     parameters = inspect.signature(entry.build).parameters
     return tuple(
         name for name in option_names(entry) if parameters[name].default is inspect.Parameter.empty
@@ -380,15 +333,7 @@ def required_options(entry: Variant) -> tuple[str, ...]:
 
 
 def parse_options(settings: Sequence[str], entry: Variant) -> dict[str, object]:
-    """Return the values of options written as name=value, each a Python literal, or else a string.
-
-    Raises:
-        ArgumentError: an entry is not name=value, or the constructor has no such option.
-
-    >>> from regard.nn.variants import VARIANTS
-    >>> parse_options(["window=512", "base=1e6"], VARIANTS["sliding_window"])
-    {'window': 512, 'base': 1000000.0}
-    """
+    """Return the values of options written as name=value, each a Python literal or a string."""
     options: dict[str, object] = {}
     for setting in settings:
         name, equals, value = setting.partition("=")
@@ -412,17 +357,7 @@ def parse_options(settings: Sequence[str], entry: Variant) -> dict[str, object]:
 
 
 def check_options(entry: Variant, options: Mapping[str, object]) -> dict[str, object]:
-    """Check the names and types of options, and convert lists to tuples. The constructor itself
-    checks their values.
-
-    Raises:
-        ArgumentError: an option is unknown, missing, or of another type than the constructor's
-            signature says.
-
-    >>> from regard.nn.variants import VARIANTS
-    >>> check_options(VARIANTS["packed"], {"groups": 2, "bounds": [0, 5]})
-    {'groups': 2, 'bounds': (0, 5)}
-    """
+    """Check the names and types of options, and convert lists to tuples."""
     for name in options:
         if name not in option_names(entry):
             raise ArgumentError(
@@ -449,9 +384,7 @@ def _type_name(annotation: object) -> str:
 
 
 def _fits(value: object, expected: object) -> bool:
-    """Return whether a plain value is of the expected type. An int is accepted as a float, and a
-    list as a tuple or a sequence.
-    """
+    """Return whether a plain value is of the expected type, an int also of float."""
     origin, inner = typing.get_origin(expected), typing.get_args(expected)
     if origin in (typing.Union, types.UnionType):
         return any(_fits(value, kind) for kind in inner)

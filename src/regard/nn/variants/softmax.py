@@ -161,7 +161,6 @@ def stacked(split: Attention) -> Attention:
     Returns:
         Attention with copies of these matrices, stacked; it shares the output map.
 
-    >>> import torch
     >>> split, x = mha_per_head(8, 2), torch.randn(1, 5, 8)
     >>> torch.allclose(stacked(split)(x), split(x), atol=1e-6)
     True

@@ -1,6 +1,4 @@
-"""The symbols of the equations of the catalogue: what a symbol means in every equation where its
-entry gives no other meaning.
-"""
+"""The symbols of the equations of the catalogue, where an entry gives no other meaning."""
 
 from __future__ import annotations
 
@@ -89,18 +87,7 @@ _ENGLISH = frozenset(
 def equation_symbols(entry: Variant) -> dict[str, str]:
     """Return the symbols of a mechanism with their meanings, in the order of its equation.
 
-    Args:
-        entry: the mechanism.
-
-    Returns:
-        Symbol to meaning. The index of a symbol such as q_h has a line of its own.
-
-    Raises:
-        KeyError: a symbol has no meaning.
-
-    >>> from regard.nn.variants import VARIANTS
-    >>> equation_symbols(VARIANTS["causal"])["D"]
-    'width of a query and key head'
+    The index of a symbol such as q_h has a line of its own; a KeyError names what has no meaning.
     """
     known = {**SYMBOLS, **entry.symbols}
     meanings: dict[str, str] = {}

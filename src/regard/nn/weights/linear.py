@@ -40,11 +40,9 @@ def linear(
 ) -> Float[Tensor, "*L N"]:
     """Compute y = W x + b.
 
-    On a CPU, a few rows are computed by `regard.ops.gemv`, which reads the weight at memory
-    bandwidth in every dtype. Torch multiplies fp16 matrices with many rows slowly (LOG.md).
-    Therefore, if x has at least `FP16_MATMUL_ROWS` rows, `regard.ops.fp16_linear` multiplies them
-    where the processor has AMX; on other processors the weight is converted to fp32 block by
-    block. The result is rounded to fp16 once.
+    On a CPU, `regard.ops.gemv` computes a few rows. From `FP16_MATMUL_ROWS` rows on, torch is slow
+    in fp16 (LOG.md): `regard.ops.fp16_linear` takes them with AMX, otherwise the weight is
+    converted to fp32 block by block.
     """
     y = try_gemv(x, weight, bias)
     return _linear_by_matmul(x, weight, bias, block) if y is None else y
@@ -53,11 +51,7 @@ def linear(
 def _linear_by_matmul(
     x: Tensor, weight: Tensor, bias: Tensor | None, block: int, product: Fp32Product = "torch"
 ) -> Tensor:
-    """Compute W x + b by matrix products; fp16 by `fp16_linear`, or in fp32, by oneDNN where it
-    runs.
-
-    fp32 maps are multiplied by oneDNN only if `product` says so (`set_fp32_product`).
-    """
+    """Compute W x + b by matrix products; by oneDNN only where `product` says so."""
     check_linear_map(x, weight, bias)
     if product == "onednn" and (y := onednn_linear(x, weight, bias)) is not None:
         return y
@@ -78,9 +72,7 @@ def _linear_by_matmul(
 
 
 def _torch_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Compute W x + b by torch's product, a large result in huge pages: otherwise torch gets its
-    memory from the operating system page by page in every call.
-    """
+    """Compute W x + b by torch's product, a large result in huge pages."""
     shape = (*x.shape[:-1], weight.shape[0])
     if (
         # first, because torch.compile would specialize the graph on the sizes below
@@ -122,9 +114,7 @@ class Linear(nn.Linear):
     fp32_product: Fp32Product = "torch"
     """What multiplies many fp32 vectors on a CPU; see `set_fp32_product`."""
     reads_whole_weight = False
-    """Whether another module reads the whole matrix for every token, so that it must be stored as
-    it is.
-    """
+    """Whether another module reads the whole matrix, so that it must be stored as it is."""
 
     def __setattr__(self, name: str, value: Tensor | nn.Module) -> None:
         # torch.ao.quantization sets this attribute on every module that it visits
@@ -156,15 +146,12 @@ class Linear(nn.Linear):
 
 
 def set_fp32_product(module: nn.Module, product: Fp32Product) -> None:
-    """Choose what computes y = W x + b for many fp32 vectors on a CPU, in all linear maps of a
-    module.
+    """Choose what computes y = W x + b for many fp32 vectors on a CPU in a module.
 
-    oneDNN computes prompts up to twice as fast as torch's product on processors of AMD (LOG.md),
-    because torch calls MKL there. It is not the default, because its sums have up to three times
-    the error of torch's, which is more than `regard.error_rule` allows, and the rounding of a row
-    depends on the number of rows and of outputs. The weights stay as they are, and so does
-    `state_dict`. Fewer than `regard.ops.onednn.MIN_ROWS` vectors, small maps, calls with gradients,
-    compiled graphs and other devices are computed as before.
+    oneDNN is up to twice as fast on processors of AMD (LOG.md). It is not the default, since its
+    sums have up to three times the error of torch's, and the rounding of a row depends on the
+    number of rows. Small maps, few vectors, gradients, compiled graphs and other devices are not
+    affected.
 
     Args:
         module: a model or a layer; each `regard.nn.Linear` in it keeps the choice.

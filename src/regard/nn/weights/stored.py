@@ -1,8 +1,7 @@
 """Modules whose weight is stored in fewer bits: linear maps, heads and embeddings.
 
-`store_weight(module, record)` replaces the parameter `weight`. The module stays what it was, with
-the same name, inputs and outputs; reading `module.weight` dequantizes the matrix, and `state_dict`
-names what is stored.
+`store_weight(module, record)` replaces the parameter `weight`; reading `module.weight` dequantizes
+the matrix, and `state_dict` names what is stored.
 """
 
 from __future__ import annotations
@@ -33,9 +32,7 @@ class StoredWeightMixin(nn.Module):
         return self.stored_weight.dequantize()
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:  # noqa: FBT001, FBT002
-        """Move the record to the device and the dtype of the computation that `fn` converts to;
-        what is stored keeps its dtypes.
-        """
+        """Move the record to the device and dtype of `fn`; what is stored keeps its dtypes."""
         stored = self.stored_weight
         probe = fn(torch.empty(0, dtype=stored.dtype, device=stored.device))
         self.stored_weight = stored.to(probe.device, probe.dtype)
@@ -93,9 +90,7 @@ class StoredEmbedding(StoredWeightMixin, nn.Embedding):  # type: ignore[override
 
 
 def can_store_weight(module: nn.Module) -> bool:
-    """Return whether a module computes with a stored weight as it is: a `regard.nn.Linear` (or a
-    head that derives from it) whose matrix is not read as a whole, or a plain `nn.Embedding`.
-    """
+    """Return whether a module computes with a stored weight: a `Linear`, a plain embedding."""
     if isinstance(module, Linear):
         return not module.reads_whole_weight
     return type(module) is nn.Embedding and module.max_norm is None
@@ -118,9 +113,7 @@ def store_weight(module: nn.Module, record: StoredWeight) -> None:
 
 @cache
 def _stored_class(plain: type[nn.Module]) -> type[nn.Module]:
-    """Return the class of a module with a stored weight; it has the name of the plain class, as a
-    module is printed with it.
-    """
+    """Return the class of a module with a stored weight, named as the plain class."""
     if plain is nn.Embedding:
         return StoredEmbedding
     return type(plain.__name__, (StoredWeightMixin, plain), {"__module__": plain.__module__})
@@ -136,18 +129,14 @@ def plain_class(module: nn.Module) -> type[nn.Module]:
 
 
 LARGEST_MOVED = 16 * HUGE_PAGE
-"""The size in bytes from which a tensor stays where it is, as nearly all of it is in huge pages and
-a copy would need much memory.
-"""
+"""The size in bytes from which a tensor stays where it is, since a copy needs memory."""
 
 FREED_BYTES = 1 << 24
 """How many bytes of small tensors may be freed before they are given back."""
 
 
 def stored_to_huge_pages(network: nn.Module) -> None:
-    """Move the stored weights of a network together into huge pages, in the order of its modules;
-    their values do not change. `regard.load` does this.
-    """
+    """Move the stored weights of a network together into huge pages (`regard.load`)."""
     owners: dict[int, list[StoredWeightMixin]] = {}
     for module in network.modules():
         if isinstance(module, StoredWeightMixin) and _is_movable(module.stored_weight):
@@ -175,9 +164,7 @@ def _is_movable(record: StoredWeight) -> bool:
 
 
 def weight_tensors(network: nn.Module) -> Iterator[Tensor]:
-    """Yield the parameters of a network and then the stored tensors of its records, each once. A
-    network whose weights are all stored in fewer bits may have no parameter.
-    """
+    """Yield the parameters of a network, then the stored tensors of its records, each once."""
     yield from network.parameters()
     for record in {id(record): record for _, record in stored_modules(network)}.values():
         yield from record.tensors().values()
@@ -196,9 +183,7 @@ def device_of(network: nn.Module) -> torch.device:
 
 
 def stored_modules(network: nn.Module) -> Iterator[tuple[str, StoredWeight]]:
-    """Yield the name of each parameter that is stored in fewer bits, and its record; a shared
-    record has several names.
-    """
+    """Yield the name of each parameter in fewer bits, and its record, which may be shared."""
     for name, module in network.named_modules(remove_duplicate=False):
         if isinstance(module, StoredWeightMixin):
             yield f"{name}.weight" if name else "weight", module.stored_weight

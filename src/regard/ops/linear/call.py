@@ -1,6 +1,4 @@
-"""One call of a recurrence: its shared arguments and their checks (`TokenInputs`), the state before
-it, and the call as the kernels take it (`RecurrenceCall`).
-"""
+"""One call of a recurrence: its checks, the state before it, and the call for kernels."""
 
 from __future__ import annotations
 
@@ -26,9 +24,7 @@ from regard.span import Positions, find_empty_slots
 from regard.units import plural
 
 FORMS = ("auto", "recurrent", "chunk", "parallel")
-"""The forms in which a recurrence can be computed: "recurrent" token by token, "chunk" in
-chunks, "parallel" as one chunk, and "auto". All give the same result.
-"""
+"""The forms of a recurrence, of one result: by token, in chunks, as one chunk, or chosen."""
 FORMS_WITH_TRITON = (*FORMS, "triton")
 """The forms of the recurrences that have kernels in Triton as well."""
 
@@ -78,16 +74,9 @@ class TokenInputs:
     """The checked tokens of a recurrence, with 0 in empty slots, and its options.
 
     Args:
-        q: queries `[B, H, T, D]`.
-        k: keys `[B, G, T, D]`.
-        v: values `[B, N, T, E]`.
-        scale: the factor on the queries; None: 1/sqrt(D).
-        positions: the positions of the tokens, or None.
-        form: one of `forms`.
-        chunk: the number of tokens in a chunk.
-        forms: the forms that the recurrence has.
-        one_state_per_head: what needs as many key and value heads as query heads, in words for an
-            error; "" for a recurrence that does not.
+        q, k, v: `[B, H, T, D]`, `[B, G, T, D]` and `[B, N, T, E]`.
+        form: one of `forms`, those that the recurrence has.
+        one_state_per_head: what needs as many key and value heads as query heads, or "".
     """
 
     def __init__(
@@ -120,16 +109,12 @@ class TokenInputs:
         self.dtype = state_dtype(k)
 
     def shape(self, letters: str, **others: int) -> tuple[int, ...]:
-        """Return the sizes of dimensions, such as "B N T 1"; `others` says those of other
-        letters.
-        """
+        """Return the sizes of dimensions, such as "B N T 1"; `others` has other letters."""
         sizes = {**self.sizes, **others} if others else self.sizes
         return tuple([sizes[x] for x in letters.split()])
 
     def check(self, name: str, x: Tensor, shapes: str, meaning: str, **others: int) -> None:
-        """Check that x is a floating-point tensor of one of the shapes, such as "B N T | B N T 1",
-        on the device of the keys.
-        """
+        """Check that x is a float tensor of one of the shapes, such as "B N T | B N T 1"."""
         check_tensor(name, x)
         check_device(name, x, self.k, "key")
         allowed = shapes.split("|")
@@ -138,9 +123,7 @@ class TokenInputs:
             raise ArgumentError(f"{name} is {tuple(x.shape)}; it must be {wanted}, {meaning}")
 
     def gate(self, name: str, x: Tensor, shapes: str, meaning: str, **others: int) -> Tensor:
-        """Return a checked number per token, or one per channel as well, `[B, n, T, 1 or d]`, with
-        0 in empty slots.
-        """
+        """Return a checked number per token or channel, `[B, n, T, 1 or d]`, 0 in empty slots."""
         self.check(name, x, shapes, meaning, **others)
         return zero_empty_slots(x if x.ndim == 4 else x.unsqueeze(-1), self.empty)
 
@@ -151,9 +134,7 @@ class TokenInputs:
         sizes: dict[str, int] | None = None,
         **shapes: str,
     ) -> tuple[Tensor, ...]:
-        """Return the state before the first token, of tensors with names and shapes such as
-        S="B N D E"; see `initial_state`.
-        """
+        """Return the state before the first token, of shapes such as S="B N D E"."""
         expected = {name: self.shape(x, **(sizes or {})) for name, x in shapes.items()}
         return initial_state(state, expected, self.k)
 
@@ -180,9 +161,7 @@ def _check_call(
     chunk: int,
     forms: tuple[str, ...],
 ) -> None:
-    """Check that q, k and v fit together and have the same number of tokens, and that the
-    options are valid.
-    """
+    """Check that q, k and v fit together, and that the options are valid."""
     check_query_key_value(q, k, v, check_heads=check_value_heads)
     if q.shape[2] != k.shape[2]:
         raise ArgumentError(
@@ -201,21 +180,14 @@ def _check_call(
 
 
 def chunk_size(form: str, chunk: int, T: int) -> int | None:
-    """Return the number of tokens per chunk for one of the `FORMS`; None for computation token by
-    token.
-
-    >>> chunk_size("auto", 64, 1000), chunk_size("parallel", 64, 1000), chunk_size("auto", 64, 1)
-    (64, 1000, None)
-    """
+    """Return the number of tokens per chunk for one of the `FORMS`, or None."""
     if form == "recurrent" or (form == "auto" and T <= MAX_RECURRENT_TOKENS):
         return None
     return max(1, T) if form == "parallel" else chunk
 
 
 def empty_slot_mask(positions: Positions | None, q: Tensor) -> Bool[Tensor, "#B T"] | None:
-    """Return a mask `[B or 1, T]` that is True in empty slots (position -1); None if it is known,
-    without reading a tensor, that no slot is empty.
-    """
+    """Return a mask `[B or 1, T]`, True in empty slots, or None if none can be empty."""
     return None if positions is None else find_empty_slots(positions, q.device)
 
 
@@ -232,9 +204,7 @@ def state_dtype(k: Tensor) -> Dtype:
 def initial_state(
     state: tuple[Tensor, ...] | None, shapes: dict[str, tuple[int, ...]], like: Tensor
 ) -> tuple[Tensor, ...]:
-    """Return the state before the first token: the given state, after a check of its sizes and
-    dtypes, or zeros.
-    """
+    """Return the state before the first token: the given one, checked, or zeros."""
     dtype = state_dtype(like)
     if state is None:
         return tuple(like.new_zeros(shape, dtype=dtype) for shape in shapes.values())
@@ -261,20 +231,14 @@ def initial_state(
 
 @dataclass(frozen=True, eq=False)
 class RecurrenceCall:
-    """One checked recurrence, S <- diag(exp(g)) S + k u^T and o = scale S^T q, where u is v, or for
-    the delta rules beta (v - S^T k) with the decayed S.
+    """One checked recurrence, S <- diag(exp(g)) S + k u^T and o = scale S^T q.
+
+    u is v, or for the delta rules beta (v - S^T k); heads are as in `value_heads`.
 
     Args:
-        q: queries `[B, H, T, D]`.
-        k: keys `[B, G, T, D]`.
-        v: values `[B, N, T, E]`; heads are as in `value_heads`.
         state: S before the first token, `[B, N, D, E]`.
-        beta: `[B, N, T, 1]`, or None without corrections.
-        log_decay: g, `[B or 1, N, T, 1 or D]`, or None.
-        scale: the factor on the queries.
-        dtype: the dtype of the results, and what says how exact products must be: in half
-            precision, products of matrices read 10 bits of fraction, and add in fp32.
-        out_dtype: the dtype of the outputs.
+        beta, log_decay: `[B, N, T, 1]` and `[B or 1, N, T, 1 or D]`, or None.
+        dtype: that of the results; in half precision, products read 10 bits of fraction.
     """
 
     q: Tensor

@@ -1,15 +1,10 @@
-"""Parts of the chunked forms: decays between the tokens of a chunk, products in which what is not
-finite reaches no earlier token, and running sums.
+"""Parts of the chunked forms: decays, running sums, products without what is not finite.
 
-A state decays between two tokens by exp(g_{j+1} + ... + g_i), where g_t is the logarithm of the
-decay at token t. It could be computed as exp(c_i - c_j) from running sums c, but this difference
-loses digits where c is large, and is NaN after a decay of 0 (g = -inf). The functions here sum the
-g between two tokens separately; the sum is at most 0 if all g are.
+A state decays between two tokens by exp(g_{j+1} + ... + g_i). exp(c_i - c_j) of running sums would
+lose digits, and is NaN after a decay of 0, so the g are summed separately.
 
-A matrix product multiplies what a triangular matrix hides by 0, and 0 times infinity is NaN: so a
-token whose numbers overflow would change the tokens before it, and its zero gradient would change
-theirs. `finite_part` and its neighbours compute with 0 in place of what is not finite, and add NaN
-to the rows that read it. Nothing here reads a value, so that the functions run in graphs.
+0 times infinity is NaN: a token that overflows would change earlier ones. `finite_part` and its
+neighbours compute with 0 instead, and add NaN to the rows that read it, without reading a value.
 """
 
 from __future__ import annotations
@@ -21,40 +16,23 @@ from torch import Tensor
 
 
 def split_into_chunks(x: Float[Tensor, "*L T d"], size: int) -> Float[Tensor, "*L n size d"]:
-    """Split T tokens into n chunks of `size` tokens. The last chunk is padded with zeros: a token
-    with k = v = g = 0 changes no state.
-
-    >>> split_into_chunks(torch.ones(5, 1), 2).flatten().tolist()
-    [1.0, 1.0, 1.0, 1.0, 1.0, 0.0]
-    """
+    """Split T tokens into n chunks of `size` tokens, the last one padded with zeros."""
     return torch.unflatten(F.pad(x, (0, 0, 0, -x.shape[-2] % size)), -2, (-1, size))
 
 
 def decay_since_start(g: Float[Tensor, "*L C d"]) -> Float[Tensor, "*L C d"]:
-    """Return exp(g_1 + ... + g_i): the factor by which the state before the chunk has decayed
-    at token i.
-    """
+    """Return exp(g_1 + ... + g_i), the decay of the state before the chunk at token i."""
     return g.cumsum(-2).exp()
 
 
 def decay_until_end(g: Float[Tensor, "*L C d"]) -> Float[Tensor, "*L C d"]:
-    """Return exp(g_{j+1} + ... + g_C): the factor by which the contribution of token j has decayed
-    at the end of the chunk.
-
-    >>> decay_until_end(torch.tensor([[0.2], [0.5], [0.25]]).log()).flatten().tolist()
-    [0.125, 0.25, 1.0]
-    """
+    """Return exp(g_{j+1} + ... + g_C), the decay of token j's part at the end of the chunk."""
     later = F.pad(g[..., 1:, :], (0, 0, 0, 1))
     return later.flip(-2).cumsum(-2).flip(-2).exp()
 
 
 def pairwise_decay(g: Float[Tensor, "*L C 1"]) -> Float[Tensor, "*L C C"]:
-    """Return exp(g_{j+1} + ... + g_i) for j <= i, else 0: the factor by which the contribution of
-    token j has decayed at token i.
-
-    >>> pairwise_decay(torch.zeros(2, 1)).tolist()
-    [[1.0, 0.0], [1.0, 1.0]]
-    """
+    """Return exp(g_{j+1} + ... + g_i) for j <= i, else 0: the decay of token j's part at i."""
     C = g.shape[-2]
     later = g.new_ones(C, C, dtype=torch.bool).tril(-1)  # token l comes after token j
     return g.expand(*g.shape[:-1], C).masked_fill(~later, 0).cumsum(-2).exp().tril()
@@ -63,18 +41,10 @@ def pairwise_decay(g: Float[Tensor, "*L C 1"]) -> Float[Tensor, "*L C C"]:
 def decayed_products(
     x: Float[Tensor, "*#L C D"], k: Float[Tensor, "*#L C D"], g: Float[Tensor, "*#L C D"]
 ) -> Float[Tensor, "*L C C"]:
-    """Return sum_d x_id k_jd exp(g_{j+1,d} + ... + g_{i,d}) for j <= i, else 0: the products of x
-    and k where each channel decays separately.
+    """Return sum_d x_id k_jd exp(g_{j+1,d} + ... + g_{i,d}) for j <= i, else 0.
 
-    With running sums c of g, the factors exp(c_i) and exp(-c_j) would give this as one matrix
-    product, but the second overflows where decays are strong. Instead, blocks of 1, 2, 4, ...
-    tokens are combined in pairs: for i in the second block and j in the first, the decay is the
-    product of the decay from j to the border of the blocks and the decay from the border to i. Both
-    exponents are sums of g alone.
-
-    >>> half = torch.full((2, 1), 0.5).log()
-    >>> decayed_products(torch.ones(2, 1), torch.tensor([[3.0], [4.0]]), half).tolist()
-    [[3.0, 0.0], [1.5, 4.0]]
+    Since exp(-c_j) overflows, blocks of 1, 2, 4, ... tokens are combined in pairs: the decay is
+    that from j to the border of the blocks times that from the border to i, both sums of g alone.
 
     Source: Yang et al. 2023 (arXiv 2312.06635), section 4.3, where the blocks have two sizes.
     """
@@ -96,29 +66,21 @@ def decayed_products(
 
 
 def block_halves(x: Tensor, size: int, dim: int = -2) -> tuple[Tensor, Tensor]:
-    """Return the first and the second block of each pair of blocks of `size` tokens, where `dim` is
-    the dimension of the tokens from the end: `[..., C, d]` -> two tensors `[..., C/(2 size), size,
-    d]`.
-    """
+    """Return the first and second block of each pair, `[..., C, d]` -> `[..., C/(2 n), n, d]`."""
     first, second = torch.unflatten(x, dim, (-1, 2, size)).unbind(dim - 1)
     return first, second
 
 
 def finite_part(x: Float[Tensor, "*L"]) -> tuple[Float[Tensor, "*L"], Float[Tensor, "*L"]]:
-    """Return x with 0 in place of what is not finite, and a marker that is NaN there and 0
-    in all other places; the marker has no gradient, and what was replaced has none.
-
-    >>> [y.tolist() for y in finite_part(torch.tensor([2.0, float("inf")]))]
-    [[2.0, 0.0], [0.0, nan]]
+    """Return x with 0 in place of what is not finite, and a marker that is NaN there, else 0, both
+    without its gradient.
     """
     marker = x.detach() - x.detach()
     return torch.where(marker == 0, x, 0), marker
 
 
 def valid_decays(g: Float[Tensor, "*L"]) -> tuple[Float[Tensor, "*L"], Float[Tensor, "*L"]]:
-    """Return the logarithms of decays with 0 in place of NaN and +inf, and a marker that is NaN
-    there and 0 in all other places; -inf is valid: it is a decay to 0.
-    """
+    """Return log decays with 0 in place of NaN and +inf, and a marker; -inf is valid."""
     valid = g.detach() < torch.inf
     return torch.where(valid, g, 0), torch.zeros_like(g).masked_fill(~valid, torch.nan)
 
@@ -126,12 +88,8 @@ def valid_decays(g: Float[Tensor, "*L"]) -> tuple[Float[Tensor, "*L"], Float[Ten
 def inverse_of_unit_triangle(
     below: Float[Tensor, "*L C C"], scale: Float[Tensor, "*L C 1"]
 ) -> tuple[Float[Tensor, "*L C C"], Float[Tensor, "*L C 1"]]:
-    """Return the finite part of (I + below)^-1 diag(scale), where `below` is finite, and 0 on and
-    above the diagonal; and a marker for each row: NaN where one of its numbers is not finite.
-
-    >>> inverse_of_unit_triangle(torch.tensor([[0.0, 0.0], [2.0, 0.0]]), torch.ones(2, 1))[0]
-    tensor([[ 1.,  0.],
-            [-2.,  1.]])
+    """Return the finite part of (I + below)^-1 diag(scale), and a marker for each row that is not
+    finite.
     """
     # unitriangular: torch takes the diagonal to be 1 and does not read it
     inverse = torch.linalg.solve_triangular(

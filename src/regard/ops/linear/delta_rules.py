@@ -1,8 +1,7 @@
 """The delta rules: a state in which each token corrects what is stored for its key.
 
-The delta rule, with a decay or without, is the generalized delta rule whose token reads the decayed
-state with its own key; DeltaProduct is the delta rule with several keys per token. All are computed
-token by token (`recurrent`) or with matrix products over chunks of tokens (`chunked`).
+DeltaProduct is the delta rule with several keys per token. All are computed token by token
+(`recurrent`) or with matrix products over chunks (`chunked`).
 """
 
 from __future__ import annotations
@@ -41,14 +40,12 @@ from regard.span import Positions, find_empty_slots
 
 
 class Correction(NamedTuple):
-    """How a token changes the state beside its decay: S <- S + k (beta (v - u))^T, or S + a u^T + k
-    v^T, where u is what it reads.
+    """How a token changes the state: S <- S + k (beta (v - u))^T, or S + a u^T + k v^T.
 
     Args:
-        beta: the fraction of the correction that is written, `[B, G, P, T, 1]`; None: all of it.
-        c: what is read from the state before its decay, u = S^T c, `[B, G, P, T, D]`; None: the key
-            reads the decayed state.
-        a: where the read is added, `[B, G, P, T, D]`; None is -k. Only with c, and without beta.
+        beta: the share that is written, `[B, G, P, T, 1]`, or None.
+        c: what is read before the decay, u = S^T c, `[B, G, P, T, D]`; None: the key, after it.
+        a: where the read is added, `[B, G, P, T, D]`; None is -k.
     """
 
     beta: Float[Tensor, "B G P T 1"] | None = None
@@ -68,13 +65,6 @@ def recurrent(
 
     S <- diag(exp(g_t)) S;  S <- S + beta_t k_t (v_t - S^T k_t)^T;  o_t = S^T q_t
     or with c:  u = S^T c_t;  S <- diag(exp(g_t)) S + a_t u^T + k_t v_t^T;  o_t = S^T q_t
-
-    >>> k = torch.eye(2)[None, None, None]
-    >>> v = torch.tensor([[3.0], [5.0]])[None, None, None]
-    >>> beta, zeros = torch.ones(1, 1, 1, 2, 1), torch.zeros(1, 1, 1, 2, 1)
-    >>> out, state = recurrent(k[:, :, None], k, v, Correction(beta), None, zeros)
-    >>> state.flatten().tolist()  # the keys are orthogonal, so both values are stored exactly
-    [3.0, 5.0]
     """
     beta, c, a = correction
     S, outputs = state, []
@@ -103,35 +93,25 @@ def chunked(
     state: Float[Tensor, "B G P D E"],
     size: int,
 ) -> tuple[Float[Tensor, "B G P R T E"], Float[Tensor, "B G P D E"]]:
-    """Compute a delta rule with matrix products over chunks of `size` tokens (the last one may be
-    shorter).
+    """Compute a delta rule with matrix products over chunks of `size` tokens.
 
     With c_i the sum of g over the chunk up to token i, and L_ij = exp(c_i - c_j) for j <= i, the
     updates u of the tokens solve
     (I + strict(diag(beta) K K^T * L)) U = diag(beta) (V - diag(exp(c)) K S);  then
     O = diag(exp(c)) Q S + (Q K^T * L) U  and  S <- exp(c_C) S + K^T diag(exp(c_C - c)) U.
 
-    What is read before the decay (`Correction.c`) takes the place of K and K S, with the decays up
-    to the token before. With a, U are the reads themselves,
+    `Correction.c` takes the place of K and K S, with decays up to the token before; with a,
     (I - A) U = diag(exp(c_{i-1})) C S + B V,  A_ij = L_{i-1,j} c_i . a_j,  B_ij = L_{i-1,j} c_i .
     k_j for j < i, and O and S get V for K and U for A.
 
     With a decay per channel c_i has D numbers, and (X K^T * L)_ij is sum_d x_id k_jd exp(c_id -
     c_jd): `decayed_products`.
 
-    The system is solved for all chunks at once; only the state passes from chunk to chunk. Where
-    beta is close to 2 and keys are similar, the system is ill-conditioned, and longer chunks have
-    larger rounding errors.
+    The system is solved for all chunks at once; it is ill-conditioned, and longer chunks less
+    accurate, where beta is close to 2 and keys are similar.
 
-    >>> k = torch.eye(2)[None, None, None]
-    >>> v = torch.tensor([[3.0], [5.0]])[None, None, None]
-    >>> beta, zeros = torch.ones(1, 1, 1, 2, 1), torch.zeros(1, 1, 1, 2, 1)
-    >>> chunked(k[:, :, None], k, v, Correction(beta), None, zeros, 2)[1].flatten().tolist()
-    [3.0, 5.0]
-
-    Source: Yang et al. 2024 (arXiv 2406.06484), section 3.2 and equations 8 to 11; with decay:
-    arXiv 2412.06464, section 3.3; a decay per channel: Kimi Team 2025 (arXiv 2510.26692), section
-    3; with c and a: Peng et al. 2025 (arXiv 2503.14456), appendix.
+    Source: Yang et al. 2024 (arXiv 2406.06484), equations 8 to 11; arXiv 2412.06464, section 3.3;
+    Kimi Team 2025 (arXiv 2510.26692); Peng et al. 2025 (arXiv 2503.14456), appendix.
     """
     T, R = k.shape[-2], q.shape[-3]
     if T == 0:
@@ -185,11 +165,8 @@ def chunked(
 def _triangular_systems(
     k: Tensor, v: Tensor, g: Tensor | None, start: Tensor | None, bad: Tensor, how: Correction
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
-    """Return the inverses of the systems of all chunks `[B, G, P, n, C, C]`, what reads the state
-    `[B, G, P or 1, n, C, D]`, the right-hand sides without the state `[B, G, P, n, C, E]`, and the
-    finite parts of v and of a.
-
-    What a token whose numbers are not finite reads is NaN in the right-hand side.
+    """Return the inverses of all chunks `[B, G, P, n, C, C]`, what reads the state, the right-hand
+    sides without the state (NaN for what is not finite), and the finite parts of v and a.
     """
     size, (beta, c, a) = k.shape[-2], how
     if beta is None:
@@ -217,9 +194,7 @@ def _triangular_systems(
 
 
 def products_after_decay(x: Tensor, k: Tensor, g: Tensor | None) -> Tensor:
-    """Return the products of x_i and k_j, both `[..., C, D]`, after the decay from token j to token
-    i, for j <= i, and 0 for j > i: `[..., C, C]`.
-    """
+    """Return the products of x_i and k_j after the decay for j <= i, else 0: `[..., C, C]`."""
     if g is None:
         return (x @ k.mT).tril_()
     if g.shape[-1] > 1:
@@ -229,18 +204,13 @@ def products_after_decay(x: Tensor, k: Tensor, g: Tensor | None) -> Tensor:
 
 
 def _products_before(c: Tensor, k: Tensor, g: Tensor | None) -> Tensor:
-    """Return the products of c_i and k_j after the decay from token j to token i - 1, for j < i,
-    and 0 for other pairs: `[..., C, C]`.
-    """
+    """Return the products of c_i and k_j after the decay to i - 1 for j < i, else 0."""
     next_c = F.pad(c[..., 1:, :], (0, 0, 0, 1))
     return F.pad(products_after_decay(next_c, k, g)[..., :-1, :], (0, 0, 1, 0))
 
 
 def _query_weights(q: Tensor, k: Tensor, g: Tensor | None, bad: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the finite part of the weights `[B, G, P, n, R*C, C]` of the queries `[B, G, P, n, R,
-    C, D]` for keys `[B, G, P, n, C, D]`, and `bad` with NaN for the queries whose weights are not
-    finite, `[B, G, P, n, R, C, 1]`.
-    """
+    """Return the finite part of the queries' weights `[B, G, P, n, R*C, C]`, and NaN markers."""
     weights = products_after_decay(q, k.unsqueeze(-3), None if g is None else g.unsqueeze(-3))
     weights, bad_weights = finite_part(weights)
     return weights.flatten(-3, -2), bad + bad_weights.sum(-1, keepdim=True)
@@ -259,17 +229,14 @@ def delta_rule(
     form: str = "auto",
     chunk: int = 64,
 ) -> tuple[Float[Tensor, "B O T E"], tuple[Float[Tensor, "B N D E"]]]:
-    """Compute the delta rule: each token corrects the value that the state stores for its key,
-    where linear attention would add its value to the state.
+    """Compute the delta rule: each token corrects the value that the state stores for its key.
 
     S_t = S_{t-1} + beta_t k_t (v_t - S_{t-1}^T k_t)^T;  o_t = scale S_t^T q_t
 
-    Each of the N value heads has a state: with N = G, query head h reads the state of key/value
-    head h // (H/G); with more value heads, value head h uses key head h // (N/G), and query heads
-    are shared in the same way (`regard.ops.linear.value_heads`). With beta = 1 and |k| = 1 the
-    value for k is replaced; with beta = 0 nothing is written. **Keys must satisfy 0 <= beta |k|^2
-    <= 2**, because one step multiplies the stored value for k by 1 - beta |k|^2; outside this range
-    the state grows without bound. Models normalize k (and q) to length 1; this function does not.
+    Each of the N value heads has a state: with N = G, query head h reads that of key/value head h
+    // (H/G); else value head h uses key head h // (N/G). With beta = 1 and |k| = 1 the value for k
+    is replaced. **Keys must satisfy 0 <= beta |k|^2 <= 2**: outside, the state grows without bound.
+    Models normalize k; this function does not.
 
     >>> k = torch.eye(2)[[0, 1, 0]][None, None]  # the third token has the key of the first
     >>> v = torch.tensor([[3.0], [5.0], [7.0]])[None, None]
@@ -277,8 +244,7 @@ def delta_rule(
     >>> out.flatten().tolist(), state.flatten().tolist()
     ([3.0, 5.0, 7.0], [7.0, 5.0])
 
-    Source: Schlag et al. 2021 (arXiv 2102.11174), section 4.2; in chunks: Yang et al. 2024 (arXiv
-    2406.06484).
+    Source: Schlag et al. 2021 (arXiv 2102.11174), section 4.2; Yang et al. 2024 (arXiv 2406.06484).
     """
     tokens = TokenInputs(q, k, v, scale, k_positions, form, chunk, forms=FORMS_WITH_TRITON)
     return _correct(tokens, beta, None, state, form, chunk)
@@ -298,32 +264,25 @@ def gated_delta_rule(
     form: str = "auto",
     chunk: int = 64,
 ) -> tuple[Float[Tensor, "B O T E"], tuple[Float[Tensor, "B N D E"]]]:
-    """Compute the gated delta rule: at each token the state decays, then the token corrects the
-    value that the state stores for its key.
+    """Compute the gated delta rule: the state decays, then the token corrects it.
 
     S' = diag(exp(g_t)) S_{t-1};  S_t = S' + beta_t k_t (v_t - S'^T k_t)^T;  o_t = scale S_t^T q_t
 
     With one decay per value head this is Gated DeltaNet; with one per key channel it is Kimi Delta
-    Attention. Heads are as in `delta_rule`; Qwen3-Next has 16 query and key heads and 32 value
-    heads. ONNX's operator LinearAttention supports both with its update rule "gated_delta".
+    Attention. Heads are as in `delta_rule`.
 
     Args:
-        log_decay: g, the logarithm of the decay factor, `[B, N, T]` with one number per value
-            head, or `[B, N, T, D]` with one per key channel, of any floating dtype. Above 0 the
-            state may grow without bound; 0 gives the delta rule; -inf clears the state, or the
-            channel, before the token is written.
+        log_decay: g, the logarithm of the decay, `[B, N, T]` or `[B, N, T, D]`, of any floating
+            dtype. Above 0 the state may grow without bound; 0 is the delta rule; -inf clears.
 
     >>> k = torch.eye(2)[None, None]
     >>> v = torch.tensor([[3.0], [5.0]])[None, None]
     >>> half = torch.full((1, 1, 2), 0.5).log()
     >>> gated_delta_rule(k, k, v, torch.ones(1, 1, 2), half, scale=1.0)[1][0].flatten().tolist()
     [1.5, 5.0]
-    >>> second_channel = torch.tensor([0.0, float("-inf")]).expand(1, 1, 2, 2)  # keeps the first
-    >>> gated_delta_rule(k, k, v, torch.ones(1, 1, 2, 1), second_channel)[1][0].flatten().tolist()
-    [3.0, 5.0]
 
-    Source: Yang et al. 2024 (arXiv 2412.06464), equation 10; a decay per channel: Kimi Team 2025
-    (arXiv 2510.26692), equation 1; ONNX operator LinearAttention, version 27.
+    Source: Yang et al. 2024 (arXiv 2412.06464), equation 10; Kimi Team 2025 (arXiv 2510.26692),
+    equation 1; ONNX operator LinearAttention, version 27.
     """
     tokens = TokenInputs(q, k, v, scale, k_positions, form, chunk, forms=FORMS_WITH_TRITON)
     return _correct(tokens, beta, _decay_gate(tokens, log_decay), state, form, chunk)
@@ -361,9 +320,7 @@ def _decay_gate(tokens: TokenInputs, log_decay: Tensor) -> Tensor:
 def _in_torch(
     call: RecurrenceCall, form: str, chunk: int, c: Tensor | None = None, a: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Compute a delta rule in operations of torch; c and a, `[B, N, T, D]`, are those of
-    `Correction`.
-    """
+    """Compute a delta rule in operations of torch; c and a are those of `Correction`."""
     G, T = call.k.shape[1:3]
     dtype = call.state.dtype
     correction = Correction(
@@ -395,13 +352,11 @@ def generalized_delta_rule(
     form: str = "auto",
     chunk: int = 64,
 ) -> tuple[Float[Tensor, "B O T E"], tuple[Float[Tensor, "B N D E"]]]:
-    """Compute a recurrence whose state is multiplied by a diagonal matrix plus a matrix of rank
-    one.
+    """Compute a recurrence with a matrix of diagonal plus rank one.
 
     S_t = diag(exp(g_t)) S_{t-1} + a_t (S_{t-1}^T c_t)^T + k_t v_t^T;  o_t = scale S_t^T q_t
 
-    The read S^T c is from the state **before** its decay; a rule that reads the decayed state has
-    c = exp(g) * p. These rules are choices of the vectors:
+    The read S^T c is from the state **before** its decay. These rules are choices:
 
     | rule | c | a | v |
     |---|---|---|---|
@@ -413,12 +368,9 @@ def generalized_delta_rule(
     Heads are as in `delta_rule`: each of the N value heads has a state.
 
     Args:
-        c: what is read from the state before its decay, `[B, N, T, D]`, of any floating dtype.
-        log_decay: g, the logarithm of the decay factor, `[B, N, T]` with one number per value head,
-            or `[B, N, T, D]` with one per key channel, of any floating dtype; -inf clears the
-            channel; None: no decay.
-        a: where the read is added, `[B, N, T, D]`, of any floating dtype; None is -k, which takes
-            about half as many products.
+        c, a: what is read, and where it is added (None is -k, faster), `[B, N, T, D]`.
+        log_decay: g, the logarithm of the decay, `[B, N, T]` or `[B, N, T, D]`; -inf clears; None:
+            no decay.
 
     >>> k = torch.eye(2)[[0, 1, 0]][None, None]
     >>> v = torch.tensor([[3.0], [5.0], [7.0]])[None, None]
@@ -427,7 +379,7 @@ def generalized_delta_rule(
     ([3.0, 5.0, 7.0], [7.0, 5.0])
 
     Source: Peng et al. 2025 (arXiv 2503.14456), equation 16; Kimi Team 2025 (arXiv 2510.26692),
-    section 3, which calls it diagonal plus low rank.
+    section 3.
     """
     tokens = TokenInputs(q, k, v, scale, k_positions, form, chunk)
     meaning = f"one vector per {_value_head(tokens)} and token"
@@ -454,15 +406,13 @@ def delta_product(
     form: str = "auto",
     chunk: int = 64,
 ) -> tuple[Float[Tensor, "B O T E"], tuple[Float[Tensor, "B N D E"]]]:
-    """Compute the delta rule with n corrections per token: the state decays once, then each key of
-    the token corrects the value that is stored for it, one after the other.
+    """Compute the delta rule with n corrections per token, one after the other.
 
     S' = exp(g_t) S_{t-1};  S' <- S' + beta_ti k_ti (v_ti - S'^T k_ti)^T for i = 1..n;
     S_t = S';  o_t = scale S_t^T q_t
 
-    It is the gated delta rule over n T keys, whose decay is 0 for all but the first key of a token,
-    read after the last one. With n corrections the matrix that multiplies the state can be any
-    product of n reflections, such as a rotation (n = 2); with n = 1 it is the gated delta rule.
+    It is the gated delta rule over n T keys, read after the last of a token. The state's matrix can
+    be any product of n reflections, such as a rotation (n = 2).
 
     Args:
         k: n keys per token `[B, G, T, n, D]`; G divides H.

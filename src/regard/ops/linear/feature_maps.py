@@ -1,8 +1,6 @@
-"""Feature maps with more features than channels: powers of the score, the Taylor series of exp,
-random features of exp, and the two features per channel of cosFormer.
+"""Feature maps with more features than channels: powers, Taylor series, random, cosines.
 
-A feature map phi makes linear attention compute the weights f(s) of a function f of the score,
-because phi(q) . phi(k) = f(q . k): exactly, or for random features on average.
+Linear attention then has the weights f(s) = phi(q) . phi(k) of a function of the score.
 """
 
 from __future__ import annotations
@@ -26,12 +24,7 @@ from regard.span import Positions, as_tensor
 
 @constant_in_graphs
 def monomials(dim: int, power: int) -> tuple[tuple[tuple[int, ...], ...], tuple[float, ...]]:
-    """Return the monomials of a degree in `dim` variables, and the square root of how often each
-    occurs in the expanded power (x_1 + ... + x_dim)^power.
-
-    >>> monomials(2, 2)
-    (((0, 0, 1), (0, 1, 1)), (1.0, 1.4142135623730951, 1.0))
-    """
+    """Return the monomials of a degree in `dim` variables, and roots of their multiplicities."""
     return _cached_monomials(dim, power)
 
 
@@ -67,9 +60,7 @@ def _power_features(x: Tensor, power: int) -> Tensor:
 
 @lru_cache(maxsize=64)
 def _monomial_tensors(dim: int, power: int, dtype: torch.dtype) -> tuple[ConstantTensor, ...]:
-    """Return the factors of `monomials`, and then the indices of each variable, as tensors that
-    travel to a device once.
-    """
+    """Return `monomials` as tensors that travel to a device once: factors, then indices."""
     indices, factors = _cached_monomials(dim, power)
     with torch.inference_mode(False):  # so that a later call may save them for its gradient
         tensors = [
@@ -83,9 +74,8 @@ def _monomial_tensors(dim: int, power: int, dtype: torch.dtype) -> tuple[Constan
 class PowerFeatures:
     """The feature map of power attention: phi(q) . phi(k) = (q . k)^p.
 
-    The features are the products of p channels, each product once, multiplied by the root of how
-    often it occurs: C(D + p - 1, p) features of D channels. An even power keeps all weights at
-    least 0, so that they may be divided by their sum.
+    The features are the C(D + p - 1, p) products of p channels, with factors. An even power keeps
+    all weights at least 0.
 
     Args:
         power: p, an even number of at least 2.
@@ -97,8 +87,7 @@ class PowerFeatures:
     >>> round(float(PowerFeatures(2)(x) @ PowerFeatures(2)(y)), 5)  # (3 - 2)^2
     1.0
 
-    Source: Gelada et al. 2025 (arXiv 2507.04239), the symmetric power; power 2: Aksenov et al.
-    2024 (arXiv 2402.10644).
+    Source: Gelada et al. 2025 (arXiv 2507.04239); Aksenov et al. 2024 (arXiv 2402.10644).
     """
 
     power: int = 2
@@ -130,8 +119,7 @@ class PowerFeatures:
 
 @dataclass(frozen=True)
 class TaylorFeatures:
-    """The feature map of Based: phi(q) . phi(k) = 1 + s + s^2 / 2 with s = q . k / sqrt(D), the
-    Taylor series of exp(s) up to its second term. It is at least 1/2 for every s.
+    """The feature map of Based: phi(q) . phi(k) = 1 + s + s^2 / 2 with s = q . k / sqrt(D).
 
     There are 1 + D + D (D + 1) / 2 features.
 
@@ -162,13 +150,12 @@ class TaylorFeatures:
 
 @dataclass(frozen=True, eq=False)
 class RandomFeatures:
-    """The positive random features of Performer: the mean of phi(q) . phi(k) over random
-    directions w is exp(q . k / sqrt(D)).
+    """The positive random features of Performer: phi(q) . phi(k) is exp(q . k / sqrt(D)) on
+    average.
 
     phi(x)_r = exp(w_r . x' - |x'|^2 / 2) / sqrt(R),  x' = x / D^(1/4)
 
-    Directions come in blocks of D that are orthogonal to one another, with the lengths of Gaussian
-    vectors. They follow from the seed, and are not learned.
+    Directions are orthogonal in blocks of D, with Gaussian lengths, from the seed.
 
     Args:
         dim: D, the number of channels.
@@ -235,13 +222,11 @@ class RandomFeatures:
 def cosine_features(
     x: Float[Tensor, "B n T D"], positions: Positions, period: int
 ) -> Float[Tensor, "B n T F"]:
-    """Return the features of cosFormer: phi(q_i) . phi(k_j) = relu(q_i) . relu(k_j) cos(pi (i - j)
-    / (2 period)).
+    """Return the features of cosFormer, with relu(q_i) . relu(k_j) cos(pi (i - j) / (2 period)).
 
     phi(x_i) = [relu(x_i) cos(a_i), relu(x_i) sin(a_i)],  a_i = pi i / (2 period)
 
-    The weights are at least 0 while distances are at most the period; beyond it the cosine is
-    negative.
+    Beyond the period the weights are negative.
 
     Args:
         x: queries or keys `[B, n, T, D]`.
@@ -252,8 +237,7 @@ def cosine_features(
         The features `[B, n, T, 2 D]`.
 
     Raises:
-        ArgumentError, ArgumentTypeError: x is not a 4-D floating-point tensor, positions do not fit
-            it, or period is less than 1.
+        ArgumentError, ArgumentTypeError: x, positions or period does not fit.
 
     >>> x = torch.tensor([[1.0], [1.0]])[None, None]
     >>> phi = cosine_features(x, torch.tensor([[0, 4]]), 6)[0, 0]

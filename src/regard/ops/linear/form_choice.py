@@ -1,8 +1,7 @@
 """Which form of a recurrence runs: token by token, in chunks of torch's operations, or in Triton.
 
-"auto" computes few tokens one by one, because a chunk costs as much as many of them; more tokens
-run in Triton on a GPU where its kernels serve the call, else in chunks. A form that is named runs
-or is refused with its reasons.
+"auto" computes few tokens one by one; more run in Triton on a GPU that serves them, else in chunks.
+A form that is named runs or is refused.
 """
 
 from __future__ import annotations
@@ -20,12 +19,7 @@ from regard.units import plural
 
 @dataclass(frozen=True)
 class FormChoice:
-    """The form of a recurrence that would run, and why not in Triton.
-
-    Args:
-        form: "recurrent", "chunk", "parallel" or "triton".
-        reasons: why the kernels in Triton do not run the call; empty if they do.
-    """
+    """The form of a recurrence that would run, and why not in Triton."""
 
     form: str
     reasons: tuple[str, ...]
@@ -55,9 +49,7 @@ def plan_form(call: RecurrenceCall, form: str) -> FormChoice:
 
 
 def choose_form(call: RecurrenceCall, form: str) -> str:
-    """Return which form runs a call; see `plan_form`. On other devices than GPUs, "auto" stays as
-    it is, and nothing is asked.
-    """
+    """Return which form runs a call (`plan_form`); without a GPU, "auto" stays as it is."""
     if form == "triton" or (form == "auto" and call.q.is_cuda):
         return plan_form(call, form).form
     return form
@@ -69,9 +61,7 @@ def run_form(
     chunk: int,
     in_torch: Callable[[RecurrenceCall, str, int], tuple[Tensor, Tensor]],
 ) -> tuple[Tensor, Tensor]:
-    """Compute the outputs and the last state of a call in the form that `choose_form` returns;
-    `in_torch` computes all forms but "triton", and the second derivatives of that one.
-    """
+    """Compute a call in the form of `choose_form`; `in_torch` has all forms but "triton"."""
     form = choose_form(call, form)
     if form == "triton":
         return kernel.run(call, lambda x: in_torch(x, "chunk", chunk))

@@ -1,6 +1,4 @@
-"""Gated slot attention: the past is kept in a few slots, each with a key and a value, and a softmax
-over the slots reads them. `log_sum_exp_gates` gives the gates of ABC and LightNet.
-"""
+"""Gated slot attention: a softmax over a few slots, with the gates of ABC and LightNet."""
 
 from __future__ import annotations
 
@@ -38,8 +36,7 @@ def log_sum_exp_gates(
     state: tuple[Float[Tensor, "B G m"], ...] | None = None,
     k_positions: Positions | None = None,
 ) -> tuple[Float[Tensor, "B G T m"], tuple[Float[Tensor, "B G m"]]]:
-    """Compute the logarithms of the decays that make a state with the input gate 1 - exp(g) the
-    mean of its inputs, weighted by exp(logits).
+    """Compute log decays with which a state is the mean of its inputs, weighted by exp(logits).
 
     L_t = log(exp(z_1) + ... + exp(z_t));  g_t = L_{t-1} - L_t;  1 - exp(g_t) = exp(z_t - L_t)
 
@@ -49,12 +46,10 @@ def log_sum_exp_gates(
         k_positions: positions of the tokens; slots at -1 are empty: their decay is 1.
 
     Returns:
-        The log decays `[B, G, T, m]` in fp32 (fp64 for fp64 logits), at most 0, and L after the
-        last token.
+        The log decays `[B, G, T, m]` in fp32 or fp64, at most 0, and L after the last token.
 
     Raises:
-        ArgumentError, ArgumentTypeError: logits are not a 4-D floating-point tensor, positions do
-            not fit them, or the state has other sizes or another dtype.
+        ArgumentError, ArgumentTypeError: logits, positions or state do not fit.
 
     >>> g, _ = log_sum_exp_gates(torch.zeros(1, 1, 3, 1))
     >>> (1 - g.exp()).round(decimals=5).flatten().tolist()  # a mean of 1, 2 and 3 inputs
@@ -95,14 +90,12 @@ def gated_slots(
     form: str = "auto",
     chunk: int = 64,
 ) -> tuple[Float[Tensor, "B H T E"], tuple[Tensor, Tensor]]:
-    """Compute gated slot attention: m slots of keys and values, into each of which a token is
-    written with the weight 1 - a, where a is the decay of the slot.
+    """Compute gated slot attention: m slots, written with 1 - a, where a is a slot's decay.
 
     K_t = K_{t-1} diag(a_t) + k_t (1 - a_t)^T,  V_t = diag(a_t) V_{t-1} + (1 - a_t) v_t^T
     o_t = V_t^T softmax(scale K_t^T q_t),  a_t = exp(g_t)
 
-    Both sums are gated linear attention. With the gates of `log_sum_exp_gates` it is attention with
-    bounded memory (ABC).
+    Both sums are gated linear attention; with `log_sum_exp_gates` it is ABC.
 
     Args:
         q: queries `[B, H, T, D]`; query head h reads the slots of key/value head h // (H/G).
@@ -120,7 +113,7 @@ def gated_slots(
     >>> out.flatten().tolist(), V.shape  # each token fills half of what is free
     ([0.5, 0.75, 0.875], torch.Size([1, 1, 2, 1]))
 
-    Source: Zhang et al. 2024 (arXiv 2409.07146), equations 10 to 12; ABC: Peng et al. 2021 (arXiv
+    Source: Zhang et al. 2024 (arXiv 2409.07146), equations 10 to 12; Peng et al. 2021 (arXiv
     2110.02488).
     """
     tokens = TokenInputs(q, k, v, scale, k_positions, form, chunk)
@@ -147,9 +140,7 @@ def _decayed_values(
     state: Float[Tensor, "B G D E"],
     size: int | None,
 ) -> tuple[Float[Tensor, "B G R T E"], Float[Tensor, "B G D E"]]:
-    """Compute S <- S diag(exp(g)) + k v^T, o = S^T q: a recurrence in which each channel of the
-    values decays, where `linear_recurrence` decays the channels of the keys.
-    """
+    """Compute S <- S diag(exp(g)) + k v^T, o = S^T q, whose values' channels decay."""
     T = k.shape[2]
     if size is None or T == 0:
         outputs = []

@@ -1,6 +1,4 @@
-"""The linear recurrences with one rule, S <- diag(exp(g)) S + k v^T: linear attention, retention
-and gated linear attention, which differ in their feature map and in their decay.
-"""
+"""Linear attention, retention and gated linear attention: S <- diag(exp(g)) S + k v^T."""
 
 from __future__ import annotations
 
@@ -27,9 +25,7 @@ from regard.ops.shared_arguments import with_shared_arguments
 from regard.span import Positions
 
 FeatureMap: TypeAlias = str | Callable[[Tensor], Tensor]
-"""The name of a feature map in `FEATURE_MAPS`, or a function `[B, n, T, D]` -> `[B, n, T, F]`
-that maps each token separately.
-"""
+"""The name of a feature map, or a function `[B, n, T, D]` -> `[B, n, T, F]` per token."""
 
 
 def identity(x: Float[Tensor, "*L D"]) -> Float[Tensor, "*L D"]:
@@ -65,19 +61,13 @@ FEATURE_MAPS: dict[str, Callable[[Tensor], Tensor]] = {
     "relu^2": squared_relu,
     "softmax": softmax,
 }
-"""The feature maps by name. Sources: elu+1 Katharopoulos et al. 2020 (arXiv 2006.16236),
-equation 7; relu Choromanski et al. 2021 (arXiv 2009.14794), section 2.4; softmax Zhang et
-al. 2024 (arXiv 2402.04347), section 4.1; the others are common practice.
+"""The feature maps by name. Sources: elu+1 Katharopoulos et al. 2020 (arXiv 2006.16236); relu
+Choromanski et al. 2021 (arXiv 2009.14794); softmax Zhang et al. 2024 (arXiv 2402.04347).
 """
 
 
 def feature_map_of(feature_map: FeatureMap) -> Callable[[Tensor], Tensor]:
-    """Return the feature map of a name, or the given function itself.
-
-    >>> import torch
-    >>> feature_map_of("relu")(torch.tensor([-1.0, 2.0])).tolist()
-    [0.0, 2.0]
-    """
+    """Return the feature map of a name, or the given function itself."""
     if isinstance(feature_map, str):
         if feature_map not in FEATURE_MAPS:
             known = ", ".join(FEATURE_MAPS)
@@ -97,13 +87,9 @@ def feature_map_of(feature_map: FeatureMap) -> Callable[[Tensor], Tensor]:
 def normalized_query_features(
     feature_map: FeatureMap, q: Float[Tensor, "*L D"]
 ) -> Float[Tensor, "*L F"]:
-    """Return the features of queries for normalized linear attention; those of "exp" and "elu+1"
-    are divided by a factor per query, so that they neither underflow nor overflow.
+    """Return the features of queries for normalized linear attention, divided by a factor per
+    query, without an effect on the output, so that they neither underflow nor overflow.
 
-    The normalized output does not depend on these factors, because numerator and denominator
-    contain the same factor.
-
-    >>> import torch
     >>> normalized_query_features("exp", torch.tensor([-1000.0, -1001.0])).tolist()
     [1.0, 0.3678794503211975]
     """
@@ -129,30 +115,22 @@ def linear_attention(
     form: str = "auto",
     chunk: int = 64,
 ) -> tuple[Float[Tensor, "B O T E"], tuple[Tensor, ...]]:
-    """Compute causal linear attention: the mean of the values up to each token, weighted by phi(q)
-    . phi(k).
+    """Compute causal linear attention: the mean of the values, weighted by phi(q) . phi(k).
 
     S_t = S_{t-1} + phi(k_t) v_t^T,  z_t = z_{t-1} + phi(k_t)
     o_t = S_t^T phi(q_t) / (z_t . phi(q_t))
 
-    Without `normalize`, o_t = scale S_t^T phi(q_t), and there is no z. With as many value
-    heads as key heads, query head h reads the state of key/value head h // (H/G); otherwise heads
-    are as in `delta_rule`. No epsilon is added to the denominator: where it is exactly 0 (no
-    token was written, relu is 0 in every channel, or every feature of the keys underflows), the
-    output is 0 rather than 0/0. With positive features and an untrained model, the weights differ
-    little between keys: with elu+1 and Gaussian q and k of standard deviation 1, the matching key
-    gets only 1.46 times the weight of any other key.
+    Without `normalize`, o_t = scale S_t^T phi(q_t). With as many value heads as key heads, query
+    head h reads the state of key/value head h // (H/G); otherwise heads are as in `delta_rule`.
+    Where the denominator is exactly 0, the output is 0. Untrained weights differ little: with elu+1
+    and Gaussian q and k, the matching key gets 1.46 times the weight of another.
 
     Args:
-        feature_map: phi, a name in `regard.linear.FEATURE_MAPS`, or a function `[B, n, T, D]` ->
-            `[B, n, T, F]` that maps each token separately.
-        normalize: whether the weights are divided by their sum. With features that may be negative
-            (identity) the sum may be close to 0.
-        scale: the factor on the queries without `normalize`; with it, the output does not depend on
-            the scale.
-        state: the state that an earlier call returned: (S, z), or (S,) without `normalize`, with S
-            `[B, N, F, E]` and z `[B, G, F]` in fp32 (fp64 for fp64 inputs). None: zeros. It is not
-            changed.
+        feature_map: phi, a name in `regard.linear.FEATURE_MAPS`, or a function of each token.
+        normalize: whether the weights are divided by their sum.
+        scale: the factor on the queries without `normalize`.
+        state: the state of an earlier call: (S, z), or (S,), with S `[B, N, F, E]` and z `[B, G,
+            F]` in fp32 (fp64 for fp64 inputs). None: zeros. It is not changed.
 
     >>> q, v = torch.randn(1, 2, 5, 4), torch.ones(1, 2, 5, 3)
     >>> out, (S, z) = linear_attention(q, q, v)
@@ -201,11 +179,8 @@ def _checked_features(features: Callable[[Tensor], Tensor], k: Tensor) -> Tensor
 
 
 def _normalized(sums: Tensor) -> Tensor:
-    """Divide sums of weighted values by the sum of the weights, which is the last column; 0 where
-    that sum is 0.
-
-    Non-finite sums are replaced by 0 before the division and marked as NaN after it, because the
-    gradient of the division would carry a NaN to earlier tokens.
+    """Divide by the sum of weights, the last column; 0 where it is 0. Non-finite sums are replaced
+    and marked, because the gradient would carry a NaN to earlier tokens.
     """
     nan_marker = 0 * sums.detach()
     sums = torch.where(sums.isfinite(), sums, 0)
@@ -228,22 +203,17 @@ def retention(
     form: str = "auto",
     chunk: int = 64,
 ) -> tuple[Float[Tensor, "B O T E"], tuple[Float[Tensor, "B N D E"]]]:
-    """Compute retention: the sum of the values up to each token, weighted by q . k and by
-    gamma^(t - j), where t - j is how many tokens the key is before the query.
+    """Compute retention: the sum of the values, weighted by q . k and gamma^(t - j).
 
     S_t = gamma_g S_{t-1} + k_t v_t^T
     o_t = scale S_t^T q_t = scale sum_{j <= t} gamma_g^(t - j) (q_t . k_j) v_j
 
-    Each value head g has one gamma and one state: with as many value heads as key heads, query head
-    h reads the state of key/value head h // (H/G), and otherwise heads are as in `delta_rule`.
-    With gamma = 1 this is linear attention without a feature map and normalization. In the paper,
-    rotary positions are applied to q and k before, and each head is normalized afterwards; the
-    module `regard.nn.variants.retention` does both. Every token decays the state once, even where
-    positions have gaps.
+    Each value head g has one gamma and one state; heads are as in `linear_attention`. The paper's
+    rotary positions and norms are in `regard.nn.variants.retention`. Every token decays the state
+    once, even where positions have gaps.
 
     Args:
-        decay: gamma of each value head, `[N]`, from 0 to 1; it may require a gradient. None:
-            1 - 2^(-5-g), that is 0.96875, 0.984375, 0.9921875, ...
+        decay: gamma of each value head, `[N]`, from 0 to 1; None: 1 - 2^(-5-g).
 
     >>> one = torch.ones(1, 1, 3, 1)
     >>> retention(one, one, one, decay=torch.tensor([0.5]))[0].flatten().tolist()
@@ -284,10 +254,7 @@ def default_log_decays(
 ) -> Float[Tensor, " G"]:
     """Return ln(1 - 2^(-5-g)) for g = 0 ... G-1, the decays of the heads in the paper.
 
-    They are computed with log1p, which is below 0 even where 1 - 2^(-5-g) would be rounded to 1.
-
-    >>> default_log_decays(3).exp().tolist()
-    [0.96875, 0.984375, 0.9921875]
+    They are computed with log1p, which is below 0 even where 1 - 2^(-5-g) rounds to 1.
 
     Source: Sun et al. 2023 (arXiv 2307.08621), equation 8.
     """
@@ -313,22 +280,17 @@ def gated_linear(
     form: str = "auto",
     chunk: int = 64,
 ) -> tuple[Float[Tensor, "B O T E"], tuple[Float[Tensor, "B N D E"]]]:
-    """Compute gated linear attention: the state decays by a factor that depends on the token, then
-    the token is added.
+    """Compute gated linear attention: the state decays by token, then the token is added.
 
     S_t = diag(exp(g_t)) S_{t-1} + k_t v_t^T;  o_t = scale S_t^T q_t
 
-    With as many value heads as key heads, query head h reads the state of key/value head h //
-    (H/G); otherwise heads are as in `delta_rule`. With g = 0 this is linear attention
-    without a feature map and normalization; with a constant g per head it is retention; with one g
-    per head and token, `[B, G, T, 1]`, it is the recurrence of Mamba-2.
+    Heads are as in `linear_attention`, which it is with g = 0, without features and norm; a
+    constant g per head is retention; one per head and token, `[B, G, T, 1]`, is Mamba-2.
 
     Args:
-        log_decay: g, the logarithm of the decay factor, `[B, N, T, D]` with one number per key
-            channel, or `[B, N, T, 1]` with one for all channels, of any floating dtype. Above 0 the
-            state may grow without bound; -inf clears the state before the token is written.
+        log_decay: g, the logarithm of the decay, `[B, N, T, D]` or `[B, N, T, 1]`, of any floating
+            dtype. Above 0 the state may grow without bound; -inf clears it.
 
-    >>> import torch
     >>> one = torch.ones(1, 1, 3, 1)
     >>> keep = torch.tensor([1.0, 0.5, 0.0]).log()[None, None, :, None]
     >>> gated_linear(one, one, one, keep)[0].flatten().tolist()

@@ -1,6 +1,4 @@
-"""The recurrence shared by linear attention, retention and gated linear attention, S <-
-diag(exp(g)) S + k v^T: its definition and its chunked form.
-"""
+"""The recurrence S <- diag(exp(g)) S + k v^T: its definition and its chunked form."""
 
 from __future__ import annotations
 
@@ -34,14 +32,8 @@ def recurrent(
 
     S <- diag(exp(g_t)) S + k_t v_t^T;  o_t = S^T q_t
 
-    >>> k, v = torch.tensor([[1.0], [1.0]]), torch.tensor([[3.0], [5.0]])
-    >>> k, v = k[None, None, None], v[None, None, None]
-    >>> half = torch.full((1, 1, 1, 2, 1), 0.5).log()
-    >>> recurrent(k[:, :, None], k, v, half, torch.zeros(1, 1, 1, 1, 1))[0].flatten().tolist()
-    [3.0, 6.5]
-
-    Source: Katharopoulos et al. 2020 (arXiv 2006.16236), equations 18 to 20; with decay: Yang et
-    al. 2023 (arXiv 2312.06635), equation 3.
+    Source: Katharopoulos et al. 2020 (arXiv 2006.16236), equations 18 to 20; Yang et al. 2023
+    (arXiv 2312.06635), equation 3.
     """
     S, outputs = state, []
     for t in range(k.shape[-2]):
@@ -60,13 +52,7 @@ def within_chunks(
     v: Float[Tensor, "B G P n C E"],
     g: Float[Tensor, "#B G P n C #D"] | None,
 ) -> Float[Tensor, "B G P n C R E"]:
-    """Compute o_i = sum_{j <= i} sum_d q_id k_jd exp(g_{j+1,d} + ... + g_{i,d}) v_j in each of n
-    chunks of C tokens.
-
-    >>> one = torch.ones(1, 1, 1, 1, 2, 1)
-    >>> within_chunks(one[..., None], one, one, None).flatten().tolist()
-    [1.0, 2.0]
-    """
+    """Compute o_i = sum_{j <= i} sum_d q_id k_jd exp(g_{j+1,d} + ... + g_{i,d}) v_j by chunk."""
     if g is not None and g.shape[-1] > 1:
         return _within_chunks_by_halves(q, k, v, g)
     C, R = q.shape[-3:-1]
@@ -79,14 +65,10 @@ def within_chunks(
 
 
 def _within_chunks_by_halves(q: Tensor, k: Tensor, v: Tensor, g: Tensor) -> Tensor:
-    """Compute `within_chunks` with a decay per channel, by pairs of neighbouring blocks of 1, 2, 4,
-    ... tokens.
+    """Compute `within_chunks` with a decay per channel, by pairs of blocks of 1, 2, 4, ...
 
-    A token attends to itself without a decay. In each pair of blocks, the queries of the second
-    block attend to the keys of the first: the decay from j to i is the product of the decay from j
-    to the border of the blocks and the decay from the border to i. The weights of a pair are
-    therefore one matrix product, and both exponents are sums of g alone, which cannot overflow
-    where g <= 0.
+    The decay from j to i is that from j to the border of the blocks times that from the border to
+    i: one matrix product per pair, with exponents that cannot overflow where g <= 0.
     """
     R = q.shape[-2]
     out = (q * k[..., None, :]).sum(-1, keepdim=True) * v[..., None, :]  # a token and itself
@@ -112,21 +94,13 @@ def chunked(
     state: Float[Tensor, "B G P D E"],
     size: int,
 ) -> tuple[Float[Tensor, "B G P R T E"], Float[Tensor, "B G P D E"]]:
-    """Compute the recurrence with matrix products over chunks of `size` tokens (the last one may be
-    shorter).
+    """Compute the recurrence with matrix products over chunks of `size` tokens.
 
     With c_i the sum of g over the chunk up to token i:
     O = (Q * exp(c)) S + within_chunks(Q, K, V);  S <- diag(exp(c_C)) S + (K * exp(c_C - c))^T V
 
-    All chunks are computed at once; only the state passes from one to the next. A decay that is one
-    number per token is applied to the products with S and to V, since value heads may share Q and
-    K.
-
-    >>> k, v = torch.tensor([[1.0], [1.0]]), torch.tensor([[3.0], [5.0]])
-    >>> k, v = k[None, None, None], v[None, None, None]
-    >>> half = torch.full((1, 1, 1, 2, 1), 0.5).log()
-    >>> chunked(k[:, :, None], k, v, half, torch.zeros(1, 1, 1, 1, 1), 2)[0].flatten().tolist()
-    [3.0, 6.5]
+    Only the state passes from chunk to chunk. A decay of one number per token is applied to V and
+    the products with S.
 
     Source: Sun et al. 2023 (arXiv 2307.08621), equation 7; Yang et al. 2023 (arXiv 2312.06635),
     section 4.1.
@@ -200,15 +174,7 @@ def linear_recurrence(
     dtype: Dtype | None = None,
     out_dtype: Dtype | None = None,
 ) -> tuple[Float[Tensor, "B O T E"], Float[Tensor, "B N D E"]]:
-    """Compute S <- diag(exp(g)) S + k v^T, o = scale S^T q, with sums in the dtype of the state,
-    for the heads that `value_heads` describes.
-
-    >>> k = torch.ones(1, 1, 3, 1)
-    >>> zeros = torch.zeros(1, 1, 1, 1)
-    >>> out, state = linear_recurrence(k, k, k, None, zeros, form="auto", chunk=64)
-    >>> out.flatten().tolist()
-    [1.0, 2.0, 3.0]
-    """
+    """Compute S <- diag(exp(g)) S + k v^T, o = scale S^T q, for the heads of `value_heads`."""
     call = RecurrenceCall(
         q, k, v, state, None, log_decay, scale, dtype or state.dtype, out_dtype or state.dtype
     )
@@ -236,9 +202,7 @@ def _in_torch(call: RecurrenceCall, form: str, chunk: int) -> tuple[Tensor, Tens
 def _chunked_as_columns(
     q: Tensor, k: Tensor, v: Tensor, state: Tensor, size: int
 ) -> tuple[Tensor, Tensor]:
-    """Compute `chunked` without a decay, where the value heads of a key head share queries and
-    keys: they are the columns of one value head with P E channels.
-    """
+    """Compute `chunked` without a decay, where value heads are columns of one of P E channels."""
     P, E = v.shape[2], v.shape[-1]
     v, state = (x.movedim(2, -2).flatten(-2)[:, :, None] for x in (v, state))  # [B,G,1,...,P*E]
     out, state = chunked(q, k, v, None, state, size)

@@ -1,6 +1,4 @@
-"""States that are solutions of a regression of the values on the keys: the Mesa layer, which solves
-it exactly, and the linear memory of Titans, which takes one step of gradient descent per token.
-"""
+"""States that solve a regression: the Mesa layer exactly, Titans by gradient descent."""
 
 from __future__ import annotations
 
@@ -39,16 +37,14 @@ def mesa(
     form: str = "auto",
     chunk: int = 16,
 ) -> tuple[Float[Tensor, "B H T E"], tuple[Float[Tensor, "B H D E"], Float[Tensor, "B H D D"]]]:
-    """Compute the Mesa layer: at each token, the linear map that best predicts the past values from
-    the past keys is applied to the query.
+    """Compute the Mesa layer: the best linear map from past keys to values, on the query.
 
     A_t = exp(g_t) A_{t-1} + beta_t k_t k_t^T;  C_t = exp(g_t) C_{t-1} + beta_t k_t v_t^T;
     o_t = C_t^T (A_t + diag(ridge))^{-1} q_t
 
-    Each system is solved by its Cholesky factor, where the paper takes a number of steps of the
-    conjugate gradient method, so that the result has no error of a stopped iteration. A solve costs
-    D^3 / 3 multiplications per token and head. A matrix that is not positive definite, as a
-    negative beta or ridge can make it, gives NaN.
+    Each system is solved by its Cholesky factor, in D^3 / 3 multiplications per token and head,
+    where the paper takes steps of conjugate gradients. A matrix that is not positive definite gives
+    NaN.
 
     Args:
         q: queries `[B, H, T, D]`; they are not scaled.
@@ -57,11 +53,9 @@ def mesa(
         beta: the weight of a token in the regression, at least 0, `[B, H, T]`.
         log_decay: g, the logarithm of the decay factor, `[B, H, T]`, at most 0.
         ridge: the regularization of each key channel, above 0, `[H, D]`.
-        state: (C, A) as an earlier call returned it, in fp32 (fp64 for fp64 inputs); None: zeros.
-            It is not changed.
-        form: "recurrent" is the definition, token by token; "chunk" computes the matrices of a
-            chunk at once; "parallel" is one chunk of length T; "auto" takes "recurrent" for up to 8
-            tokens, else "chunk". All give the same result.
+        state: (C, A) of an earlier call, in fp32 (fp64 for fp64 inputs); None: zeros.
+        form: "recurrent" by token, "chunk", "parallel" as one chunk, or "auto", which takes
+            "recurrent" for up to 8 tokens, else "chunk". All give the same result.
         chunk: the number of tokens in a chunk, at least 1; a chunk holds that many matrices A.
 
     Returns:
@@ -106,9 +100,7 @@ def mesa(
 
 
 def _key_sums(k: Tensor, written: Tensor, g: Tensor, A: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the matrices A after each of n tokens `[B, H, n, D, D]`, and the last one, from the
-    matrix A `[B, H, D, D]` before them.
-    """
+    """Return the matrices A after each of n tokens `[B, H, n, D, D]`, and the last one."""
     n, D = k.shape[-2:]
     outer = (written[..., :, None] * k[..., None, :]).flatten(-2)  # [B,H,n,D*D]
     # an outer product that overflows must reach no earlier token
@@ -136,15 +128,13 @@ def titans_memory(
     form: str = "auto",
     chunk: int = 64,
 ) -> tuple[Float[Tensor, "B H T E"], tuple[Float[Tensor, "B H D E"], Float[Tensor, "B H D E"]]]:
-    """Compute the linear memory of Titans: a matrix M that learns to predict values from keys, by
-    one step of gradient descent with momentum per token, and that forgets.
+    """Compute the linear memory of Titans: gradient descent with momentum, and forgetting.
 
     N_t = exp(e_t) N_{t-1} - step_t grad(1/2 |M_{t-1}^T k_t - v_t|^2);
     M_t = exp(g_t) M_{t-1} + N_t;  o_t = scale M_t^T q_t
 
     In the paper's letters, exp(g) = 1 - alpha, exp(e) = eta and step = theta. Without momentum and
-    forgetting (e = -inf, g = 0) this is the delta rule with beta = step. In chunks, the error of
-    each token solves one triangular system, whose weights are the product of the two decays.
+    forgetting (e = -inf, g = 0) this is the delta rule with beta = step.
 
     Args:
         k: keys `[B, H, T, D]` of the same T tokens.
@@ -152,8 +142,7 @@ def titans_memory(
         step: the step size of each token `[B, H, T]`, of any floating dtype.
         log_decay: g, the logarithm of what M keeps `[B, H, T]`, at most 0, -inf allowed.
         log_momentum: e, the logarithm of the momentum `[B, H, T]`, at most 0, -inf allowed.
-        state: (M, N) as an earlier call returned it, in fp32 (fp64 for fp64 inputs); None: zeros.
-            It is not changed.
+        state: (M, N) of an earlier call, in fp32 (fp64 for fp64 inputs); None: zeros.
 
     Returns:
         The output `[B, H, T, E]` in the dtype of q, and the state (M, N) after the last token.
@@ -163,8 +152,6 @@ def titans_memory(
     >>> half, zero = torch.full((1, 1, 2), 0.5), torch.zeros(1, 1, 2)
     >>> titans_memory(k, k, v, half, zero, zero - torch.inf, scale=1.0)[0].flatten().tolist()
     [2.0, 3.0]
-    >>> titans_memory(k, k, v, half, zero, zero, scale=1.0)[0].flatten().tolist()  # momentum 1
-    [2.0, 5.0]
 
     Source: Behrouz et al. 2024 (arXiv 2501.00663), equations 9 to 15.
     """
@@ -195,9 +182,7 @@ def _recurrent(
     N: Tensor,
     size: int,  # noqa: ARG001
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute the memory token by token: q, k `[B, H, T, D]`, v `[B, H, T, E]`, the gates `[B, H,
-    T, 1]`: theta, g, e, and 1 for a token or 0 for an empty slot.
-    """
+    """Compute the memory token by token; gates `[B, H, T, 1]`: theta, g, e, and 1 or 0 if empty."""
     theta, g, e, real = gates
     outputs = []
     for t in range(k.shape[2]):

@@ -1,6 +1,4 @@
-"""The recurrences of RWKV-4 and RWKV-6, in which the present token has a weight of its own, the
-bonus, and the state decays after it was read.
-"""
+"""The recurrences of RWKV-4 and RWKV-6, whose present token has a weight, the bonus."""
 
 from __future__ import annotations
 
@@ -39,17 +37,14 @@ def rwkv6(
     form: str = "auto",
     chunk: int = 64,
 ) -> tuple[Float[Tensor, "B O T E"], tuple[Float[Tensor, "B N D E"]]]:
-    """Compute the recurrence of RWKV-6: a token reads the state before it and itself with the
-    weight `bonus`; then the state decays, and the token is added.
+    """Compute the recurrence of RWKV-6, in which a token reads itself with the weight `bonus`.
 
     o_t = scale (S_{t-1} + diag(u) k_t v_t^T)^T q_t;  S_t = diag(exp(g_t)) S_{t-1} + k_t v_t^T
 
-    Heads are as in `gated_linear`, whose result at token t - 1 for the query of token t is the
-    first part. RWKV calls q the receptance r.
+    Heads are as in `gated_linear`. RWKV calls q the receptance r.
 
     Args:
-        log_decay: g, the logarithm of the decay factor, `[B, N, T, D]` with one number per key
-            channel, or `[B, N, T, 1]` with one for all channels, of any floating dtype.
+        log_decay: g, the logarithm of the decay, `[B, N, T, D]` or `[B, N, T, 1]`.
         bonus: u, the weight of the present token in each key channel, `[G, D]`.
         scale: the factor on the queries.
 
@@ -99,27 +94,22 @@ def rwkv4(
     form: str = "auto",
     chunk: int = 64,
 ) -> tuple[Float[Tensor, "B G T D"], tuple[Float[Tensor, "B G D"], ...]]:
-    """Compute the recurrence of RWKV-4: in each channel, the mean of the values up to each token,
-    weighted by exp(k) and by how long ago they were.
+    """Compute the recurrence of RWKV-4: in each channel a mean of values, by exp(k) and age.
 
     o_t = (a_{t-1} + exp(u + k_t) v_t) / (b_{t-1} + exp(u + k_t));
     a_t = exp(g) a_{t-1} + exp(k_t) v_t,  b_t = exp(g) b_{t-1} + exp(k_t)
 
-    There are no queries: each channel has a softmax of its own, over the logits k_j + (t - 1 - j) g
-    of earlier tokens and u + k_t. The sums are kept relative to their largest term, so that no
-    exponential overflows. Every token decays the state once, even where positions have gaps.
+    Each channel has a softmax over the logits k_j + (t - 1 - j) g and u + k_t; no exponential
+    overflows. Every token decays the state once.
 
     Args:
-        k: keys `[B, G, T, D]`.
-        v: values `[B, G, T, D]`.
+        k, v: keys and values `[B, G, T, D]`.
         log_decay: g, the logarithm of the decay of each channel, `[G, D]`; at most 0.
         bonus: u, added to the key of the present token, `[G, D]`.
-        state: the state that an earlier call returned: (a, b, m), each `[B, G, D]` in fp32 (fp64
-            for fp64 inputs), where a and b are divided by exp(m). None: no tokens. It is not
-            changed.
-        form: "recurrent" is the definition, token by token; "parallel" joins spans of tokens in
-            log2(T) steps; "chunk" does so in chunks; "auto" takes "recurrent" for up to 8 tokens,
-            else "chunk". All give the same result.
+        state: (a, b, m) of an earlier call, each `[B, G, D]` in fp32 (fp64 for fp64 inputs), a and
+            b divided by exp(m); None: no tokens.
+        form: "recurrent" by token; "parallel" joins spans in log2(T) steps; "chunk" in chunks;
+            "auto" takes "recurrent" for up to 8 tokens, else "chunk".
 
     Returns:
         The output `[B, G, T, D]` in the dtype of k, and the state after the last token.

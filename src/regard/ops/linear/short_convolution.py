@@ -1,6 +1,4 @@
-"""The short causal convolution in front of a recurrence: each channel of a token becomes a weighted
-sum of the same channel of the last few tokens.
-"""
+"""The short causal convolution over the last few tokens, in front of a recurrence."""
 
 from __future__ import annotations
 
@@ -32,17 +30,16 @@ def short_convolution(
 
     y_t = activation(bias + sum_{i < n} weight[:, n - 1 - i] * x_{t - i})
 
-    The weights are in the order of `torch.nn.Conv1d`: the last column multiplies the present token.
-    An empty slot is no token: the filters reach over it to the tokens before it, and nothing of it
-    enters the result or the state.
+    The weights are in the order of `torch.nn.Conv1d`: the last column is the present token's. The
+    filters reach over empty slots, of which nothing enters.
 
     Args:
         x: the channels of T tokens `[B, T, c]`.
         weight: the filters `[c, n]`, in the dtype of x.
         bias: a number per channel `[c]`, in the dtype of x, or None.
         activation: "silu" for x sigmoid(x), or None.
-        state: (past,) as an earlier call returned it: the last n - 1 tokens `[B, n - 1, c]` in the
-            dtype of x, the newest one last; None: zeros, the start of a text. It is not changed.
+        state: (past,) of an earlier call: the last n - 1 tokens `[B, n - 1, c]` in the dtype of x,
+            the newest one last; None: zeros.
         positions: positions of the tokens; slots at -1 are empty, and their outputs are 0.
 
     Returns:
@@ -50,16 +47,15 @@ def short_convolution(
         fp32 (fp64 for fp64 inputs).
 
     Raises:
-        ArgumentError, ArgumentTypeError: an argument is invalid; raised before anything is
-            computed.
+        ArgumentError, ArgumentTypeError: an argument is invalid.
 
     >>> x = torch.tensor([[[1.0], [2.0], [3.0]]])
     >>> y, (past,) = short_convolution(x, torch.tensor([[10.0, 1.0]]))
     >>> y.flatten().tolist(), past.flatten().tolist()
     ([1.0, 12.0, 23.0], [3.0])
 
-    Source: Dao and Gu 2024 (arXiv 2405.21060), section 7; before queries, keys and values: Yang et
-    al. 2024 (arXiv 2406.06484), section 3.3.
+    Source: Dao and Gu 2024 (arXiv 2405.21060), section 7; Yang et al. 2024 (arXiv 2406.06484),
+    section 3.3.
     """
     _check(x, weight, bias, activation, state, positions)
     n = weight.shape[1]
@@ -85,9 +81,7 @@ def short_convolution(
 
 
 def _index_of_shifted(where: Tensor, count: Tensor, n: int) -> Tensor:
-    """Return which column of [past, empty slots, tokens] stands in each column of [empty slots,
-    past, tokens], where `where` is the column minus the number of empty slots.
-    """
+    """Return which column of [past, empty slots, tokens] is in [empty slots, past, tokens]."""
     column = where + count
     is_empty, is_past = where < 0, (where >= 0) & (where < n - 1)
     return torch.where(is_empty, column + n - 1, torch.where(is_past, where, column))

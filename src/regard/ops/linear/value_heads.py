@@ -1,13 +1,11 @@
 """The heads of a recurrence that has more value heads than key heads.
 
-With H query heads, G key heads and N value heads, each value head has a state of its own. Value
-head h uses key head h // (N/G), and the O = max(H, N) outputs read the states and the queries in
-the same way: output o reads state o // (O/N) with query head o // (O/H). flash-linear-attention
-calls this grouped value attention; Qwen3-Next has 16 query and key heads and 32 value heads.
+With H query, G key and N value heads, each value head has a state. Value head h uses key head h //
+(N/G), and output o of O = max(H, N) reads state o // (O/N) with query head o // (O/H), as in
+Qwen3-Next (16 query and key heads, 32 value heads).
 
-Inside the operations, all tensors have G key heads and P = N/G value heads of each as two
-dimensions. What the value heads of a key head share has size 1 in the second, so that a key is
-neither repeated nor multiplied more than once.
+Inside, tensors have G key heads and P = N/G value heads as two dimensions, of which the second is 1
+where it is shared.
 """
 
 from __future__ import annotations
@@ -23,10 +21,8 @@ class GroupedHeads(NamedTuple):
     """Queries, keys and values with the value heads of a key head as a dimension.
 
     Attributes:
-        q: queries `[B, G, P or 1, R, T, D]`, where R query heads read each state, and 1 means that
-            the states of a key head are read with one query.
-        k: keys `[B, G, 1, T, D]`.
-        v: values `[B, G, P, T, E]`.
+        q: queries `[B, G, P or 1, R, T, D]`, where R query heads read each state.
+        k, v: `[B, G, 1, T, D]` and `[B, G, P, T, E]`.
     """
 
     q: Float[Tensor, "B G #P R T D"]
@@ -37,12 +33,7 @@ class GroupedHeads(NamedTuple):
 def group_heads(
     q: Float[Tensor, "B H T D"], k: Float[Tensor, "B G T D"], v: Float[Tensor, "B N T E"]
 ) -> GroupedHeads:
-    """Split heads into key heads and their value heads, after `check_value_heads`.
-
-    >>> q, v = torch.zeros(1, 2, 5, 4), torch.zeros(1, 6, 5, 3)
-    >>> [tuple(x.shape) for x in group_heads(q, q, v)]
-    [(1, 2, 1, 1, 5, 4), (1, 2, 1, 5, 4), (1, 2, 3, 5, 3)]
-    """
+    """Split heads into key heads and their value heads, after `check_value_heads`."""
     H, G, N = q.shape[1], k.shape[1], v.shape[1]
     if H == G:
         queries = q[:, :, None, None]
@@ -62,10 +53,7 @@ def shared_matmul(
 ) -> Float[Tensor, "B G P i l"]:
     """Return the matrix products a @ b, where the value heads of a key head may share a.
 
-    `torch.matmul` would copy a shared a for each value head; here the columns of b are joined.
-
-    >>> shared_matmul(torch.ones(1, 1, 1, 2, 3), torch.ones(1, 1, 4, 3, 5)).shape
-    torch.Size([1, 1, 4, 2, 5])
+    `torch.matmul` would copy a shared a for each value head.
     """
     if a.shape[2] == 1 and b.shape[2] > 1:
         return torch.einsum("bgij,bgpjl->bgpil", a[:, :, 0], b)

@@ -1,6 +1,4 @@
-"""Key selection: functions that choose for each query the keys, or the blocks of keys, that it
-attends to, and return the choice as a mask for softmax attention.
-"""
+"""Key selection: functions that choose keys for each query, and return masks."""
 
 from regard.ops.selection.best_blocks import (
     PageBounds,

@@ -1,7 +1,4 @@
-"""The choice of blocks by a score of each block: MoBA by the mean of its keys, Quest by a bound
-from the smallest and the largest number in each channel, MiniMax-M3's sparse attention by its best
-key.
-"""
+"""The choice of blocks by a score of each: MoBA, Quest, MiniMax-M3's sparse attention."""
 
 from __future__ import annotations
 
@@ -63,9 +60,7 @@ class _SelectionCall:
         self.own_blocks = self.blocks.block_of(queries)[:, None, :, None]  # [B,1,T,1]
 
     def own_and_best(self, score: Callable[[Tensor], Tensor], topk: int, max_bytes: int) -> Mask:
-        """Select for each query its own block and the topk - 1 earlier ones with the best scores,
-        `[B, H, t, N]` for queries `[B, H, t, D]`.
-        """
+        """Select for each query its own and the topk - 1 best earlier blocks, `[B, H, t, N]`."""
         blocks, own, q = self.blocks, self.own_blocks, self.q.detach()
         number = blocks.block_numbers[:, None, None]
         past = (number < own) & (blocks.token_counts > 0)[:, None, None]  # [B,1,T,N]
@@ -107,12 +102,10 @@ def moba_mask(
     The score of block i is s_i = q . mean(keys of block i). A query attends causally to its own
     block, and to the topk - 1 earlier blocks with the largest scores.
 
-    The query's own block counts towards topk: topk = 1 selects it alone. No gradient flows through
-    the choice.
+    Its own block counts towards topk. No gradient flows through the choice.
 
     Args:
-        size: the number of positions per block; block i contains the positions i size to
-            (i + 1) size - 1.
+        size: the positions per block; block i has i size to (i + 1) size - 1.
         topk: the number of blocks per query, including its own.
 
     >>> import regard
@@ -131,9 +124,7 @@ def moba_mask(
 
 
 def block_mean_keys(k: Float[Tensor, "B G S D"], blocks: BlockLayout) -> Float[Tensor, "B G N D"]:
-    """Return the mean key of each block `[B, G, N, D]` over its tokens, in fp32 or better; 0
-    for an empty block.
-    """
+    """Return the mean key of each block `[B, G, N, D]`, in fp32 or better; 0 if empty."""
     dtype = torch.promote_types(k.dtype, torch.float32)
     counts = blocks.token_counts.clamp(min=1)[:, None, :, None]
     return blocks.to_blocks(k).sum(3, dtype=dtype) / counts
@@ -143,8 +134,7 @@ class PageBounds(NamedTuple):
     """The smallest and the largest number of the keys of each page, channel by channel.
 
     Attributes:
-        low: `[B, G, N, D]`; 0 for a page without tokens.
-        high: `[B, G, N, D]`; 0 for a page without tokens.
+        low, high: `[B, G, N, D]`; 0 for a page without tokens.
 
     >>> k = torch.tensor([[1.0, 5.0], [3.0, -2.0]])[None, None]
     >>> page_bounds(k, block_layout(Span(0, 2), 2)).high.tolist()
@@ -169,12 +159,6 @@ def page_scores(q: Float[Tensor, "B H T D"], bounds: PageBounds) -> Float[Tensor
     """Return the largest product that a query can have with a key between the bounds of a page.
 
     u = sum_d max(q_d low_d, q_d high_d) >= q . k for every key k of the page
-
-    >>> q = torch.tensor([2.0, -1.0])[None, None, None]
-    >>> k = torch.tensor([[1.0, 5.0], [3.0, -2.0]])[None, None]
-    >>> page_scores(q, page_bounds(k, block_layout(Span(0, 2), 2))).item()  # the products: -3, 8
-    8.0
-
     Source: Tang et al. 2024 (arXiv 2406.10774), algorithm 1.
     """
     low, high = (x.to(torch.promote_types(x.dtype, torch.float32)) for x in bounds)
@@ -196,19 +180,15 @@ def quest_mask(
 ) -> Mask:
     """Select the pages that each query and query head attends to, as a mask for `regard.attend`.
 
-    The score of page i is u_i = sum_d max(q_d low_id, q_d high_id), which no product of the query
-    with a key of the page exceeds. A query attends causally to its own page, and to the topk - 1
-    earlier pages with the largest scores.
+    The score of page i is u_i = sum_d max(q_d low_id, q_d high_id), a bound of q . k. A query
+    attends causally to its own page, and to the topk - 1 earlier ones with the largest scores.
 
-    A page that is left out may hold the best key: the bound of another page may be larger than
-    every product of that page. No gradient flows through the choice.
+    A page that is left out may hold the best key. No gradient flows through the choice.
 
     Args:
-        size: the number of positions per page; page i contains the positions i size to
-            (i + 1) size - 1.
+        size: the positions per page; page i has i size to (i + 1) size - 1.
         topk: the number of pages per query, including its own.
-        bounds: the bounds of all pages from `page_bounds`, where they are stored; None computes
-            them from the keys.
+        bounds: the bounds of all pages from `page_bounds`; None computes them.
 
     >>> q = k = torch.randn(1, 1, 8, 4)
     >>> mask = quest_mask(q, k, size=2, topk=1)
@@ -257,22 +237,18 @@ def block_maximum_mask(
     q_jt . k_s. A query attends causally to its own block and the local - 1 blocks before it, and
     to the blocks with the largest scores, topk in all.
 
-    Index head j chooses for the query heads j H/J to (j + 1) H/J - 1. No gradient flows through the
-    choice.
+    Index head j chooses for H/J query heads, without a gradient.
 
     Args:
         q: index queries `[B, J, T, d]`.
         k: one index key per token `[B, 1, S, d]`.
         heads: the number of query heads H, a multiple of J.
-        size: the number of positions per block; block i contains the positions i size to
-            (i + 1) size - 1.
-        topk: the number of blocks per query, including the local ones; if more are local, all of
-            them are read.
-        local: the number of last blocks that every query reads, including its own.
+        size: the positions per block; block i has i size to (i + 1) size - 1.
+        topk: the number of blocks per query, local ones included, all of which are read.
+        local: the number of last blocks that every query reads, with its own.
 
     Raises:
-        ArgumentError, ArgumentTypeError: size, topk or local is below 1, J does not divide heads,
-            or q, k and positions do not fit together.
+        ArgumentError, ArgumentTypeError: an argument is out of range or does not fit.
 
     >>> q, k = torch.randn(1, 2, 8, 4), torch.randn(1, 1, 8, 4)
     >>> mask = block_maximum_mask(q, k, heads=4, size=2, topk=1)

@@ -1,6 +1,4 @@
-"""The lightning indexer of DeepSeek-V3.2: a cheap score for every query-key pair (`index_scores`),
-and the selection of the keys with the largest scores (`index_mask`).
-"""
+"""The lightning indexer of DeepSeek-V3.2: `index_scores` of pairs, and `index_mask` of keys."""
 
 from __future__ import annotations
 
@@ -72,11 +70,9 @@ def index_mask(
     k_positions: Positions,
     max_bytes: int = MAX_CHUNK_BYTES,
 ) -> Mask:
-    """Select for each query the `topk` keys with the largest index scores, among the keys up to its
-    own position.
+    """Select for each query the `topk` keys with the largest index scores, up to its position.
 
-    A query with fewer than `topk` such keys attends to all of them; among equal scores the earlier
-    position is chosen. No gradient flows through the choice.
+    Among equal scores the earlier position is chosen. No gradient flows through the choice.
 
     Args:
         q: queries of the J index heads `[B, J, T, d]`.
@@ -85,8 +81,7 @@ def index_mask(
         topk: the number of keys per query, at least 1.
         q_positions: the positions of the queries.
         k_positions: the positions of the keys.
-        max_bytes: the memory in bytes that the scores of a chunk of queries may need; no result
-            depends on it.
+        max_bytes: the memory in bytes for the scores of a chunk of queries.
 
     Returns:
         A mask that is the same for all heads of the attention.
@@ -146,15 +141,13 @@ def indexer_loss(
     pattern: Float[Tensor, "B H T S"],
     visible: Bool[Tensor, "B T S"],
 ) -> Float[Tensor, "B T"]:
-    """Compute the training loss of an indexer for each query: the KL divergence of the softmax of
-    its scores from the attention weights of the main model.
+    """Compute the loss of an indexer: the KL divergence from the main attention weights.
 
     p_t = sum_h pattern_ht over the visible keys, divided by its sum
     loss_t = KL(p_t || softmax(scores_t))
 
-    The dense warm-up stage passes all earlier keys as `visible`; the sparse stage passes the
-    selected keys. A query that sees no key, or whose pattern is 0 on the visible keys, has loss 0.
-    No gradient flows into the pattern.
+    The dense stage passes all earlier keys as `visible`, the sparse stage the selected ones.
+    Without visible weights the loss is 0. No gradient flows into the pattern.
 
     Args:
         scores: the result of `index_scores` `[B, T, S]`, which gets the gradient.

@@ -1,6 +1,4 @@
-"""Native sparse attention (NSA): the arrangement of keys in compressed tokens, the importance of
-blocks, computed from the attention to the compressed tokens, and the selection of blocks.
-"""
+"""Native sparse attention (NSA): compressed tokens, importance of blocks, selection."""
 
 from __future__ import annotations
 
@@ -35,13 +33,11 @@ class NSABlocks:
         select: l', the number of tokens in a block of the selection.
         count: n, the number of selected blocks per query, including the forced ones.
         window: w, the number of keys in the sliding window, including the query's own.
-        initial: the number of forced blocks, which are always selected, at the start of the
-            sequence.
-        local: the number of forced blocks that end with the query's own block.
+        initial: the number of blocks at the start that are always selected.
+        local: the number of those that end with the query's own block.
 
     Raises:
-        ArgumentError: stride does not divide compress and select, compress is larger than select,
-            count is smaller than the number of forced blocks, or a size is below 1 (initial: 0).
+        ArgumentError: the sizes do not fit one another.
 
     >>> NSABlocks().count
     16
@@ -77,18 +73,14 @@ class NSABlocks:
 def compression_windows(
     x: Float[Tensor, "B G S D"], layout: BlockLayout, sizes: NSABlocks
 ) -> Float[Tensor, "B G C l D"]:
-    """Return the tokens of each of the C compressed blocks, `[B, G, C, l, D]`: block i contains the
-    indices i d to i d + l - 1 of the layout.
-    """
+    """Return the tokens of the C compressed blocks, `[B, G, C, l, D]`, from i d on."""
     return (
         layout.to_position_order(x).unfold(2, sizes.compress, sizes.stride).mT
     )  # [B,G,C,D,l] -> [B,G,C,l,D]
 
 
 def compression_positions(layout: BlockLayout, sizes: NSABlocks) -> Int[Tensor, "B C"]:
-    """Return the position of the last token of each compressed block `[B, C]`; -1 where a token
-    of the block is missing.
-    """
+    """Return the position of the last token of each compressed block `[B, C]`; -1 if incomplete."""
     is_complete = layout.occupied.unfold(1, sizes.compress, sizes.stride).all(-1)  # [B,C]
     last_offset = (
         torch.arange(is_complete.shape[1], device=is_complete.device) * sizes.stride
@@ -101,14 +93,12 @@ def compression_positions(layout: BlockLayout, sizes: NSABlocks) -> Int[Tensor, 
 def block_importance(
     p: Float[Tensor, "B H T C"], groups: int, sizes: NSABlocks
 ) -> Float[Tensor, "B G T N"]:
-    """Return the importance of each block: the attention to the compressed tokens that overlap it,
-    summed over the heads of a group.
+    """Return the importance of each block: the summed attention to tokens that overlap it.
 
     importance[j] = sum_h sum_{m < l'/d} sum_{n < l/d} p_h[(l'/d) j - m - n], with j and the index
     of p_h counted from 1
 
-    A compressed token contributes its weight to a block once for each stride of d tokens that lies
-    in both. (If indices were counted from 0, the equation would assign it to the block before.)
+    A compressed token counts once for each stride of d tokens that lies in both.
 
     Source: Yuan et al. 2025 (arXiv 2502.11089), equations 9 and 10.
     """
@@ -131,13 +121,11 @@ def selection_mask(
     scale: float | None = None,
     max_bytes: int = MAX_CHUNK_BYTES,
 ) -> Mask:
-    """Select the blocks that each query attends to, equal for the query heads of a group, by the
-    attention to the compressed keys.
+    """Select the blocks that the query heads of a group attend to, by compressed keys.
 
-    p = softmax(scale q k^T) over the compressed tokens that end at or before the query. A query
-    attends to the first `initial` blocks, to the last `local` blocks up to its own, and to the
-    other blocks with the largest `block_importance` of p, `count` blocks in all. No gradient flows
-    through the choice.
+    p = softmax(scale q k^T) over the compressed tokens before the query. It attends to the first
+    `initial` blocks, the last `local` blocks, and those with the largest `block_importance`,
+    `count` in all, without a gradient.
 
     Args:
         q: queries `[B, H, T, D]`.
@@ -145,11 +133,9 @@ def selection_mask(
         layout: the arrangement of the uncompressed keys in blocks of `sizes.select` positions.
         sizes: the sizes of the blocks.
         q_positions: the positions of the queries.
-        k_positions: the positions of the last tokens of the compressed keys `[B or 1, C]`
-            (`compression_positions`).
+        k_positions: those of the compressed keys (`compression_positions`), `[B or 1, C]`.
         scale: the factor on q . k; None: 1/sqrt(D).
-        max_bytes: the memory in bytes that the scores of a chunk of queries may need; no result
-            depends on it.
+        max_bytes: the memory in bytes for the scores of a chunk of queries.
 
     Returns:
         The mask, equal for the query heads of a group.

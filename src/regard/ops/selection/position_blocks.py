@@ -1,8 +1,6 @@
-"""The arrangement of keys in blocks of consecutive positions, and the choice of the blocks with the
-largest scores; all key selections use both.
+"""The arrangement of keys in blocks of positions, and the choice of the best blocks.
 
-A slot is an index along the dimension S of the keys. Its position is that of its token in the
-sequence, or -1 if the slot is empty.
+A slot is an index along the dimension S of the keys; its position is -1 if it is empty.
 """
 
 from __future__ import annotations
@@ -27,17 +25,15 @@ MAX_CHUNK_BYTES = 2**27
 class BlockLayout:
     """The arrangement of slots in the order of their positions, in blocks of `size` positions.
 
-    Block n contains the positions n size to (n + 1) size - 1 of every row, so that padding, and the
-    division of a sequence into calls, have no effect. Index i of row b in the arrangement stands
-    for the position first[b] * size + i.
+    Block n has the positions n size to (n + 1) size - 1 of every row, whatever the padding. Index i
+    of row b stands for the position first[b] * size + i.
 
     Args:
         size: the number of positions per block.
         blocks: N, the number of blocks in the arrangement, at least one.
         first: the number of the first of these blocks in each row, int64 `[B or 1]`.
         occupied: which indices have a token, bool `[B or 1, N * size]`.
-        source: the slot of each index, int64 `[B or 1, N * size]`; None if the slots are in the
-            order of their positions, without gaps.
+        source: the slot of each index, int64 `[B or 1, N * size]`; None if slots are in order.
         _left: where `source` is None, the number of indices before the first slot.
     """
 
@@ -104,9 +100,8 @@ def block_layout(
 ) -> BlockLayout:
     """Arrange slots at the given positions in blocks of `size` positions.
 
-    For a `Span` no tensor is read. For positions in a tensor the largest position is read from the
-    device, which determines the number of blocks. A compiled graph cannot read it: there the
-    positions of a row must be consecutive, which is asserted on the device.
+    For positions in a tensor the largest is read from the device. A compiled graph cannot read it:
+    there the positions of a row must be consecutive.
 
     Args:
         positions: the position of each slot.
@@ -161,14 +156,12 @@ def top_k_mask(
 ) -> Bool[Tensor, "*b N"]:
     """Mark the k largest numbers of the last dimension; among equal numbers, the first ones.
 
-    -inf is never marked, so that fewer than k numbers may be marked. A NaN counts as the largest
-    number, so that it is selected and appears in the output.
+    -inf is never marked. A NaN counts as the largest number.
 
     Args:
         scores: numbers `[..., N]`.
         k: how many numbers to mark in each row.
-        taken: how many fewer than k to mark in each row, `[..., 1]`, because so many were chosen
-            before; None: 0.
+        taken: how many fewer than k to mark in each row, `[..., 1]`; None: 0.
 
     Returns:
         A bool tensor in the shape of the scores.
@@ -196,8 +189,7 @@ def select_blocks(
     allowed: Bool[Tensor, "#B #n T N"],
     k: int,
 ) -> Bool[Tensor, "B n T N"]:
-    """Mark k of the allowed blocks for each query: all forced ones, then those with the largest
-    scores. If more than k blocks are forced, all of them are marked.
+    """Mark k of the allowed blocks for each query: all forced ones, then the best.
 
     >>> scores = torch.tensor([[[[5.0, 4.0, 3.0, 9.0]]]])
     >>> allowed = torch.ones(1, 1, 1, 4, dtype=torch.bool)
@@ -231,8 +223,6 @@ def in_query_chunks(
 
 @contextmanager
 def without_gradient(device: torch.device) -> Iterator[None]:
-    """Disable autograd and autocast: no gradient flows through a choice, and its inputs are not
-    rounded.
-    """
+    """Disable autograd and autocast for a choice, whose inputs are not rounded."""
     with torch.no_grad(), torch.autocast(device.type, enabled=False):
         yield

@@ -1,6 +1,4 @@
-"""The public functions `attend`, `attend_partial` and `attention_weights`, and the gradients of a
-part (`part_gradients`).
-"""
+"""The public functions of attention, and the gradients of a part (`part_gradients`)."""
 
 from __future__ import annotations
 
@@ -44,26 +42,23 @@ def attend(
     s_ij = c tanh(scale (q_i . k_j) / c) + bias_ij, and -inf where the mask hides key j from query i
     out_i = sum_j p_ij v_j,  p_ij = exp(s_ij) / (sum_j exp(s_ij) + exp(sink))
 
-    Without `softcap` the score is scale (q_i . k_j) + bias_ij; without `sink` the term exp(sink) is
-    absent. With `score`, its rule changes the scores before the mask; it may also select keys,
-    replace the softmax, or change the weights p_ij. Grouped-query attention: query head h uses
-    key/value head h // (H/G). A query that sees no key gets the output 0. Scores and softmax are
-    computed in fp32 (fp64 for fp64 inputs).
+    Without `softcap` the score is scale (q_i . k_j) + bias_ij; without `sink` there is no
+    exp(sink). A rule `score` changes the scores before the mask, and may select keys, replace the
+    softmax, or change p_ij. Query head h uses key/value head h // (H/G). A query that sees no key
+    gets the output 0. Scores and softmax are in fp32 (fp64 for fp64 inputs).
 
     Args:
         q: queries `[B, H, T, D]`: batch, query heads, queries, head dimension.
         k: keys `[B, G, S, D]`, in the dtype and on the device of `q`; G divides H.
         v: values `[B, G, S, E]`, in the dtype and on the device of `q`.
-        backend: the kernel: "cpu", "sdpa", "tiled", "flex", "gemm", "triton",
-            "reference", or the name of a registered kernel. "auto" takes the fastest kernel that
-            supports the call; `regard.plan` shows which one that is.
+        backend: "cpu", "sdpa", "tiled", "flex", "gemm", "triton", "reference", or a registered
+            kernel. "auto" takes the fastest that supports the call (`regard.plan`).
 
     Returns:
         The output `[B, H, T, E]` in the dtype of `q`.
 
     Raises:
-        ArgumentError, ArgumentTypeError: an argument is invalid, or the arguments do not fit
-            together; raised before anything is computed.
+        ArgumentError, ArgumentTypeError: an argument is invalid, or does not fit the others.
         KernelRefusal: the requested backend cannot run this call; the message lists its reasons.
 
     >>> import torch, regard
@@ -83,9 +78,7 @@ def attend(
 
 
 def _is_proxy(x: object) -> bool:
-    """Return whether `torch.fx.symbolic_trace` runs this code, with proxies for tensors; the
-    graph then holds `attend` as one node.
-    """
+    """Return whether `torch.fx.symbolic_trace` runs this code, for which `attend` is one node."""
     return isinstance(x, torch.fx.Proxy)
 
 
@@ -98,8 +91,7 @@ def attend_partial(
     out_dtype: torch.dtype | None = None,
     **options: Unpack[AttentionOptions],
 ) -> Partial:
-    """Compute attention over some of the keys, with the log-sum-exp that `merge` needs to join it
-    to attention over the other keys.
+    """Compute attention over some of the keys, with the log-sum-exp that `merge` needs.
 
     lse_i = ln sum_j exp(s_ij), with the scores s_ij of `attend`
 
@@ -108,22 +100,18 @@ def attend_partial(
         k: keys `[B, G, S, D]` of this part.
         v: values `[B, G, S, E]` of this part.
         backend: the kernel, as in `attend`.
-        out_dtype: the dtype of `out`: that of `q` (None), or that of the lse, so that a bf16 or
-            fp16 call rounds its output once, after the parts are joined. Kernels that round it
-            earlier ("sdpa", "flex") refuse the latter.
+        out_dtype: the dtype of `out`: that of `q` (None), or that of the lse, so that the output is
+            rounded once, after the parts are joined; "sdpa" and "flex" refuse the latter.
         **options: `mask`, `bias`, `score`, `scale`, `softcap`, `q_positions` and `k_positions`, as
-            in `attend`. By default the keys have the positions 0 to S - 1, so that parts other than
-            the first one usually need `k_positions`.
+            in `attend`; parts other than the first one usually need `k_positions`.
 
     Returns:
-        A `Partial` with `out` `[B, H, T, E]` in the dtype of `q` or `out_dtype`, and `lse`
-        `[B, H, T]` in fp32 (fp64 for fp64 inputs), -inf for a query that sees no key of this part.
-        Both are differentiable.
+        A `Partial` with `out` `[B, H, T, E]`, and `lse` `[B, H, T]` in fp32 (fp64 for fp64 inputs),
+        -inf for a query that sees no key of this part; both are differentiable.
 
     Raises:
         ArgumentTypeError: `dropout` or `sink` is given; a sink is counted once, by `merge`.
-        ArgumentError: the rule `score` cannot be merged from parts, or `out_dtype` is another
-            dtype; else as in `attend`.
+        ArgumentError: `score` cannot be merged from parts, or as in `attend`.
         KernelRefusal: as in `attend`.
 
     >>> import torch, regard
@@ -169,11 +157,9 @@ def part_gradients(
     backend: str = "auto",
     **options: Any,
 ) -> tuple[Tensor | None, ...]:
-    """Compute the gradients of attention over some of the keys, for one of the parts that `merge`
-    joins.
+    """Compute the gradients of attention over some of the keys, a part that `merge` joins.
 
-    Attention over many parts of the keys needs one saved output and one saved lse for its backward
-    pass, not those of each part. With the joined lse and output O, each part is on its own:
+    With the joined lse and output O, each part is on its own, so that nothing else is saved:
 
     p = exp(s - lse)    dv = p^T dO    ds = p (dO v^T - dO . O + d_lse)    dq = ds k    dk = ds^T q
     """
@@ -204,8 +190,8 @@ def attention_weights(
 
     p_ij = exp(s_ij) / (sum_j exp(s_ij) + exp(sink)), with the scores s_ij of `attend`
 
-    Each row is normalized over all its keys, including those outside the block; with a sink a row
-    sums to less than 1. Memory grows with the size of the block, not with T S.
+    Each row is normalized over all its keys, also those outside the block. Memory grows with the
+    block, not with T S.
 
     Args:
         q: queries `[B, H, T, D]`.
@@ -216,8 +202,7 @@ def attention_weights(
             `k_positions`, as in `attend`.
 
     Returns:
-        The weights `[B, H, t, s]` of the t queries and s keys of the block, in fp32 (fp64 for fp64
-        inputs).
+        The weights `[B, H, t, s]` of the block, in fp32 (fp64 for fp64 inputs).
 
     Raises:
         ArgumentTypeError: `dropout` is given, or `rows` or `columns` has another type.
@@ -245,9 +230,7 @@ def attention_weights(
 
 
 def _block_of_weights(call: Call, rows: slice, columns: slice) -> Tensor:
-    """Compute the weights `[B, H, t, s]` of a block of queries (`rows`) and keys (`columns`); the
-    sum over all keys of a row is computed in chunks of keys.
-    """
+    """Compute the weights `[B, H, t, s]` of a block, the sum of a row in chunks of keys."""
     if call.score is not None and not call.score.is_pairwise_softmax:
         every, visible = scores(call, rows)
         return weights_of_rows(call, rows, every, visible, softmax_sum(every))[..., columns]

@@ -1,6 +1,4 @@
-"""The gradient of an attention bias, summed over blocks of the scores, so that the gradient
-`[B, H, T, S]` of all scores is never in memory.
-"""
+"""The gradient of an attention bias, summed over blocks, never `[B, H, T, S]` in memory."""
 
 from __future__ import annotations
 
@@ -16,13 +14,7 @@ EVERY_ROW = slice(None)
 
 
 class TrainableTerm(NamedTuple):
-    """A bias with a tensor that requires a gradient, as one term of a sum of biases.
-
-    Args:
-        term: the bias.
-        first: the index of its first tensor in `tensors()` of the whole sum.
-        stop: one past the index of its last tensor there.
-    """
+    """A bias with a tensor that requires a gradient, as one term of a sum, and its tensors."""
 
     term: Bias
     first: int
@@ -30,13 +22,7 @@ class TrainableTerm(NamedTuple):
 
 
 class BiasGradient:
-    """Accumulates the gradients of the tensors of a bias over blocks of the scores.
-
-    Args:
-        bias: the bias of a call, or None.
-        requires_grad: for each of `bias.tensors()`, whether it requires a gradient.
-        dtype: the dtype in which the gradients are summed.
-    """
+    """Accumulates the gradients of the tensors of a bias over blocks of the scores."""
 
     def __init__(
         self, bias: Bias | None, requires_grad: tuple[bool, ...], dtype: torch.dtype
@@ -73,9 +59,7 @@ class BiasGradient:
     def _differentiate(
         self, trainable: TrainableTerm, call: Call, d_s: Tensor, rows: slice, columns: slice
     ) -> None:
-        """Compute the block's contribution of one trainable bias with autograd and add it to the
-        sums.
-        """
+        """Add the block's contribution of one trainable bias, by autograd, to the sums."""
         requires_grad = self.requires_grad[trainable.first : trainable.stop]
         with torch.enable_grad():
             tensors = [
@@ -97,9 +81,7 @@ class BiasGradient:
                 self.sums[i] += g
 
     def total(self) -> list[Tensor | None]:
-        """Return the summed gradients in the dtypes of the tensors, and None where no gradient is
-        required.
-        """
+        """Return the summed gradients in the dtypes of the tensors; None where not required."""
         return [
             self.sums[i].to(dtype) if i in self.sums else None
             for i, dtype in enumerate(self.dtypes)
@@ -107,13 +89,7 @@ class BiasGradient:
 
 
 def bias_terms(bias: Bias | None) -> tuple[Bias, ...]:
-    """Return the biases whose sum is `bias`: the terms of a sum, the bias itself, or nothing for
-    None.
-
-    >>> from regard.biases import ALiBi
-    >>> bias_terms(ALiBi(2) + ALiBi(2, symmetric=True))
-    (alibi(2), alibi(2, symmetric))
-    """
+    """Return the biases whose sum is `bias`: terms, the bias itself, or nothing for None."""
     if bias is None:
         return ()
     return bias.terms if isinstance(bias, Sum) else (bias,)

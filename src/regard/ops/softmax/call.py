@@ -1,6 +1,4 @@
-"""The options of a call of softmax attention (`AttentionOptions`), and the checked call as data
-(`Call`). An option of `attend` is added here, and in the kernels that read it.
-"""
+"""The options of a call of softmax attention, and the checked call as data."""
 
 from __future__ import annotations
 
@@ -24,12 +22,7 @@ from regard.units import plural
 
 
 def default_query_positions(keys: Positions, T: int) -> Positions:
-    """Return the default positions of T queries: the last T positions of the keys (bottom-right
-    alignment).
-
-    >>> default_query_positions(Span(0, 5), 2), default_query_positions(Span(0, 2), 3)
-    (Span(start=3, length=2), Span(start=-1, length=3, tokens=True))
-    """
+    """Return the default positions of T queries: the last T positions of the keys."""
     if isinstance(keys, Span):
         return Span(keys.stop - T, T, tokens=keys.stop < T)
     if keys.shape[1] < T:
@@ -43,9 +36,7 @@ def default_query_positions(keys: Positions, T: int) -> Positions:
 
 
 def _check_rows_end_in_tokens(keys: Tensor, T: int) -> None:
-    """Check that no row of positions `[B or 1, S]` that contains tokens ends in an empty slot,
-    because the positions of its last T slots become those of the queries.
-    """
+    """Check that no row of positions with tokens ends in an empty slot, a query's position."""
     ends_empty = (keys[:, -1] <= EMPTY) & (keys > EMPTY).any(1)
     if bool(ends_empty.any()):
         raise ArgumentError(
@@ -85,13 +76,7 @@ def _wrong_mask_type_message(mask: object) -> str:
 def check_custom_rules(
     mask: Mask, bias: Bias | None, sizes: tuple[int, int], q: Positions, k: Positions
 ) -> None:
-    """Check that a user-defined mask or bias returns blocks for the batch size and head count of
-    the call.
-
-    The masks and biases of this package check these sizes themselves (`require`). A custom function
-    or class is evaluated on one query-key pair, because most kernels would broadcast a wrong batch
-    or head dimension silently.
-    """
+    """Check custom masks and biases on one pair, as most kernels broadcast wrong sizes."""
     if slot_count(q) == 0 or slot_count(k) == 0:
         return
     first_slot = slice(0, 1)
@@ -108,9 +93,7 @@ def check_custom_rules(
 
 
 def as_bias(bias: Bias | Tensor | None) -> Bias | None:
-    """Return the bias of an argument: None and biases unchanged, `Dense(tensor)` for a float
-    tensor.
-    """
+    """Return the bias of an argument: `Dense(tensor)` for a float tensor, else unchanged."""
     if bias is None or isinstance(bias, Bias):
         return bias
     if isinstance(bias, Tensor):
@@ -146,9 +129,7 @@ def as_score(score: ScoreRule, call: Call) -> ScoreRule:
 
 
 def _warn_if_inverted(mask: Tensor) -> None:
-    """Warn if a square mask hides from every query its own key: True then probably means masked in
-    it.
-    """
+    """Warn if a square mask hides from every query its own key, as an inverted one does."""
     square = mask.shape[-1] == mask.shape[-2] > 1
     if is_compiling() or not square:
         return
@@ -163,31 +144,24 @@ def _warn_if_inverted(mask: Tensor) -> None:
 
 
 class AttentionOptions(TypedDict, total=False):
-    """The options of a call of softmax attention: the one list of what `attend` and its neighbours
-    accept. `help(regard.attend)` shows it.
+    """The options of a call of softmax attention, which `help(regard.attend)` shows.
 
     Args:
         mask: which keys each query may see: a mask of `regard.masks`, or a bool tensor `[T, S]` or
-            `[B or 1, H or 1, T, S]` in which True means that the query may attend to the key. None
-            (the default): every query sees every key whose position is at least 0.
-        bias: a term that is added to the scores after the softcap: a bias of `regard.biases`, or a
-            float tensor `[T, S]` or `[B or 1, H or 1, T, S]`, which may require a gradient. None:
-            no bias.
-        score: a rule of `regard.scores` that is applied after the bias and before the mask, such as
-            `regard.scores.TopK(64)`; it may have tensors that require a gradient. None: no rule.
+            `[B or 1, H or 1, T, S]`, True where it may. None: every key at a position of at least
+            0.
+        bias: a term after the softcap: a bias of `regard.biases`, or a float tensor `[T, S]` or `[B
+            or 1, H or 1, T, S]`. None: no bias.
+        score: a rule of `regard.scores` between bias and mask, such as `regard.scores.TopK(64)`.
+            None: no rule.
         scale: the factor on q . k, finite and not 0. None: 1/sqrt(D).
-        softcap: the bound c in c tanh(s / c), which keeps scores between -c and c; greater than 0.
-            None: no bound.
-        sink: one logit per query head, `[H]`, that is added to the softmax denominator only, so
-            that the weights of a row sum to less than 1. None: no sink.
-        dropout: the probability that a weight is set to 0, at least 0 and less than 1 (the default
-            is 0); the other weights are divided by 1 - dropout. It applies in every call, in
-            training and in inference.
-        q_positions: the position of each query: a `regard.Span`, or an integer tensor
-            `[B or 1, T]`. A position of -1 marks an empty slot, which sees nothing. None: the last
-            T positions of the keys.
-        k_positions: the position of each key: a `regard.Span`, or an integer tensor `[B or 1, S]`.
-            A position of -1 marks an empty slot, which no query sees. None: 0 to S - 1.
+        softcap: the bound c > 0 in c tanh(s / c). None: no bound.
+        sink: one logit per query head, `[H]`, in the softmax denominator only. None: no sink.
+        dropout: the probability that a weight is set to 0, in [0, 1); the others are divided by 1 -
+            dropout. It applies in every call, also in inference.
+        q_positions: the position of each query: a `regard.Span`, or integers `[B or 1, T]`; -1
+            marks an empty slot, which sees nothing. None: the last T positions of the keys.
+        k_positions: likewise of each key, `[B or 1, S]`. None: 0 to S - 1.
     """
 
     mask: Mask | Tensor | None
@@ -205,10 +179,8 @@ class Partial(NamedTuple):
     """Attention over some of the keys, which `merge` joins to attention over others.
 
     Args:
-        out: `[B, H, T, E]`, the weighted mean of the values of this part; 0 for a query that sees
-            none of its keys.
-        lse: `[B, H, T]`, ln sum_j exp(s_ij) over the keys of this part, in fp32 (fp64 for fp64
-            inputs); -inf for a query that sees none of them.
+        out: `[B, H, T, E]`, the weighted mean of this part's values; 0 without a visible key.
+        lse: `[B, H, T]`, ln sum_j exp(s_ij) over its keys, in fp32 or fp64; -inf without any.
     """
 
     out: Tensor
@@ -219,10 +191,9 @@ class Partial(NamedTuple):
 class Call:
     """One attention call whose arguments have been checked and whose defaults are filled in.
 
-    The sizes B, H, G, T, S, D and E are attributes as well, and so are three facts that every
-    kernel needs: `has_gradient` (autograd is enabled and an input requires a gradient), `compiling`
+    The sizes B, H, G, T, S, D and E are attributes as well, and so are `has_gradient`, `compiling`
     (this thread compiles, exports or traces a graph) and `readable` (Python can read the values of
-    the tensors: it cannot in a graph, under a transform of `torch.func`, or on the device "meta").
+    the tensors: not in a graph, under `torch.func`, or on "meta").
 
     Args:
         q: queries `[B, H, T, D]`.
@@ -234,16 +205,12 @@ class Call:
         softcap: the bound on the scores, or None.
         sink: one logit per head, `[H]`, or None.
         dropout: the dropout probability; 0 is none.
-        q_positions: the positions of the queries.
-        k_positions: the positions of the keys.
+        q_positions, k_positions: the positions of queries and keys.
         wants_lse: whether the result must include the lse.
-        needs: the tensors that an open trace captures or edits: "scores", "pattern" (the weights),
-            both or none.
-        score: the rule that changes scores, normalizer or weights, or None. A kernel is asked about
-            it in `why_not_score`.
+        needs: what an open trace captures or edits of "scores" and "pattern" (the weights).
+        score: the rule, or None. A kernel is asked about it in `why_not_score`.
         original: the call with a score rule that this one without a rule replaces, or None.
-        out_dtype: the dtype of the output, which may be that of the scores; None is that of q. A
-            kernel that does not have `wide_output` is not asked to run a call with this dtype.
+        out_dtype: the dtype of the output, that of the scores or (None) of q.
     """
 
     q: Tensor
@@ -331,11 +298,8 @@ class Call:
 
     @property
     def score_bound(self) -> float:
-        """An upper bound on |scale q . k|: |scale| times the largest query norm and the largest key
-        norm of the same head.
-
-        It is infinite in a compiled graph, which cannot read tensors, and on devices other than the
-        CPU, where reading would synchronize.
+        """An upper bound on |scale q . k| from the largest norms of a head; infinite where reading
+        them would synchronize or a graph cannot.
         """
         if not (self.readable and self.q.is_cpu):
             return math.inf
@@ -352,13 +316,11 @@ class Call:
     def all_finite(self, *names: str) -> bool:
         """Return whether some of the inputs contain neither NaN nor infinity.
 
-        Tensors whose values cannot be read (`readable`) are assumed to be finite.
-
         Args:
             *names: which inputs to check: "q", "k" or "v".
 
         Returns:
-            True if none of them contains a NaN, an infinity, or a number above `MAX_FINITE`.
+            True if none has NaN, infinity, or a number above `MAX_FINITE`, or none can be read.
         """
         if not self.readable:
             return True
@@ -376,9 +338,7 @@ class Call:
         return self._largest[name]
 
     def _has_small_norms(self, name: str) -> bool:
-        """Return whether the norms of "q" or "k" show that all entries are finite. They are asked
-        only where a kernel needs them in any case, to bound the scores of a gradient.
-        """
+        """Return whether norms that a kernel needs anyway show that "q" or "k" is finite."""
         if name == "v" or not self.has_gradient or not self.q.is_cpu or 0 in (self.B, self.D):
             return False
         if 0 in (self.T, self.S):
@@ -391,10 +351,7 @@ CASTABLE = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def cast_for_autocast(q: Any, k: Any, v: Any) -> tuple[Any, Any, Any]:
-    """Convert q, k and v to the dtype of `torch.autocast` if it is enabled, as torch's own
-    attention does. Scores and softmax are computed in fp32 nevertheless. What is no tensor is
-    returned as it is; the checks that follow refuse it.
-    """
+    """Convert q, k and v to the dtype of `torch.autocast` if enabled, as torch's attention does."""
     kind = q.device.type if isinstance(q, Tensor) else "meta"
     if kind not in ("cpu", "cuda") or not torch.is_autocast_enabled(kind):
         return q, k, v
@@ -439,9 +396,7 @@ _OPTION_NAMES = AttentionOptions.__optional_keys__
 def checked_call(
     q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions, *, wants_lse: bool = False
 ) -> Call:
-    """Check all arguments of an attention call, fill in the defaults, and record whether an open
-    trace captures or edits the scores or the weights.
-    """
+    """Check all arguments of a call, fill in the defaults, and record what traces need."""
     if not _OPTION_NAMES.issuperset(options):
         names = list(AttentionOptions.__annotations__)
         argument_checks.check_keyword_names("attend", options, names)
@@ -495,14 +450,9 @@ def checked_call(
 
 
 SMALL_SCORE_BOUND = 6.0
-"""The bound on |scale q . k| up to which the gradient of every kernel is as accurate as that of
-plain math.
-
-Up to 6 the scores of a row differ by at most 12, so that no weight is negligible beside another in
-fp32 (e^-12 > 2^-24) and the terms of p (dp - sum p dp) do not cancel completely. A kernel that
-recomputes p = exp(s - lse) from a rounded lse has an error of some roundings of the largest score:
-from a bound of 7 on, torch's kernel was measured to break the error rule of CONTRIBUTING.md in a
-few cases (LOG.md).
+"""The bound on |scale q . k| up to which the gradient of every kernel is as accurate as plain math.
+Up to 6, no weight is negligible beside another in fp32 (e^-12 > 2^-24); from 7 on, torch's kernel,
+which recomputes p from a rounded lse, broke the error rule in a few cases (LOG.md).
 """
 
 
@@ -518,10 +468,8 @@ MAX_FINITE = 1e17
 
 
 def _all_entries_finite(x: Tensor) -> bool:
-    """Return whether x contains no NaN, no infinity, and no number above `MAX_FINITE`, in one pass.
-
-    Larger numbers count as infinite: a masked slot may contain uninitialized memory, and a product
-    of such numbers may be inf, which becomes NaN in a kernel that masks by adding -inf.
+    """Return whether x has no NaN, infinity or number above `MAX_FINITE`, whose products may be
+    inf, in one pass.
     """
     if x.numel() == 0:
         return True

@@ -1,6 +1,4 @@
-"""The kernel "cpu": decoding on a CPU. It converts a call to the arguments of compiled loops
-that read each key and value once, also from quantized caches (`regard.ops.jit.decode`).
-"""
+"""The kernel "cpu": decoding on a CPU by compiled loops that read each key once."""
 
 from __future__ import annotations
 
@@ -75,27 +73,21 @@ def decode_args(call: Call) -> DecodeArgs:
 
 @lru_cache(maxsize=8)
 def _span_positions(positions: Span) -> tuple[Tensor, Tensor]:
-    """Return the positions `[1, T]` of a span, and `[1, 1, T, 1]` the end of the range of positions
-    that each query sees under a causal mask; cached, because every layer of a model needs the same.
-    """
+    """Return the positions `[1, T]` of a span, and the causal ends `[1, 1, T, 1]`, cached."""
     tensor, stops = (launch.arange(positions.start + i, positions.stop + i) for i in (0, 1))
     return tensor[None], stops[None, None, :, None]
 
 
 @lru_cache(maxsize=16)
 def _cached_intervals(mask: masks.Mask, positions: Span) -> tuple[Tensor, ...] | None:
-    """Return the intervals of a mask without tensors, cached because every layer of a model
-    needs the same.
-    """
+    """Return the intervals of a mask without tensors, cached for all layers of a model."""
     with torch.inference_mode(mode=False):
         intervals = mask.intervals(positions)
         return None if intervals is None else tuple(x.contiguous() for x in intervals)
 
 
 def _visibility_arguments(call: Call, empty: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the ranges of positions that each query sees as starts and stops, or a dense block
-    where the mask has no ranges.
-    """
+    """Return the ranges that each query sees as starts and stops, or a dense block."""
     if isinstance(call.mask, masks.Full):
         stops = (
             _STOP_NOWHERE if empty is None else torch.where(empty, 0, UNBOUNDED)[:, None, :, None]
@@ -109,12 +101,7 @@ def _visibility_arguments(call: Call, empty: Tensor | None) -> tuple[Tensor, Ten
 
 
 def visible_ranges(mask: masks.Mask, q_positions: Positions) -> tuple[Tensor, Tensor] | None:
-    """Return the ranges of positions that each query sees, as the compiled loops take them.
-
-    >>> starts, stops = visible_ranges(masks.Causal() & masks.Window(4), Span(9, 1))
-    >>> starts.flatten().tolist(), stops.flatten().tolist()
-    ([6], [10])
-    """
+    """Return the ranges of positions that each query sees, as the compiled loops take them."""
     if isinstance(mask, masks.Causal):
         return _START_AT_ZERO, causal_positions(q_positions)[1]
     if isinstance(q_positions, Span) and mask.is_static:
@@ -128,9 +115,7 @@ def visible_ranges(mask: masks.Mask, q_positions: Positions) -> tuple[Tensor, Te
 
 
 def causal_positions(q_positions: Positions) -> tuple[Tensor, Tensor]:
-    """Return the positions of queries, int64 `[b, T]`, and the end of the range of positions that
-    each of them sees under a causal mask, `[b, 1, T, 1]`.
-    """
+    """Return the positions of queries, int64 `[b, T]`, and their causal ends `[b, 1, T, 1]`."""
     if isinstance(q_positions, Span):
         return _span_positions(q_positions)
     positions = q_positions.long().contiguous()
@@ -150,20 +135,15 @@ def _bias_arguments(call: Call, bias: Bias) -> tuple[bool, Tensor, Tensor]:
 
 
 MAX_QUERIES, MAX_ROWS = 16, 64
-"""The largest number of queries T, and the largest number of rows H/G T per key/value head, that
-the kernel supports; for more, matrix products are faster.
-"""
+"""The most queries T, and rows H/G T per key/value head; beyond, matrix products are faster."""
 
 MIN_ELEMENTS = 1 << 17
-"""The smallest number of elements in keys and values for which `backend="auto"` tries this kernel
-first.
-"""
+"""The fewest elements of keys and values for which "auto" tries this kernel first."""
 
 
 class CpuKernel(Kernel):
-    """The kernel "cpu": one pass over the keys with an online softmax in fp32, for a few queries.
-    The threads divide the key/value heads, and the keys of each head, among them. Numba compiles
-    the code once per machine.
+    """The kernel "cpu": one pass over the keys with an online softmax in fp32, for few queries, by
+    threads that divide heads and keys.
     """
 
     name = "cpu"
@@ -171,9 +151,7 @@ class CpuKernel(Kernel):
     wide_output = True
 
     def why_not(self, call: Call) -> list[str]:
-        """Refuse devices other than the CPU, gradients, dropout, taps, many queries,
-        unsupported dtypes, a missing Numba, and compiled graphs.
-        """
+        """Refuse other devices, gradients, dropout, taps, many queries, no Numba, and graphs."""
         reasons = [
             *(["runs on a CPU only"] if call.q.device.type != "cpu" else []),
             *(["has no gradient"] if call.has_gradient else []),
@@ -198,18 +176,14 @@ class CpuKernel(Kernel):
         return reasons
 
     def priority(self, call: Call) -> float | None:
-        """Return 100 where keys and values are so large that the time to read them dominates; else
-        50, behind torch's kernel, because importing Numba takes a second.
-        """
+        """Return 100 where reading keys and values dominates; else 50: importing Numba is slow."""
         if not (call.readable and call.q.is_cpu):
             return None
         is_large = call.k.numel() + call.v.numel() >= MIN_ELEMENTS and not call.has_gradient
         return 100 if is_large else 50
 
     def run(self, call: Call) -> KernelResult:
-        """Attend to the keys, or for a quantized cache to the codes of its earlier slots and to its
-        recent slots; two results are joined by their lse.
-        """
+        """Attend to the keys, or to the codes and the recent slots of a quantized cache."""
         args, results, coded_slots = decode_args(call), [], 0
         k, v = call.k, call.v
         if (segment := quantized_segment(k, v)) is not None:
@@ -226,9 +200,7 @@ class CpuKernel(Kernel):
         return KernelResult(z.to(call.result_dtype), sums if call.wants_lse else None)
 
     def work(self, call: Call) -> WorkEstimate:
-        """Return the number of query-key pairs in the tiles of keys that some query of a key/value
-        head sees, and the bytes of the output and lse in fp32.
-        """
+        """Return the pairs in the tiles of keys that some query sees, and the result's bytes."""
         B, H, G, S, R = call.B, call.H, call.G, call.S, call.H // call.G * call.T
         tiles = call.mask.tile_row(call.q_positions, call.k_positions, slice(0, call.T), TILE_KEYS)
         visible = torch.unflatten((tiles > 0).expand(B, H, -1), 1, (G, H // G)).any(2)

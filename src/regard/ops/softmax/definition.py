@@ -1,7 +1,4 @@
-"""The definition of softmax attention as differentiable operations of torch: scores, then softmax,
-then the weighted mean of the values. The reference kernel runs it, `attention_weights` shows its
-weights, and second derivatives of all kernels are computed with it.
-"""
+"""The definition of softmax attention as differentiable operations of torch."""
 
 from __future__ import annotations
 
@@ -32,13 +29,11 @@ EVERYTHING = slice(None)
 def scores(
     call: Call, rows: slice = EVERYTHING, columns: slice = EVERYTHING
 ) -> tuple[Tensor, Tensor]:
-    """Compute the scores `[B, H, t, s]` of a block of queries and keys, -inf where masked, and a
-    bool tensor, broadcastable to them, that is True where a key is visible.
+    """Compute the scores `[B, H, t, s]`, -inf where masked, and where a key is visible.
 
     s_ij = softcap(scale * q_i . k_j) + bias_ij, then the score rule of the call
 
-    The computation is in fp32 (fp64 for fp64 inputs). The query is scaled before the product, so
-    that a product in half precision cannot overflow.
+    It is in fp32 or fp64; the query is scaled first, so that no half-precision product overflows.
     """
     visible = call.mask.block(
         call.q_positions, call.k_positions, rows, columns, device=call.q.device
@@ -56,9 +51,7 @@ def scores(
 
 
 def scaled_dot(call: Call, rows: slice = EVERYTHING, columns: slice = EVERYTHING) -> Tensor:
-    """Compute scale * q k^T `[B, H, t, s]`; query head h uses key head h // (H/G), without copies
-    of the keys.
-    """
+    """Compute scale * q k^T `[B, H, t, s]`, head h with key head h // (H/G), without copies."""
     q = call.q[:, :, rows].to(call.score_dtype) * call.scale
     k = call.k[:, :, columns].to(call.score_dtype)
     s = _grouped_matmul(q, k.transpose(2, 3))
@@ -71,9 +64,7 @@ def scaled_dot(call: Call, rows: slice = EVERYTHING, columns: slice = EVERYTHING
 
 
 def weighted_values(pattern: Tensor, visible: Tensor, v: Tensor, *, finite: bool) -> Tensor:
-    """Compute the weighted sum of the values `[B, H, t, E]`; a masked value has no effect, even if
-    it is NaN.
-    """
+    """Compute the weighted sum of the values `[B, H, t, E]`, without masked NaNs."""
     v = v.to(pattern.dtype)
     # masked weights are 0 already; this also sets their gradient to 0, which may be infinite for a
     # very large masked value
@@ -93,9 +84,7 @@ def weighted_values(pattern: Tensor, visible: Tensor, v: Tensor, *, finite: bool
 
 
 def _grouped_matmul(x: Tensor, y: Tensor) -> Tensor:
-    """Multiply x `[B, H, t, a]` by y `[B, G, a, b]` to `[B, H, t, b]`; the H/G query heads of a
-    group are rows of one product.
-    """
+    """Multiply x `[B, H, t, a]` by y `[B, G, a, b]` to `[B, H, t, b]`, groups as rows."""
     H, t, G = x.shape[1], x.shape[2], y.shape[1]
     if is_exporting():
         # Flattening (H/G)t makes torch guard an exported program on the length of t (LOG.md), so
@@ -113,10 +102,7 @@ def _zero_non_finite(x: Tensor) -> Tensor:
 class SoftmaxSum(NamedTuple):
     """The sum of exp(score) of each row, stored without overflow as scaled_sum * e^max_score.
 
-    Args:
-        max_score: `[..., t]`, the largest score of the row, or 0 for a row that sees nothing;
-            without gradient.
-        scaled_sum: `[..., t]`, sum_j exp(s_ij - max_score), 0 for a row that sees nothing.
+    Both are `[..., t]`: max_score without gradient; they are 0 for a row that sees nothing.
     """
 
     max_score: Tensor
@@ -164,9 +150,7 @@ def add_sink(sums: SoftmaxSum, sink: Tensor | None) -> SoftmaxSum:
 
 
 def softmax_weights(s: Tensor, sums: SoftmaxSum) -> Tensor:
-    """Compute exp(s_ij) divided by the sum of its row, for any columns of the row; 0 for a row that
-    sees nothing.
-    """
+    """Compute exp(s_ij) divided by the sum of its row; 0 for a row that sees nothing."""
     divisor = sums.scaled_sum.masked_fill(sums.scaled_sum == 0, 1)
     return torch.exp(s - sums.max_score[..., None]) / divisor[..., None]
 
@@ -193,9 +177,7 @@ def attend_rows(call: Call, rows: slice) -> KernelResult:
 def weights_of_rows(
     call: Call, rows: slice, s: Tensor, visible: Tensor, sums: SoftmaxSum
 ) -> Tensor:
-    """Compute the weights `[B, H, t, S]` of a block of queries for all keys, with the score rule of
-    the call.
-    """
+    """Compute the weights `[B, H, t, S]` of a block of queries, with the call's score rule."""
     rule = call.score
     if rule is None:
         return softmax_weights(s, add_sink(sums, call.sink))
@@ -208,9 +190,7 @@ def weights_of_rows(
 
 
 def describe_second_derivatives(call: Call) -> str:
-    """Return a sentence that says how the second derivatives of a call are computed, and how much
-    memory its scores take.
-    """
+    """Return how second derivatives are computed, and the memory of their scores."""
     if reason := _why_no_second_derivative(call):
         return f"second derivatives are refused with {reason}"
     return (
@@ -239,9 +219,7 @@ def differentiable_gradients(
 ) -> tuple[Tensor | None, ...]:
     """Return the gradients of an attention call as differentiable functions of its inputs.
 
-    The backward pass of a fast kernel cannot be differentiated. Where a caller asks for that
-    (`create_graph=True`), its gradients are computed with this function instead, which holds all
-    scores in memory.
+    A caller that asks for it (`create_graph=True`) gets them with all scores in memory.
     """
     if reason := _why_no_second_derivative(call):
         raise KernelRefusal(
@@ -269,8 +247,8 @@ def part_gradients_by_definition(
 ) -> tuple[Tensor | None, ...]:
     """Return the gradients of some of the keys, given the output and the lse over all keys.
 
-    With p = exp(s - lse) and constant lse, the gradients are those of sum_j p_ij v_j with the
-    gradient dO, and of sum_j p_ij with the gradient d_lse - dO . O.
+    With constant lse they are those of sum_j p_ij v_j with dO, and of sum_j p_ij with d_lse - dO .
+    O.
     """
     inputs = (call.q, call.k, call.v, *call.bias_tensors)
     d_sum = -(d_out.to(whole.out.dtype) * whole.out).sum(-1)

@@ -1,8 +1,7 @@
 """The choice of the kernel that runs a call.
 
-With `backend="auto"` the kernels are tried in the order of their `priority`, and the first one
-without a reason against the call (`why_not`) runs it. A kernel that is requested by name runs the
-call, or refuses it and reports its reasons.
+"auto" tries the kernels in the order of `priority`, and the first without a reason against the call
+(`why_not`) runs it. A named kernel runs the call or reports its reasons.
 """
 
 from __future__ import annotations
@@ -65,9 +64,7 @@ class KernelHandle:
 def register_kernel(kernel: Kernel) -> KernelHandle:
     """Register one more kernel for `attend`, `attend_partial` and `plan`, in all threads.
 
-    `backend="auto"` tries it according to its `priority`; `backend=kernel.name` requests it alone.
-    The class `regard.ops.softmax.Kernel` documents the attributes and methods of a kernel;
-    `Call`, `KernelResult` and `WorkEstimate` in the same package are its input and its results.
+    `backend="auto"` tries it by its `priority`; `backend=kernel.name` requests it alone.
 
     Args:
         kernel: an instance of a class that extends `regard.ops.softmax.Kernel`.
@@ -112,16 +109,12 @@ def register_kernel(kernel: Kernel) -> KernelHandle:
 
 
 def all_kernels() -> tuple[Kernel, ...]:
-    """Return all registered kernels: those of this package first, then others in the order of their
-    registration.
-    """
+    """Return all registered kernels, those of this package first."""
     return _registered
 
 
 def kernels_by_priority(call: Call) -> list[Kernel]:
-    """Return the kernels in the order in which `backend="auto"` tries them, without those whose
-    priority is None.
-    """
+    """Return the kernels in the order of "auto", without those whose priority is None."""
     registered, ranked = _registered, []
     for i, kernel in enumerate(registered):
         priority = kernel.priority(call)
@@ -132,10 +125,7 @@ def kernels_by_priority(call: Call) -> list[Kernel]:
 
 
 def run_on_kernel(kernel: Kernel, call: Call) -> KernelResult:
-    """Run a call on the kernel that `choose_kernel` returned, and pass the call and its result to
-    the open traces. Autocast is disabled while it runs, so that the kernel computes in the dtypes
-    of the call.
-    """
+    """Run a call on the chosen kernel without autocast, and pass call and result to traces."""
     if tracing.is_tracing() and not call.compiling:
         with tracing.running_kernel():
             if watching := tracing.call_observers():
@@ -154,11 +144,8 @@ def _run_without_autocast(kernel: Kernel, call: Call) -> KernelResult:
 
 
 def _run_observed(kernel: Kernel, call: Call, watching: Sequence[tracing.Trace]) -> KernelResult:
-    """Run a call that open traces observe: compute the lse as well, and pass the call and its
-    result to the traces.
-
-    The output is that of the kernel that runs the call without traces. If this kernel cannot return
-    the lse, another kernel computes the lse.
+    """Run a call that open traces observe, which also need its lse; if the kernel cannot return it,
+    another one computes it.
     """
     call_with_lse, name = replace(call, wants_lse=True), kernel.name
     with torch.autocast(call.q.device.type, enabled=False):
@@ -178,10 +165,8 @@ def _run_observed(kernel: Kernel, call: Call, watching: Sequence[tracing.Trace])
 
 
 def _run_with_pattern(kernel: Kernel, call: Call) -> tuple[KernelResult, str]:
-    """Run a call with a score rule, whose weights do not follow from q, k and the lse: the result
-    contains scores and weights. Return also the name of the kernel.
-
-    If the kernel does not give them, another kernel computes them.
+    """Run a call with a score rule on a kernel, or another one, that gives scores and weights;
+    return also the name of the kernel.
     """
     whole = replace(call.original or call, needs=call.needs | {"scores", "pattern"})
     if call.original is None and not kernel.why_not(whole):
@@ -192,12 +177,8 @@ def _run_with_pattern(kernel: Kernel, call: Call) -> tuple[KernelResult, str]:
 
 
 def choose_kernel(call: Call, backend: str = "auto") -> tuple[Kernel, Call]:
-    """Return the kernel that runs a call, and the call with empty slots set to 0 where that kernel
-    needs it.
-
-    The kernel is the one named by `backend`, or with "auto" the first in the order of priority that
-    can run the call. A kernel with `selects` never reads masked keys and values and gets the call
-    unchanged; for every other kernel the content of empty slots is replaced by 0.
+    """Return the kernel by name, or the first that can run the call, and the call, with empty slots
+    set to 0 unless the kernel has `selects`.
     """
     if backend == "auto":
         candidates = kernels_by_priority(call)
@@ -240,11 +221,7 @@ def _choose_for_rule(call: Call, candidates: Sequence[Kernel]) -> tuple[Kernel, 
 
 
 def ask_about_rule(kernel: Kernel, call: Call, plain: Call | None) -> tuple[list[str], Call]:
-    """Return the reasons of a kernel against a call with a score rule, and the call to run.
-
-    A kernel that knows no rules gets the call without the rule that means the same, if there
-    is one.
-    """
+    """Return the reasons against a call with a score rule, and the call, perhaps without rule."""
     reasons = kernel.why_not_score(call)
     if reasons is not None:
         return [*reasons, *kernel.why_not(call)], call
@@ -254,9 +231,7 @@ def ask_about_rule(kernel: Kernel, call: Call, plain: Call | None) -> tuple[list
 
 
 def _refusal_message(call: Call, refusals: dict[str, list[str]]) -> str:
-    """Return the message of a `KernelRefusal`: the reasons of each kernel, and the backends that
-    can run the call.
-    """
+    """Return the message of a `KernelRefusal`: reasons, and the backends that can run the call."""
     reasons = "; ".join(f"{name} ({', '.join(why)})" for name, why in refusals.items())
     others = [x for x in _registered if x.name not in refusals]
     if call.score is None:
@@ -269,9 +244,7 @@ def _refusal_message(call: Call, refusals: dict[str, list[str]]) -> str:
 
 
 def zero_empty_slots(call: Call) -> Call:
-    """Replace q, k and v in empty slots (position -1) by 0, because a kernel may multiply them by a
-    weight of 0, and 0 times NaN is NaN.
-    """
+    """Replace q, k and v in empty slots by 0, because 0 times NaN is NaN."""
     changes = {}
     for names, positions in ((("k", "v"), call.k_positions), (("q",), call.q_positions)):
         if (isinstance(positions, Span) and positions.all_tokens) or (

@@ -1,10 +1,8 @@
-"""The kernel "flex": torch's FlexAttention, one generated kernel for any mask and score function.
-It trains on CUDA; on a CPU it supports inference only.
+"""The kernel "flex": torch's FlexAttention; on a CPU it supports inference only.
 
-A mask becomes the key ranges of each query, as tensors, so that one generated kernel serves every
-mask, and the list of 128 x 128 blocks that are not empty. Softcap, bias and score rule become a
-`score_mod`; a sink is applied by the lse. On a CPU the function runs uncompiled and holds every
-score in memory, so `backend="auto"` prefers other kernels there.
+A mask becomes the key ranges of each query, so that one generated kernel serves every mask, and the
+list of 128 x 128 blocks that are not empty. Softcap, bias and score rule become a `score_mod`; a
+sink is applied by the lse. On a CPU it holds every score in memory.
 
 Source: Dong et al. 2024 (arXiv 2412.05496).
 """
@@ -34,9 +32,7 @@ if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
 
 BLOCK_SIZE = 128
-"""The side of a block of the mask, and the shortest length on CUDA; for shorter inputs the
-other kernels are as fast.
-"""
+"""The side of a block of the mask, and the shortest length on CUDA."""
 
 CUDA_HEAD_DIMS = (16, 256)
 """The smallest and the largest head dimension of the generated CUDA kernel."""
@@ -56,9 +52,7 @@ class FlexKernel(Kernel):
     name = "flex"
 
     def why_not(self, call: Call) -> list[str]:
-        """Refuse dropout, taps and non-finite masked inputs; on CUDA unsupported shapes and
-        dtypes; on a CPU gradients and long inputs.
-        """
+        """Refuse dropout, taps, non-finite masked inputs, and what torch's function lacks."""
         reasons = [f"does not expose {sorted(call.needs)}"] if call.needs else []
         if call.dropout:
             reasons.append("no dropout")
@@ -93,9 +87,7 @@ class FlexKernel(Kernel):
         return reasons
 
     def priority(self, call: Call) -> float | None:
-        """Return 70 on an accelerator, behind torch's fused kernel; 40 on a CPU, where it holds
-        every score, behind the tiled kernel.
-        """
+        """Return 70 on an accelerator, behind torch's fused kernel; 40 on a CPU."""
         return 40 if call.q.is_cpu else 70
 
     def run(self, call: Call) -> KernelResult:
@@ -120,9 +112,7 @@ class FlexKernel(Kernel):
         return KernelResult(out.to(call.q.dtype), lse)
 
     def work(self, call: Call) -> WorkEstimate:
-        """Return on CUDA the pairs of the blocks that are not empty, and the bytes of the lse;
-        on a CPU every pair, with scores and weights.
-        """
+        """Return the pairs of non-empty blocks and the bytes of the lse; on a CPU, all scores."""
         pairs = call.B * call.H * call.T * call.S
         if call.q.device.type == "cpu":
             return WorkEstimate(pairs, 2 * pairs * call.score_dtype.itemsize)
@@ -203,9 +193,7 @@ _block_mask_cached = lru_cache(32)(masks.to_block_mask)
 
 
 def score_mod(call: Call) -> ScoreMod | None:
-    """Return softcap, bias and score rule as one function of a score and its indices; None if
-    there is none of them.
-    """
+    """Return softcap, bias and score rule as one function of a score, or None."""
     mods = [_bias_score_mod(term, call) for term in bias_terms(call.bias)]
     if call.score is not None:
         q, k = (as_tensor(p, call.q.device) for p in (call.q_positions, call.k_positions))

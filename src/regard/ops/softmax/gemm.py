@@ -1,6 +1,4 @@
-"""The kernel "gemm": prefill on a CPU. It converts a call to the arguments of compiled matrix
-products over the visible tiles of a mask, with their gradient (`regard.ops.jit.prefill`).
-"""
+"""The kernel "gemm": prefill and its gradient on a CPU, over the visible tiles of a mask."""
 
 from __future__ import annotations
 
@@ -38,15 +36,10 @@ from regard.ops.softmax.packed_call import unpackable_parts
 from regard.span import as_tensor, slice_positions
 
 MIN_PRODUCTS = 2**28
-"""The smallest number of products B H T S (D + E) for which this kernel may be the first choice in
-calls without a gradient; torch's kernel computes fewer in a few milliseconds.
-"""
+"""The fewest products B H T S (D + E) for which "auto" may choose it without a gradient."""
 
 MIN_HEAD_PRODUCTS = {torch.float32: 2**27, torch.bfloat16: 2**24, torch.float16: 2**24}
-"""The smallest number of products H/G T S (D + E) per key/value head, by dtype, for which the
-kernel is faster than torch's although both compute the same pairs: for fewer, packing the keys and
-values of the head takes longer than the products save.
-"""
+"""The fewest products H/G T S (D + E) per key/value head, by dtype, that repay packing."""
 
 MIN_SKIPPING_PRODUCTS = {torch.float32: 2**25, torch.bfloat16: 2**24, torch.float16: 2**24}
 """The same for masks of which this kernel skips hidden pairs, and torch's computes them."""
@@ -55,66 +48,45 @@ MIN_TRAINING_PRODUCTS = {torch.float32: 2**28, torch.bfloat16: 2**28, torch.floa
 """The same for calls with a gradient, in which torch's kernel is slower compared with this one."""
 
 MAX_TRAINING_SCORE = 500.0
-"""The largest bound on |scale q . k| for which the kernel computes gradients.
-
-The weights are accurate for any scores, but in p (dp - rowsum(dout out)) the two terms are rounded
-separately, and their difference is inaccurate where one weight of a row is nearly 1. Where every
-row of a call has such a weight, the gradient was measured to break the error rule of
-CONTRIBUTING.md from scores of 6,000 on.
+"""The largest bound on |scale q . k| for gradients: where every row has a weight of nearly 1, p (dp
+- rowsum(dout out)) broke the error rule from scores of 6,000 on.
 """
 
 MIN_ROWS = 64
-"""The smallest number of rows H/G T per key/value head for which the kernel may be the first
-choice; for fewer, packing keys and values takes longer than it saves.
-"""
+"""The fewest rows H/G T per key/value head for which packing keys and values pays."""
 
 MIN_FULL_ROWS, MIN_FULL_KEYS = 128, 256
 """The smallest numbers of rows H/G T and of keys S where both kernels compute the same pairs."""
 
 MIN_TRAINING_LENGTH = {torch.float32: 512, torch.bfloat16: 128, torch.float16: 128}
-"""The smallest number of rows H/G T, and the smallest number of keys S, in calls with a gradient,
-by dtype. It is larger than `MIN_ROWS`, because keys are packed three times, and values twice.
-"""
+"""The fewest rows H/G T, and keys S, in calls with a gradient, which packs keys three times."""
 
 MIN_HEAD_DIMS = {torch.float32: 128, torch.bfloat16: 128, torch.float16: 0}
-"""The smallest D + E, by dtype, for which the kernel may be the first choice if the mask lets
-torch's kernel skip as many pairs as this one: the softmax is slower here, but the products are
-faster.
-"""
+"""The smallest D + E, by dtype, to be chosen where torch's kernel skips as many pairs."""
 
 MIN_TRAINING_HEAD_DIMS = {torch.float32: 128, torch.bfloat16: 128, torch.float16: 0}
 """The same for calls with a gradient."""
 
 
 MIN_KEYS_WITH_AMX = 512
-"""The smallest number of keys for which the kernel may be the first choice on a processor with
-AMX, where torch's kernel is faster.
-"""
+"""The fewest keys to be the first choice beside AMX, where torch's kernel is faster."""
 
 MIN_TRAINING_ROWS_WITH_AMX = 512
-"""The smallest number of rows H/G T per key/value head for which it may be the first choice there
-for bfloat16 calls with a gradient, whatever the mask hides.
-"""
+"""The fewest rows H/G T to be chosen beside AMX for bfloat16 with a gradient."""
 
 
 class GemmKernel(Kernel):
-    """The kernel "gemm": blocks of queries against packed keys and values, with the heads of a
-    group as rows; compiled once by Numba.
+    """The kernel "gemm": blocks of queries against packed keys and values, compiled by Numba.
 
-    Where the processor has AMX or AVX512-BF16, bfloat16 inputs are multiplied without conversion,
-    with sums, scores and softmax in fp32 and weights rounded to bfloat16 before they are multiplied
-    with the values, as in torch's kernel. On other processors half-precision inputs are converted
-    to fp32. The gradients of q, k and v are computed in the same way, over the visible tiles only.
+    With AMX or AVX512-BF16, bfloat16 is multiplied as it is, with sums and softmax in fp32 and
+    weights rounded to bfloat16, as in torch's kernel; otherwise it is converted to fp32.
     """
 
     name = "gemm"
     wide_output = True
 
     def why_not(self, call: Call) -> list[str]:
-        """Refuse devices other than the CPU, dropout, taps, unsupported dtypes, biases other
-        than ALiBi, learned biases, masks without ranges, non-finite masked inputs, gradients
-        of large scores, a missing Numba, and compiled graphs.
-        """
+        """Refuse other devices, dropout, taps, masks without ranges, most biases, and graphs."""
         reasons = [
             *(["runs on a CPU only"] if call.q.device.type != "cpu" else []),
             *(["no dropout"] if call.dropout else []),
@@ -152,9 +124,7 @@ class GemmKernel(Kernel):
         return reasons
 
     def priority(self, call: Call) -> float | None:
-        """Return 90 where it was measured to be faster than torch's kernel; else 70 with a
-        gradient, which torch's kernel may refuse for large scores, and 30 without.
-        """
+        """Return 90 where it was measured to be faster than torch's kernel; else 70 or 30."""
         if not (call.readable and call.q.is_cpu):
             return None
         return 90 if prefer_gemm(call) else 70 if call.has_gradient else 30
@@ -185,9 +155,7 @@ class GemmKernel(Kernel):
         return *grads, *(None for _ in call.bias_tensors)
 
     def work(self, call: Call) -> WorkEstimate:
-        """Return the number of query-key pairs in the panels of keys that some query of a block
-        sees, and the bytes of the packed keys and values and of one block.
-        """
+        """Return the pairs in the panels of keys that some query sees, and the bytes of packing."""
         # the constants of ops/jit, which is not imported here because it imports Numba
         block_rows, panel, group_size = (
             258,
@@ -217,9 +185,7 @@ class GemmKernel(Kernel):
 
 
 def prefer_gemm(call: Call) -> bool:
-    """Return whether this kernel was measured to be faster than torch's on a processor like this:
-    with AVX-512, and with or without AMX.
-    """
+    """Return whether this kernel was measured to be faster on a processor like this."""
     rows = call.H // call.G * call.T
     if rows < MIN_ROWS or call.compiling or not _processor_suits():
         return False
@@ -229,10 +195,7 @@ def prefer_gemm(call: Call) -> bool:
 
 
 def _prefer_beside_amx(call: Call, rows: int) -> bool:
-    """Return whether the kernel was measured to be faster than torch's where that multiplies with
-    AMX: if torch's kernel computes more pairs or reads a mask for a bias, or refuses the call; in
-    bfloat16 with a gradient; and in float16, for which the measured processor has no AMX.
-    """
+    """Return whether the kernel was measured to be faster where torch's multiplies with AMX."""
     if call.S < MIN_KEYS_WITH_AMX:
         return False
     if call.q.dtype == torch.float16 and not _processor_has_float16_amx():
@@ -269,16 +232,12 @@ def _prefer_in_training(call: Call, rows: int) -> bool:
 
 
 def _skips_pairs(mask: Mask) -> bool:
-    """Return whether the mask hides pairs that torch's kernel would compute: torch's kernel skips
-    only the pairs that its flag is_causal hides.
-    """
+    """Return whether the mask hides pairs that torch's kernel, beyond is_causal, computes."""
     return not all(isinstance(term, Full | Causal | Padding) for term in mask.terms())
 
 
 def _is_padded_causal(mask: Mask) -> bool:
-    """Return whether a mask is causal and has more terms, so that torch's flag is_causal cannot
-    express it.
-    """
+    """Return whether a mask is causal with more terms, which is_causal cannot express."""
     terms = mask.terms()
     return len(terms) > 1 and any(isinstance(term, Causal) for term in terms)
 
@@ -296,9 +255,7 @@ def _bias_requires_grad(call: Call) -> bool:
 
 
 def _inputs_to_check(call: Call) -> str:
-    """Return the names of the inputs that are multiplied by weights or gradients of 0 where they
-    are masked, so that a masked NaN would reach the results.
-    """
+    """Return the inputs of which a masked NaN would reach the results by a product with 0."""
     return "kvq" if call.has_gradient else "v"
 
 
@@ -323,9 +280,7 @@ def _processor_has_amx() -> bool:
 
 
 def visible_position_ranges(call: Call, rows: slice) -> tuple[Tensor, Tensor] | None:
-    """Return the ranges of positions that queries see as starts and stops `[b, h, t, n]`, or
-    None if the mask has no ranges.
-    """
+    """Return the ranges of positions `[b, h, t, n]` that queries see, or None."""
     positions, zero = (
         slice_positions(call.q_positions, rows),
         launch.full((1, 1, 1, 1), 0, dtype=torch.int64),

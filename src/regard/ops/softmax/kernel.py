@@ -29,11 +29,9 @@ class KernelResult(NamedTuple):
 
     Args:
         out: the output `[B, H, T, E]`, with the sink included.
-        lse: the log-sum-exp `[B, H, T]` without the sink; it may be None if the call does not
-            request it (`Call.wants_lse`).
-        scores: `[B, H, T, S]` if an open trace edited them, or if the call has a score rule and an
-            open trace needs them, because the lse does not give the weights then; else None.
-        pattern: the weights `[B, H, T, S]` in the same cases; else None.
+        lse: the log-sum-exp `[B, H, T]` without the sink; None if the call needs none.
+        scores, pattern: scores and weights `[B, H, T, S]` if an open trace edited them, or needs
+            them of a score rule; else None.
     """
 
     out: Tensor
@@ -52,15 +50,10 @@ UNREADABLE = (
 class Kernel(ABC):
     """A kernel: one way to compute an attention call.
 
-    A kernel states which calls it supports (`why_not`) and when `backend="auto"` tries it
-    (`priority`). `regard.register_kernel` accepts an instance of any class that extends this one.
-
     Attributes:
         name: the name that `backend=` and `regard.plan` use.
-        selects: True if the kernel never reads a masked key or value, so that a NaN there has no
-            effect; False if it multiplies masked values by a weight of 0.
-        wide_output: whether it returns the output in `call.result_dtype`, which may be that of the
-            scores; otherwise it is given no call that asks for another dtype than that of q.
+        selects: whether it never reads a masked key or value, so that a NaN there has no effect.
+        wide_output: whether it returns the output in `call.result_dtype`.
     """
 
     name: str = ""
@@ -69,14 +62,13 @@ class Kernel(ABC):
 
     @abstractmethod
     def why_not(self, call: Call) -> list[str]:
-        """Return the reasons why this kernel cannot run a call on this machine: a missing device or
-        package, or an unsupported option.
+        """Return the reasons why this kernel cannot run a call on this machine.
 
         Args:
             call: the checked call.
 
         Returns:
-            The reasons, each in a few words; an empty list if the kernel can run the call.
+            The reasons, each in a few words; empty if the kernel can run the call.
         """
 
     def why_not_score(self, call: Call) -> list[str] | None:
@@ -86,27 +78,22 @@ class Kernel(ABC):
             call: a checked call with a rule, `call.score`.
 
         Returns:
-            The reasons, or an empty list if the kernel computes the rule. None: it knows no rules,
-            and is given the call without one that means the same, if there is such a call.
+            The reasons. None: it knows no rules, and gets a call without one that means the same.
         """
         return None
 
     @abstractmethod
     def priority(self, call: Call) -> float | None:
-        """Return when `backend="auto"` tries this kernel; it must not read a tensor, because it is
-        computed for every call.
+        """Return when "auto" tries this kernel, without reading a tensor.
 
-        The kernels of this package return 100 or 90 where they were measured to be faster than
-        torch's fused kernel, 80 for torch's fused kernel, 75 to 60 where they are the next choice
-        if torch's kernel refuses the call, 50 to 20 where they were measured to be slower, and 10
-        for the reference, which supports every call.
+        The package's own: 100 or 90 where measured to be faster than torch's fused kernel, which
+        has 80; 75 to 60 if that refuses; 50 to 20 where slower; 10 for the reference.
 
         Args:
             call: the checked call.
 
         Returns:
-            A number; the kernel with the largest one is tried first, and among equal numbers the
-            one that was registered first. None: the kernel runs only if it is requested by name.
+            A number; the largest is tried first. None: the kernel runs only by name.
         """
 
     @abstractmethod
@@ -145,11 +132,9 @@ class Kernel(ABC):
     def part_gradients(
         self, call: Call, whole: Partial, d_out: Tensor, d_lse: Tensor | None
     ) -> tuple[Tensor | None, ...]:
-        """Compute the gradients of attention over some of the keys, from the output and the lse
-        over all of them (`regard.ops.softmax.attend.part_gradients`).
+        """Compute the gradients over some of the keys, from output and lse over all of them.
 
-        A kernel that does not compute them itself runs the part again, and uses the part's own
-        gradients with its share in each row:
+        By default the kernel runs the part again, and weighs its gradients by its share:
 
         share = exp(lse_p - lse)    dO_p = share dO    d_lse_p = share (dO . out_p - dO . O + d_lse)
 
@@ -185,9 +170,7 @@ def gradients_or_none(
     *,
     create_graph: bool = False,
 ) -> tuple[Tensor | None, ...]:
-    """Return the gradients of the inputs, None for those that require none; outputs whose gradient
-    is None are left out.
-    """
+    """Return the gradients of the inputs, None for those that require none."""
     pairs = [(x, d) for x, d in zip(outputs, d_outputs, strict=True) if x is not None]
     pairs = [(x, d) for x, d in pairs if d is not None]
     trained = [x for x in inputs if x is not None and x.requires_grad]
@@ -204,11 +187,6 @@ def gradients_or_none(
 
 
 def maximum_and_sum(lse: Tensor) -> tuple[Tensor, Tensor]:
-    """Return an lse as m and l with lse = m + ln l, which the backward passes of kernels read: m is
-    the lse and l is 1, and both are 0 for a row that sees no key.
-
-    >>> maximum_and_sum(torch.tensor([2.0, float("-inf")]))
-    (tensor([2., 0.]), tensor([1., 0.]))
-    """
+    """Return an lse as m and l with lse = m + ln l: the lse and 1, or 0 and 0 for -inf."""
     sees_nothing = lse.isneginf()
     return lse.masked_fill(sees_nothing, 0), (~sees_nothing).to(lse.dtype)

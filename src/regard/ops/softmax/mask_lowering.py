@@ -1,9 +1,7 @@
-"""Lowering a mask: split a call into blocks of queries, each with the ranges of keys that its
-queries see, so that a fused kernel can compute it.
+"""Lowering a mask: blocks of queries with ranges of keys, for a fused kernel.
 
-A fused kernel supports two masks without extra work: no mask, and the square causal triangle. Every
-other mask is split into ranges of keys with one of these, and ranges with an additive mask; the
-results of the ranges are merged by their lse. Keys that a whole block does not see are in no range.
+A fused kernel supports no mask and the square causal triangle. Every other mask becomes ranges with
+one of these or an additive mask, whose results are merged by their lse.
 """
 
 from __future__ import annotations
@@ -32,13 +30,9 @@ class BlockSizes(NamedTuple):
     """The sizes of the blocks and tiles into which a call is split.
 
     Args:
-        rows: the number of queries in a block.
-        keys: the number of keys in a tile; a mask reports for each tile whether none, some or all
-            of its keys are visible.
-        long: the smallest number of adjacent fully visible tiles that form a range without a mask;
-            fewer are joined with the masked tiles beside them.
-        small: the largest number of rows of a causal triangle that is joined with the earlier keys
-            in one masked range, which is cheaper than two ranges.
+        rows, keys: the queries in a block, and the keys in a tile.
+        long: the fewest adjacent fully visible tiles that form a range without a mask.
+        small: the most rows of a causal triangle that joins the earlier keys in a masked range.
     """
 
     rows: int = BLOCK_QUERIES
@@ -51,9 +45,7 @@ DEFAULT_BLOCK_SIZES = BlockSizes()
 """The block sizes that the kernel "sdpa" uses."""
 
 MIN_KEYS = 16
-"""The fewest keys for torch's fused kernel: with fewer than one SIMD vector of keys and no mask,
-torch 2.13 on CPU turns a row of NaN scores into zeros (pytorch #141128).
-"""
+"""The fewest keys for torch's fused kernel, which loses a row of NaN scores (pytorch #141128)."""
 
 
 ALL = slice(None)
@@ -62,15 +54,11 @@ ALL = slice(None)
 class KeyRange(NamedTuple):
     """The keys `start` to `stop` - 1, and how they are masked.
 
-    The ends are numbers because torch.compile would specialize a graph on the numbers in a slice.
-
     Args:
-        start: the first key.
-        stop: one past the last key.
+        start, stop: numbers, because torch.compile would specialize a graph on a slice.
         causal: whether row i of the block sees the first i + 1 keys of the range only.
-        mask: returns the float mask `[B or 1, H or 1, t or 1, s]` that is added to the scores, -inf
-            where masked; None: every key is visible. It is computed when it is used, and again for
-            the gradient, so that the masks of all ranges are never in memory at the same time.
+        mask: returns the float mask `[B or 1, H or 1, t or 1, s]`, or None; computed when used, so
+            that never all are in memory.
     """
 
     start: int
@@ -90,20 +78,15 @@ class KeyRange(NamedTuple):
 
 
 class QueryBlock(NamedTuple):
-    """A range of queries, and the disjoint ranges of keys that they see; the list is empty if they
-    see no key.
-    """
+    """A range of queries, and the disjoint ranges of keys that they see, if any."""
 
     rows: slice
     ranges: list[KeyRange]
 
 
 def lower_mask(call: Call, sizes: BlockSizes = DEFAULT_BLOCK_SIZES) -> list[QueryBlock]:
-    """Split a call into blocks of queries with the key ranges that they see. Rows that are in no
-    block see nothing.
-
-    An exported program serves every length, so it uses the one range that is right for all: all
-    keys, under a mask.
+    """Split a call into blocks of queries with their key ranges. Rows in no block see nothing; an
+    exported program gets one range of all keys under a mask.
     """
     if is_exporting_onnx() and (key_range := _onnx_key_range(call)) is not None:
         return [QueryBlock(ALL, [key_range])]
@@ -123,9 +106,7 @@ def lower_mask(call: Call, sizes: BlockSizes = DEFAULT_BLOCK_SIZES) -> list[Quer
 
 
 def _onnx_key_range(call: Call) -> KeyRange | None:
-    """Return one range with all keys, if ONNX's node Attention needs no mask tensor for it: every
-    query sees every key, or the mask is causal and queries and keys are the same tokens.
-    """
+    """Return one range with all keys if ONNX's Attention needs no mask tensor for it."""
     if call.bias is not None:
         return None
     if call.sees_everything:
@@ -138,9 +119,7 @@ def _onnx_key_range(call: Call) -> KeyRange | None:
 
 
 def _lower_without_reading(call: Call, sizes: BlockSizes) -> list[QueryBlock] | None:
-    """Lower a full or causal mask over contiguous positions, without reading a tensor; return None
-    for other calls.
-    """
+    """Lower a full or causal mask over contiguous positions without reading a tensor, or None."""
     q, k = call.q_positions, call.k_positions
     if not (isinstance(q, Span) and isinstance(k, Span) and k.start >= 0):
         return None
@@ -178,9 +157,7 @@ def _padding_beside_causal(mask: Mask) -> Mask | None:
 
 
 def _lower_causal(call: Call, q: Span, k: Span, sizes: BlockSizes) -> list[QueryBlock]:
-    """Lower a causal mask over contiguous positions. The queries before all keys are in no block;
-    the next ones see the earlier keys and a causal triangle; the last ones see every key.
-    """
+    """Lower a causal mask over contiguous positions; queries before all keys are in no block."""
     first_row = min(max(k.start - q.start, 0), call.T)
     earlier_keys = max(q.start + first_row - k.start, 0)
     triangle_rows = max(0, min(call.T - first_row, call.S - earlier_keys))  # rows of the triangle
@@ -204,10 +181,7 @@ def _lower_causal(call: Call, q: Span, k: Span, sizes: BlockSizes) -> list[Query
 
 
 def _lower_causal_in_graph(call: Call, q: Span, k: Span) -> list[QueryBlock] | None:
-    """Lower a causal mask in a graph that serves many lengths: a decoding step, and queries and
-    keys of equal positions; None for other calls, because each comparison of lengths specializes
-    the graph.
-    """
+    """Lower a causal mask in a graph of many lengths, or return None; comparisons specialize it."""
     if call.S < MIN_KEYS:
         return None
     if call.T == 1 and q.start + 1 == k.stop:
@@ -218,9 +192,7 @@ def _lower_causal_in_graph(call: Call, q: Span, k: Span) -> list[QueryBlock] | N
 
 
 def _lower_by_tiles(call: Call, rows: slice, sizes: BlockSizes) -> QueryBlock:
-    """Return the key ranges of one block of queries: runs of tiles that are not empty, of which
-    long runs of fully visible tiles have no mask.
-    """
+    """Return the key ranges of one block of queries, long runs of full tiles without a mask."""
     ranges = visible_key_ranges(call, rows, sizes.keys, sizes.long)
     no_bias = call.bias is None
     return QueryBlock(
@@ -233,9 +205,7 @@ def _lower_by_tiles(call: Call, rows: slice, sizes: BlockSizes) -> QueryBlock:
 
 
 def visible_key_ranges(call: Call, rows: slice, size: int, long: int) -> list[tuple[slice, bool]]:
-    """Return the ranges of keys that some query of a block sees, and for each whether every query
-    of every row and head sees all of it.
-    """
+    """Return the ranges of keys that some query of a block sees, and whether all queries do."""
     tiles = call.mask.tile_row(call.q_positions, call.k_positions, rows, size)
     largest, smallest = tiles.amax((0, 1)).tolist(), tiles.amin((0, 1)).tolist()
     state = [
@@ -248,16 +218,8 @@ def visible_key_ranges(call: Call, rows: slice, size: int, long: int) -> list[tu
 
 
 def merge_tiles(state: list[int], long: int) -> list[tuple[int, int, bool]]:
-    """Merge tiles that are not empty into runs (start, stop, full).
-
-    Full tiles form a run of their own if there are at least `long` of them, or if no neighbour is
-    partial; fewer join the neighbouring run, because a few full tiles under a mask are cheaper than
-    one more range.
-
-    >>> merge_tiles([0, 1, 2, 2, 2, 1, 0, 2], long=3)
-    [(1, 2, False), (2, 5, True), (5, 6, False), (7, 8, True)]
-    >>> merge_tiles([1, 2, 1, 0], long=3)
-    [(0, 3, False)]
+    """Merge tiles that are not empty into runs (start, stop, full). Fewer than `long` full tiles
+    join a partial neighbour, because that is cheaper than one more range.
     """
     merged: list[tuple[int, int, bool]] = []
     for kind, group in groupby(range(len(state)), key=state.__getitem__):
@@ -287,16 +249,12 @@ def _masked_range(call: Call, rows: slice, columns: slice) -> KeyRange:
 def _additive_mask_of_range(
     call: Call, first_query: int, stop_query: int, start: int, stop: int
 ) -> Tensor:
-    """Compute the additive mask for the queries `first_query` to `stop_query` - 1 and the keys
-    `start` to `stop` - 1.
-    """
+    """Compute the additive mask for a range of queries and one of keys."""
     return additive_mask(call, slice(first_query, stop_query), slice(start, stop))
 
 
 def additive_mask(call: Call, rows: slice, columns: slice) -> Tensor:
-    """Return the bias (0 without one) where a key is visible and -inf where it is not: float `[B or
-    1, H or 1, t, s]`.
-    """
+    """Return the bias (or 0) of visible keys, else -inf: `[B or 1, H or 1, t, s]`."""
     block_of = (call.q_positions, call.k_positions, rows, columns)
     visible = call.mask.block(*block_of, device=call.q.device)
     if call.bias is None:

@@ -1,6 +1,4 @@
-"""`merge`: join attention over disjoint parts of the keys, exactly, from the output and the
-log-sum-exp of each part.
-"""
+"""`merge`: join attention over disjoint parts of the keys, exactly, by their lse."""
 
 from __future__ import annotations
 
@@ -20,15 +18,13 @@ def merge(partials: Sequence[Partial], *, sink: Tensor | None = None) -> Partial
 
     lse = ln sum_p exp(lse_p)        out = sum_p exp(lse_p - lse) out_p
 
-    No key may be in two parts. The operation is associative and commutative, and differentiable in
-    every `out` and `lse`. A query that sees no key in any part gets the output 0, the lse -inf and
-    the gradient 0.
+    No key may be in two parts. The operation is associative, commutative and differentiable. A
+    query that sees no key in any part gets the output 0, the lse -inf and the gradient 0.
 
     Args:
-        partials: one or more `Partial`s, as `attend_partial` returns them: out `[B, H, T, E]`, lse
-            `[B, H, T]`.
-        sink: one logit per query head, `[H]`, that is added to the softmax denominator only; None:
-            no sink. It is counted here once, for all parts; the returned lse does not include it.
+        partials: one or more `Partial`s, out `[B, H, T, E]` and lse `[B, H, T]`.
+        sink: one logit per query head, `[H]`, or None. It is counted here, once for all parts, and
+            not included in the lse.
 
     Returns:
         A `Partial` over all the keys, in the shapes and dtypes of the parts.
@@ -79,15 +75,6 @@ def merge_into(total: Partial, part: Partial) -> None:
     """Join a part to the attention over disjoint keys, in place and without a gradient.
 
     lse' = ln(exp(lse) + exp(lse_p))        out' = exp(lse - lse') out + exp(lse_p - lse') out_p
-
-    Joining many parts in this way reads and writes each output once, and only the total stays in
-    memory.
-
-    >>> one, two = (torch.full((1, 1, 1, 2), x) for x in (2.0, 4.0))
-    >>> total, part = (Partial(x, torch.zeros(1, 1, 1)) for x in (one, two))
-    >>> merge_into(total, part)
-    >>> total.out.tolist(), round(total.lse.item(), 4)
-    ([[[[3.0, 3.0]]]], 0.6931)
     """
     lse = part.lse.to(total.lse.dtype)
     largest = torch.maximum(total.lse, lse)
@@ -122,10 +109,7 @@ def _check_dtypes_and_devices(partials: Sequence[Partial]) -> None:
 
 
 def apply_sink(out: Tensor, lse: Tensor, sink: Tensor) -> Tensor:
-    """Return the output with exp(sink) added to the softmax denominator: out * sigmoid(lse - sink).
-
-    A query that sees no key has the output 0 before and after.
-    """
+    """Return out * sigmoid(lse - sink), which has exp(sink) in the softmax denominator."""
     # A row with the lse -inf has the output 0 whatever its share is, so its lse may be set to 0; a
     # sink of -inf would otherwise give -inf - (-inf) = NaN.
     finite_lse = lse.masked_fill(lse == -math.inf, 0)
@@ -136,9 +120,7 @@ def apply_sink(out: Tensor, lse: Tensor, sink: Tensor) -> Tensor:
 def weighted_sum(share: Tensor, outs: list[Tensor]) -> Tensor:
     """Return sum_p share_p out_p for shares `[P, B, H, T, 1]` and P outputs `[B, H, T, E]`.
 
-    The sum is computed in the dtype of the shares and returned in the dtype of the outputs.
-
-    Where the share of a part is 0, its output is replaced by 0, so that a NaN there has no effect.
+    A part with a share of 0 counts as 0, so that a NaN there has no effect.
     """
     terms = [s * torch.where(s == 0, 0, out) for s, out in zip(share, outs, strict=True)]
     return torch.stack(terms).sum(0).to(outs[0].dtype)

@@ -1,16 +1,13 @@
 """Attention as operators of torch, so that a graph and a dispatch mode can hold a call.
 
-The compiled kernels read memory addresses, which a graph does not have: `torch.compile` and
-`torch.export` could not trace them. An operator is one node of the graph; when it is executed, it
-unpacks the call (`packed_call`), chooses a kernel as outside of a graph (`dispatch`), and runs it.
-A graph contains no decision about sizes, and one graph serves every length.
+A graph has no memory addresses for compiled kernels. An operator is one node, which chooses a
+kernel when it is executed, so that one graph serves every length.
 
     regard::attention                 without gradients: the output and the lse
     regard::attention_with_gradient   the same, and what its gradient needs
     regard::attention_backward        the gradients of q, k, v and the tensors of the bias
 
-`run_call` uses them in a graph, and while a dispatch mode is open, such as `FlopCounterMode`, which
-counts the FLOPs of `regard.plan`.
+`run_call` uses them in a graph and under a dispatch mode, such as `FlopCounterMode`.
 """
 
 from __future__ import annotations
@@ -81,9 +78,7 @@ _LIBRARY.define(
 
 
 def run_call(call: Call, backend: str = "auto") -> KernelResult:
-    """Choose a kernel for the call and run it; in a graph, and while a dispatch mode is open, as an
-    operator. While `regard.parallel.sequence` is open in this thread, it runs over all ranks.
-    """
+    """Run a call on its kernel, as an operator in a graph, over all ranks if `sequence` is open."""
     if (scope := current_scope()) is not None:
         result: KernelResult = scope.run_attention(call, backend)
         return result
@@ -104,11 +99,7 @@ def _suits_operator(call: Call, backend: str) -> bool:
 
 
 def _suits_graph(call: Call, backend: str) -> bool:
-    """Return whether a graph holds the operator for this backend.
-
-    An exported program is to run without this package, so that there "auto" takes torch's own
-    operations; `backend="cpu"` and `"gemm"` put the operator into it.
-    """
+    """Return whether a graph holds the operator: an exported one does only by name."""
     if call.q.device.type != "cpu" or torch._C._get_tracing_state() is not None:
         return False
     if backend == "auto":
@@ -117,9 +108,7 @@ def _suits_graph(call: Call, backend: str) -> bool:
 
 
 def _are_plain(*tensors: Tensor) -> bool:
-    """Return whether no tensor is of a class of its own, as those of a quantized cache and of
-    several devices are; fake tensors stand for plain ones.
-    """
+    """Return whether no tensor is of a class of its own; fake tensors stand for plain ones."""
     plain = (Tensor, torch.nn.Parameter, FakeTensor, FunctionalTensor)
     return all(type(x) in plain for x in tensors)
 
@@ -144,9 +133,7 @@ def _attention(*args: *PackedCall) -> tuple[Tensor, Tensor]:
 
 
 def _attention_with_gradient(*args: *PackedCall) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Compute a call on a kernel that can compute its gradients. The lse of a row is max_score +
-    ln scaled_sum, which "gemm" needs without the rounding of the sum.
-    """
+    """Compute a call whose gradient is needed; its lse is max_score + ln scaled_sum, for "gemm"."""
     packed = PackedCall(*args)
     with _autograd():
         kernel, call = choose_kernel(_trained_call(packed), packed.backend)
@@ -175,9 +162,7 @@ def _attention_backward(
     scaled_sum: Tensor,
     *args: *PackedCall,
 ) -> list[Tensor]:
-    """Compute the gradients of q, k, v and the trained tensors of the bias. All kernels but "gemm"
-    compute the call again, because what they saved is not among the outputs of an operator.
-    """
+    """Compute the gradients of a call; all kernels but "gemm" compute it again for that."""
     packed = PackedCall(*args)
     with _autograd():
         original = _trained_call(packed)
@@ -203,9 +188,7 @@ def _attention_backward(
 
 @contextmanager
 def _autograd() -> Iterator[None]:
-    """Record a graph inside an operator, where torch has switched its recording off, in the dtypes
-    of the inputs.
-    """
+    """Record a graph inside an operator, where torch switched recording off."""
     included = torch._C._dispatch_tls_local_include_set()
     excluded = torch._C._dispatch_tls_local_exclude_set()
     for key in _AUTOGRAD_KEYS:
@@ -293,9 +276,7 @@ def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, 
 def _backward(
     ctx: Any, d_out: Tensor | None, d_lse: Tensor | None, *_: Tensor | None
 ) -> tuple[object, ...]:
-    """Return the gradients of the arguments of `attention_with_gradient`; where they must be
-    differentiable, the definition computes them.
-    """
+    """Return the gradients of `attention_with_gradient`, by definition if differentiable."""
     out, max_score, scaled_sum, q, k, v, *others = ctx.saved_tensors
     tensors, bias_tensors = others[: ctx.tensors], others[ctx.tensors :]
     packed = PackedCall(q, k, v, tensors, bias_tensors, *ctx.others)

@@ -1,9 +1,6 @@
-"""A checked call as tensors, integers and text (`PackedCall`), which the schema of an operator can
-hold: a mask and a bias are Python objects, and a graph that is stored or cached must not refer to
-them.
+"""A checked call as tensors, integers and text, which the schema of an operator can hold.
 
-`pack` runs while a graph is traced, so it reads no tensor, and dynamo must be able to trace it.
-`unpack` runs when the operator is executed.
+`pack` runs while a graph is traced, so it reads no tensor; `unpack` when it is executed.
 """
 
 from __future__ import annotations
@@ -30,19 +27,11 @@ class PackedCall(NamedTuple):
     """The arguments of an attention operator, in the order of its schema.
 
     Args:
-        q: queries `[B, H, T, D]`.
-        k: keys `[B, G, S, D]`.
-        v: values `[B, G, S, E]`.
         tensors: the tensors of the positions and of the mask.
         bias_tensors: the tensors of the bias, which may require gradients.
-        numbers: the integers in the positions, the mask and the bias. A graph may treat them as
-            variables, so that one graph serves every length.
-        rules: JSON text of positions, mask and bias, which refers to the tensors and numbers by
-            index, and of whether each tensor of the bias requires a gradient.
+        numbers: the integers of positions, mask and bias, which may be variables of a graph.
+        rules: JSON text of positions, mask and bias, which refers to both by index.
         scale: the factor on q . k.
-        softcap: the bound on the scores, or None.
-        wants_lse: whether the lse is needed.
-        backend: the name of the kernel, or "auto".
     """
 
     q: Tensor
@@ -109,9 +98,7 @@ def _value_reasons(value: object, rule: Mask | Bias) -> list[str]:
 
 
 def pack(call: Call, backend: str) -> PackedCall:
-    """Return a call without reasons (`unpackable_parts`) as the arguments of an operator. The sink
-    and the dropout are left out.
-    """
+    """Return a call as the arguments of an operator, without the sink and the dropout."""
     tensors: list[Tensor] = []
     bias_tensors: list[Tensor] = []
     numbers: list[int] = []
@@ -137,9 +124,7 @@ def pack(call: Call, backend: str) -> PackedCall:
 
 
 def _position_text(positions: Positions, tensors: list[Tensor], numbers: list[int]) -> str:
-    """Return the text of positions: a tensor, or the start of a span and whether all its slots hold
-    tokens.
-    """
+    """Return the text of positions: a tensor, or a span's start and whether all are tokens."""
     if isinstance(positions, Span):
         tokens = "true" if positions.tokens else "false"
         return f"[{_text(positions.start, tensors, numbers)},{tokens}]"
@@ -207,9 +192,7 @@ def _as_positions(value: Any, length: int) -> Positions:
 
 
 Reader: TypeAlias = Callable[[Sequence[Tensor], Sequence[int]], Any]
-"""A function that makes the value of a part of the text from the tensors and the integers to which
-it refers.
-"""
+"""A function that makes the value of a part of the text from tensors and integers."""
 
 
 @lru_cache(maxsize=256)
@@ -240,9 +223,7 @@ def _reader(data: Any) -> Reader:
 
 
 def _cached_reader(make: Reader, text: str) -> Reader:
-    """Return a reader of a rule without tensors that returns one object for equal numbers. The same
-    object serves every layer and step, because kernels keep what they compute from a mask.
-    """
+    """Return a reader of a rule without tensors that returns one object for equal numbers."""
     used = [int(i) for i in re.findall(r'"number": (\d+)', text)]
 
     @lru_cache(maxsize=64)

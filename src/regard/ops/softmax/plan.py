@@ -1,6 +1,4 @@
-"""`plan`: report which kernel `attend` would run for a call, why other kernels cannot run it, and
-the FLOPs and memory of each kernel.
-"""
+"""`plan`: which kernel `attend` would run, why not another, and what each costs."""
 
 from __future__ import annotations
 
@@ -30,13 +28,7 @@ from regard.ops.softmax.score_rules import without_rule
 class KernelChoice:
     """Whether one kernel can run a call, and its cost.
 
-    Args:
-        kernel: the name of the kernel.
-        reasons: why it cannot run the call; empty if it can.
-        work: its `WorkEstimate`, or None if it cannot run the call.
-        flops: the FLOPs that it would compute; 0 if it cannot run the call.
-        skipped: the FLOPs for masked query-key pairs that it would leave out; 0 if it cannot run
-            the call.
+    The `work`, `flops` and `skipped` ones (of masked pairs) are None or 0 if it cannot run.
     """
 
     kernel: str
@@ -48,19 +40,16 @@ class KernelChoice:
 
 @dataclass(frozen=True)
 class Plan:
-    """The kernel that `attend` would run for a call, and the cost of every kernel; `print` shows a
-    table.
+    """The kernel that `attend` would run, and the cost of every kernel, printed as a table.
 
     `plan[name]` returns the `KernelChoice` of one kernel.
 
     Args:
         kernel: the name of the kernel that would run.
-        choices: one entry per kernel, in the order in which `backend="auto"` tries them, followed
-            by the kernels that run only if they are requested by name.
+        choices: one entry per kernel, in the order of "auto", then those that run by name only.
         flops: the FLOPs of computing every query-key pair, 2 B H T S (D + E).
         title: one line that describes the call.
-        notes: sentences on the call as a whole: how its kernel runs it, how second derivatives are
-            computed, and why a compiled graph would run it differently.
+        notes: sentences on the call as a whole, such as on second derivatives.
     """
 
     kernel: str
@@ -99,14 +88,10 @@ def plan(
     backend: str = "auto",
     **options: Unpack[AttentionOptions],
 ) -> Plan:
-    """Report which kernel `attend` would run, why each other kernel cannot run the call, and the
-    memory and FLOPs of each. Nothing is computed.
+    """Report which kernel `attend` would run, why others cannot, and what each costs.
 
-    FLOPs count the scores and the weighted sum of values, 2 (D + E) for each query-key pair that a
-    kernel computes; `skipped` is the part of 2 B H T S (D + E), the FLOPs of all pairs, that it
-    leaves out because the mask hides the pairs. In a compiled graph of a CPU the same kernels run;
-    where a graph cannot hold the mask or bias, a note says so. A note says as well how second
-    derivatives are computed, if an input requires a gradient.
+    FLOPs are 2 (D + E) for each query-key pair that a kernel computes; `skipped` are those that it
+    leaves out because of the mask. Notes say how a compiled graph and second derivatives differ.
 
     Args:
         q: queries `[B, H, T, D]`.

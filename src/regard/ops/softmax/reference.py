@@ -19,15 +19,11 @@ from regard.process_state import is_exporting
 BLOCK_BYTES = 2**28
 """The bytes of scores in memory at a time, unless a trace or autograd needs all of them."""
 MAX_TRAINING_PRODUCTS = 2**24
-"""Up to this many products B H T S (D + E), training with the reference is faster than with the
-tiled kernel, measured on one thread.
-"""
+"""Up to so many products B H T S (D + E), training is faster than with the tiled kernel."""
 
 
 class ReferenceKernel(Kernel):
-    """The kernel "reference": softmax attention computed by its definition, for every call. Its
-    memory grows with T S if the call is traced or needs a gradient, and is bounded otherwise.
-    """
+    """The kernel "reference": the definition, with all of T S in memory for gradients and taps."""
 
     name = "reference"
     wide_output = True
@@ -49,9 +45,7 @@ class ReferenceKernel(Kernel):
         return []
 
     def priority(self, call: Call) -> float | None:
-        """Return 10, the last choice; 75, next to torch's kernel, for small training calls on a
-        CPU, where the number of operations dominates the time.
-        """
+        """Return 10, the last choice; 75 for small training calls on a CPU."""
         trains_on_cpu = call.has_gradient and call.q.is_cpu and not call.compiling
         few = (
             trains_on_cpu
@@ -60,9 +54,7 @@ class ReferenceKernel(Kernel):
         return 75 if few else 10
 
     def run(self, call: Call) -> KernelResult:
-        """Compute all rows at once for a traced, trained or exported call, else one block of rows
-        after another.
-        """
+        """Compute all rows at once for a traced, trained or exported call, else block by block."""
         row_bytes = max(1, call.B * call.H * call.S * call.score_dtype.itemsize)
         block = max(1, BLOCK_BYTES // row_bytes)
         # an exported program serves every length, so that nothing may depend on T
@@ -79,9 +71,7 @@ class ReferenceKernel(Kernel):
         return part_gradients_by_definition(call, whole, d_out, d_lse)
 
     def work(self, call: Call) -> WorkEstimate:
-        """Return the number of all query-key pairs, masked or not, and the bytes of the scores and
-        weights that are in memory at a time.
-        """
+        """Return the number of all pairs, and the bytes of scores and weights at a time."""
         pairs = call.B * call.H * call.T * call.S
         all_bytes = 2 * pairs * call.score_dtype.itemsize
         bounded = all_bytes if call.needs or call.has_gradient else min(all_bytes, 2 * BLOCK_BYTES)

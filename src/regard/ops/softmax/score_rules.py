@@ -1,6 +1,4 @@
-"""Score rules in a call: what a rule is given of a block, a call without a rule that means the
-same, and the gradient of a rule tile by tile.
-"""
+"""Score rules in a call: their inputs, their gradients, and calls that mean the same."""
 
 from __future__ import annotations
 
@@ -49,12 +47,7 @@ def change_pattern(rule: ScoreRule, p: Tensor, block: ScoreBlock) -> Tensor:
 
 
 def without_rule(call: Call) -> Call | None:
-    """Return a call without a score rule that means the same, for kernels that know no rules; None
-    if there is none.
-
-    Without a bias and a softcap, a temperature is a factor on q, and a soft clamp after it is the
-    softcap.
-    """
+    """Return a call without a score rule that means the same, such as by a softcap, or None."""
     if call.score is None or call.bias is not None or call.softcap is not None:
         return None
     q, scale, softcap = call.q, call.scale, call.softcap
@@ -77,14 +70,7 @@ def without_rule(call: Call) -> Call | None:
 
 
 class RuleOfTile:
-    """A score rule on one tile, with the way back of its gradient.
-
-    Args:
-        call: the checked call; its rule has the scope "pair".
-        device: the device of its tensors.
-        tensors: the tensors of the rule.
-        needs_gradient: for each tensor, whether it requires a gradient.
-    """
+    """A score rule on one tile, with the way back of its gradient."""
 
     def __init__(
         self,
@@ -114,9 +100,7 @@ class RuleOfTile:
         return score_block(self._call, rows, columns, visible, count)
 
     def apply(self, s: Tensor, block: ScoreBlock, *, hides: bool) -> Tensor:
-        """Return the scores of a tile after the rule, -inf where masked, or their weights if the
-        rule replaces the softmax.
-        """
+        """Return the scores of a tile after the rule, -inf where masked, or the rule's weights."""
         return self._apply(self.rule, s, block, hides=hides)
 
     def _apply(self, rule: ScoreRule, s: Tensor, block: ScoreBlock, *, hides: bool) -> Tensor:
@@ -145,9 +129,7 @@ class RuleOfTile:
         total += gradient
 
     def total(self) -> list[Tensor | None]:
-        """Return the summed gradients in the dtypes of the tensors, and None where no gradient is
-        required.
-        """
+        """Return the summed gradients in the dtypes of the tensors; None where not required."""
         return [
             None if x is None else x.to(dtype)
             for x, dtype in zip(self.sums, self.dtypes, strict=True)
@@ -168,9 +150,7 @@ class TileGradient:
         return self._after.detach().clone()
 
     def pull_back(self, gradient: Tensor) -> Tensor:
-        """Return the gradient of the scores before the rule, and add those of its tensors to the
-        sums.
-        """
+        """Return the gradient of the scores before the rule, and add those of its tensors."""
         if not self._after.requires_grad:  # the rule returned constants
             return torch.zeros_like(gradient)
         wanted = [i for i, x in enumerate(self._tensors) if x.requires_grad]

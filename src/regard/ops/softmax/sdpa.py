@@ -1,7 +1,6 @@
 """The kernel "sdpa": torch's scaled_dot_product_attention.
 
-If torch supports the mask, torch's function is called once. For other masks it is called for ranges
-of keys (`mask_lowering`), and the results are merged by their lse.
+For a mask that torch does not support, it is called for ranges of keys (`mask_lowering`).
 """
 
 from __future__ import annotations
@@ -45,16 +44,12 @@ from regard.units import plural
 
 
 def ensure_contiguous(x: Tensor) -> Tensor:
-    """Return x, copied if its last dimension is not contiguous, because torch would otherwise not
-    use its fused kernel.
-    """
+    """Return x, copied if its last dimension is not contiguous, as torch's fused kernel needs."""
     return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
 
 
 def pad_to_equal_dim(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Append zero columns to q and k, or to v, until D and E are equal; zeros change neither a
-    score nor a value.
-    """
+    """Append zero columns to q and k, or to v, until D and E are equal."""
     missing = v.shape[-1] - q.shape[-1]
     if missing > 0:
         q, k = F.pad(q, (0, missing)), F.pad(k, (0, missing))
@@ -64,9 +59,7 @@ def pad_to_equal_dim(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, T
 
 
 def _is_prefix_of_keys(v: Tensor, k: Tensor) -> bool:
-    """Return whether the values are the first numbers of their keys in the same memory, as in
-    MLA with absorbed projections; then no copy is needed.
-    """
+    """Return whether the values are the first numbers of their keys in memory, as in MLA."""
     requires_grad = torch.is_grad_enabled() and (k.requires_grad or v.requires_grad)
     return (
         not requires_grad
@@ -80,9 +73,7 @@ def _is_prefix_of_keys(v: Tensor, k: Tensor) -> bool:
 
 
 MAX_FOLDED_QUERIES = 32
-"""Up to this many queries, the query heads of a group become rows of one product, so that the
-keys are read once instead of H/G times.
-"""
+"""Up to so many queries, the heads of a group are rows of a product, reading keys once."""
 
 _CPU_OP_SCHEMA = (
     "aten::_scaled_dot_product_flash_attention_for_cpu(Tensor query, Tensor key, Tensor value, "
@@ -93,11 +84,8 @@ _CPU_OP_SCHEMA = (
 
 
 class SdpaKernel(Kernel):
-    """The kernel "sdpa": torch.nn.functional.scaled_dot_product_attention, and on a CPU the
-    operator below it that returns the lse.
-
-    Args:
-        sizes: the sizes of the blocks and tiles into which masks are split.
+    """The kernel "sdpa": torch's scaled_dot_product_attention, on a CPU the operator below it that
+    returns the lse.
     """
 
     name = "sdpa"
@@ -106,9 +94,7 @@ class SdpaKernel(Kernel):
         self.sizes = sizes
 
     def why_not(self, call: Call) -> list[str]:
-        """Refuse softcap, dropout, learned biases, taps, few keys, non-finite masked inputs,
-        gradients of large scores, and an lse or a sink where torch returns no lse.
-        """
+        """Refuse softcap, dropout, learned biases, taps, large scores, and an lse torch lacks."""
         reasons = [
             *(["no softcap"] if call.softcap is not None else []),
             *(["no dropout on the weights in its fused kernel"] if call.dropout else []),
@@ -138,9 +124,7 @@ class SdpaKernel(Kernel):
         return []
 
     def priority(self, call: Call) -> float | None:
-        """Return 80, the usual choice; 30 on a GPU for calls that torch's flash attention does not
-        serve, behind kernels that skip masked tiles.
-        """
+        """Return 80, the usual choice; 30 on a GPU where flash attention does not serve a call."""
         return 30 if call.q.device.type == "cuda" and not _is_flash_call(call) else 80
 
     def describe(self, call: Call) -> str:
@@ -185,9 +169,7 @@ class SdpaKernel(Kernel):
         return d_q[..., : call.D] * sign, d_k[..., : call.D], d_v[..., : call.E], *d_bias
 
     def work(self, call: Call) -> WorkEstimate:
-        """Return the query-key pairs of the key ranges, and the bytes of the largest additive
-        mask.
-        """
+        """Return the pairs of the key ranges, and the bytes of the largest additive mask."""
         ranges = [
             (rows, key_range)
             for rows, ranges in lower_mask(call, self.sizes)
@@ -203,9 +185,7 @@ class SdpaKernel(Kernel):
 
 
 def inputs_to_check(call: Call) -> str:
-    """Return the names of the inputs in which a masked NaN could reach the output or the gradients,
-    and only those, because checking an input takes one pass over it.
-    """
+    """Return the inputs, and only those, of which a masked NaN could reach the results."""
     if call.sees_everything:
         return ""
     if not isinstance(call.mask, masks.Causal):
@@ -217,12 +197,8 @@ def inputs_to_check(call: Call) -> str:
 
 
 def _large_score_reasons(call: Call) -> list[str]:
-    """Return a reason if torch's gradient on a CPU may be inaccurate, because the scores may be
-    large.
-
-    Its backward pass computes the weights as exp(s - lse), and a large lse is rounded coarsely. The
-    lse of a row is near its largest score, which is at most the bound on |scale q . k| plus the
-    largest bias of the row.
+    """Return a reason if torch's gradient on a CPU may be inaccurate: it computes exp(s - lse), and
+    the lse, near the largest score, is rounded coarsely.
     """
     if not call.q.is_cpu:
         return []
@@ -268,10 +244,7 @@ def no_lse_reasons(device: torch.device) -> list[str]:
 
 
 def _is_flash_call(call: Call) -> bool:
-    """Return whether torch's flash attention on a GPU serves a call: half precision, no mask or
-    the causal triangle over equal positions, and no option that it does not have; no tensor is
-    read.
-    """
+    """Return whether torch's flash attention on a GPU serves a call, without reading a tensor."""
     q, k = call.q_positions, call.k_positions
     triangle = isinstance(call.mask, masks.Causal) and isinstance(q, Span) and q == k
     triangle = triangle and isinstance(k, Span) and k.start >= 0
@@ -289,11 +262,8 @@ MAX_FLASH_DIM = 256
 
 
 def cuda_backends(dtype: torch.dtype, *, masked: bool) -> tuple[str, ...]:
-    """Return the names of torch's kernels for a call on a GPU, the first one to be used and those
-    that follow if torch refuses it.
-
-    torch's own choice is cuDNN on recent GPUs, which read a float32 mask beside bfloat16 queries
-    wrongly (pytorch#191612) and returned NaN gradients for some lengths (pytorch#196678).
+    """Return the names of torch's kernels for a call on a GPU, in order. cuDNN, torch's own choice,
+    reads a float32 mask wrongly (pytorch#191612) and gave NaN gradients (pytorch#196678).
 
     >>> cuda_backends(torch.bfloat16, masked=False)
     ('FLASH_ATTENTION', 'EFFICIENT_ATTENTION', 'MATH')
@@ -315,9 +285,8 @@ def attend_range_on_cuda(
 ) -> Tensor:
     """Compute attention on a GPU with the kernel of torch that is named for it.
 
-    The mask is converted to the dtype of the queries, which is what torch's kernels read. A row
-    that sees nothing is computed without a mask and then set to 0, because its softmax is not
-    defined there, and neither is its gradient.
+    The mask is converted to the dtype of the queries. A row that sees nothing, whose softmax is
+    undefined, is computed without a mask and then set to 0.
     """
     grouped = q.shape[1] != k.shape[1]
     blind = None
@@ -356,11 +325,8 @@ def attend_range(q: Tensor, k: Tensor, v: Tensor, key_range: KeyRange, scale: fl
 def _attend_range_in_onnx(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, *, causal: bool
 ) -> Tensor:
-    """Compute attention for an ONNX file, where torch's function becomes the node Attention (opset
-    23 and newer) or a product, a softmax and a product.
-
-    Both leave a row that sees nothing undefined, so that it is set to 0 here. The exporter that
-    traces (`dynamo=False`) converts no grouped heads, so that keys and values are repeated for it.
+    """Compute attention for an ONNX file, by the node Attention (opset 23) or by products. A row
+    that sees nothing is set to 0; the exporter that traces gets repeated heads.
     """
     H, G = q.shape[1], k.shape[1]
     grouped = True if H != G else False  # noqa: SIM210  (see `attend_range`)
@@ -382,9 +348,7 @@ def select_range(x: Tensor, key_range: KeyRange) -> Tensor:
 def attend_blocks(
     q: Tensor, k: Tensor, v: Tensor, scale: float, blocks: list[QueryBlock]
 ) -> tuple[Tensor, Tensor]:
-    """Attend to all key ranges: q `[B, H, T, D]`, k and v `[B, G, S, D]` -> out `[B, H, T, D]`,
-    lse `[B, H, T]`.
-    """
+    """Attend to all key ranges -> out `[B, H, T, D]`, lse `[B, H, T]`."""
     if _is_one_range(blocks, q.shape[2]):
         return attend_range_with_lse(q, k, v, blocks[0].ranges[0], scale)
     out = torch.zeros_like(q, memory_format=torch.contiguous_format)
@@ -402,8 +366,7 @@ def attend_blocks(
 class BlockwiseSdpa(torch.autograd.Function):
     """Autograd function for the output and lse of all key ranges.
 
-    torch's backward operator is called for each key range with the output and lse over all ranges;
-    the gradients of the ranges can then simply be added.
+    torch's backward runs for each range with the output and lse of all; their sum is the gradient.
     """
 
     @staticmethod
@@ -428,9 +391,7 @@ class BlockwiseSdpa(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, d_out: Tensor | None, d_lse: Tensor | None) -> tuple[Tensor | None, ...]:
-        """Return the gradients of q, k and v, summed in the dtype of the lse; where they must be
-        differentiable, the definition computes them.
-        """
+        """Return the gradients of q, k and v, by the definition if they must be differentiable."""
         q, k, v, out, lse = ctx.saved_tensors
         if torch.is_grad_enabled():  # create_graph=True
             grads = differentiable_gradients(ctx.call, (q, k, v), d_out, d_lse)
@@ -465,9 +426,7 @@ def sum_range_gradients(
 def attend_range_with_lse(
     q: Tensor, k: Tensor, v: Tensor, key_range: KeyRange, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """Return the output and lse of queries over one key range; the lse is -inf for a row
-    without a visible key, where torch returns 0.
-    """
+    """Return output and lse over one key range, -inf for a row without a visible key."""
     k, v, mask = select_range(k, key_range), select_range(v, key_range), make_mask(key_range)
     (B, H, T, _), G = q.shape, k.shape[1]
     if _can_fold_heads(q, k, key_range, mask):
@@ -485,8 +444,7 @@ def range_gradients(
 ) -> tuple[Tensor, ...]:
     """Return the gradients of one key range, given the output and lse of the whole row.
 
-    d score = p (dO . v - dO . O + d lse). The last term is computed as one more value column, of
-    ones.
+    d score = p (dO . v - dO . O + d lse), the last term as one more value column of ones.
     """
     q, out, lse, d_out, d_lse = row
     assert q is not None
@@ -520,17 +478,13 @@ def make_mask(key_range: KeyRange) -> Tensor | None:
 
 
 def _fully_masked_rows(mask: Tensor, key_range: KeyRange) -> Tensor:
-    """Return the rows `[B or 1, H or 1, t or 1]` that see no key; under the causal triangle,
-    row i sees none if the first i + 1 keys are masked.
-    """
+    """Return the rows `[B or 1, H or 1, t or 1]` that see no key, also under the triangle."""
     hidden = mask.isneginf()
     return hidden[:, :, 0].cumprod(-1).bool() if key_range.causal else hidden.all(-1)
 
 
 def _can_fold_heads(q: Tensor, k: Tensor, key_range: KeyRange, mask: Tensor | None) -> bool:
-    """Return whether the query heads of a group can be computed as rows of one head: the queries
-    are few, the range is not causal, and its mask is the same for every query and head.
-    """
+    """Return whether the query heads of a group can be rows of one head under one mask."""
     one_mask = mask is None or (mask.shape[1] == 1 and mask.shape[2] == 1)
     if drops_conditions():
         return False

@@ -1,24 +1,20 @@
-"""The kernel "tiled": flash attention in plain torch, with memory linear in T and S in the forward
-and the backward pass. Tiles that are masked completely are never visited.
+"""The kernel "tiled": flash attention in plain torch, with memory linear in T and S.
 
-The keys of a block of queries are read in ranges; with m the largest score so far, each range
-updates
+With m the largest score so far, each range of keys updates
 
     m' = max(m, max_j s_j)    l' = l e^(m - m') + sum_j e^(s_j - m')
     o' = o e^(m - m') + sum_j e^(s_j - m') v_j
 
-and at the end out = o / l, lse = m + ln l. The backward pass computes the scores again. It uses the
-saved m and l rather than the lse, which cannot represent the small digits of ln l beside a large m:
+and at the end out = o / l, lse = m + ln l. The backward pass uses the saved m and l, since an lse
+cannot represent the small digits of ln l beside a large m:
 
     p = e^(s - m) / l    dv = p^T dout    dp = dout v^T    ds = p (dp - rowsum(p dp) + dlse)
     dq = ds k    dk = ds^T q
 
-rowsum(p dp) equals rowsum(dout out), which needs no pass over the keys; that form is used where the
-keys are in several ranges and the scores are small.
+rowsum(p dp) = rowsum(dout out), without a pass over the keys, serves small scores.
 
 Source: Milakov and Gimelshein 2018 (arXiv 1805.02867), algorithm 3; Dao et al. 2022 (arXiv
-2205.14135), algorithms 1 and 4; Dao 2023 (arXiv 2307.08691), section 3.1; the term dlse is the
-derivative of lse = ln sum_j e^(s_j).
+2205.14135), algorithms 1 and 4; Dao 2023 (arXiv 2307.08691), section 3.1.
 """
 
 from __future__ import annotations
@@ -45,13 +41,9 @@ class TileSizes(NamedTuple):
     """The sizes of the blocks and tiles into which a call is split.
 
     Args:
-        rows: the largest number of queries in a block, for each head.
-        keys: the number of keys in a tile; a mask reports for each tile whether none, some or all
-            of its keys are visible.
-        tile: the largest number of scores in a key range, over all heads and rows, so that they
-            stay in the CPU cache; a range has at least `keys` keys all the same.
-        long: the smallest number of adjacent fully visible tiles that form a range without a mask;
-            fewer are joined with the masked tiles beside them.
+        rows, keys: the most queries in a block per head, and the keys in a tile.
+        tile: the most scores in a key range of at least `keys` keys, to stay in the CPU cache.
+        long: the fewest adjacent fully visible tiles that form a range without a mask.
     """
 
     rows: int = 128
@@ -68,11 +60,8 @@ DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 class TiledKernel(Kernel):
-    """The kernel "tiled": flash attention in plain torch, for every mask and bias, and for score
-    rules on pairs, with gradients, softcap, sink and dropout.
-
-    Args:
-        sizes: the sizes of the blocks and tiles into which a call is split.
+    """The kernel "tiled": every mask, bias and rule on pairs, with gradients, softcap, sink and
+    dropout.
     """
 
     name = "tiled"
@@ -82,9 +71,7 @@ class TiledKernel(Kernel):
         self.sizes = sizes
 
     def why_not(self, call: Call) -> list[str]:
-        """Refuse taps, unsupported dtypes, non-finite masked inputs, empty inputs, and compiled
-        graphs.
-        """
+        """Refuse taps, unsupported dtypes, non-finite masked inputs, and compiled graphs."""
         reasons = [*([f"does not expose {sorted(call.needs)}"] if call.needs else [])]
         if call.q.dtype not in DTYPES:
             reasons.append(f"no {str(call.q.dtype).removeprefix('torch.')}")
@@ -107,9 +94,7 @@ class TiledKernel(Kernel):
         return why_not_pairs(call)
 
     def priority(self, call: Call) -> float | None:
-        """Return 60 on a CPU, behind torch's fused kernel; 20 on other devices, behind
-        generated kernels.
-        """
+        """Return 60 on a CPU, behind torch's fused kernel; 20 on other devices."""
         return 60 if call.q.is_cpu else 20
 
     def run(self, call: Call) -> KernelResult:
@@ -151,9 +136,7 @@ class TiledKernel(Kernel):
         return *grads, *d_bias.total()
 
     def work(self, call: Call) -> WorkEstimate:
-        """Return the pairs of the key ranges, and the bytes of the lse, of the scores of one
-        range, and of the summed gradients.
-        """
+        """Return the pairs of the key ranges, and the bytes of lse, scores and gradients."""
         size, heads = call.score_dtype.itemsize, call.B * call.H
         areas = [
             (rows.stop - rows.start) * (columns.stop - columns.start)
@@ -167,9 +150,7 @@ class TiledKernel(Kernel):
 
 
 class TiledKeyRange(NamedTuple):
-    """A range of keys, and whether every query of the block sees all of it in every row and
-    head.
-    """
+    """A range of keys, and whether every query of the block sees all of it."""
 
     columns: slice
     full: bool
@@ -198,9 +179,7 @@ def query_blocks(call: Call, sizes: TileSizes = DEFAULT_TILE_SIZES) -> Iterator[
 
 
 class TiledFunction(torch.autograd.Function):
-    """Autograd function for the output and lse, with gradients for q, k, v and the tensors of
-    the bias. It saves no scores.
-    """
+    """Autograd function for output and lse, which saves no scores."""
 
     @staticmethod
     def forward(
@@ -213,9 +192,7 @@ class TiledFunction(torch.autograd.Function):
         v: Tensor,
         *learned: Tensor,
     ) -> tuple[Tensor, Tensor]:
-        """Compute the output, and save what the backward pass needs; `learned` are the tensors of
-        the bias, then those of the score rule.
-        """
+        """Compute the output; `learned` are the tensors of the bias, then of the score rule."""
         out, max_score, scaled_sum = tiled_forward(call, seed, q, k, v, blocks)
         ctx.save_for_backward(q, k, v, out, max_score, scaled_sum, *learned)
         # autograd saves q, k and v already; the saved call holds their shapes only
@@ -228,9 +205,7 @@ class TiledFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, d_out: Tensor | None, d_lse: Tensor | None) -> tuple[Tensor | None, ...]:
-        """Compute the scores of all tiles again, and return the gradients; where they must be
-        differentiable, the definition computes them.
-        """
+        """Return the gradients from scores computed again, by the definition if differentiable."""
         q, k, v, out, max_score, scaled_sum, *learned = ctx.saved_tensors
         call, rule = ctx.call, None
         if torch.is_grad_enabled():  # create_graph=True
@@ -264,9 +239,7 @@ class TiledFunction(torch.autograd.Function):
 def tiled_forward(
     call: Call, seed: int, q: Tensor, k: Tensor, v: Tensor, blocks: Iterable[TiledQueryBlock]
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute the output `[B, H, T, E]` in `call.result_dtype`, and for each row the largest score
-    m and l = sum e^(s - m), `[B, H, T]`.
-    """
+    """Compute the output `[B, H, T, E]`, and m and l of each row, `[B, H, T]`."""
     dtype = call.score_dtype
     out = torch.zeros(call.B, call.H, call.T, call.E, dtype=call.result_dtype, device=q.device)
     max_scores, scaled_sums = (
@@ -320,9 +293,7 @@ def tiled_backward(
     exact_row_sums: bool,
     of_part: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of q, k and v in the dtype of the scores; the gradient of the bias is
-    added to `d_bias`.
-    """
+    """Return the gradients of q, k and v, and add that of the bias to `d_bias`."""
     (q, k, v, out, max_score, scaled_sum), dtype = saved, call.score_dtype
     d_q = torch.zeros(q.shape, dtype=dtype, device=q.device)
     d_k, d_v = (torch.zeros(x.flatten(0, 1).shape, dtype=dtype, device=q.device) for x in (k, v))
@@ -401,12 +372,8 @@ def _weighted_gradient_sum(recomputed: tuple[Tensor, Tensor, Tensor, TileScores]
 
 
 class TileScores(NamedTuple):
-    """The scores of a key range, with what their gradient needs.
-
-    Args:
-        values: the scores `[B G, (H/G) t, s]`, or the weights of a rule that replaces the softmax.
-        slope: the derivative 1 - tanh^2 of the softcap, or None.
-        rule: the derivative of the score rule, or None.
+    """The scores `[B G, (H/G) t, s]` of a key range (or the weights of a rule), and the derivatives
+    of softcap (`slope`) and rule, or None.
     """
 
     values: Tensor
@@ -424,9 +391,7 @@ def tile_scores(
     *,
     with_slope: bool = False,
 ) -> TileScores:
-    """Compute the scores of a key range, and if `with_slope` is set, their derivatives; `rule`
-    applies the score rule of the call.
-    """
+    """Compute the scores of a key range, and their derivatives if `with_slope` is set."""
     slope = None
     s = torch.bmm(query, keys_of_range(k, key_range, query.dtype).mT)
     if call.softcap is not None:
@@ -454,9 +419,7 @@ def _apply_rule(
     *,
     with_slope: bool,
 ) -> TileScores:
-    """Apply the score rule of a call to scores `[B, H, t, s]` of a key range, with its derivative
-    if `with_slope` is set.
-    """
+    """Apply the score rule of a call to scores `[B, H, t, s]`, with its derivative if asked."""
     hides, columns = not key_range.full, key_range.columns
     visible = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=by_head.device)
     if hides:
@@ -472,9 +435,7 @@ def _apply_rule(
 
 
 def fold_heads(call: Call, x: Tensor) -> Tensor:
-    """Reshape `[B, H, t, a]` to `[B G, (H/G) t, a]` in the dtype of the scores: the heads of a
-    group become rows of one product.
-    """
+    """Reshape `[B, H, t, a]` to `[B G, (H/G) t, a]`, in the dtype of the scores."""
     return x.reshape(call.B * call.G, -1, x.shape[-1]).to(call.score_dtype)
 
 
@@ -486,9 +447,7 @@ def keys_of_range(x: Tensor, key_range: TiledKeyRange, dtype: torch.dtype) -> Te
 def dropout_factors(
     call: Call, seed: int, p: Tensor, rows: slice, key_range: TiledKeyRange
 ) -> Tensor:
-    """Return 1/(1 - dropout) where a weight is kept and 0 where it is dropped. The random numbers
-    depend on the seed and the key range, so that forward and backward pass get the same ones.
-    """
+    """Return 1/(1 - dropout) for kept weights, else 0, the same in forward and backward."""
     generator = torch.Generator(p.device)
     generator.manual_seed(seed + rows.start * call.S + key_range.columns.start)
     draw = torch.rand(p.shape, generator=generator, dtype=torch.float32, device=p.device)

@@ -9,11 +9,8 @@ decays, as in `forward_kernels`:
     d_Q = (d_O S^T) * exp(c) + (d_A after decays) K
     d_K = (U d_S^T) * exp(c_C - c) + (d_A after decays)^T Q
 
-The gradient of g at token l is a sum over all that decays across l: the state before the chunk on
-its way to the tokens from l on and to the end, tokens before l on their way to the end, and pairs
-of tokens on both sides of l. It is never a difference of such sums. No program adds to what another
-one wrote: gradients have the same digits in every run.
-
+The gradient of g at token l is a sum over all that decays across l, never a difference of such
+sums. No program adds to what another one wrote: gradients have the same digits in every run.
 Imported only where triton is installed.
 
 Source: Yang et al. 2023 (arXiv 2312.06635), section 4 and appendix C.
@@ -47,9 +44,7 @@ def gradients_of_updates(
     D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, C: tl.constexpr,
     DECAY: tl.constexpr, LEVELS: tl.constexpr, PRECISION: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
-    """What the outputs of a chunk say of its updates: the sum of A^T d_O over the outputs that read
-    a state.
-    """
+    """What the outputs of a chunk say of its updates: the sum of A^T d_O."""
     c, head = tl.program_id(0) % chunks, (tl.program_id(0) // chunks).to(tl.int64)
     b, n = head // N, head % N
     i = tl.arange(0, C)
@@ -89,9 +84,7 @@ def gradients_of_states(
     D: tl.constexpr, E: tl.constexpr, BLOCK_D: tl.constexpr, BE: tl.constexpr, C: tl.constexpr,
     DECAY: tl.constexpr, DELTA: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """The gradient of the state behind each chunk, from the last one to the first, in BE columns;
-    and that of the updates, of which the part of the outputs is there.
-    """
+    """The gradient of the state behind each chunk, from the last one on, and of the updates."""
     head = tl.program_id(0).to(tl.int64)
     b, n = head // N, head % N
     i, d = tl.arange(0, C), tl.arange(0, BLOCK_D)
@@ -137,9 +130,7 @@ def gradients_of_inputs(
     DECAY: tl.constexpr, DELTA: tl.constexpr, LEVELS: tl.constexpr, PRECISION: tl.constexpr,
     EXACT: tl.constexpr,
 ):  # fmt: skip
-    """The gradients of BD channels of the queries, for each output, and of keys and decays, for
-    each state; of one decay for all channels, a part for each block of channels.
-    """
+    """The gradients of BD channels of queries (by output), keys and decays (by state)."""
     c, head = tl.program_id(0) % chunks, (tl.program_id(0) // chunks).to(tl.int64)
     b, n = head // N, head % N
     i = tl.arange(0, C)

@@ -1,9 +1,7 @@
 """The sizes of chunks and blocks of the recurrences: a table that is reviewed like code.
 
-Compiled for sm_80, sm_90 and sm_100 by tests/ops/linear/triton/test_compile.py, and not yet
-measured on a GPU: the rows were chosen by the registers that spill. `python -m benchmarks --tune
-FILE` measures rows on a device and writes them for review; the length of a chunk is not among them,
-because all kernels of a call share it.
+The rows were chosen by the registers that spill (tests/ops/linear/triton/test_compile.py), and not
+yet measured on a GPU: `python -m benchmarks --tune FILE` does so for review.
 """
 
 from __future__ import annotations
@@ -14,19 +12,14 @@ from contextvars import ContextVar
 from typing import Literal, NamedTuple, TypeAlias
 
 RecurrenceKernelKind: TypeAlias = Literal["states", "parallel", "gradients", "solve"]
-"""The kernels that pass a state from chunk to chunk; those that compute all chunks at once; of
-these the ones with gradients; and the triangular systems."""
+"""The kernels that pass a state on, those of all chunks at once, and the triangular systems."""
 
 
 class ChunkSizes(NamedTuple):
     """The sizes of a program.
 
-    Args:
-        chunk: the tokens of a chunk, C; all kernels of a call share it.
-        channels: the key channels that a program computes at once, where it needs not all.
-        columns: the value channels that it computes at once.
-        warps: the warps of a program.
-        stages: the tiles that are loaded ahead, the current one included.
+    The `chunk` C is shared by all kernels of a call; `channels` and `columns` are key and value
+    channels at once.
     """
 
     chunk: int
@@ -37,11 +30,7 @@ class ChunkSizes(NamedTuple):
 
 
 class RecurrenceSizes(NamedTuple):
-    """The sizes of a program without the chunk, as they are measured.
-
-    Args:
-        channels, columns, warps, stages: as in `ChunkSizes`.
-    """
+    """The sizes of a program without the chunk, as they are measured."""
 
     channels: int
     columns: int
@@ -50,13 +39,7 @@ class RecurrenceSizes(NamedTuple):
 
 
 class RecurrenceSizesKey(NamedTuple):
-    """The row of a table of sizes.
-
-    Args:
-        kind: the kind of the kernel.
-        by_channel: whether each channel has a decay.
-        width: the largest D that the row serves.
-    """
+    """The row of a table of sizes."""
 
     kind: RecurrenceKernelKind
     by_channel: bool
@@ -89,8 +72,7 @@ TABLE = {RecurrenceSizesKey(*key): sizes for key, sizes in _TABLE.items()}
 """The sizes for a device of which no row has been measured."""
 
 MEASURED: dict[int, dict[RecurrenceSizesKey, RecurrenceSizes]] = {}
-"""Rows that `python -m benchmarks --tune` measured and a reviewer entered, by compute capability;
-they stand before those of `TABLE`."""
+"""Reviewed rows of `python -m benchmarks --tune`, by compute capability, before `TABLE`."""
 
 _tried: ContextVar[dict[RecurrenceSizesKey, RecurrenceSizes] | None] = ContextVar(
     "tried", default=None
@@ -99,13 +81,7 @@ _tried: ContextVar[dict[RecurrenceSizesKey, RecurrenceSizes] | None] = ContextVa
 
 @contextmanager
 def try_recurrence_sizes(key: RecurrenceSizesKey, sizes: RecurrenceSizes) -> Iterator[None]:
-    """Use other sizes than those of the tables for one row, in this thread, to measure them.
-
-    >>> key = RecurrenceSizesKey("states", False, 128)
-    >>> with try_recurrence_sizes(key, RecurrenceSizes(64, 16, 4, 1)):
-    ...     chunk_sizes("states", by_channel=False, exact=False, D=128)
-    ChunkSizes(chunk=64, channels=64, columns=16, warps=4, stages=1)
-    """
+    """Use other sizes than those of the tables for one row, in this thread, to measure them."""
     token = _tried.set({**(_tried.get() or {}), key: sizes})
     try:
         yield
@@ -114,8 +90,8 @@ def try_recurrence_sizes(key: RecurrenceSizesKey, sizes: RecurrenceSizes) -> Ite
 
 
 _SHORT_CHUNK = 32
-"""The tokens of a chunk where 64 spill: before sm_90 the kernels of a triangular system (224 to 464
-bytes), and from sm_100 on the states of more than 128 channels (168 bytes)."""
+"""The tokens of a chunk where 64 spill: triangular systems before sm_90, wide states from sm_100.
+"""
 
 _EXACT, _EXACT_STATES = ChunkSizes(16, 16, 16, 4, 1), ChunkSizes(16, 16, 16, 8, 1)
 """The kernels in fp32, whose products run on no tensor cores and need many registers."""
@@ -128,8 +104,6 @@ def chunk_sizes(
 
     >>> chunk_sizes("states", by_channel=False, exact=False, D=100)
     ChunkSizes(chunk=64, channels=64, columns=32, warps=8, stages=2)
-    >>> chunk_sizes("states", by_channel=False, exact=False, D=100, capability=80).chunk
-    32
     """
     if exact:
         return _EXACT_STATES if kind == "states" else _EXACT

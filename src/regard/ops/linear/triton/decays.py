@@ -1,8 +1,6 @@
 """Decays between the tokens of a chunk, and products of queries and keys after a decay.
 
-A decay from token j to token i is exp(g_{j+1} + ... + g_i). As in `linear_recurrence`, it is never
-a difference of two running sums: such a difference loses digits, and is NaN after a decay of 0.
-
+A decay is never a difference of two running sums, which loses digits and is NaN after a decay of 0.
 Imported only where triton is installed.
 """
 
@@ -116,10 +114,8 @@ def pairs_of_level(i, size):
 
 @triton.jit
 def factors_of_level(g, g_next, i, size, EXACT: tl.constexpr):
-    """The decays from the border of two neighbouring blocks of `size` tokens to a token of the
-    second one, and from a token of the first one to the border; each is 0 in the other block.
-
-    The sums are products with matrices of 0 and 1; g is therefore finite (`bounded_decay`).
+    """The decays from the border of two blocks of `size` tokens to the second, and from the first
+    to it, else 0, by products with matrices of 0 and 1; g is finite (`bounded_decay`).
     """
     second = ((i // size) % 2 == 1)[:, None]
     same = same_block(i, size)
@@ -142,12 +138,8 @@ def decayed_products(
     x, k, g, g_next, i,
     DECAY: tl.constexpr, LEVELS: tl.constexpr, PRECISION: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
-    """sum_d x_id k_jd exp(g_{j+1,d} + ... + g_{i,d}) for the channels of a block, where j <= i,
-    else 0, `[C, C]`; with one decay for all channels without the decay.
-
-    With a decay per channel, blocks of 1, 2, 4, ... tokens are joined in pairs: with i in the
-    second and j in the first, the decay is the product of two exponents that are sums of g alone,
-    and cannot overflow.
+    """sum_d x_id k_jd exp(g_{j+1,d} + ... + g_{i,d}) for j <= i, else 0, `[C, C]`, by pairs of
+    blocks; with one decay for all channels without the decay.
     """
     if DECAY == 2:
         g, g_next = bounded_decay(g), bounded_decay(g_next)
@@ -178,11 +170,8 @@ def gradients_of_products(
     d_products, x, k, g, g_next, i,
     DECAY: tl.constexpr, LEVELS: tl.constexpr, PRECISION: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
-    """The gradients of x, k and g from that of the products after the decay, which is read where j
-    <= i.
-
-    The gradient of g at token l is a sum over the pairs i >= l > j; with one decay for all
-    channels, over the channels of the block.
+    """The gradients of x, k and g from that of the products after the decay; that of g at token l
+    is a sum over the pairs i >= l > j.
     """
     d_g = tl.zeros_like(g) if DECAY else 0.0
     if DECAY == 2:

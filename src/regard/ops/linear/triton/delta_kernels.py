@@ -5,14 +5,11 @@ The corrections u of a chunk depend on the state S before it:
     (I + strict(diag(beta) A)) U = diag(beta) (V - diag(exp(c)) K S),   A = K K^T after decays
 
 With X the inverse of the matrix, U = written - erased S, where written = X diag(beta) V and erased
-= X diag(beta) (K * exp(c)). X is computed by blocks of 1, 2, 4, ... tokens, as the inverse of
-[[P, 0], [R, Q]] is [[P', 0], [-Q' R P', Q']]; its powers, which cancel where keys are similar, are
-never formed.
+= X diag(beta) (K * exp(c)). X is computed by blocks of 1, 2, 4, ... tokens, as the inverse of [[P,
+0], [R, Q]] is [[P', 0], [-Q' R P', Q']]. Imported only where triton is installed.
 
-Imported only where triton is installed.
-
-Source: Yang et al. 2024 (arXiv 2406.06484), section 3.2; with decay: arXiv 2412.06464, section 3.3;
-a decay per channel: Kimi Team 2025 (arXiv 2510.26692), section 3.
+Source: Yang et al. 2024 (arXiv 2406.06484), section 3.2; arXiv 2412.06464, section 3.3; Kimi Team
+2025 (arXiv 2510.26692), section 3.
 """
 
 from __future__ import annotations
@@ -40,9 +37,7 @@ from regard.ops.linear.triton.forward_kernels import UNSPECIALIZED
 
 @triton.jit
 def inverse_of_unit_triangle(below, i, LEVELS: tl.constexpr, EXACT: tl.constexpr):
-    """The inverse of I + below, where `below` `[C, C]` is 0 on and above the diagonal; a row that
-    overflows is NaN, and reaches no earlier row, because products read the finite part.
-    """
+    """The inverse of I + below `[C, C]`; a row that overflows is NaN and reaches no earlier row."""
     inverse = (i[:, None] == i[None, :]).to(tl.float32)
     for level in range(LEVELS):
         across = tl.where(pairs_of_level(i, 1 << level), below, 0.0)
@@ -60,11 +55,8 @@ def solve_chunk(
     D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, C: tl.constexpr,
     DECAY: tl.constexpr, LEVELS: tl.constexpr, PRECISION: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
-    """What the tokens of one chunk write and erase, and X; EXACT is the precision of the system,
-    whose rounding errors grow where keys are similar. A token whose numbers overflow writes what
-    is not finite.
-
-    The chunks are counted in which a number is not finite.
+    """What the tokens of one chunk write and erase, and X, in the precision EXACT; the chunks are
+    counted in which a number is not finite.
     """
     c, head = tl.program_id(0) % chunks, (tl.program_id(0) // chunks).to(tl.int64)
     b, n = head // N, head % N
@@ -123,8 +115,7 @@ def gradients_of_corrections(
     D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, C: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """The gradients of v, of the matrix and of the right-hand sides of a chunk, and the part of
-    beta's that comes from v.
+    """The gradients of v, of the matrix and of the right-hand sides of a chunk, and beta's part.
 
     With R the right-hand sides and Y = X R, d_R = X^T d_Y and d_matrix = -d_R Y^T.
     """
@@ -173,9 +164,7 @@ def gradients_of_system(
     D: tl.constexpr, BD: tl.constexpr, C: tl.constexpr,
     DECAY: tl.constexpr, LEVELS: tl.constexpr, PRECISION: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
-    """The gradients of k and g from those of the matrix and of the right-hand sides are added to
-    what is there, for BD channels of a chunk; those of beta are written for each block of channels.
-    """
+    """Add the gradients of k and g from those of the system, for BD channels; beta's by block."""
     c, head = tl.program_id(0) % chunks, (tl.program_id(0) // chunks).to(tl.int64)
     b, n = head // N, head % N
     i, one = tl.arange(0, C), tl.arange(0, 1)

@@ -6,13 +6,10 @@ tokens write (the values; for the delta rules the corrections, from `delta_kerne
     S <- diag(exp(c_C)) S + (K * exp(c_C - c))^T U
     O = (Q * exp(c)) S + (Q K^T * exp(c_i - c_j)) U
 
-Only the first line passes from chunk to chunk; a program computes it for some columns of a state.
-All sums are in fp32.
+Only the first line passes from chunk to chunk. All sums are in fp32. Imported only where triton is
+installed.
 
-Imported only where triton is installed.
-
-Source: Sun et al. 2023 (arXiv 2307.08621), equation 7; Yang et al. 2023 (arXiv 2312.06635), section
-4.1.
+Source: Sun et al. 2023 (arXiv 2307.08621), equation 7; Yang et al. 2023 (arXiv 2312.06635).
 """
 
 from __future__ import annotations
@@ -50,8 +47,7 @@ def chunk_states(
 ):  # fmt: skip
     """The state before each chunk and behind the last one, for BE columns of the state of a head.
 
-    With DELTA u is written - erased S; the corrections are stored. Without it, the chunks are
-    counted in which a number of k, v or g is not finite.
+    With DELTA u is written - erased S. Without it, chunks with odd numbers are counted.
     """
     head = tl.program_id(0).to(tl.int64)
     b, n = head // N, head % N

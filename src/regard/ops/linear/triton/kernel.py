@@ -1,7 +1,4 @@
-"""The recurrences in Triton: which calls they serve, and their gradient.
-
-This file imports no triton; `launch` does, when the first call runs.
-"""
+"""The recurrences in Triton: which calls they serve, and their gradient; no triton is imported."""
 
 from __future__ import annotations
 
@@ -61,9 +58,7 @@ def _detached(tensors: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
 
 
 class RecurrenceFunction(torch.autograd.Function):
-    """Autograd function of a recurrence. It saves its inputs only: the backward pass computes the
-    states of the chunks again.
-    """
+    """Autograd function of a recurrence, which saves its inputs only."""
 
     @staticmethod
     def forward(

@@ -1,8 +1,4 @@
-"""Launching the kernels of a recurrence: tensors and strides as arguments, and the buffers of
-results.
-
-Imported only where triton is installed.
-"""
+"""Launching the kernels of a recurrence, imported only where triton is installed."""
 
 from __future__ import annotations
 
@@ -38,14 +34,10 @@ class ForwardBuffers(NamedTuple):
     """What the forward kernels write.
 
     Args:
-        out: the outputs `[B, O, T, E]`.
-        last: the state behind the last token `[B, N, D, E]`.
-        states: the state before each of n chunks `[B, N, n, D, E]`.
-        updates: what the tokens write into the state `[B, N, T, E]`: v, or for the delta rules the
-            corrections.
-        written: for the delta rules, what they write where the state is 0.
-        erased: for the delta rules, what they erase `[B, N, T, D]`.
-        inverse: for the delta rules, the inverse of the matrix of each chunk `[B, N, n, C, C]`.
+        out, last, states: `[B, O, T, E]`, `[B, N, D, E]`, and before n chunks `[B, N, n, D, E]`.
+        updates: what the tokens write `[B, N, T, E]`: v, or corrections.
+        written, erased, inverse: of the delta rules: what is written where the state is 0, `[B, N,
+            T, D]`, and `[B, N, n, C, C]`.
     """
 
     out: Tensor
@@ -61,11 +53,8 @@ class RecurrenceGradients(NamedTuple):
     """What the backward kernels write, in fp32.
 
     Args:
-        q: the gradient of the queries, for each output `[B, O, T, D]`.
-        k: of the keys, for each value head `[B, N, T, D]`.
-        v: of the values `[B, N, T, E]`.
-        beta: of beta, in parts `[n, B, N, T, 1]`, or None.
-        g: of the decays, in parts `[n, B, N, T, 1 or D]`; undefined without a decay.
+        q, k, v: `[B, O, T, D]` by output, `[B, N, T, D]` by value head, and `[B, N, T, E]`.
+        beta, g: in parts, `[n, B, N, T, 1]` and `[n, B, N, T, 1 or D]`, or unused.
         first: of the first state `[B, N, D, E]`.
     """
 
@@ -190,9 +179,7 @@ def run_forward(call: RecurrenceCall) -> ForwardBuffers:
 def run_backward(
     call: RecurrenceCall, d_out: Tensor, d_last: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor]:
-    """Compute the states again, run the backward kernels, and return the gradients of q, k, v,
-    beta, g and the state, in fp32 and summed over the heads that share a tensor.
-    """
+    """Compute the states again, run the backward kernels, and return all gradients in fp32."""
     launches, forward = forward_launches(call)
     for launch in launches:
         if launch.kernel in (solve_chunk, chunk_states):
@@ -213,11 +200,7 @@ def run_backward(
 
 
 class SharedArguments:
-    """What all kernels of a call share.
-
-    Args:
-        call: the recurrence.
-    """
+    """What all kernels of a call share."""
 
     def __init__(self, call: RecurrenceCall) -> None:
         self.call = call

@@ -1,12 +1,8 @@
 """What is not finite: which results of a recurrence are NaN because an input is NaN or infinite.
 
-The kernels compute with 0 in place of such an input, because a matrix product would carry it to
-earlier tokens as well. This kernel then writes NaN where the recurrence would have it: an odd
-number in a key, a decay or a beta affects its row of the state, or for the delta rules the whole
-state, from its token on, and one in a value its column. A chunk without odd numbers costs one read
-of its count, and nothing is read by Python.
-
-Imported only where triton is installed.
+The kernels compute with 0 in place of NaN and infinity, which a product would carry to earlier
+tokens; this kernel then writes NaN where the recurrence would have it. A chunk without odd numbers
+costs one read of its count. Imported only where triton is installed.
 """
 
 from __future__ import annotations

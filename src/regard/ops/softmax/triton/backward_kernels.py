@@ -1,16 +1,12 @@
 """The backward kernels: one for dq, one for dk and dv, one for the gradient of a bias table.
 
-The weights are computed again from the largest score m and the sum l of each row, or from an lse as
-m and l = 1. With delta = rowsum(dO O) - d_lse of each row,
+From m and l of each row (or lse and 1), and delta = rowsum(dO O) - d_lse,
 
     p = e^(s - m) / l    dp = dO v^T    ds = p (dp - delta)
     dq = ds k    dk = ds^T q    dv = p^T dO
 
-Each program owns the numbers that it writes, so that the gradients are the same in every run: there
-are no atomic operations. Masked pairs are selected away. As in the forward kernel, a second launch
-with CAREFUL computes the blocks again in which a masked weight of 0 meets a number that is not
-finite.
-
+Each program owns the numbers that it writes, so that gradients are the same in every run. A launch
+with CAREFUL computes the blocks again in which a masked weight meets a number that is not finite.
 Imported only where triton is installed.
 
 Source: Dao et al. 2022 (arXiv 2205.14135), algorithm 4; Dao 2023 (arXiv 2307.08691), section 3.1.
@@ -104,8 +100,7 @@ def attention_backward_q(
 ):  # fmt: skip
     """dq of a block of queries, and the part of this block in the gradients of slopes and weights.
 
-    With EXACT_SUMS, delta is computed here, as sum_j p_j dp_j over the tiles: where one weight of a
-    row is nearly 1, p (dp - delta) is nearly 0, and only identical numbers cancel.
+    With EXACT_SUMS, delta is sum_j p_j dp_j over the tiles: only identical numbers cancel.
     """
     block = query_blocks - 1 - tl.program_id(0)
     b, h = tl.program_id(1) // H, tl.program_id(1) % H
@@ -250,9 +245,7 @@ def attention_backward_kv(
     CAREFUL: tl.constexpr,
 ):  # fmt: skip
     """dk and dv of a tile of keys, summed over the query heads of the group, and for each head the
-    sum of ds over the queries, which is the gradient of a bias per key.
-
-    The tile of scores is transposed, keys by queries, so that it is a left operand of each product.
+    sum of ds over the queries. The tile is transposed, a left operand of each product.
     """
     tile = tl.program_id(0)
     G = H // group
@@ -393,9 +386,7 @@ def attention_backward_table(
     SOFTCAP: tl.constexpr, LINEAR: tl.constexpr, MAX_DISTANCE: tl.constexpr,
     PRECISE: tl.constexpr, WIDEN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """The gradient of a bias table `[table_rows, table_heads, T, S]`: the sum of ds over the batch
-    rows and heads that share an entry, in their order.
-    """
+    """The gradient of a bias table `[table_rows, table_heads, T, S]`, the ordered sum of ds."""
     block, tile = tl.program_id(0) // key_tiles, tl.program_id(0) % key_tiles
     owner_b, owner_h = tl.program_id(1) // table_heads, tl.program_id(1) % table_heads
     row, col = block * BM + tl.arange(0, BM), tile * BN + tl.arange(0, BN)

@@ -1,9 +1,7 @@
-"""A bias as data for a GPU kernel: one slope per head, one number per head and bucket of distances,
-or a table with one number per pair.
+"""A bias as data for a GPU kernel: slopes, numbers per bucket of distances, or a table.
 
-ALiBi becomes slopes and T5's bias weights of buckets, which the kernel evaluates from positions, so
-that no T x S tensor exists. Every other bias is written out as a table. All forms are computed with
-differentiable operations, so that the gradient of a form reaches the tensors of the bias.
+ALiBi becomes slopes and T5's bias weights of buckets, without a T x S tensor; any other bias is a
+table. Autograd carries the gradient of a form to the tensors of the bias.
 """
 
 from __future__ import annotations
@@ -32,8 +30,7 @@ class BiasData(NamedTuple):
     Args:
         slopes: m in -m (i - j), fp32 `[H]`.
         symmetric: whether the slopes multiply |i - j| instead.
-        buckets: the bucket of each distance j - i from -M to M, int32 `[2 M + 1]`; larger distances
-            have the bucket of the largest.
+        buckets: the bucket of each distance j - i from -M to M, int32 `[2 M + 1]`.
         weights: the bias of each bucket, fp32 `[H, buckets]`.
         table: the bias of each pair, `[B or 1, H or 1, T or 1, S]`.
     """

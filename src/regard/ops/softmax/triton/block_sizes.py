@@ -1,8 +1,7 @@
 """The block sizes of the kernels: a table that is reviewed like code.
 
-There is no automatic tuning while a program runs: the winner of a race of timings changes between
-runs and between ranks, and with it the order of sums. `python -m benchmarks --tune FILE`
-measures rows on a device and writes them for review.
+Nothing is tuned while a program runs, since that would change the order of sums between runs.
+`python -m benchmarks --tune FILE` measures rows for review.
 """
 
 from __future__ import annotations
@@ -18,14 +17,7 @@ KernelKind: TypeAlias = Literal["forward", "backward_q", "backward_kv", "decode"
 
 
 class LaunchSizes(NamedTuple):
-    """The sizes of a program.
-
-    Args:
-        rows: the queries of a block, BM.
-        keys: the keys of a tile, BN.
-        warps: the warps of a program.
-        stages: the tiles that are loaded ahead, the current one included.
-    """
+    """The sizes of a program: queries BM of a block, keys BN of a tile, warps, and loaded tiles."""
 
     rows: int
     keys: int
@@ -38,13 +30,7 @@ INTERPRETED = LaunchSizes(16, 16, 4, 1)
 
 
 class SizesKey(NamedTuple):
-    """The row of a table of block sizes.
-
-    Args:
-        kind: the kernel.
-        half: whether the dtype has 2 bytes.
-        width: the largest head dimension that the row serves.
-    """
+    """The row of a table of block sizes: kernel, 2-byte dtype, and the largest head dimension."""
 
     kind: KernelKind
     half: bool
@@ -82,8 +68,7 @@ TABLE = {SizesKey(*key): sizes for key, sizes in _TABLE.items()}
 """The sizes for a device of which no row has been measured."""
 
 MEASURED: dict[int, dict[SizesKey, LaunchSizes]] = {}
-"""Rows that `python -m benchmarks --tune` measured and a reviewer entered, by compute capability
-(90 for an H100 or H200); they stand before those of `TABLE`."""
+"""Reviewed rows of `python -m benchmarks --tune`, by compute capability, before `TABLE`."""
 
 MAX_HEAD_DIM = 256
 """The largest D and E of the kernels that do not decode."""
@@ -93,13 +78,7 @@ _tried: ContextVar[dict[SizesKey, LaunchSizes] | None] = ContextVar("tried", def
 
 @contextmanager
 def try_sizes(key: SizesKey, sizes: LaunchSizes) -> Iterator[None]:
-    """Use other sizes than those of the tables for one row, in this thread, to measure them.
-
-    >>> key = SizesKey("forward", True, 128)
-    >>> with try_sizes(key, LaunchSizes(64, 64, 4, 2)):
-    ...     block_sizes("forward", torch.bfloat16, 128, 128).rows
-    64
-    """
+    """Use other sizes than those of the tables for one row, in this thread, to measure them."""
     token = _tried.set({**(_tried.get() or {}), key: sizes})
     try:
         yield
@@ -108,11 +87,7 @@ def try_sizes(key: SizesKey, sizes: LaunchSizes) -> Iterator[None]:
 
 
 def key_of(kind: KernelKind, dtype: torch.dtype, D: int, E: int) -> SizesKey:
-    """Return the row of the tables for a kernel, a dtype and head dimensions.
-
-    >>> key_of("decode", torch.float16, 100, 80)
-    SizesKey(kind='decode', half=True, width=128)
-    """
+    """Return the row of the tables for a kernel, a dtype and head dimensions."""
     half = dtype.itemsize == 2
     widths = [x.width for x in TABLE if x.kind == kind and x.half == half]
     return SizesKey(kind, half, min(x for x in widths if max(D, E) <= x))
@@ -123,11 +98,7 @@ def block_sizes(
 ) -> LaunchSizes:
     """Return the block sizes for a kernel, a dtype, head dimensions and a compute capability.
 
-    >>> block_sizes("forward", torch.bfloat16, 128, 128)
-    LaunchSizes(rows=128, keys=64, warps=8, stages=3)
-
-    The rows of the decoding kernel are the queries of a group of heads; of more rows than the
-    table has, blocks of at most twice as many are made.
+    The rows of the decoding kernel are the queries of a group of heads.
     """
     key = key_of(kind, dtype, D, E)
     for table in (_tried.get() or {}, MEASURED.get(capability, {})):
@@ -137,16 +108,14 @@ def block_sizes(
 
 
 SPAN_KEYS = 512
-"""The keys of a program that decodes. The number is fixed, so that the order of sums depends on the
-keys alone."""
+"""The keys of a program that decodes, fixed, so that the order of sums depends on keys alone."""
 
 MAX_DECODED_KEY_DIM, MAX_DECODED_VALUE_DIM = 576, 512
 """The largest D and E of the decoding kernel: those of latent attention in DeepSeek-V2 and V3."""
 
 
 def coded_sizes(sizes: LaunchSizes, group: int) -> LaunchSizes:
-    """Return the sizes of the decoding kernel for keys that are stored as codes in groups of so
-    many tokens: a tile lies in one group, if a group has 16 tokens or more and can be divided.
+    """Return the sizes of the decoding kernel for codes in groups, where a tile lies in one.
 
     >>> sizes = block_sizes("decode", torch.bfloat16, 128, 128)
     >>> sizes.keys, coded_sizes(sizes, 32).keys, coded_sizes(sizes, 20).keys
@@ -157,8 +126,7 @@ def coded_sizes(sizes: LaunchSizes, group: int) -> LaunchSizes:
 
 
 def split_key_dim(D: int) -> tuple[int, int]:
-    """Return the key channels of the first product of the decoding kernel, and those of the second,
-    both powers of 2; 0 without a second one.
+    """Return the key channels of the two products of the decoding kernel, powers of 2 or 0.
 
     >>> split_key_dim(128), split_key_dim(576), split_key_dim(80)
     ((128, 0), (512, 64), (128, 0))

@@ -1,17 +1,13 @@
 """The decoding kernels: few queries against many keys, which are split among programs.
 
-A program computes one span of the keys for all query heads that share them, packed as the rows of
-one product, so that keys and values are read once. Spans begin at multiples of a fixed number of
-key slots, whatever the batch is: a row has the same digits alone and in a batch. A second kernel
-joins the parts of a row in their order. Keys and values are rows of tensors, rows of the pages of a
-pool, 8-bit floating-point numbers, or codes of 8, 4 or 2 bits, which become the numbers that the
-cache would return:
+A program computes one span of the keys for all query heads that share them, as rows of one product.
+Spans begin at multiples of a fixed number of slots, so that a row has the same digits alone and in
+a batch. A second kernel joins the parts in order:
 
     lse = ln sum_p exp(lse_p)        out = sum_p exp(lse_p - lse) out_p
 
-Imported only where triton is installed.
-
 Source: Dao et al. 2023 (Flash-Decoding), and Milakov and Gimelshein 2018 (arXiv 1805.02867).
+Imported only where triton is installed.
 """
 
 from __future__ import annotations
@@ -48,10 +44,7 @@ def add_values(acc, p, v, visible, PRECISION: tl.constexpr):
 
 @triton.jit
 def restored(code, scale, zero, ROUND: tl.constexpr):
-    """zero + code * scale, rounded to the dtype of the scale.
-
-    ROUND does what the conversion to bf16 does on a GPU, because the interpreter cuts digits.
-    """
+    """zero + code * scale, in the dtype of the scale; ROUND rounds to bf16 in the interpreter."""
     x = zero.to(tl.float32) + code.to(tl.float32) * scale.to(tl.float32)
     if ROUND:
         word = x.to(tl.int32, bitcast=True)
@@ -64,12 +57,8 @@ def restored(code, scale, zero, ROUND: tl.constexpr):
 
 @triton.jit
 def float8_numbers(code, scale, FRACTION: tl.constexpr, ROUND: tl.constexpr):
-    """The numbers of 8-bit floats with so many bits of fraction, times a power of two: exact, but
-    for the smallest numbers of the dtype of the scale.
-
-    The bits of an 8-bit float stand in a 16-bit float with the same bits of exponent (e5m2), or
-    with one more (e4m3), whose values are 2^8 times smaller. Every device computes this alike, also
-    one without conversions of 8-bit floats. ROUND is that of `restored`.
+    """The numbers of 8-bit floats times a power of two, exact but for subnormals, by their bits in
+    a 16-bit float, alike on every device. ROUND is that of `restored`.
     """
     bits = code.to(tl.int32)
     if FRACTION == 2:
@@ -87,9 +76,7 @@ def float8_numbers(code, scale, FRACTION: tl.constexpr, ROUND: tl.constexpr):
 
 @triton.jit
 def numbers_of_octets(octets, scale, zero, CODE_BITS: tl.constexpr, ROUND: tl.constexpr):
-    """The numbers of the codes in octets `[n, m]`, `[n, m * 8 / CODE_BITS]`; the first code is in
-    the lowest bits.
-    """
+    """The numbers of the codes in octets `[n, m]`, `[n, m * 8 / CODE_BITS]`, lowest bits first."""
     code = octets.to(tl.int32)
     if CODE_BITS == 8:
         numbers = restored(code, scale, zero, ROUND)
@@ -111,9 +98,7 @@ def coded_keys(
     D: tl.constexpr, BN: tl.constexpr, CODE_BITS: tl.constexpr, GROUP: tl.constexpr,
     ROUND: tl.constexpr,
 ):  # fmt: skip
-    """The keys of a tile from codes `[R, D, octets]` with a scale for each of D channels in each
-    group of GROUP tokens, transposed: `[BLOCK_D, BN]`.
-    """
+    """The keys `[BLOCK_D, BN]` of a tile from codes `[R, D, octets]` in groups of GROUP tokens."""
     PER: tl.constexpr = 8 // CODE_BITS
     octet = tl.arange(0, BN // PER)
     row = first_col + octet * PER
@@ -142,9 +127,7 @@ def coded_values(
     E: tl.constexpr, BLOCK_E: tl.constexpr, BN: tl.constexpr, CODE_BITS: tl.constexpr,
     GROUP: tl.constexpr, ROUND: tl.constexpr,
 ):  # fmt: skip
-    """The values of a tile from codes `[S, octets]` with a scale for each group of GROUP channels
-    of a token: `[BN, BLOCK_E]`.
-    """
+    """The values `[BN, BLOCK_E]` of a tile from codes `[S, octets]` in groups of channels."""
     PER: tl.constexpr = 8 // CODE_BITS
     row, octet = tl.arange(0, BN), tl.arange(0, BLOCK_E // PER)
     first = first_col.to(tl.int64)
@@ -195,16 +178,12 @@ def attention_decode(
 ):  # fmt: skip
     """Attention of all queries of one group of heads over one span of keys: out and lse.
 
-    The tensors hold the slots from `first_slot` to `stop_slot` of the call. With PAGE they are
-    pages of so many slots, and `pages` has the page of each run of slots; with CODE_BITS they are
-    codes from slot 0 on; with FLOAT8 they are 8-bit floats with so many bits of fraction, and a
-    scale for each slot.
+    The slots are `first_slot` to `stop_slot`: with PAGE in pages of so many slots, with CODE_BITS
+    as codes from slot 0 on, with FLOAT8 as 8-bit floats with a scale for each slot.
 
-    A masked weight of 0 times a value that is not finite is NaN. With CAREFUL, which is a second
-    launch, a program looks at what the first one wrote, and computes it again only if a number
-    there is not finite. Key channels behind the first BLOCK_D are a second product of REST
-    channels. With SHARED_VALUES the values are the first channels of the keys, as in the absorbed
-    form of latent attention, and are loaded once.
+    With CAREFUL, a second launch, a program computes again what is not finite. Key channels behind
+    BLOCK_D are a second product of REST channels. With SHARED_VALUES the values are the first
+    channels of the keys, loaded once.
     """
     span = tl.program_id(0)
     G = H // group

@@ -1,15 +1,12 @@
 """The forward kernel: one program computes a block of queries of one head.
 
-It reads the tiles of its list, first those of which every pair is visible, without a mask, then the
-others. With m the largest score so far, each tile updates
+It reads the tiles of its list, fully visible ones first. Each tile updates
 
     m' = max(m, max_j s_j)    l' = l e^(m - m') + sum_j e^(s_j - m')
     o' = o e^(m - m') + sum_j e^(s_j - m') v_j
 
-Masked pairs are selected away, never multiplied: a masked key or value that is NaN has no effect,
-and a visible one propagates.
-
-Imported only where triton is installed.
+Masked pairs are selected away: a masked NaN has no effect, and a visible one propagates. Imported
+only where triton is installed.
 
 Source: Milakov and Gimelshein 2018 (arXiv 1805.02867); Dao 2023 (arXiv 2307.08691), section 3.1.
 """
@@ -39,8 +36,7 @@ def add_odd_values(
 ):  # fmt: skip
     """Add values that are not finite to the rows that see them, from the tiles with masked pairs.
 
-    The main loop replaces them by 0 there, because 0 times NaN is NaN. NaN counts as both
-    infinities, whose sum is NaN.
+    The main loop replaces them by 0, because 0 times NaN is NaN. NaN counts as both infinities.
     """
     for low in tl.static_range(2):
         count = tl.zeros_like(acc)
@@ -78,9 +74,8 @@ def attention_forward(
 ):  # fmt: skip
     """The output, lse, m and l of a block of queries.
 
-    A masked weight of 0 times a value that is not finite would be NaN. Values are looked at only
-    with CAREFUL: this second launch computes the blocks again that have a marked tile in their list
-    of tiles with masked pairs, and all others end at once.
+    With CAREFUL, a second launch, blocks are computed again that have a marked tile among those
+    with masked pairs, because 0 times a value that is not finite is NaN.
     """
     # the last blocks first: under a causal mask they take longest
     block = query_blocks - 1 - tl.program_id(0)

@@ -44,18 +44,14 @@ MAX_BIT_BYTES = 2**31
 
 
 class TritonKernel(Kernel):
-    """The kernel "triton": any mask, bias, softcap, sink and positions on a CUDA device, with
-    deterministic gradients for q, k, v and the bias. Nothing is compiled for a new mask.
-    """
+    """The kernel "triton": any mask, bias, softcap, sink and positions on a CUDA device."""
 
     name = "triton"
     selects = True
     wide_output = True
 
     def why_not(self, call: Call) -> list[str]:
-        """Refuse other devices, dropout, taps, fp64, long head dimensions, graphs and tables that
-        are too large.
-        """
+        """Refuse other devices, dropout, taps, fp64, long heads, graphs and large tables."""
         if call.compiling:  # a question about sizes would specialize the graph
             return ["not inside a compiled graph"]
         reasons = [f"does not expose {sorted(call.needs)}"] if call.needs else []
@@ -80,10 +76,7 @@ class TritonKernel(Kernel):
         return [*reasons, *why_no_bias_data(call), *_why_no_bits(call)]
 
     def priority(self, call: Call) -> float | None:
-        """Return 75 on a GPU, behind torch's flash attention where it serves a call, and before
-        generated kernels; 85 where it reads the codes or pages of a cache, of which others would
-        first make numbers; 5 on other devices, behind the reference.
-        """
+        """Return 75 on a GPU, behind flash attention; 85 for codes or pages; 5 on other devices."""
         if call.q.device.type != "cuda":
             return 5
         return 85 if is_decoding(call) and stored_form(call) is not None else 75
@@ -127,9 +120,7 @@ class TritonKernel(Kernel):
         )
 
     def work(self, call: Call) -> WorkEstimate:
-        """Return the pairs of the tiles that are not empty, and the bytes of the mask as data, of
-        the lse and of a written table.
-        """
+        """Return the pairs of non-empty tiles, and the bytes of mask, lse and table."""
         sizes, data = _sizes(call), mask_data(call)
         lists = tile_lists(call, data, sizes.rows, sizes.keys)
         size = 3 * call.B * call.H * call.T * 4 + mask_bytes(data, lists)
@@ -139,9 +130,7 @@ class TritonKernel(Kernel):
 
 
 class TritonFunction(torch.autograd.Function):
-    """Autograd function for the output and lse, with gradients for q, k, v and the tensors of the
-    bias. It saves no scores.
-    """
+    """Autograd function for output and lse, which saves no scores."""
 
     @staticmethod
     def forward(
@@ -161,9 +150,7 @@ class TritonFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, d_out: Tensor | None, d_lse: Tensor | None) -> tuple[Tensor | None, ...]:
-        """Compute the scores of all tiles again, and return the gradients; where they must be
-        differentiable, the definition computes them.
-        """
+        """Return the gradients from scores computed again, by the definition if differentiable."""
         from regard.ops.softmax.triton.launch import ForwardResult
 
         q, k, v, out, lse, max_score, scaled_sum, *learned = ctx.saved_tensors
@@ -187,10 +174,7 @@ def gradients(
     *,
     of_part: bool = False,
 ) -> tuple[Tensor | None, ...]:
-    """Return the gradients of q, k, v and the tensors of the bias.
-
-    The kernels return the gradients of the bias as data, and autograd carries them to its tensors.
-    """
+    """Return the gradients of q, k, v and, through its form as data, of the bias."""
     from regard.ops.softmax.triton.launch import ForwardResult, WantedGradients, run_backward
 
     bias, leaves = call.bias, []
@@ -232,9 +216,7 @@ def is_decoding(call: Call) -> bool:
 
 
 def is_wide_decoding(call: Call) -> bool:
-    """Return whether only the decoding kernel has room for the heads of a call, such as the latents
-    of multi-head latent attention, and runs it.
-    """
+    """Return whether only the decoding kernel has room for the heads of a call, as in MLA."""
     small = call.D <= MAX_DECODED_KEY_DIM and call.E <= MAX_DECODED_VALUE_DIM
     wide = max(call.D, call.E) > MAX_HEAD_DIM
     return wide and small and call.T <= MAX_WIDE_QUERIES and not call.has_gradient

@@ -1,7 +1,4 @@
-"""Launching the kernels: tensors and strides of a call as arguments, and the buffers of results.
-
-Imported only where triton is installed.
-"""
+"""Launching the kernels, imported only where triton is installed."""
 
 from __future__ import annotations
 
@@ -46,14 +43,7 @@ LOG2E = 1.4426950408889634
 
 
 class ForwardResult(NamedTuple):
-    """What the forward kernel writes.
-
-    Args:
-        out: the output `[B, H, T, E]`, contiguous.
-        lse: the lse `[B, H, T]`, fp32.
-        max_score: m of each row, in the unit of the kernel.
-        scaled_sum: l = sum e^(s - m) of each row; 0 for a row that sees no key.
-    """
+    """What the forward kernel writes: output, lse, and m and l in the unit of the kernel."""
 
     out: Tensor
     lse: Tensor
@@ -97,14 +87,8 @@ class KeySegment(NamedTuple):
     """Neighbouring slots of the keys and values, as one launch of the decoding kernel reads them.
 
     Args:
-        k, v: the tensors or the bytes of 8-bit numbers `[B, G, slots, d]`, the pages `[pages, page
-            size, G, d]`, or the codes.
-        first, stop: the first slot, and one past the last.
-        sizes: the sizes of the launch.
-        tables: the page table, and scales and zeros of keys and values; k stands for what is
-            missing.
-        strides: the strides of k, v and the tables, in the order of the kernel.
-        options: the arguments for which the kernel is compiled.
+        k, v: tensors or 8-bit bytes `[B, G, slots, d]`, pages, or codes.
+        tables: the page table, scales and zeros; k stands for what is missing.
     """
 
     k: Tensor
@@ -125,9 +109,7 @@ FRACTION_BITS = {"e4m3": 3, "e5m2": 2}
 
 
 def key_segments(call: Call) -> list[KeySegment]:
-    """Return the keys and values of a call as segments: the slots that a cache stores as codes and
-    those behind them, the pages of a pool, or two tensors.
-    """
+    """Return the keys and values of a call as segments: codes and later slots, or pages."""
     sizes = sizes_of(call, "decode")
     stored = stored_form(call)
     if isinstance(stored, CodedMemory):
@@ -239,10 +221,7 @@ def decode_launches(call: Call, bias: BiasData) -> tuple[list[Launch], Tensor, T
 
 
 def _bounds_of_segment(call: Call, data: MaskData, segment: KeySegment) -> Tensor:
-    """Return for each span of a segment the tiles that some query sees, int32 `[b, spans, 2]`.
-
-    Tiles and spans begin at multiples of fixed numbers of slots, whatever the segment is.
-    """
+    """Return for each span of a segment the tiles that some query sees, `[b, spans, 2]`."""
     keys = segment.sizes.keys
     # the kinds of the tiles for all queries and heads: a program computes the heads of a group
     kinds = tile_lists(call, data, triton.next_power_of_2(call.T), keys).kinds.amax((1, 2))
@@ -261,12 +240,7 @@ def _shares_values(call: Call, k: Tensor, v: Tensor, width: int) -> bool:
 
 
 def span_bounds(kinds: Tensor, span_tiles: int) -> Tensor:
-    """Return for each span of `span_tiles` tiles the first tile that is not empty, and one past the
-    last; both are equal if all are empty.
-
-    >>> span_bounds(torch.tensor([[0, 1, 2, 0, 0, 0, 0, 2]]), 4).tolist()
-    [[[1, 3], [7, 8]]]
-    """
+    """Return for each span the first tile that is not empty, and one past the last."""
     missing = -kinds.shape[1] % span_tiles
     used = torch.nn.functional.pad(kinds != 0, (0, missing)).unflatten(1, (-1, span_tiles))
     first, behind = used.int().argmax(2), used.flip(2).int().argmax(2)
@@ -301,9 +275,7 @@ def forward_launches(call: Call, bias: BiasData) -> tuple[list[Launch], ForwardR
 
 
 def with_care(launch: Launch, marks: list[Launch], call: Call) -> list[Launch]:
-    """Return a launch, and behind it the launches that compute blocks again in which a masked
-    number may not be finite; without masked pairs nothing is computed again.
-    """
+    """Return a launch, and those that compute blocks with masked odd numbers again."""
     first = launch._replace(options={**launch.options, "CAREFUL": False})
     if call.sees_everything:
         return [first]
@@ -311,9 +283,7 @@ def with_care(launch: Launch, marks: list[Launch], call: Call) -> list[Launch]:
 
 
 def marks_of(x: Tensor, size: int) -> Tensor:
-    """Return zeros for the tiles of `size` rows of x `[B, heads, n, width]`, int32 `[B, heads,
-    tiles]`.
-    """
+    """Return zeros for the tiles of `size` rows of x, int32 `[B, heads, tiles]`."""
     return x.new_zeros(*x.shape[:2], -(-x.shape[2] // size), dtype=torch.int32)
 
 
@@ -326,14 +296,7 @@ def mark_launch(x: Tensor, odd: Tensor, size: int) -> Launch:
 
 
 class Gradients(NamedTuple):
-    """What the backward kernels write.
-
-    Args:
-        q: dq, in fp32 or `call.result_dtype`.
-        k: dk.
-        v: dv.
-        buffers: for each part of the bias, a buffer in which every program has its own numbers.
-    """
+    """What the backward kernels write: dq, dk, dv, and buffers for each part of the bias."""
 
     q: Tensor
     k: Tensor
@@ -351,9 +314,7 @@ def run_backward(
     *,
     of_part: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, BiasData]:
-    """Run the backward kernels, and return dq, dk and dv in `call.result_dtype`, and the gradients
-    of the parts of the bias; the arguments are those of `backward_launches`.
-    """
+    """Run the backward kernels, and return dq, dk, dv and the gradients of the bias."""
     launches, matching = backward_launches(call, bias, saved, d_out, d_lse, wanted, of_part=of_part)
     for launch in launches:
         launch.run()
@@ -466,9 +427,7 @@ def saved_of_whole(call: Call, whole: Partial) -> ForwardResult:
 
 
 def dense_rows(x: Tensor) -> Tensor:
-    """Return x, copied if its last dimension is not contiguous, or its rows are so far apart that a
-    tile of them would not fit into 32 bits.
-    """
+    """Return x, copied if not contiguous, or its rows too far apart for 32 bits in a tile."""
     dense = x.stride(-1) == 1 or x.shape[-1] == 1
     return x if dense and abs(x.stride(2)) < MAX_ROW_STRIDE else x.contiguous()
 
@@ -478,9 +437,7 @@ MAX_ROW_STRIDE = 2**22
 
 
 def constants(call: Call, bias: BiasData, data: MaskData, sizes: LaunchSizes) -> dict[str, Any]:
-    """Return the arguments for which a kernel is compiled; nothing of the mask but the number of
-    its ranges is among them.
-    """
+    """Return the arguments for which a kernel is compiled, of a mask the number of ranges."""
     width = max(16, triton.next_power_of_2(call.D)), max(16, triton.next_power_of_2(call.E))
     distances = 0 if bias.buckets is None else bias.buckets.numel() // 2
     linear = 0 if bias.slopes is None else 1 + bias.symmetric
@@ -500,9 +457,7 @@ def _is_precise(call: Call) -> bool:
 
 
 def _widens(call: Call) -> bool:
-    """Return whether a kernel computes in fp32 what it loads, because triton's interpreter computes
-    bf16 wrongly.
-    """
+    """Return whether a kernel computes in fp32, as the interpreter computes bf16 wrongly."""
     return interprets() and call.q.dtype == torch.bfloat16
 
 

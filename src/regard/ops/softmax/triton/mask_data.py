@@ -1,10 +1,7 @@
-"""A mask as data for a GPU kernel: the key ranges of each query, or one bit per pair, and for each
-block of queries the list of key tiles that it reads.
+"""A mask as data for a GPU kernel: key ranges or bits, and lists of key tiles.
 
-One compiled kernel serves every mask, because nothing of a mask is code: its intervals become int32
-tensors. Tiles are classified in closed form from the ends of the intervals in a block, without the
-T x S mask. The result may call a tile PARTIAL that is full or empty, which costs time and changes
-no number; it never calls a tile FULL or EMPTY wrongly.
+One compiled kernel serves every mask. Tiles are classified from the ends of the intervals in a
+block, without the T x S mask: a tile may be called PARTIAL that is full or empty.
 """
 
 from __future__ import annotations
@@ -35,14 +32,10 @@ class MaskData(NamedTuple):
     """Which keys each query sees, in one of three forms.
 
     Args:
-        q_positions: int32 `[B or 1, T]`.
-        k_positions: int32 `[B or 1, S]`; below 0: an empty slot.
-        starts: the first position of each of n ranges, int32 `[B or 1, H or 1, T, n]`; None if the
-            mask has no ranges.
-        stops: the first position after each range, of the same shape.
-        bits: bit j % 8 of byte j // 8 says whether the query sees key slot j, uint8 `[B or 1, H or
-            1, T, ceil(S / 8)]`; None if the mask has ranges. Without ranges and bits, every query
-            sees every key slot that holds a token.
+        q_positions, k_positions: int32 `[B or 1, T]` and `[B or 1, S]`; below 0: empty.
+        starts, stops: the ends of n ranges, int32 `[B or 1, H or 1, T, n]`, or None.
+        bits: bit j % 8 of byte j // 8 is for key slot j, uint8 `[B or 1, H or 1, T, ceil(S / 8)]`.
+            Without ranges and bits, every query sees every token.
     """
 
     q_positions: Tensor
@@ -62,8 +55,7 @@ class TileLists(NamedTuple):
 
     Args:
         counts: the number of full tiles, and of all tiles, int32 `[B or 1, H or 1, nQ, 2]`.
-        tiles: their numbers, int32 `[B or 1, H or 1, nQ, nK]`; entries behind the count have no
-            meaning.
+        tiles: their numbers, int32 `[B or 1, H or 1, nQ, nK]`, valid up to the count.
         kinds: EMPTY, PARTIAL or FULL, int8 `[B or 1, H or 1, nQ, nK]`.
     """
 
@@ -73,9 +65,7 @@ class TileLists(NamedTuple):
 
 
 def mask_data(call: Call) -> MaskData:
-    """Return the mask of a call as data on its device. That of a mask without tensors is kept: over
-    two spans, and for the layers of a decoding step, which have the same positions.
-    """
+    """Return the mask of a call as data, kept for spans and for the layers of a step."""
     q, k, device = call.q_positions, call.k_positions, call.q.device
     if _is_constant(call):
         return _mask_data_of_spans(call.mask, q, k, device)
@@ -85,11 +75,7 @@ def mask_data(call: Call) -> MaskData:
 
 
 def _mask_data_of_step(mask: Mask, q: Positions, k: Tensor, device: torch.device) -> MaskData:
-    """Return the same data to every layer of a step whose keys have their positions in one tensor.
-
-    A cache makes new positions of the queries for every step, so that they can keep the data; the
-    positions of the keys may be overwritten after the step.
-    """
+    """Return the same data to every layer of a step whose keys share a tensor of positions."""
     computed: dict[tuple[Mask, int], tuple[Tensor, MaskData]] | None
     computed = getattr(q, _STEP_DATA, None)
     if computed is None:
@@ -166,9 +152,7 @@ def _transposed_lists_of_spans(
 
 
 def _to_int32(positions: Positions, device: torch.device) -> Tensor:
-    """Return positions as int32 `[B or 1, L]`; a larger number fails on the device, without a
-    synchronization.
-    """
+    """Return positions as int32 `[B or 1, L]`; a larger number fails on the device."""
     x = as_tensor(positions, device).to(device)
     if x.dtype == torch.int64 and not isinstance(positions, Span) and not x.is_meta:
         torch._assert_async((x < LARGEST).all(), f"a position is above {LARGEST - 1}")
@@ -248,12 +232,7 @@ def _kinds_of_bits(data: MaskData, rows: int, keys: int) -> Tensor:
 
 
 def make_lists(kinds: Tensor) -> TileLists:
-    """Return the lists of tiles that are not empty, the full ones first.
-
-    >>> lists = make_lists(torch.tensor([[[[1, 0, 2, 1]]]], dtype=torch.int8))
-    >>> lists.counts.tolist(), lists.tiles[..., :3].tolist()
-    ([[[[1, 3]]]], [[[[2, 0, 3]]]])
-    """
+    """Return the lists of tiles that are not empty, the full ones first."""
     order = kinds.argsort(dim=-1, descending=True, stable=True)
     full = (kinds == FULL).sum(-1)
     counts = torch.stack([full, full + (kinds == PARTIAL).sum(-1)], -1).to(torch.int32)

@@ -1,9 +1,7 @@
 """What every kernel computes for a tile of scores: softcap, bias, and which pairs are visible.
 
-Rows and columns are given as index tensors that broadcast, `[BM, 1]` and `[1, BN]` or the other way
-round, so that the kernel of dk and dv can compute the transposed tile with the same functions.
-
-Imported only where triton is installed.
+Rows and columns are index tensors that broadcast, so that the kernel of dk and dv can compute the
+transposed tile. Imported only where triton is installed.
 """
 
 from __future__ import annotations
@@ -18,8 +16,7 @@ UNSPECIALIZED = (
     "pages_b", "k_scale_b", "k_scale_g", "k_scale_s", "v_scale_b", "v_scale_g", "v_scale_s",
     "v_scale_line",
 )  # fmt: skip
-"""Numbers whose values triton must not look at: it would compile a kernel again where one of them
-becomes 1 or a multiple of 16, as the number of keys does in every 16th step of decoding."""
+"""Numbers that triton must not look at, since special values would compile a kernel again."""
 
 LOG2E = tl.constexpr(1.4426950408889634)
 """Weights are computed as powers of 2: e^x = 2^(x log2 e)."""

@@ -1,7 +1,4 @@
-"""Which keys and values the decoding kernel reads in the form in which a cache stores them.
-
-This file imports no triton.
-"""
+"""Which keys and values the decoding kernel reads as a cache stores them; no triton is imported."""
 
 from __future__ import annotations
 
@@ -20,14 +17,11 @@ from regard.ops.stored_slots import (
 from regard.units import plural
 
 StoredForm: TypeAlias = CodedMemory | Float8Memory | tuple[PagedSlots, PagedSlots]
-"""Codes with the slots behind them, 8-bit floating-point numbers, or the pages of keys and values.
-"""
+"""Codes with the slots behind them, 8-bit floats, or the pages of keys and values."""
 
 
 def stored_form(call: Call) -> StoredForm | None:
-    """Return the codes, 8-bit numbers or pages of the keys and values of a call, or None if the
-    kernel reads them as plain tensors.
-    """
+    """Return the codes, 8-bit numbers or pages of a call, or None for plain tensors."""
     coded = coded_memory(call.k, call.v)
     if coded is not None:
         fits = max(call.D, call.E) <= MAX_HEAD_DIM and coded.keys.bits == coded.values.bits
@@ -39,9 +33,7 @@ def stored_form(call: Call) -> StoredForm | None:
 
 
 def describe_stored_form(call: Call) -> str:
-    """Return in one sentence how the decoding kernel reads the keys and values; "" if they are
-    plain tensors.
-    """
+    """Return how the decoding kernel reads the keys and values; "" for plain tensors."""
     stored = stored_form(call)
     if stored is None:
         return ""
