@@ -4,15 +4,14 @@ wrong variants of each must be far.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-import regard
 from regard.caches import Ring
 from regard.masks import Causal, Window
 from regard.nn import Block, PreNorm
@@ -20,9 +19,10 @@ from regard.nn.blocks.norms import OffsetLayerNorm
 from regard.nn.projections.steps import Clip
 from regard.positions import Rotary
 from tests.parity.families import changes
+from tests.parity.families.cases import Case, assert_case, assert_wrong
 from tests.parity.families.changes import Change, each, named
-from tests.parity.families.harness import assert_decoder, assert_differs, saved, theirs
-from tests.parity.families.published import assert_following, assert_saved
+from tests.parity.families.harness import theirs
+from tests.parity.families.published import assert_following
 
 H, G, D, M, WINDOW = 6, 2, 8, 36, 8
 SIZES: dict[str, Any] = {
@@ -229,17 +229,6 @@ def bias_behind(network: Any) -> None:
         attention.output.bias = nn.Parameter(torch.ones(M), requires_grad=False)
 
 
-class Case(NamedTuple):
-    """A family: its name in transformers, further keys, its own wrong variants, and the position of
-    the first token.
-    """
-
-    name: str
-    keys: dict[str, Any]
-    wrong: tuple[Callable[[Any], Any], ...]
-    start: int = 1000
-
-
 SLIDING = HEAD_DIM | {
     "num_hidden_layers": 3,
     "use_sliding_window": True,
@@ -260,8 +249,8 @@ NORMS_OF_QWEN3 = (
     other_eps,
     changes.interleave,
 )
-COMMON = (changes.other_groups, OTHER_SCALE, no_positions)
-CASES: dict[str, Case] = {
+COMMON: tuple[Change, ...] = (changes.other_groups, OTHER_SCALE, no_positions)
+FAMILIES: dict[str, Case] = {
     "arcee": Case("Arcee", HEAD_DIM, (other_activation, changes.interleave)),
     "cohere": Case(
         "Cohere",
@@ -456,34 +445,26 @@ CASES: dict[str, Case] = {
 }
 
 
-def model_of(case: str) -> Any:
-    model = theirs(CASES[case].name, SIZES | CASES[case].keys)
-    make = torch.Generator().manual_seed(4)
-    for name, buffer in model.named_buffers():
-        if name.endswith("e_score_correction_bias"):
-            buffer.copy_(0.3 * torch.randn(buffer.shape, generator=make))
-    return model
+CASES = {
+    name: case._replace(keys=SIZES | case.keys, wrong=COMMON + case.wrong, start=case.start or 1000)
+    for name, case in FAMILIES.items()
+}
 
 
 @pytest.mark.full(keep=2)
 @pytest.mark.parametrize("case", CASES)
 def test_every_family(case: str, tmp_path: Path) -> None:
-    model = model_of(case)
-    mine = assert_decoder(model, tmp_path, start=CASES[case].start)
-    assert_saved(mine, model, tmp_path, start=CASES[case].start)
+    assert_case(CASES[case], tmp_path)
 
 
 @pytest.mark.full(keep=1)
 @pytest.mark.parametrize("case", CASES)
 def test_wrong_variants_are_far(case: str, tmp_path: Path) -> None:
-    model = model_of(case)
-    mine = regard.load(saved(model, tmp_path))
-    for change in (*COMMON, *CASES[case].wrong):
-        assert_differs(mine, model, change, start=1000)
+    assert_wrong(CASES[case], tmp_path)
 
 
 def test_layers_with_equal_rotary_settings_share_a_module(tmp_path: Path) -> None:
-    network = regard.load(saved(model_of("olmo3"), tmp_path)).decoder
+    network = CASES["olmo3"].load(tmp_path)[1].decoder
     first, second, third = (block.attention.project.q.steps[-1] for block in network.layers)
     assert first is third
     assert first.scaling is None
@@ -503,7 +484,7 @@ WINDOWS = {
 
 @pytest.mark.parametrize("case", WINDOWS)
 def test_windows_are_those_of_the_config(case: str, tmp_path: Path) -> None:
-    mine = regard.load(saved(model_of(case), tmp_path))
+    mine = CASES[case].load(tmp_path)[1]
     assert mine.config.windows() == WINDOWS[case]
     rings = [isinstance(cache, Ring) for cache in mine.new_caches()]
     assert rings == [window is not None for window in WINDOWS[case]]
