@@ -37,6 +37,11 @@ def interleave(network: Any) -> None:
         rotary.layout, rotary._last = "interleaved", None
 
 
+def halves(network: Any) -> None:
+    for rotary in rotaries(network):
+        rotary.layout, rotary._last = "half", None
+
+
 def rotate(layers: slice, *arguments: Any, **options: Any) -> Change:
     """Other rotary positions in some layers, whether heads are fused or not."""
 
