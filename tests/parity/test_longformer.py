@@ -14,6 +14,7 @@ from regard.masks import Global, Window
 from regard.nn.variants import longformer
 from tests.parity import layers
 from tests.parity.encoders import SIZES, H, M, names, parts, paths
+from tests.parity.families.changes import put
 from tests.parity.layers import Change, assert_far, assert_near, capture, copy_weights
 
 WINDOWS, GLOBALS, LENGTH = (4, 8), (0, 7, 8, 20), 26
@@ -75,18 +76,6 @@ def test_longformer_with_padding(layer: int, side: str) -> None:
     assert_near(pair.ours(x, positions)[keep], y[keep])
 
 
-def wider(ours: Any) -> None:
-    ours.mask = Window(4, ahead=3) | Global(GLOBALS)
-
-
-def whole_width_each_way(ours: Any) -> None:
-    ours.mask = Window(5, ahead=4) | Global(GLOBALS)
-
-
-def one_key_less(ours: Any) -> None:
-    ours.mask = Window(3, ahead=1) | Global(GLOBALS)
-
-
 def no_global_projections(ours: Any) -> None:
     ours.global_project = ours.local_project
 
@@ -101,23 +90,19 @@ def global_keys_for_all(ours: Any) -> None:
     ours.local_project.k = ours.global_project.k
 
 
-def globals_unseen(ours: Any) -> None:
-    ours.mask = Window(3, ahead=2)
-
-
 def global_one_late(ours: Any) -> None:
     ours.globals = Global(tuple(p + 1 for p in GLOBALS))
     ours.mask = Window(3, ahead=2) | ours.globals
 
 
 WRONG = (
-    wider,
-    whole_width_each_way,
-    one_key_less,
+    put("", mask=Window(4, ahead=3) | Global(GLOBALS)),
+    put("", mask=Window(5, ahead=4) | Global(GLOBALS)),
+    put("", mask=Window(3, ahead=1) | Global(GLOBALS)),
     no_global_projections,
     own_queries_only,
     global_keys_for_all,
-    globals_unseen,
+    put("", mask=Window(3, ahead=2)),
     global_one_late,
 )
 

@@ -21,6 +21,7 @@ from regard.models.families import family
 from regard.models.seq2seq import Seq2Seq
 from regard.nn import PreNorm
 from regard.nn.blocks.embedding import SinusoidalPositions
+from tests.parity.families.changes import put, swap, zeros
 from tests.parity.families.harness import assert_near, theirs
 from tests.parity.families.sequence_pairs import (
     Pair,
@@ -221,45 +222,9 @@ def shifted(network: Any) -> None:
         embed.positional.offset -= 1
 
 
-def tables_swapped(network: Any) -> None:
-    a, b = network.encoder.embed, network.embed
-    a.positional, b.positional = b.positional, a.positional
-
-
-def norms_swapped(network: Any) -> None:
-    for layer in network.layers:
-        first, second = layer.attention_residual, layer.cross_residual
-        first.norm, second.norm = second.norm, first.norm
-
-
-def no_norm_behind_the_embedding(network: Any) -> None:
-    network.embed.norm = nn.Identity()
-
-
 def norm_in_front(network: Any) -> None:
     for layer in layers(network):
         layer.attention_residual = PreNorm(layer.attention_residual.norm)
-
-
-def sees_ahead(network: Any) -> None:
-    for layer in network.layers:
-        layer.attention.mask = None
-
-
-def heads_of_the_encoder(network: Any) -> None:
-    """6 heads in place of 4: the same matrices, other scores."""
-    for layer in network.layers:
-        for part in (layer.cross.project.q, layer.cross.project.k, layer.cross.project.v):
-            part.heads, part.head_dim = 6, 6
-
-
-def no_cross_attention(network: Any) -> None:
-    for layer in network.layers:
-        layer.cross.output.weight.data.zero_()
-
-
-def no_bias_of_logits(network: Any) -> None:
-    network.head.bias.data.zero_()
 
 
 def scaled(network: Any) -> None:
@@ -276,19 +241,19 @@ def other_sinusoids(layout: Any) -> Callable[[Any], None]:
 
 
 BOTH = {
-    "norms swapped": norms_swapped,
+    "norms swapped": swap("layers.*", "attention_residual.norm", "cross_residual.norm"),
     "norm in front": norm_in_front,
-    "sees ahead": sees_ahead,
-    "heads of the encoder": heads_of_the_encoder,
-    "no cross-attention": no_cross_attention,
-    "no bias of logits": no_bias_of_logits,
+    "sees ahead": put("layers.*.attention", mask=None),
+    "heads of the encoder": put("layers.*.cross.project.[qkv]", heads=6, head_dim=6),
+    "no cross-attention": zeros("layers.*.cross.output.weight"),
+    "no bias of logits": zeros("head.bias"),
     "scaled": scaled,
 }
 WRONG: dict[tuple[str, str], Callable[[Any], None]] = {
     **{(case, name): change for case in ("bart", "marian") for name, change in BOTH.items()},
     ("bart", "shifted"): shifted,
-    ("bart", "tables swapped"): tables_swapped,
-    ("bart", "no norm behind the embedding"): no_norm_behind_the_embedding,
+    ("bart", "tables swapped"): swap("", "encoder.embed.positional", "embed.positional"),
+    ("bart", "no norm behind the embedding"): put("embed", norm=nn.Identity()),
     ("marian", "interleaved"): other_sinusoids("interleaved"),
     ("marian", "tensor2tensor"): other_sinusoids("tensor2tensor"),
 }

@@ -19,6 +19,7 @@ from regard.models.save import save
 from regard.nn.blocks.routers import ExpertGroups
 from tests.parity.families import changes
 from tests.parity.families.cases import Case, assert_case, assert_wrong, with_wrong
+from tests.parity.families.changes import put, zeros
 from tests.parity.families.published import build, count, layer, placed, published
 
 H, NOPE, ROPE, V, RANK = 5, 8, 6, 10, 12
@@ -100,21 +101,6 @@ def rope_rows_first(network: Any) -> None:
         weight.data = weight.data.roll(ROPE, 0)
 
 
-def no_inner_norm(network: Any) -> None:
-    for block in network.layers:
-        block.attention.project.kv_norm = torch.nn.Identity()
-
-
-def nobody_shared(network: Any) -> None:
-    for block in network.layers[1:]:
-        block.feed_forward.shared = None
-
-
-def no_correction(network: Any) -> None:
-    for router in routers(network):
-        router.correction.data.zero_()
-
-
 def weights_of_the_corrected(self: Any, x: torch.Tensor) -> Any:
     scores = self.logits(x).sigmoid() + self.correction
     chosen = self.choose(scores, scores)
@@ -141,10 +127,10 @@ CASES: dict[str, Case] = {
             *OF_BOTH,
             values_first,
             rope_rows_first,
-            no_inner_norm,
+            put("layers.*.attention.project", kv_norm=torch.nn.Identity()),
             routed("groups", ExpertGroups(4, 2, best=2)),
             routed("normalize", True),
-            nobody_shared,
+            put("layers.*.feed_forward", shared=None),
         ),
         start=1000,
     ),
@@ -156,7 +142,7 @@ CASES: dict[str, Case] = {
         (
             *OF_BOTH,
             routed("groups", ExpertGroups(4, 2, best=1)),
-            no_correction,
+            zeros("layers.*.feed_forward.router.correction"),
             corrected_weights,
             routed("normalize", False),
         ),

@@ -23,6 +23,7 @@ from regard.nn.attention.selected import IndexedLatentAttention, MoBA, indexer_l
 from regard.positions import Rotary
 from tests.parity.families import changes
 from tests.parity.families.cases import Case, assert_case, assert_wrong, with_wrong
+from tests.parity.families.changes import put
 from tests.parity.families.harness import saved
 from tests.parity.families.test_deepseek import SMALL
 
@@ -42,16 +43,6 @@ def selectors(network: Any) -> list[Any]:
     return [block.attention.selector for block in network.layers]
 
 
-def one_key_less(network: Any) -> None:
-    for selector in selectors(network):
-        selector.topk -= 1
-
-
-def every_key(network: Any) -> None:
-    for selector in selectors(network):
-        selector.topk = 10_000
-
-
 def neighbours(network: Any) -> None:
     """Rotary pairs of neighbours, as in the attention itself."""
     for selector in selectors(network):
@@ -59,20 +50,9 @@ def neighbours(network: Any) -> None:
             part.steps[-1] = Rotary(WIDTH, 1e4, rotary_dim=6, layout="interleaved")
 
 
-def no_positions(network: Any) -> None:
-    for selector in selectors(network):
-        for part in (selector.q, selector.k):
-            part.steps = nn.ModuleList()
-
-
 def weights_of_other_heads(network: Any) -> None:
     for selector in selectors(network):
         selector.weight.weight.data = selector.weight.weight.data.roll(1, 0)
-
-
-def no_norm_of_keys(network: Any) -> None:
-    for selector in selectors(network):
-        selector.k.flat = nn.Identity()
 
 
 CASES: dict[str, Case] = {
@@ -80,12 +60,12 @@ CASES: dict[str, Case] = {
         "DeepseekV32",
         SPARSE,
         (
-            one_key_less,
-            every_key,
+            put("layers.*.attention.selector", topk=TOPK - 1),
+            put("layers.*.attention.selector", topk=10_000),
             neighbours,
-            no_positions,
+            put("layers.*.attention.selector.[qk]", steps=nn.ModuleList()),
             weights_of_other_heads,
-            no_norm_of_keys,
+            put("layers.*.attention.selector.k", flat=nn.Identity()),
             changes.each("no mscale", scale=None),
         ),
         start=1000,

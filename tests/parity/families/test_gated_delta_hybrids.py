@@ -11,17 +11,15 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
-from torch import nn
 
 import regard
 from regard.nn import CausalConvolution, OutputNorm, PreNorm
 from regard.nn.blocks.norms import L2Norm, OffsetRMSNorm
-from regard.nn.recurrence.delta import LogDecay
 from regard.nn.recurrence.recurrent import Recurrent
 from regard.positions import Rotary
 from tests.parity.families import changes
 from tests.parity.families.cases import Case, assert_case, assert_wrong
-from tests.parity.families.changes import Change, named
+from tests.parity.families.changes import Change, drop, named, put, zeros
 from tests.parity.families.harness import assert_near, ids_of, saved, theirs
 from tests.parity.families.test_llama_relatives import (
     gate_and_up_swapped,
@@ -79,19 +77,6 @@ def rotate(dims: int) -> Change:
     return named(f"{dims} dims rotated", change)
 
 
-def no_head_norms(network: Any) -> None:
-    for gated in gates(network):
-        gated.project.q.steps = nn.ModuleList(
-            x for x in gated.project.q.steps if not isinstance(x, OffsetRMSNorm)
-        )
-
-
-def no_output_gate(network: Any) -> None:
-    """Gates of 1/2, which the map behind them doubles."""
-    for gated in gates(network):
-        gated.gate.linear.weight.data.zero_()
-
-
 def gates_head_by_head(network: Any) -> None:
     """The rows of queries and gates read as all queries, then all gates."""
     for gated in gates(network):
@@ -108,37 +93,9 @@ def other_value_heads(network: Any) -> None:
             linear.weight.data = linear.weight.data.flatten(0, 2).contiguous()
 
 
-def no_decay(network: Any) -> None:
-    for decay in (m for m in network.modules() if isinstance(m, LogDecay)):
-        decay.A_log.data.fill_(-30.0)
-
-
-def no_convolution(network: Any) -> None:
-    """Filters that read the present token only."""
-    for convolution in (m for m in network.modules() if isinstance(m, CausalConvolution)):
-        convolution.weight.data[:, :-1] = 0
-
-
 def filters_reversed(network: Any) -> None:
     for convolution in (m for m in network.modules() if isinstance(m, CausalConvolution)):
         convolution.weight.data = convolution.weight.data.flip(1)
-
-
-def no_unit_length(network: Any) -> None:
-    for mixer in recurrences(network):
-        mixer.project.k.steps = nn.ModuleList(
-            x for x in mixer.project.k.steps if not isinstance(x, L2Norm)
-        )
-
-
-def gate_before_norm(network: Any) -> None:
-    for mixer in recurrences(network):
-        mixer.gate_before_norm = True
-
-
-def sigmoid_gate(network: Any) -> None:
-    for mixer in recurrences(network):
-        mixer.gate_activation = "sigmoid"
 
 
 def norms_in_front(network: Any) -> None:
@@ -149,29 +106,23 @@ def norms_in_front(network: Any) -> None:
                 setattr(block, name, PreNorm(getattr(block, name).norm))
 
 
-def smaller_share(network: Any) -> None:
-    """Shares up to 1, without negative eigenvalues."""
-    for mixer in recurrences(network):
-        mixer.rule.max_beta = 1.0
-
-
 OF_DELTA: tuple[Change, ...] = (
     changes.norms_swapped,
     other_value_heads,
-    no_decay,
-    no_convolution,
+    changes.no_decay,
+    changes.no_convolution,
     filters_reversed,
-    no_unit_length,
-    gate_before_norm,
-    sigmoid_gate,
+    drop("layers.*.attention.project.k", L2Norm),
+    put("layers.*.attention", gate_before_norm=True),
+    put("layers.*.attention", gate_activation="sigmoid"),
 )
 OF_QWEN = (
     *OF_DELTA,
     changes.without_the_one,
     changes.interleave,
     rotate(16),
-    no_head_norms,
-    no_output_gate,
+    drop("layers.*.attention.project.project.q", OffsetRMSNorm),
+    zeros("layers.*.attention.project.gate.linear.weight"),
     gates_head_by_head,
 )
 OF_EXPERTS = (
@@ -184,7 +135,7 @@ OF_EXPERTS = (
 # transformers writes the filters in three equal parts, whatever their sizes, so they must be equal
 OLMO = {"linear_key_head_dim": 32, "linear_value_head_dim": 16, "head_dim": 6}
 NO_POSITIONS = {"rope_type": "default", "rope_theta": None}
-OF_OLMO = (*OF_DELTA, norms_in_front, smaller_share)
+OF_OLMO = (*OF_DELTA, norms_in_front, put("layers.*.attention.rule", max_beta=1.0))
 FAMILIES = {
     "qwen3_next": Case("Qwen3Next", EXPERTS, OF_EXPERTS),
     "qwen3_5_text": Case("Qwen3_5", {}, OF_QWEN, kind="TextConfig"),

@@ -17,6 +17,7 @@ import regard
 from regard.errors import FileError
 from tests.parity.families import changes
 from tests.parity.families.cases import Case, assert_case, assert_wrong, with_wrong
+from tests.parity.families.changes import put, swap
 from tests.parity.families.harness import (
     assert_decoder,
     assert_near,
@@ -60,10 +61,6 @@ THIRD = SIZES | {
 }
 
 
-def unscaled(network: Any) -> None:
-    network.embed.scale = 1.0
-
-
 def scaled_head(network: Any) -> None:
     """The factor on the tied matrix, and so on the logits, too."""
     network.embed.embedding.weight.data *= network.embed.scale
@@ -82,30 +79,6 @@ def final_cap(value: float | None) -> changes.Change:
     return changes.named(f"final cap {value}", change)
 
 
-def norms_in_front_only(network: Any) -> None:
-    for block in network.layers:
-        for path in (block.attention_residual, block.feed_forward_residual):
-            path.after = nn.Identity()
-
-
-def norm_behind_of_the_other(network: Any) -> None:
-    for block in network.layers:
-        paths = (block.attention_residual, block.feed_forward_residual)
-        paths[0].after, paths[1].norm = paths[1].norm, paths[0].after
-
-
-def norm_behind_rotary(network: Any) -> None:
-    for attention in changes.attentions(network):
-        for part in (attention.project.q, attention.project.k):
-            part.steps = torch.nn.ModuleList(reversed(part.steps))
-
-
-def norms_of_queries_and_keys_swapped(network: Any) -> None:
-    for attention in changes.attentions(network):
-        q, k = attention.project.q.steps, attention.project.k.steps
-        q[0], k[0] = k[0], q[0]
-
-
 def head_norms_without_the_one(network: Any) -> None:
     for attention in changes.attentions(network):
         for part in (attention.project.q, attention.project.k):
@@ -122,7 +95,7 @@ CASES: dict[str, Case] = {
             *OF_ALL,
             changes.norms_swapped,
             changes.each("scale of the model", scale=44**-0.5),
-            unscaled,
+            put("embed", scale=1.0),
             scaled_head,
             changes.activation(nn.SiLU()),
         ),
@@ -156,8 +129,8 @@ CASES: dict[str, Case] = {
             changes.each("inverse scale", scale=3**0.5),
             final_cap(None),
             final_cap(1.1 * FINAL),
-            norms_in_front_only,
-            norm_behind_of_the_other,
+            put("layers.*.(attention|feed_forward)_residual", after=nn.Identity()),
+            swap("layers.*", "attention_residual.after", "feed_forward_residual.norm"),
         ),
         start=1000,
     ),
@@ -181,8 +154,8 @@ CASES: dict[str, Case] = {
             changes.rotate(slice(0, 3, 2), D, GLOBAL, scaling=LINEAR),
             changes.rotate(slice(1, 2), D, GLOBAL),
             changes.rotate(slice(0, 3, 2), D, LOCAL, scaling=LINEAR),
-            norm_behind_rotary,
-            norms_of_queries_and_keys_swapped,
+            swap("layers.*.attention.project.[qk]", "steps.0", "steps.1"),
+            swap("layers.*.attention.project", "q.steps.0", "k.steps.0"),
             head_norms_without_the_one,
             changes.windows(W + 1, None, W + 1),
             changes.windows(None, W, None),

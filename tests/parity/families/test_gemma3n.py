@@ -22,6 +22,7 @@ from regard.models.model import Model
 from regard.nn.blocks.feed_forward import GaussianTopK
 from regard.positions import Rotary
 from tests.parity.families.cases import Case, assert_case, assert_wrong, with_wrong
+from tests.parity.families.changes import put, swap, zeros
 from tests.parity.families.harness import saved
 
 gemma3n_text = family("gemma3n_text")
@@ -49,12 +50,6 @@ SMALL: dict[str, Any] = {
 }
 
 
-def no_streams(network: Any) -> None:
-    """Every stream but the first is 0 at the start."""
-    for part in network.embed.to_streams:
-        part.weight.data.zero_()
-
-
 def other_embedding_of_the_layer(network: Any) -> None:
     for block in network.layers:
         block.index = (block.index + 1) % 6
@@ -65,47 +60,10 @@ def row_of_any_id(network: Any) -> None:
     network.embed.layer_embedding.weight.data[0] = network.embed.layer_embedding.weight.data[1]
 
 
-def no_low_rank_branch(network: Any) -> None:
-    for block in network.layers:
-        block.laurel.right.weight.data.zero_()
-
-
-def no_correction(network: Any) -> None:
-    for block in network.layers:
-        block.altup.correction.weight.data.zero_()
-
-
 def prediction_transposed(network: Any) -> None:
     for block in network.layers:
         weight = block.altup.prediction.weight
         weight.data = weight.data.unflatten(0, (3, 3)).transpose(0, 1).flatten(0, 1)
-
-
-def dense_activations(network: Any) -> None:
-    for block in network.layers[:2]:
-        block.feed_forward.activation = nn.GELU("tanh")
-
-
-def sparser(network: Any) -> None:
-    network.layers[0].feed_forward.activation.sparsity = 0.9
-
-
-def values_without_norm(network: Any) -> None:
-    for block in network.layers[:4]:
-        block.attention.project.v.steps = nn.ModuleList()
-
-
-def memory_of_the_other_kind(network: Any) -> None:
-    network.memory_from = (None, None, None, None, 3, 2)
-
-
-def memory_of_the_first_layers(network: Any) -> None:
-    network.memory_from = (None, None, None, None, 0, 1)
-    network._lenders = frozenset({0, 1})
-
-
-def no_window(network: Any) -> None:
-    network.layers[4].attention.mask = Causal()
 
 
 def one_base(network: Any) -> None:
@@ -113,35 +71,25 @@ def one_base(network: Any) -> None:
         block.attention.project.q.steps[-1] = Rotary(D, 1e4)
 
 
-def no_cap(network: Any) -> None:
-    network.head.cap = 1.0
-
-
-def norms_swapped(network: Any) -> None:
-    for block in network.layers:
-        path = block.attention_residual
-        path.norm, path.after = path.after, path.norm
-
-
 GEMMA3N = Case(
     "Gemma3n",
     SMALL,
     (
-        no_streams,
+        zeros("embed.to_streams.*.weight"),
         other_embedding_of_the_layer,
         row_of_any_id,
-        no_low_rank_branch,
-        no_correction,
+        zeros("layers.*.laurel.right.weight"),
+        zeros("layers.*.altup.correction.weight"),
         prediction_transposed,
-        dense_activations,
-        sparser,
-        values_without_norm,
-        memory_of_the_other_kind,
-        memory_of_the_first_layers,
-        no_window,
+        put("layers.[01].feed_forward", activation=nn.GELU("tanh")),
+        put("layers.0.feed_forward.activation", sparsity=0.9),
+        put("layers.[0-3].attention.project.v", steps=nn.ModuleList()),
+        put("", memory_from=(None, None, None, None, 3, 2)),
+        put("", memory_from=(None, None, None, None, 0, 1), _lenders=frozenset({0, 1})),
+        put("layers.4.attention", mask=Causal()),
         one_base,
-        no_cap,
-        norms_swapped,
+        put("head", cap=1.0),
+        swap("layers.*.attention_residual", "norm", "after"),
     ),
     start=1000,
     kind="TextConfig",

@@ -16,6 +16,7 @@ from regard.models.assembly import building_blocks
 from regard.models.families import family
 from tests.parity.families import changes
 from tests.parity.families.cases import Case, assert_case, assert_wrong, with_wrong
+from tests.parity.families.changes import put, zeros
 from tests.parity.families.published import build, count, layer, placed, published
 
 H, G, D, WINDOW = 6, 2, 10, 8
@@ -61,26 +62,6 @@ def halves_for_turns(network: Any) -> None:
         expert.gate.weight.data, expert.up.weight.data = rows.chunk(2)
 
 
-def not_clipped(network: Any) -> None:
-    for expert in experts(network):
-        expert.limit = 1e9
-
-
-def slope_one(network: Any) -> None:
-    for expert in experts(network):
-        expert.alpha = 1.0
-
-
-def softmax_over_all(network: Any) -> None:
-    for block in network.layers:
-        block.feed_forward.router.normalize = False
-
-
-def no_router_bias(network: Any) -> None:
-    for block in network.layers:
-        block.feed_forward.router.linear.bias.data.zero_()
-
-
 CASES: dict[str, Case] = {
     "gpt_oss": Case(
         "GptOss",
@@ -92,10 +73,10 @@ CASES: dict[str, Case] = {
             changes.windows(WINDOW + 1, None, WINDOW + 1),
             local_and_full_swapped,
             halves_for_turns,
-            not_clipped,
-            slope_one,
-            softmax_over_all,
-            no_router_bias,
+            put("layers.*.feed_forward.experts.*", limit=1e9),
+            put("layers.*.feed_forward.experts.*", alpha=1.0),
+            put("layers.*.feed_forward.router", normalize=False),
+            zeros("layers.*.feed_forward.router.linear.bias"),
         ),
         start=1000,
     ),

@@ -21,6 +21,7 @@ from regard.nn.blocks.blocks import NormedResidual
 from regard.span import Span
 from tests.parity.families import changes
 from tests.parity.families.cases import Case, assert_case, assert_wrong, with_wrong
+from tests.parity.families.changes import put, zeros
 from tests.parity.families.harness import (
     LENGTH,
     assert_decoder,
@@ -31,7 +32,6 @@ from tests.parity.families.harness import (
 from tests.parity.families.test_llama_relatives import (
     OTHER_SCALE,
     WINDOW,
-    no_head_bias,
     one_after_the_other,
     other_activation,
     other_layout,
@@ -103,11 +103,6 @@ def backwards(network: Any) -> None:
     network.embed.positional = Backwards(network.embed.positional)
 
 
-def not_by_layer(network: Any) -> None:
-    for attention in changes.attentions(network):
-        attention.scale = 12**-0.5
-
-
 def layers_from_zero(network: Any) -> None:
     for i, attention in enumerate(changes.attentions(network)):
         attention.scale = 12**-0.5 / max(i, 1)
@@ -126,21 +121,12 @@ def one_norm(network: Any) -> None:
         block.feed_forward_residual.norm = block.attention_residual.norm
 
 
-def without_the_norm_of_the_embedding(network: Any) -> None:
-    network.embed.norm = nn.Identity()
-
-
 def other_paths(network: Any) -> None:
     for block in network.layers:
         for name in ("attention_residual", "feed_forward_residual"):
             old = getattr(block, name)
             other = PreNorm if isinstance(old, NormedResidual) else NormedResidual
             setattr(block, name, other(old.norm))
-
-
-def unclipped(network: Any) -> None:
-    for attention in changes.attentions(network):
-        attention.project.__class__ = FusedQKV
 
 
 def clipped_values_only(network: Any) -> None:
@@ -221,7 +207,7 @@ CASES: dict[str, Case] = {
             "n_inner": 50,
             "tie_word_embeddings": False,
         },
-        (not_by_layer, layers_from_zero),
+        (put("layers.*.attention", scale=12**-0.5), layers_from_zero),
         head="LMHeadModel",
     ),
     "gpt2, no scale, relu": Case(
@@ -273,7 +259,7 @@ CASES: dict[str, Case] = {
         BLOOM,
         (
             changes.head_by_head,
-            without_the_norm_of_the_embedding,
+            put("embed", norm=nn.Identity()),
             other_paths,
             changes.no_bias,
             *SLOPES,
@@ -303,7 +289,7 @@ CASES: dict[str, Case] = {
         "Mpt",
         MPT | {"attn_config": {"clip_qkv": CLIP, "softmax_scale": 0.6, "alibi_bias_max": 4}},
         (
-            unclipped,
+            put("layers.*.attention.project", __class__=FusedQKV),
             clipped_values_only,
             changes.each("usual scale", scale=None),
             changes.slopes("usual slopes", alibi_slopes(H)),
@@ -343,7 +329,7 @@ CASES: dict[str, Case] = {
     "gptj": Case(
         "GPTJ",
         SIZES | {"rotary_dim": 4},
-        (*EVERY, one_after_the_other, no_head_bias, other_layout),
+        (*EVERY, one_after_the_other, zeros("head.bias"), other_layout),
     ),
     "opt": Case("OPT", SIZES | {"ffn_dim": 40}, (*EVERY, shifted_positions, changes.norms_swapped)),
 }

@@ -15,16 +15,16 @@ from torch import nn
 import regard
 from regard.configs.deepseek import KimiLinearConfig
 from regard.configs.reader import parse
-from regard.nn import CausalConvolution, LatentProjection, Recurrent
+from regard.nn import LatentProjection, Recurrent
 from regard.nn.blocks.norms import L2Norm
-from regard.nn.recurrence.delta import ChannelLogDecay, LogDecay
+from regard.nn.recurrence.delta import ChannelLogDecay
 from regard.positions import Rotary
 from tests.parity.families import changes
 from tests.parity.families.cases import Case, assert_case, assert_wrong
+from tests.parity.families.changes import drop, put, zeros
 from tests.parity.families.harness import assert_near, ids_of, saved
 from tests.parity.families.test_llama_relatives import (
     gate_and_up_swapped,
-    no_correction,
     one_expert_less,
     other_weights_of_experts,
 )
@@ -89,42 +89,11 @@ def one_decay_for_a_head(network: Any) -> None:
         mixer.rule.decay = Mean(mixer.rule.decay)
 
 
-def no_decay(network: Any) -> None:
-    for decay in (m for m in network.modules() if isinstance(m, (LogDecay, ChannelLogDecay))):
-        decay.A_log.data.fill_(-30.0)
-
-
-def no_shift_of_the_decay(network: Any) -> None:
-    for mixer in recurrences(network):
-        mixer.rule.decay.dt_bias.data.zero_()
-
-
 def filters_exchanged(network: Any) -> None:
     """The filters of queries and of keys."""
     for mixer in recurrences(network):
         q, k, _ = mixer.project.convolution.parts
         q.weight.data, k.weight.data = k.weight.data, q.weight.data
-
-
-def no_convolution(network: Any) -> None:
-    for convolution in (m for m in network.modules() if isinstance(m, CausalConvolution)):
-        convolution.weight.data[:, :-1] = 0
-
-
-def no_unit_length(network: Any) -> None:
-    for mixer in recurrences(network):
-        steps = mixer.project.k.steps
-        mixer.project.k.steps = nn.ModuleList(x for x in steps if not isinstance(x, L2Norm))
-
-
-def silu_gate(network: Any) -> None:
-    for mixer in recurrences(network):
-        mixer.gate_activation = "silu"
-
-
-def no_shared_expert(network: Any) -> None:
-    for block in network.layers[1:]:
-        block.feed_forward.shared = None
 
 
 CASE = Case(
@@ -134,18 +103,18 @@ CASE = Case(
         changes.norms_swapped,
         filters_exchanged,
         gate_and_up_swapped,
-        no_convolution,
-        no_correction,
-        no_decay,
-        no_shared_expert,
-        no_shift_of_the_decay,
-        no_unit_length,
+        changes.no_convolution,
+        zeros("layers.*.feed_forward.router.correction"),
+        changes.no_decay,
+        put("layers.*.feed_forward", shared=None),
+        zeros("layers.*.attention.rule.decay.dt_bias"),
+        drop("layers.*.attention.project.k", L2Norm),
         one_decay_for_a_head,
         one_expert_less,
         other_weights_of_experts,
         rotated_keys,
         scale_of_one_part,
-        silu_gate,
+        put("layers.*.attention", gate_activation="silu"),
     ),
     start=1000,
 )

@@ -12,6 +12,7 @@ import torch
 from regard.errors import ArgumentError
 from tests.parity.families import changes
 from tests.parity.families.cases import Case, assert_case, assert_wrong
+from tests.parity.families.changes import swap
 from tests.parity.families.harness import theirs
 from tests.parity.families.published import (
     assert_following,
@@ -47,12 +48,6 @@ def rope(kind: str, **keys: Any) -> dict[str, Any]:
     return SMALL | {"rope_parameters": {"rope_type": kind, "rope_theta": 1e4} | keys}
 
 
-def gate_for_up(network: Any) -> None:
-    for block in network.layers:
-        part = block.feed_forward
-        part.gate, part.up = part.up, part.gate
-
-
 WRONG: tuple[changes.Change, ...] = (changes.interleave,)
 BIASES = {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}
 CASES: dict[str, Case] = {
@@ -66,7 +61,7 @@ CASES: dict[str, Case] = {
             changes.rotate(slice(None), D, 5e5),
             changes.each("scale of the model", scale=36**-0.5),
             changes.other_groups,
-            gate_for_up,
+            swap("layers.*.feed_forward", "gate", "up"),
             changes.norms_swapped,
         ),
     ),

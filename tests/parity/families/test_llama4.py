@@ -27,7 +27,7 @@ from regard.positions import Rotary
 from regard.span import Span
 from tests.parity.families import changes
 from tests.parity.families.cases import Case, assert_case, assert_wrong, with_wrong
-from tests.parity.families.changes import named
+from tests.parity.families.changes import named, put
 from tests.parity.families.harness import (
     LENGTH,
     assert_differs,
@@ -143,11 +143,6 @@ def weights_that_sum_to_one(network: Any) -> None:
         mixture.router.forward = forward
 
 
-def no_shared_expert(network: Any) -> None:
-    for mixture in experts_of(network):
-        mixture.shared = None
-
-
 def shared_expert_for_one(network: Any) -> None:
     for mixture in experts_of(network):
         mixture.shared, mixture.experts[0] = mixture.experts[0], mixture.shared
@@ -172,7 +167,7 @@ WRONG = (
     masked("chunks in the layers without positions", CAUSAL, IN_CHUNKS, CAUSAL, IN_CHUNKS),
     masked("no chunks", *[CAUSAL] * 4),
     masked("windows", *[CAUSAL & masks.Window(CHUNK), CAUSAL] * 2),
-    no_shared_expert,
+    put("layers.*.feed_forward", shared=None),
     one_expert_less,
     other_temperature("llama4", scale=0.1, length=4),
     other_temperature("llama4", scale=0.7, length=5),

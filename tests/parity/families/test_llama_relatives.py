@@ -20,7 +20,7 @@ from regard.nn.projections.steps import Clip
 from regard.positions import Rotary
 from tests.parity.families import changes
 from tests.parity.families.cases import Case, assert_case, assert_wrong
-from tests.parity.families.changes import Change, each, named
+from tests.parity.families.changes import Change, drop, each, put, swap, zeros
 from tests.parity.families.harness import theirs
 from tests.parity.families.published import assert_following
 
@@ -48,13 +48,6 @@ YARN = {
     "original_max_position_embeddings": 256,
     "attention_factor": 1.2,
 }
-
-
-def no_positions(network: Any) -> None:
-    """Rotary steps removed from every layer that has them."""
-    for attention in changes.attentions(network):
-        for part in (attention.project.q, attention.project.k):
-            part.steps = nn.ModuleList(x for x in part.steps if not isinstance(x, Rotary))
 
 
 def positions_everywhere(network: Any) -> None:
@@ -97,11 +90,6 @@ def one_expert_less(network: Any) -> None:
         mixture.router.k -= 1
 
 
-def no_correction(network: Any) -> None:
-    for mixture in experts_of(network):
-        mixture.router.correction.data.zero_()
-
-
 def no_shared_gate(network: Any) -> None:
     for mixture in experts_of(network):
         mixture.shared = mixture.shared.expert
@@ -116,12 +104,6 @@ def one_after_the_other(network: Any) -> None:
 def norms_in_front(network: Any) -> None:
     for block in network.layers:
         block.attention_residual = PreNorm(block.attention_residual.norm)
-
-
-def norm_after_swapped(network: Any) -> None:
-    for block in network.layers:
-        path = block.attention_residual
-        path.norm, path.after = path.after, path.norm
 
 
 def no_head_norms(network: Any) -> None:
@@ -139,27 +121,6 @@ def without_the_one(network: Any) -> None:
 def not_clipped(network: Any) -> None:
     for clip in (m for m in network.modules() if isinstance(m, Clip)):
         clip.limit = 1e9
-
-
-def no_biases(network: Any) -> None:
-    for attention in changes.attentions(network):
-        attention.project.q.linear.bias.data.zero_()
-
-
-def no_head_bias(network: Any) -> None:
-    network.head.bias.data.zero_()
-
-
-def attribute(place: str, name: str, value: object) -> Change:
-    """An attribute of a part of the network, or of a part of every block, set to a value."""
-
-    def change(network: Any) -> None:
-        front, _, rest = place.partition(".")
-        parts = network.layers if front == "layers" else [getattr(network, front)]
-        for part in parts:
-            setattr(part.get_submodule(rest) if rest else part, name, value)
-
-    return named(f"{place}.{name} = {value}", change)
 
 
 OTHER_SCALE = each("another scale", scale=0.11)
@@ -183,36 +144,11 @@ def norm_head_by_head(network: Any) -> None:
         attention.project.q.flat = HeadByHead(attention.project.q.flat, D)
 
 
-def norm_behind_rotary(network: Any) -> None:
-    for attention in changes.attentions(network):
-        for part in (attention.project.q, attention.project.k):
-            norm, rotary = part.steps
-            part.steps[0], part.steps[1] = rotary, norm
-
-
-def head_norms_swapped(network: Any) -> None:
-    for attention in changes.attentions(network):
-        q, k = attention.project.q.steps, attention.project.k.steps
-        q[0], k[0] = k[0], q[0]
-
-
 def no_key_norm(network: Any) -> None:
     for attention in changes.attentions(network):
         k = attention.project.k
         k.flat = nn.Identity()
         k.steps = nn.ModuleList(x for x in k.steps if isinstance(x, Rotary))
-
-
-def other_eps(network: Any) -> None:
-    for attention in changes.attentions(network):
-        for part in (attention.project.q, attention.project.k):
-            part.steps[0].eps = 1e-6
-
-
-def no_bias(network: Any) -> None:
-    for attention in changes.attentions(network):
-        for part in (attention.project.q, attention.project.k, attention.project.v):
-            part.linear.bias = None
 
 
 def no_key_bias(network: Any) -> None:
@@ -243,19 +179,23 @@ QWEN_YARN = {
 }
 NORMS_OF_OLMO2 = (norm_head_by_head, norms_in_front, no_key_norm, changes.norms_swapped)
 NORMS_OF_QWEN3 = (
-    norm_behind_rotary,
-    head_norms_swapped,
+    swap("layers.*.attention.project.[qk]", "steps.0", "steps.1"),
+    swap("layers.*.attention.project", "q.steps.0", "k.steps.0"),
     no_key_norm,
-    other_eps,
+    put("layers.*.attention.project.[qk].steps.0", eps=1e-6),
     changes.interleave,
 )
-COMMON: tuple[Change, ...] = (changes.other_groups, OTHER_SCALE, no_positions)
+COMMON: tuple[Change, ...] = (
+    changes.other_groups,
+    OTHER_SCALE,
+    drop("layers.*.attention.project.[qk]", Rotary),
+)
 FAMILIES: dict[str, Case] = {
     "arcee": Case("Arcee", HEAD_DIM, (other_activation, changes.interleave)),
     "cohere": Case(
         "Cohere",
         {"logit_scale": 0.25, "layer_norm_eps": 1e-2},
-        (other_layout, one_after_the_other, attribute("head", "scale", 0.5)),
+        (other_layout, one_after_the_other, put("head", scale=0.5)),
     ),
     "cohere2": Case(
         "Cohere2",
@@ -267,7 +207,11 @@ FAMILIES: dict[str, Case] = {
             changes.windows(WINDOW, WINDOW, WINDOW),
         ),
     ),
-    "ernie4_5": Case("Ernie4_5", HEAD_DIM | {"use_bias": True}, (other_layout, no_biases)),
+    "ernie4_5": Case(
+        "Ernie4_5",
+        HEAD_DIM | {"use_bias": True},
+        (other_layout, zeros("layers.*.attention.project.q.linear.bias")),
+    ),
     "exaone4": Case(
         "Exaone4",
         {
@@ -282,9 +226,23 @@ FAMILIES: dict[str, Case] = {
         {"sliding_window": None, "layer_types": ["full_attention"] * 2},
         (norms_in_front,),
     ),
-    "glm": Case("Glm", HEAD_DIM, (other_layout, no_biases, changes.rotate(slice(None), D))),
+    "glm": Case(
+        "Glm",
+        HEAD_DIM,
+        (
+            other_layout,
+            zeros("layers.*.attention.project.q.linear.bias"),
+            changes.rotate(slice(None), D),
+        ),
+    ),
     "glm4": Case(
-        "Glm4", HEAD_DIM | {"rms_norm_eps": 1e-2}, (other_layout, no_biases, norm_after_swapped)
+        "Glm4",
+        HEAD_DIM | {"rms_norm_eps": 1e-2},
+        (
+            other_layout,
+            zeros("layers.*.attention.project.q.linear.bias"),
+            swap("layers.*.attention_residual", "norm", "after"),
+        ),
     ),
     "glm4_moe": Case(
         "Glm4Moe",
@@ -300,7 +258,13 @@ FAMILIES: dict[str, Case] = {
             "attention_bias": True,
             "routed_scaling_factor": 1.5,
         },
-        (other_weights_of_experts, one_expert_less, no_correction, no_head_norms, no_biases),
+        (
+            other_weights_of_experts,
+            one_expert_less,
+            zeros("layers.*.feed_forward.router.correction"),
+            no_head_norms,
+            zeros("layers.*.attention.project.q.linear.bias"),
+        ),
     ),
     "granite": Case(
         "Granite",
@@ -311,10 +275,10 @@ FAMILIES: dict[str, Case] = {
             "logits_scaling": 4.0,
         },
         (
-            attribute("embed", "scale", 1.0),
-            attribute("head", "scale", 1.0),
-            attribute("layers.attention_residual", "scale", 1.0),
-            attribute("layers.feed_forward_residual", "scale", 1.0),
+            put("embed", scale=1.0),
+            put("head", scale=1.0),
+            put("layers.*.attention_residual", scale=1.0),
+            put("layers.*.feed_forward_residual", scale=1.0),
         ),
     ),
     "granitemoe": Case(
@@ -326,7 +290,12 @@ FAMILIES: dict[str, Case] = {
     "minimax_m2": Case(
         "MiniMaxM2",
         HEAD_DIM | LOCAL_EXPERTS | {"rotary_dim": 4},
-        (no_correction, no_head_norms, gate_and_up_swapped, changes.rotate(slice(None), D)),
+        (
+            zeros("layers.*.feed_forward.router.correction"),
+            no_head_norms,
+            gate_and_up_swapped,
+            changes.rotate(slice(None), D),
+        ),
     ),
     "mixtral": Case(
         "Mixtral",
@@ -379,12 +348,22 @@ FAMILIES: dict[str, Case] = {
     "phi": Case(
         "Phi",
         {"hidden_size": 48, "hidden_act": "gelu_new"},
-        (one_after_the_other, no_head_bias, no_biases, changes.rotate(slice(None), 8)),
+        (
+            one_after_the_other,
+            zeros("head.bias"),
+            zeros("layers.*.attention.project.q.linear.bias"),
+            changes.rotate(slice(None), 8),
+        ),
     ),
     "qwen2": Case(
         "Qwen2",
         HEAD_DIM | {"rope_parameters": QWEN_YARN, "tie_word_embeddings": True},
-        (no_bias, no_key_bias, bias_behind, changes.windows(WINDOW, WINDOW)),
+        (
+            put("layers.*.attention.project.[qkv].linear", bias=None),
+            no_key_bias,
+            bias_behind,
+            changes.windows(WINDOW, WINDOW),
+        ),
     ),
     "qwen2, upper layers slide": Case(
         "Qwen2",
@@ -418,21 +397,29 @@ FAMILIES: dict[str, Case] = {
     "qwen2_moe": Case(
         "Qwen2Moe",
         EXPERTS | {"moe_intermediate_size": 12, "shared_expert_intermediate_size": 14},
-        (other_weights_of_experts, no_shared_gate, no_biases),
+        (
+            other_weights_of_experts,
+            no_shared_gate,
+            zeros("layers.*.attention.project.q.linear.bias"),
+        ),
     ),
     "qwen3_moe": Case(
         "Qwen3Moe",
         HEAD_DIM | EXPERTS | {"moe_intermediate_size": 12, "norm_topk_prob": True},
         (other_weights_of_experts, no_head_norms, one_expert_less),
     ),
-    "seed_oss": Case("SeedOss", HEAD_DIM, (no_biases, changes.interleave)),
+    "seed_oss": Case(
+        "SeedOss", HEAD_DIM, (zeros("layers.*.attention.project.q.linear.bias"), changes.interleave)
+    ),
     "smollm3": Case(
         "SmolLM3",
         {"num_hidden_layers": 3, "no_rope_layers": [1, 0, 1]},
         (positions_everywhere, changes.interleave),
     ),
     "stablelm": Case(
-        "StableLm", {"hidden_size": 48, "use_qkv_bias": True}, (no_biases, changes.norms_swapped)
+        "StableLm",
+        {"hidden_size": 48, "use_qkv_bias": True},
+        (zeros("layers.*.attention.project.q.linear.bias"), changes.norms_swapped),
     ),
     "stablelm, parallel": Case(
         "StableLm", {"hidden_size": 48, "use_parallel_residual": True}, (one_after_the_other,)
@@ -440,7 +427,12 @@ FAMILIES: dict[str, Case] = {
     "starcoder2": Case(
         "Starcoder2",
         {"sliding_window": WINDOW},
-        (no_biases, other_activation, changes.norms_swapped, changes.windows(WINDOW + 1, WINDOW)),
+        (
+            zeros("layers.*.attention.project.q.linear.bias"),
+            other_activation,
+            changes.norms_swapped,
+            changes.windows(WINDOW + 1, WINDOW),
+        ),
     ),
 }
 

@@ -22,6 +22,7 @@ from regard.nn.recurrence.decays import RetentionRule
 from regard.positions import Rotary
 from tests.parity.families import changes
 from tests.parity.families.cases import Case, assert_case, assert_wrong, with_wrong
+from tests.parity.families.changes import drop, put, swap
 from tests.parity.families.test_llama_relatives import gate_and_up_swapped, one_expert_less
 
 minimax = family("minimax")
@@ -65,41 +66,10 @@ def norm_before_each_sublayer(network: Any) -> None:
             setattr(block, name, PreNorm(getattr(block, name).norm))
 
 
-def no_factors(network: Any) -> None:
-    for residual in residuals(network):
-        residual.alpha = residual.beta = 1.0
-
-
-def factors_swapped(network: Any) -> None:
-    for residual in residuals(network):
-        residual.alpha, residual.beta = residual.beta, residual.alpha
-
-
 def rates_of_the_first_layer(network: Any) -> None:
     first, *rest = recurrences(network)
     for mixer in rest:
         mixer.rule = first.rule
-
-
-def decays_of_retention(network: Any) -> None:
-    for mixer in recurrences(network):
-        mixer.rule = RetentionRule(6, scale=1.0)
-
-
-def no_activation(network: Any) -> None:
-    for mixer in recurrences(network):
-        for part in (mixer.project.q, mixer.project.k):
-            part.steps = nn.ModuleList(x for x in part.steps if not isinstance(x, Swish))
-
-
-def silu_gate(network: Any) -> None:
-    for mixer in recurrences(network):
-        mixer.gate_activation = "silu"
-
-
-def gate_before_norm(network: Any) -> None:
-    for mixer in recurrences(network):
-        mixer.gate_before_norm = True
 
 
 def queries_for_keys(network: Any) -> None:
@@ -130,18 +100,18 @@ CASES = {
         (
             changes.interleave,
             changes.norms_swapped,
-            decays_of_retention,
-            factors_swapped,
+            put("layers.*.attention", rule=RetentionRule(6, scale=1.0)),
+            swap("layers.*.(attention|feed_forward)_residual", "alpha", "beta"),
             gate_and_up_swapped,
-            gate_before_norm,
+            put("layers.*.attention", gate_before_norm=True),
             half_rotated,
-            no_activation,
-            no_factors,
+            drop("layers.*.attention.project.[qk]", Swish),
+            put("layers.*.(attention|feed_forward)_residual", alpha=1.0, beta=1.0),
             norm_before_each_sublayer,
             one_expert_less,
             queries_for_keys,
             rates_of_the_first_layer,
-            silu_gate,
+            put("layers.*.attention", gate_activation="silu"),
             wider,
         ),
         start=1000,

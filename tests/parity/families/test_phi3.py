@@ -16,6 +16,7 @@ from regard.models.assembly import building_blocks
 from regard.positions import LongRoPE, Rotary
 from tests.parity.families import changes
 from tests.parity.families.cases import Case, assert_case, assert_wrong
+from tests.parity.families.changes import swap
 from tests.parity.families.harness import assert_decoder, assert_differs, theirs
 from tests.parity.families.published import (
     assert_following,
@@ -61,18 +62,6 @@ PARTIAL = {
 }
 
 
-def keys_for_values(network: Any) -> None:
-    for block in network.layers:
-        k, v = block.attention.project.k, block.attention.project.v
-        k.linear, v.linear = v.linear, k.linear
-
-
-def gate_for_up(network: Any) -> None:
-    for block in network.layers:
-        part = block.feed_forward
-        part.gate, part.up = part.up, part.gate
-
-
 def group_by_group(network: Any) -> None:
     """The same rows, read as each group's queries, key and value in turn."""
     for block in network.layers:
@@ -92,7 +81,16 @@ def assert_long_list(network: Any) -> None:
 
 
 CASES: dict[str, Case] = {
-    "phi3": Case("Phi3", SMALL, (keys_for_values, gate_for_up, group_by_group), start=1000),
+    "phi3": Case(
+        "Phi3",
+        SMALL,
+        (
+            swap("layers.*.attention.project", "k.linear", "v.linear"),
+            swap("layers.*.feed_forward", "gate", "up"),
+            group_by_group,
+        ),
+        start=1000,
+    ),
     "a window, and a part of each head turns": Case(
         "Phi3",
         SMALL | PARTIAL | {"sliding_window": W, "tie_word_embeddings": True},

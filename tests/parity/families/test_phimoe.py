@@ -19,6 +19,7 @@ from regard.models.model import Model
 from regard.nn.blocks.routers import SoftmaxRouter, SparseMixerRouter
 from tests.parity.families import changes
 from tests.parity.families.cases import Case, assert_case, assert_wrong, with_wrong
+from tests.parity.families.changes import put, zeros
 from tests.parity.families.harness import assert_differs, saved
 from tests.parity.families.published import build, count
 from tests.parity.families.test_llama_relatives import gate_and_up_swapped
@@ -56,11 +57,6 @@ def routers(network: Any) -> list[Any]:
     return [block.feed_forward.router for block in network.layers]
 
 
-def other_tolerance(network: Any) -> None:
-    for router in routers(network):
-        router.tolerance = 0.01
-
-
 def softmax_of_both(network: Any) -> None:
     """Mixtral's router with the same matrix."""
     for block in network.layers:
@@ -79,20 +75,15 @@ def no_means(network: Any) -> None:
         block.feed_forward_residual.norm = made.requires_grad_(False)
 
 
-def no_biases_of_norms(network: Any) -> None:
-    for block in network.layers:
-        block.attention_residual.norm.bias.data.zero_()
-
-
 CASES: dict[str, Case] = {
     "phimoe": Case(
         "Phimoe",
         SMALL,
         (
-            other_tolerance,
+            put("layers.*.feed_forward.router", tolerance=0.01),
             softmax_of_both,
             no_means,
-            no_biases_of_norms,
+            zeros("layers.*.attention_residual.norm.bias"),
             gate_and_up_swapped,
             changes.windows(W, W),
         ),

@@ -19,10 +19,9 @@ from regard.nn import Attention, FeedForward, MoE
 from regard.nn.blocks.norms import JoinedHeadsRMSNorm
 from regard.positions import Rotary
 from tests.parity.families.cases import Case, assert_case, assert_wrong
-from tests.parity.families.changes import Change, each, named, norms_swapped
+from tests.parity.families.changes import Change, each, named, norms_swapped, put, zeros
 from tests.parity.families.harness import assert_decoder, ids_of, saved, transformers
 from tests.parity.families.test_llama_relatives import (
-    attribute,
     gate_and_up_swapped,
     other_weights_of_experts,
 )
@@ -289,11 +288,6 @@ def no_norm_of_the_embedding(network: Any) -> None:
     network.embed.norm.weight.data.fill_(1)
 
 
-def no_gate(network: Any) -> None:
-    for block in network.layers:
-        block.feed_forward.receptance.weight.data.zero_()
-
-
 ATTENTION: tuple[Change, ...] = (other_scale, other_key_heads)
 FAMILIES: dict[str, Case] = {
     "mamba2": Case(
@@ -341,10 +335,10 @@ FAMILIES: dict[str, Case] = {
             other_weights_of_experts,
             gate_and_up_swapped,
             mixture(one_expert_less),
-            attribute("embed", "scale", 1.0),
-            attribute("head", "scale", 1.0),
-            attribute("layers.attention_residual", "scale", 1.0),
-            attribute("layers.feed_forward_residual", "scale", 1.0),
+            put("embed", scale=1.0),
+            put("head", scale=1.0),
+            put("layers.*.attention_residual", scale=1.0),
+            put("layers.*.feed_forward_residual", scale=1.0),
         ),
     ),
     "granitemoehybrid, dense": Case(
@@ -380,17 +374,17 @@ FAMILIES: dict[str, Case] = {
             *ATTENTION,
             positions_removed,
             norms_swapped,
-            attribute("embed", "scale", 1.0),
-            attribute("head", "scale", 1.0),
-            attribute("layers.attention", "in_scales", (0.7, 0.7)),
-            attribute("layers.attention", "out_scales", (1.6, 1.6)),
-            attribute("layers.attention.mixers.1.gate.linear", "scale", 1.0),
-            attribute("layers.attention.mixers.1.project.q.linear", "scale", 0.7),
-            attribute("layers.attention.mixers.1.project.k.linear", "scale", 1.6),
-            attribute("layers.attention.mixers.1.project.v.linear", "scale", 1.0),
-            attribute("layers.attention.mixers.1.rule.linear", "scale", 1.0),
-            attribute("layers.feed_forward.gate", "scale", 1.0),
-            attribute("layers.feed_forward.down", "scale", 1.0),
+            put("embed", scale=1.0),
+            put("head", scale=1.0),
+            put("layers.*.attention", in_scales=(0.7, 0.7)),
+            put("layers.*.attention", out_scales=(1.6, 1.6)),
+            put("layers.*.attention.mixers.1.gate.linear", scale=1.0),
+            put("layers.*.attention.mixers.1.project.q.linear", scale=0.7),
+            put("layers.*.attention.mixers.1.project.k.linear", scale=1.6),
+            put("layers.*.attention.mixers.1.project.v.linear", scale=1.0),
+            put("layers.*.attention.mixers.1.rule.linear", scale=1.0),
+            put("layers.*.feed_forward.gate", scale=1.0),
+            put("layers.*.feed_forward.down", scale=1.0),
             one_after_the_other,
         ),
     ),
@@ -409,7 +403,7 @@ FAMILIES: dict[str, Case] = {
         },
         (
             part("", one_group_of_the_norm),
-            attribute("layers.attention.mixers.1", "gate_before_norm", True),
+            put("layers.*.attention.mixers.1", gate_before_norm=True),
             part("output", zero("bias")),
         ),
     ),
@@ -465,7 +459,7 @@ FAMILIES: dict[str, Case] = {
         (part("", swap_b_and_c), part("output", zero("bias"))),
     ),
     "falcon_h1, no norm": Case(
-        "FalconH1", {"mamba_d_ssm": None}, (attribute("layers.attention", "out_scales", (1.0, 0)),)
+        "FalconH1", {"mamba_d_ssm": None}, (put("layers.*.attention", out_scales=(1.0, 0)),)
     ),
 }
 
@@ -534,7 +528,7 @@ RWKV4 = Case(
         shares_exchanged,
         one_epsilon,
         no_norm_of_the_embedding,
-        no_gate,
+        zeros("layers.*.feed_forward.receptance.weight"),
         norms_swapped,
     ),
 )

@@ -18,6 +18,7 @@ import regard
 from regard.biases import T5Relative
 from regard.errors import FileError
 from regard.models.seq2seq import Seq2Seq
+from tests.parity.families.changes import put, swap
 from tests.parity.families.harness import assert_near, distance, theirs
 from tests.parity.families.sequence_pairs import (
     Pair,
@@ -136,16 +137,6 @@ def layers(network: Any) -> list[Any]:
     return [*network.encoder.layers, *network.layers]
 
 
-def scaled(network: Any) -> None:
-    for layer in layers(network):
-        layer.attention.scale = None
-
-
-def scaled_cross(network: Any) -> None:
-    for layer in network.layers:
-        layer.cross.scale = None
-
-
 def bias_in_the_first_layer_only(network: Any) -> None:
     for stack in (network.encoder.layers, network.layers):
         for layer in stack[1:]:
@@ -165,10 +156,6 @@ def tables_swapped(network: Any) -> None:
     a.data, b.data = b.data.clone(), a.data.clone()
 
 
-def output_not_scaled(network: Any) -> None:
-    network.head.scale = 1.0
-
-
 def cross_with_bias(network: Any) -> None:
     for layer in network.layers:
         own = layer.attention
@@ -184,37 +171,17 @@ def with_means(network: Any) -> None:
             getattr(layer, name).norm = made.requires_grad_(False)
 
 
-def no_last_norm(network: Any) -> None:
-    network.encoder.norm = nn.Identity()
-
-
-def sees_ahead(network: Any) -> None:
-    for layer in network.layers:
-        layer.attention.mask = None
-
-
-def other_gelu(network: Any) -> None:
-    for layer in layers(network):
-        layer.feed_forward.activation = nn.GELU()
-
-
-def gate_swapped(network: Any) -> None:
-    for layer in layers(network):
-        feed = layer.feed_forward
-        feed.gate, feed.up = feed.up, feed.gate
-
-
 WRONG: list[Callable[[Any], None]] = [
-    scaled,
-    scaled_cross,
+    put("(encoder.)?layers.*.attention", scale=None),
+    put("layers.*.cross", scale=None),
     bias_in_the_first_layer_only,
     encoder_in_one_direction,
     tables_swapped,
-    output_not_scaled,
+    put("head", scale=1.0),
     cross_with_bias,
     with_means,
-    no_last_norm,
-    sees_ahead,
+    put("encoder", norm=nn.Identity()),
+    put("layers.*.attention", mask=None),
 ]
 
 
@@ -233,7 +200,14 @@ def test_a_wrong_variant_is_far(right: Pair, change: Callable[[Any], None]) -> N
     assert_wrong(right, change)
 
 
-@pytest.mark.parametrize("change", [gate_swapped, other_gelu], ids=lambda x: x.__name__)
+@pytest.mark.parametrize(
+    "change",
+    [
+        swap("(encoder.)?layers.*.feed_forward", "gate", "up"),
+        put("(encoder.)?layers.*.feed_forward", activation=nn.GELU()),
+    ],
+    ids=lambda x: x.__name__,
+)
 def test_a_wrong_gate_is_not_near(gated: Pair, change: Callable[[Any], None]) -> None:
     assert_near(gated.mine(gated.source, gated.target), gated.exact())
     assert distance(gated.wrong(change), gated.exact()) > 10

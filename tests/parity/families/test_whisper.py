@@ -24,6 +24,7 @@ from regard.models.families import family
 from regard.models.seq2seq import Seq2Seq
 from regard.nn import PostNorm
 from regard.positions import sinusoidal
+from tests.parity.families.changes import put, zeros
 from tests.parity.families.harness import assert_far, assert_near, saved, theirs, transformers
 from tests.parity.families.sequence_pairs import saved_twice
 
@@ -236,18 +237,9 @@ def test_published_sizes() -> None:
 # Negative controls: what must be told apart.
 
 
-def values_without_bias(network: Any) -> None:
-    for layer in network.layers:
-        layer.attention.project.v.linear.bias = None
-
-
 def convolution_reversed(network: Any) -> None:
     weight = network.encoder.embed.conv2.weight
     weight.data = weight.data.flip(-1)
-
-
-def no_positions_of_frames(network: Any) -> None:
-    network.encoder.embed.positional.weight.data.zero_()
 
 
 def post_norm(network: Any) -> None:
@@ -255,26 +247,17 @@ def post_norm(network: Any) -> None:
         layer.attention_residual = PostNorm(layer.attention_residual.norm)
 
 
-def no_last_norm(network: Any) -> None:
-    network.encoder.norm = nn.Identity()
-
-
-def sees_ahead(network: Any) -> None:
-    for layer in network.layers:
-        layer.attention.mask = None
-
-
 def shifted(network: Any) -> None:
     network.embed.positional.weight.data = network.embed.positional.weight.data.roll(1, 0)
 
 
 WRONG: list[Callable[[Any], None]] = [
-    values_without_bias,
+    put("layers.*.attention.project.v.linear", bias=None),
     convolution_reversed,
-    no_positions_of_frames,
+    zeros("encoder.embed.positional.weight"),
     post_norm,
-    no_last_norm,
-    sees_ahead,
+    put("encoder", norm=nn.Identity()),
+    put("layers.*.attention", mask=None),
     shifted,
 ]
 
