@@ -18,6 +18,7 @@ from regard.nn.projections.fused import FusedQKV
 from regard.nn.variants import alibi, gpt
 from regard.positions import Rotary
 from tests.parity import layers
+from tests.parity.families.changes import put
 from tests.parity.layers import Change, Family, Pair
 
 H, G, D = 6, 2, 8
@@ -185,10 +186,6 @@ def slopes(values: Any, name: str) -> Change:
     return change
 
 
-def no_bias(ours: Any) -> None:
-    ours.bias = None
-
-
 def untransposed(ours: Any) -> None:
     """The square matrix [in, out] taken for [out, in]."""
     ours.output.weight.data = ours.output.weight.data.T
@@ -217,8 +214,8 @@ FROM_ZERO = slopes([2.0**-h for h in range(H)], "slopes from 2^0")
 EVENLY = slopes([2.0 ** (-8 * (h + 1) / H) for h in range(H)], "slopes 2^(-8h/6)")
 SORTED = slopes(sorted(alibi_slopes(H), reverse=True), "slopes sorted")
 WRONG = [
-    *(("Bloom", c) for c in (other_order("parts"), no_bias, FROM_ZERO, EVENLY, SORTED)),
-    *(("Mpt", c) for c in (other_order("heads"), no_bias, FROM_ZERO, EVENLY)),
+    *(("Bloom", c) for c in (other_order("parts"), put("", bias=None), FROM_ZERO, EVENLY, SORTED)),
+    *(("Mpt", c) for c in (other_order("heads"), put("", bias=None), FROM_ZERO, EVENLY)),
     *(("GPT2", c) for c in (other_order("heads"), untransposed, rotated_values)),
     *(
         ("GPTNeoX", c)

@@ -16,6 +16,7 @@ from regard.biases import T5Relative
 from regard.nn.variants import cross_attention, t5
 from regard.span import Span
 from tests.parity import layers
+from tests.parity.families.changes import put
 from tests.parity.layers import Change, assert_far, assert_near, capture, copy_weights
 
 M, H, D = 24, 3, 10
@@ -193,10 +194,6 @@ def other_distance(ours: Any) -> None:
     ours.bias = T5Relative(table(ours), bidirectional=ours.bias.bidirectional, max_distance=30)
 
 
-def scaled(ours: Any) -> None:
-    ours.scale = None
-
-
 def table_transposed(ours: Any) -> None:
     """Buckets and heads laid out the other way."""
     ours.bias_tensors[0].data = table(ours).flatten().view(H, -1).T.contiguous()
@@ -208,13 +205,21 @@ def mirrored(ours: Any) -> None:
     ours.bias_tensors[0].data = table(ours).roll(n, 0)
 
 
-def no_bias(ours: Any) -> None:
-    ours.bias, ours.bias_tensors = None, nn.ParameterList()
-
-
 WRONG: list[tuple[str, Change]] = [
-    *((ENCODER, c) for c in (other_direction, other_distance, scaled, table_transposed, mirrored)),
-    *((DECODER, c) for c in (other_direction, other_distance, scaled, table_transposed, no_bias)),
+    *(
+        (ENCODER, c)
+        for c in (other_direction, other_distance, put("", scale=None), table_transposed, mirrored)
+    ),
+    *(
+        (DECODER, c)
+        for c in (
+            other_direction,
+            other_distance,
+            put("", scale=None),
+            table_transposed,
+            put("", bias=None, bias_tensors=nn.ParameterList()),
+        )
+    ),
 ]
 
 

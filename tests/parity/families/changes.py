@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Callable, Iterator
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -11,8 +13,10 @@ from torch import nn
 
 from regard.biases import ALiBi
 from regard.masks import Causal, Window
+from regard.nn import CausalConvolution
 from regard.nn.blocks.norms import OffsetRMSNorm
 from regard.nn.projections.fused import FusedQKV
+from regard.nn.recurrence.delta import ChannelLogDecay, LogDecay
 from regard.positions import Rotary
 from tests.parity.families.harness import distance, ids_of
 
@@ -22,6 +26,56 @@ Change = Callable[[Any], Any]
 def named(name: str, change: Change) -> Change:
     change.__name__ = name
     return change
+
+
+def on(place: str, name: str, change: Callable[[Any], Any]) -> Change:
+    """A change of every module at a place: a pattern of names, in which `*` is any number."""
+    pattern = re.compile(place.replace(".", r"\.").replace("*", r"\d+"))
+
+    def apply(network: nn.Module) -> None:
+        found = [module for at, module in network.named_modules() if pattern.fullmatch(at)]
+        assert found, f"nothing is at {place}"
+        for module in found:
+            change(module)
+
+    return named(f"{place} {name}", apply)
+
+
+def put(place: str, **values: Any) -> Change:
+    """Attributes of every module at a place, changed."""
+
+    def change(module: Any) -> None:
+        for key, value in values.items():
+            setattr(module, key, value)
+
+    return on(place, ", ".join(f"{key} = {value}" for key, value in values.items()), change)
+
+
+def zeros(place: str) -> Change:
+    """A parameter of every module at a place is 0."""
+    front, _, name = place.rpartition(".")
+    return on(front, f"{name} = 0", lambda module: getattr(module, name).data.zero_())
+
+
+def swap(place: str, *names: str) -> Change:
+    """Two attributes of every module at a place, exchanged."""
+
+    def change(module: Any) -> None:
+        values = [attrgetter(name)(module) for name in names]
+        for name, value in zip(names, reversed(values), strict=True):
+            front, _, last = name.rpartition(".")
+            setattr(attrgetter(front)(module) if front else module, last, value)
+
+    return on(place, f"swapped {names}", change)
+
+
+def drop(place: str, kind: type[nn.Module]) -> Change:
+    """No steps of a kind in the heads at a place."""
+
+    def change(heads: Any) -> None:
+        heads.steps = nn.ModuleList(x for x in heads.steps if not isinstance(x, kind))
+
+    return on(place, f"without {kind.__name__}", change)
 
 
 def attentions(network: Any) -> list[Any]:
@@ -35,6 +89,11 @@ def rotaries(network: nn.Module) -> Iterator[Rotary]:
 def interleave(network: Any) -> None:
     for rotary in rotaries(network):
         rotary.layout, rotary._last = "interleaved", None
+
+
+def halves(network: Any) -> None:
+    for rotary in rotaries(network):
+        rotary.layout, rotary._last = "half", None
 
 
 def rotate(layers: slice, *arguments: Any, **options: Any) -> Change:
@@ -69,6 +128,19 @@ def windows(*sizes: int | None) -> Change:
             attention.mask = Causal() if size is None else Causal() & Window(size)
 
     return named(f"windows {sizes}", change)
+
+
+def no_decay(network: nn.Module) -> None:
+    for decay in network.modules():
+        if isinstance(decay, (LogDecay, ChannelLogDecay)):
+            decay.A_log.data.fill_(-30.0)
+
+
+def no_convolution(network: nn.Module) -> None:
+    """Filters that read the present token only."""
+    for convolution in network.modules():
+        if isinstance(convolution, CausalConvolution):
+            convolution.weight.data[:, :-1] = 0
 
 
 def slopes(name: str, values: Any) -> Change:

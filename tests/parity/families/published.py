@@ -5,6 +5,7 @@ what every family has.
 from __future__ import annotations
 
 import copy
+import json
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,12 @@ from regard.models.generation.decode_session import DecodeSession
 from regard.models.model import Model
 from regard.models.save import save
 from tests.parity.families.harness import assert_near, ids_of, transformers
+
+
+def published(name: str) -> dict[str, Any]:
+    """A config.json as it was published."""
+    found: dict[str, Any] = json.loads(Path(__file__).with_suffix(".json").read_text())[name]
+    return found
 
 
 def build(raw: dict[str, Any]) -> tuple[Any, nn.Module]:

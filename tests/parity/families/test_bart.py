@@ -4,27 +4,33 @@ sides, the search for a text; wrong variants of each must be far.
 
 from __future__ import annotations
 
-import copy
 import json
-import math
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from torch import Tensor, nn
+from torch import nn
 
 import regard
 from regard.errors import ArgumentTypeError, FileError
 from regard.inspect import explain, record
 from regard.models.families import family
-from regard.models.save import save
 from regard.models.seq2seq import Seq2Seq
 from regard.nn import PreNorm
 from regard.nn.blocks.embedding import SinusoidalPositions
-from tests.parity.families.harness import assert_far, assert_near, saved, theirs, transformers
+from tests.parity.families.changes import put, swap, zeros
+from tests.parity.families.harness import assert_near, theirs
+from tests.parity.families.sequence_pairs import (
+    Pair,
+    assert_logits,
+    assert_padded,
+    assert_saved_again,
+    assert_search,
+    assert_wrong,
+)
 
 bart = family("bart")
 marian = family("marian")
@@ -55,53 +61,25 @@ CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
 }
 
 
-class Pair:
-    """A model of theirs, ours with its weights, sources and targets."""
-
-    def __init__(self, folder: Path, case: str, **change: Any) -> None:
-        name, head, sizes = CASES[case]
-        self.theirs = theirs(name, sizes | change, head=head)
-        make = torch.Generator().manual_seed(9)
-        # this bias is a buffer, which is 0 in a new model and not in the released ones
-        self.theirs.final_logits_bias.normal_(generator=make)
-        if name == "Marian":  # sinusoids that are parameters, and were drawn
-            for stack in (self.theirs.model.encoder, self.theirs.model.decoder):
-                table = stack.embed_positions
-                table.weight.data = table.create_weight()
-        self.mine = regard.load(saved(self.theirs, folder), kind=Seq2Seq)
-        make = torch.Generator().manual_seed(7)
-        self.source = torch.randint(3, 95, (3, SOURCE), generator=make)
-        self.target = torch.randint(3, 95, (3, TARGET), generator=make)
-
-    def exact(self, source: Tensor | None = None, target: Tensor | None = None) -> Tensor:
-        source, target = (
-            mine if given is None else given
-            for mine, given in ((self.source, source), (self.target, target))
-        )
-        found: Tensor = self.theirs(
-            input_ids=source, decoder_input_ids=target, use_cache=False
-        ).logits
-        return found
+def made(folder: Path, case: str, **change: Any) -> Pair:
+    name, head, sizes = CASES[case]
+    model = theirs(name, sizes | change, head=head)
+    make = torch.Generator().manual_seed(9)
+    # this bias is a buffer, which is 0 in a new model and not in the released ones
+    model.final_logits_bias.normal_(generator=make)
+    if name == "Marian":  # sinusoids that are parameters, and were drawn
+        for stack in (model.model.encoder, model.model.decoder):
+            table = stack.embed_positions
+            table.weight.data = table.create_weight()
+    return Pair(model, folder, (SOURCE, TARGET))
 
 
 @pytest.mark.full(keep=["bart", "marian"])
 @pytest.mark.parametrize("case", CASES)
 def test_logits(case: str, tmp_path: Path) -> None:
-    """Whole, in any chunks, token by token, and in rows alone."""
-    pair = Pair(tmp_path, case)
-    mine, exact = pair.mine, pair.exact()
-    assert mine.network.head.weight is mine.network.embed.embedding.weight
-    assert_near(mine(pair.source, pair.target), exact)
-    assert_near(mine(pair.source, pair.target, backend="reference"), exact)
-    assert_near(mine(pair.source[1:2], pair.target[1:2]), exact[1:2])
-    for sizes in ([7, 1, 11, 5], [3] + [1] * (TARGET - 3)):
-        caches, found, at = mine.network.new_caches(), [], 0
-        memory = mine.network.run_encoder(pair.source)
-        for size in sizes:
-            given = {} if at else {"memory": memory}
-            found.append(mine.network.run_decoder(pair.target[:, at : at + size], caches, **given))
-            at += size
-        assert_near(torch.cat(found, 1), exact)
+    pair = made(tmp_path, case)
+    assert pair.mine.network.head.weight is pair.mine.network.embed.embedding.weight
+    assert_logits(pair, [7, 1, 11, 5], [3] + [1] * (TARGET - 3))
 
 
 @pytest.mark.full(keep=1)
@@ -109,59 +87,17 @@ def test_logits(case: str, tmp_path: Path) -> None:
 def test_padding_of_source_and_target_changes_nothing(
     case: str, left: bool, tmp_path: Path
 ) -> None:
-    """Rows of all, 13 and 1 tokens, at once and with caches: each is what it is alone."""
-    pair = Pair(tmp_path, case)
-    sizes = ((SOURCE, TARGET), (13, 9), (1, 1))
-    given = []
-    for ids, side in ((pair.source, 0), (pair.target, 1)):
-        length = ids.shape[1]
-        padded, positions = torch.full_like(ids, 10_000), torch.full_like(ids, -1)
-        for i, n in enumerate(size[side] for size in sizes):
-            at = slice(length - n, length) if left else slice(0, n)
-            padded[i, at], positions[i, at] = ids[i, :n], torch.arange(n)
-        given.append((padded, positions))
-    (source, at), (target, to) = given
-    found = pair.mine(source, target, at, to)
-    caches, memory = pair.mine.network.new_caches(), pair.mine.network.run_encoder(source, at)
-    parts = []
-    for t in range(TARGET):
-        first = {} if t else {"memory": memory, "memory_positions": at}
-        part = slice(t, t + 1)
-        parts.append(
-            pair.mine.network.run_decoder(target[:, part], caches, positions=to[:, part], **first)
-        )
-    for i, (n, m) in enumerate(sizes):
-        alone = pair.exact(pair.source[i : i + 1, :n], pair.target[i : i + 1, :m])
-        assert_near(found[i][to[i] >= 0], alone[0])
-        assert_near(torch.cat(parts, 1)[i][to[i] >= 0], alone[0])
+    assert_padded(made(tmp_path, case), (SOURCE, TARGET), (13, 9), (1, 1), left=left)
 
 
 @pytest.mark.full(keep=1)
 @pytest.mark.parametrize(("case", "beams"), [("bart", 4), ("bart", 1), ("marian", 1)])
 def test_the_search_is_theirs(case: str, beams: int, tmp_path: Path) -> None:
-    """A batch of padded sources, on our side; theirs row by row. With beams, their
-    early_stopping="never".
-    """
     # as many layers on both sides: theirs makes a cache of encoder_layers for its decoder
-    pair = Pair(tmp_path, case, decoder_layers=2)
-    config = pair.theirs.generation_config
+    pair = made(tmp_path, case, decoder_layers=2)
     # theirs ends a text of the largest length by force, and ours does not
-    config.forced_eos_token_id = None
-    sizes, end = (SOURCE, 11, 5), pair.theirs.config.eos_token_id
-    at = torch.arange(SOURCE).expand(3, -1)
-    at = at.where(at < torch.tensor(sizes)[:, None], -1)
-    found = pair.mine.beam_search(pair.source, at, max_tokens=12, beams=beams)
-    for i, n in enumerate(sizes):
-        more = {"early_stopping": "never", "length_penalty": 1.0} if beams > 1 else {}
-        exact = pair.theirs.generate(
-            pair.source[i : i + 1, :n], max_new_tokens=12, num_beams=beams, do_sample=False, **more
-        )[0].tolist()
-        exact = exact[1:]
-        exact = exact[: exact.index(end)] if end in exact else exact
-        assert list(found[i][0].ids) == exact
-        alone = pair.mine.beam_search(pair.source[i : i + 1, :n], max_tokens=12, beams=beams)[0]
-        assert [x.ids for x in alone] == [x.ids for x in found[i]]
-        assert math.isclose(alone[0].score, found[i][0].score, rel_tol=1e-5)
+    pair.theirs.generation_config.forced_eos_token_id = None
+    assert_search(pair, (SOURCE, 11, 5), beams)
 
 
 @pytest.mark.full(keep=1)
@@ -169,29 +105,14 @@ def test_the_search_is_theirs(case: str, beams: int, tmp_path: Path) -> None:
 def test_saving_gives_the_same_file_again_and_transformers_reads_it(
     case: str, tmp_path: Path
 ) -> None:
-    (tmp_path / "a").mkdir()
-    pair = Pair(tmp_path / "a", case)
-    names = [tmp_path / name for name in ("b", "c")]
-    model = pair.mine
-    for folder in names:
-        folder.mkdir()
-        save(model.network, model.config, folder)
-        model = regard.load(folder, kind=Seq2Seq)
-    for file in ("model.safetensors", "config.json"):
-        first, second = ((folder / file).read_bytes() for folder in names)
-        assert first == second
-    assert model(pair.source, pair.target).equal(pair.mine(pair.source, pair.target))
-    kind = getattr(transformers, type(pair.theirs).__name__)
-    again = kind.from_pretrained(names[0], attn_implementation="eager").eval()
-    exact = again(input_ids=pair.source, decoder_input_ids=pair.target).logits.detach()
-    assert_near(model(pair.source, pair.target), exact)
+    assert_saved_again(made(tmp_path / "a", case), tmp_path)
 
 
 @pytest.mark.full(keep=1)
 @pytest.mark.parametrize("case", ["bart", "marian"])
 def test_base_models_and_older_files(case: str, tmp_path: Path) -> None:
     """A base model has no bias for its logits; a twin of the embedding that differs is refused."""
-    pair = Pair(tmp_path, case)
+    pair = made(tmp_path, case)
     before = pair.mine(pair.source, pair.target)
     file = tmp_path / "model.safetensors"
     stored = load_file(file)
@@ -236,7 +157,7 @@ def test_base_models_and_older_files(case: str, tmp_path: Path) -> None:
 def test_what_cannot_be_represented_is_refused(
     case: str, change: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
-    Pair(tmp_path, case)
+    made(tmp_path, case)
     file = tmp_path / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | change))
     with pytest.raises(FileError, match=message):
@@ -244,7 +165,7 @@ def test_what_cannot_be_represented_is_refused(
 
 
 def test_a_sequence_longer_than_the_table_is_refused(tmp_path: Path) -> None:
-    pair = Pair(tmp_path, "bart")
+    pair = made(tmp_path, "bart")
     ids = torch.full((1, 65), 5)
     with pytest.raises(regard.ArgumentError, match="position 64 has no vector"):
         pair.mine(ids, pair.target[:1])
@@ -276,7 +197,7 @@ def test_generating_recording_and_explaining(kind: Any) -> None:
 
 def test_a_target_begins_with_ids_that_are_given(tmp_path: Path) -> None:
     """Theirs has forced_bos_token_id."""
-    pair = Pair(tmp_path, "bart", decoder_layers=2)
+    pair = made(tmp_path, "bart", decoder_layers=2)
     pair.theirs.generation_config.forced_eos_token_id = None
     for first in (5, 7):
         found = pair.mine.beam_search(pair.source[:1], max_tokens=6, target_prefix=[first])
@@ -301,45 +222,9 @@ def shifted(network: Any) -> None:
         embed.positional.offset -= 1
 
 
-def tables_swapped(network: Any) -> None:
-    a, b = network.encoder.embed, network.embed
-    a.positional, b.positional = b.positional, a.positional
-
-
-def norms_swapped(network: Any) -> None:
-    for layer in network.layers:
-        first, second = layer.attention_residual, layer.cross_residual
-        first.norm, second.norm = second.norm, first.norm
-
-
-def no_norm_behind_the_embedding(network: Any) -> None:
-    network.embed.norm = nn.Identity()
-
-
 def norm_in_front(network: Any) -> None:
     for layer in layers(network):
         layer.attention_residual = PreNorm(layer.attention_residual.norm)
-
-
-def sees_ahead(network: Any) -> None:
-    for layer in network.layers:
-        layer.attention.mask = None
-
-
-def heads_of_the_encoder(network: Any) -> None:
-    """6 heads in place of 4: the same matrices, other scores."""
-    for layer in network.layers:
-        for part in (layer.cross.project.q, layer.cross.project.k, layer.cross.project.v):
-            part.heads, part.head_dim = 6, 6
-
-
-def no_cross_attention(network: Any) -> None:
-    for layer in network.layers:
-        layer.cross.output.weight.data.zero_()
-
-
-def no_bias_of_logits(network: Any) -> None:
-    network.head.bias.data.zero_()
 
 
 def scaled(network: Any) -> None:
@@ -356,19 +241,19 @@ def other_sinusoids(layout: Any) -> Callable[[Any], None]:
 
 
 BOTH = {
-    "norms swapped": norms_swapped,
+    "norms swapped": swap("layers.*", "attention_residual.norm", "cross_residual.norm"),
     "norm in front": norm_in_front,
-    "sees ahead": sees_ahead,
-    "heads of the encoder": heads_of_the_encoder,
-    "no cross-attention": no_cross_attention,
-    "no bias of logits": no_bias_of_logits,
+    "sees ahead": put("layers.*.attention", mask=None),
+    "heads of the encoder": put("layers.*.cross.project.[qkv]", heads=6, head_dim=6),
+    "no cross-attention": zeros("layers.*.cross.output.weight"),
+    "no bias of logits": zeros("head.bias"),
     "scaled": scaled,
 }
 WRONG: dict[tuple[str, str], Callable[[Any], None]] = {
     **{(case, name): change for case in ("bart", "marian") for name, change in BOTH.items()},
     ("bart", "shifted"): shifted,
-    ("bart", "tables swapped"): tables_swapped,
-    ("bart", "no norm behind the embedding"): no_norm_behind_the_embedding,
+    ("bart", "tables swapped"): swap("", "encoder.embed.positional", "embed.positional"),
+    ("bart", "no norm behind the embedding"): put("embed", norm=nn.Identity()),
     ("marian", "interleaved"): other_sinusoids("interleaved"),
     ("marian", "tensor2tensor"): other_sinusoids("tensor2tensor"),
 }
@@ -376,14 +261,10 @@ WRONG: dict[tuple[str, str], Callable[[Any], None]] = {
 
 @pytest.fixture(scope="module")
 def right(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Pair]:
-    return {case: Pair(tmp_path_factory.mktemp(case), case) for case in ("bart", "marian")}
+    return {case: made(tmp_path_factory.mktemp(case), case) for case in ("bart", "marian")}
 
 
 @pytest.mark.full(keep=6)
 @pytest.mark.parametrize(("case", "name"), WRONG)
 def test_a_wrong_variant_is_far(right: dict[str, Pair], case: str, name: str) -> None:
-    pair = right[case]
-    network = copy.deepcopy(pair.mine.network)
-    assert_near(network(pair.source, pair.target), pair.exact())
-    WRONG[case, name](network)
-    assert_far(cast("Tensor", network(pair.source, pair.target)), pair.exact())
+    assert_wrong(right[case], WRONG[case, name])

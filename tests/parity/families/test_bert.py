@@ -17,9 +17,17 @@ from torch import Tensor, nn
 import regard
 from regard import Trace
 from regard.errors import FileError
-from regard.models.save import save
 from regard.models.text_encoder import TextEncoder
-from tests.parity.families.harness import assert_far, assert_near, saved, theirs, transformers
+from tests.parity.families.changes import put, swap, zeros
+from tests.parity.families.harness import (
+    assert_far,
+    assert_near,
+    distance,
+    saved,
+    theirs,
+    transformers,
+)
+from tests.parity.families.sequence_pairs import saved_twice
 
 SMALL: dict[str, Any] = {
     "vocab_size": 96,
@@ -124,18 +132,10 @@ def test_saving_gives_the_same_file_again_and_transformers_reads_it(
 ) -> None:
     (tmp_path / "a").mkdir()
     pair = Pair(tmp_path / "a", head, **change)
-    names = [tmp_path / name for name in ("b", "c")]
-    model = pair.mine
-    for folder in names:
-        folder.mkdir()
-        save(model.network, model.config, folder)
-        model = regard.load(folder, kind=TextEncoder)
-    for file in ("model.safetensors", "config.json"):
-        first, second = ((folder / file).read_bytes() for folder in names)
-        assert first == second
+    model, first = saved_twice(pair.mine, tmp_path)
     states = model.hidden(pair.ids, segments=pair.segments)
     kind: Any = getattr(transformers, "BertModel" if head == "Model" else f"Bert{head}")
-    again = kind.from_pretrained(names[0], attn_implementation="eager").requires_grad_(False)
+    again = kind.from_pretrained(first, attn_implementation="eager").requires_grad_(False)
     exact = again(pair.ids, token_type_ids=pair.segments, output_hidden_states=True)
     assert_near(states, exact.hidden_states[-1])
     assert_near(exact.hidden_states[-1], pair.exact().hidden_states[-1])
@@ -203,58 +203,20 @@ def pre_norm(network: nn.Module) -> None:
             setattr(layer, name, regard.nn.PreNorm(path.norm))
 
 
-def norms_swapped(network: nn.Module) -> None:
-    for layer in cast("Any", network).encoder.layers:
-        a, b = layer.attention_residual, layer.feed_forward_residual
-        a.norm, b.norm = b.norm, a.norm
-
-
 def one_segment(network: nn.Module) -> None:
     segments = cast("Any", network).encoder.embed.segments
     segments.weight.data[:] = segments.weight.data[:1].clone()
 
 
-def no_positions(network: nn.Module) -> None:
-    cast("Any", network).encoder.embed.positional.weight.data.zero_()
-
-
-def no_embedding_norm(network: nn.Module) -> None:
-    cast("Any", network).encoder.embed.norm = nn.Identity()
-
-
-def tanh_gelu(network: nn.Module) -> None:
-    """Here both forms of GELU agree to about 1e-3: far in the bound of a comparison, and invisible
-    to the eye.
-    """
-    for layer in cast("Any", network).encoder.layers:
-        layer.feed_forward.activation = nn.GELU("tanh")
-
-
-def unscaled(network: nn.Module) -> None:
-    for layer in cast("Any", network).encoder.layers:
-        layer.attention.scale = 1.0
-
-
-def causal(network: nn.Module) -> None:
-    for layer in cast("Any", network).encoder.layers:
-        layer.attention.mask = regard.masks.Causal()
-
-
-def keys_for_values(network: nn.Module) -> None:
-    for layer in cast("Any", network).encoder.layers:
-        project = layer.attention.project
-        project.k, project.v = project.v, project.k
-
-
 WRONG: list[Callable[[nn.Module], None]] = [
     pre_norm,
-    norms_swapped,
+    swap("encoder.layers.*", "attention_residual.norm", "feed_forward_residual.norm"),
     one_segment,
-    no_positions,
-    no_embedding_norm,
-    unscaled,
-    causal,
-    keys_for_values,
+    zeros("encoder.embed.positional.weight"),
+    put("encoder.embed", norm=nn.Identity()),
+    put("encoder.layers.*.attention", scale=1.0),
+    put("encoder.layers.*.attention", mask=regard.masks.Causal()),
+    swap("encoder.layers.*.attention.project", "k", "v"),
 ]
 
 
@@ -269,9 +231,8 @@ def test_a_wrong_variant_is_far(right: Pair, change: Callable[[nn.Module], None]
 
 
 def test_the_other_gelu_is_not_near(right: Pair) -> None:
-    from tests.parity.families.harness import distance
-
-    assert distance(wrong(right, tanh_gelu), right.exact().hidden_states[-1]) > 10
+    other = put("encoder.layers.*.feed_forward", activation=nn.GELU("tanh"))
+    assert distance(wrong(right, other), right.exact().hidden_states[-1]) > 10
 
 
 def test_a_wrong_head_is_far(right: Pair) -> None:

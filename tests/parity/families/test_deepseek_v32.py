@@ -5,7 +5,6 @@ indexer selects; wrong ones must be far.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +21,11 @@ from regard.models.model import Model
 from regard.nn import LatentProjection
 from regard.nn.attention.selected import IndexedLatentAttention, MoBA, indexer_losses
 from regard.positions import Rotary
-from tests.parity.families.harness import assert_decoder, assert_differs, theirs
-from tests.parity.families.published import assert_saved
-from tests.parity.families.test_deepseek_v3 import SMALL, YARN
+from tests.parity.families import changes
+from tests.parity.families.cases import Case, assert_case, assert_wrong, with_wrong
+from tests.parity.families.changes import put
+from tests.parity.families.harness import saved
+from tests.parity.families.test_deepseek import SMALL
 
 deepseek_v32 = family("deepseek_v32")
 
@@ -32,56 +33,14 @@ TOPK, J, WIDTH = 7, 9, 8
 SPARSE: dict[str, Any] = {
     **SMALL,
     "num_hidden_layers": 2,
-    "rope_parameters": YARN,
     "index_topk": TOPK,  # a fifth of the keys of the last query
     "index_n_heads": J,
     "index_head_dim": WIDTH,
 }
-CHANGES: dict[str, dict[str, Any]] = {
-    "as V3.2": {},
-    "biases, no dense layer, no scaling": {
-        "attention_bias": True,
-        "first_k_dense_replace": 0,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 500.0},
-    },
-    "more keys than there are": {"index_topk": 64, "n_group": 1, "topk_group": 1},
-}
-
-
-def made(**change: Any) -> Any:
-    """Corrections are buffers there: they are drawn too."""
-    model = theirs("DeepseekV32", SPARSE | change)
-    make = torch.Generator().manual_seed(8)
-    for name, buffer in model.named_buffers():
-        if name.endswith("e_score_correction_bias"):
-            buffer.copy_(0.3 * torch.randn(buffer.shape, generator=make))
-    return model
-
-
-@pytest.mark.full(keep=1)
-@pytest.mark.parametrize("name", CHANGES)
-def test_deepseek_v32(name: str, tmp_path: Path) -> None:
-    start = 1000 if name == "as V3.2" else 0
-    model = made(**CHANGES[name])
-    mine = assert_decoder(model, tmp_path, start=start)
-    assert_saved(mine, model, tmp_path, start=start)
-
-
-# Negative controls.
 
 
 def selectors(network: Any) -> list[Any]:
     return [block.attention.selector for block in network.layers]
-
-
-def one_key_less(network: Any) -> None:
-    for selector in selectors(network):
-        selector.topk -= 1
-
-
-def every_key(network: Any) -> None:
-    for selector in selectors(network):
-        selector.topk = 10_000
 
 
 def neighbours(network: Any) -> None:
@@ -91,55 +50,59 @@ def neighbours(network: Any) -> None:
             part.steps[-1] = Rotary(WIDTH, 1e4, rotary_dim=6, layout="interleaved")
 
 
-def no_positions(network: Any) -> None:
-    for selector in selectors(network):
-        for part in (selector.q, selector.k):
-            part.steps = nn.ModuleList()
-
-
 def weights_of_other_heads(network: Any) -> None:
     for selector in selectors(network):
         selector.weight.weight.data = selector.weight.weight.data.roll(1, 0)
 
 
-def no_norm_of_keys(network: Any) -> None:
-    for selector in selectors(network):
-        selector.k.flat = nn.Identity()
+CASES: dict[str, Case] = {
+    "deepseek_v32": Case(
+        "DeepseekV32",
+        SPARSE,
+        (
+            put("layers.*.attention.selector", topk=TOPK - 1),
+            put("layers.*.attention.selector", topk=10_000),
+            neighbours,
+            put("layers.*.attention.selector.[qk]", steps=nn.ModuleList()),
+            weights_of_other_heads,
+            put("layers.*.attention.selector.k", flat=nn.Identity()),
+            changes.each("no mscale", scale=None),
+        ),
+        start=1000,
+        corrections=8,
+    ),
+    "biases, no dense layer, no scaling": Case(
+        "DeepseekV32",
+        SPARSE
+        | {
+            "attention_bias": True,
+            "first_k_dense_replace": 0,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 500.0},
+        },
+        corrections=8,
+    ),
+    "more keys than there are": Case(
+        "DeepseekV32",
+        SPARSE | {"index_topk": 64, "n_group": 1, "topk_group": 1},
+        corrections=8,
+    ),
+}
 
 
-def no_mscale(network: Any) -> None:
-    for block in network.layers:
-        block.attention.scale = None
+@pytest.mark.full(keep=1)
+@pytest.mark.parametrize("case", CASES)
+def test_every_family(case: str, tmp_path: Path) -> None:
+    assert_case(CASES[case], tmp_path)
 
 
-@pytest.fixture(scope="module")
-def right(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Model]:
-    model, folder = made(), tmp_path_factory.mktemp("deepseek_v32")
-    model.save_pretrained(folder)
-    return model, regard.load(folder, kind=Model)
+@pytest.mark.full
+@pytest.mark.parametrize("case", with_wrong(CASES))
+def test_wrong_variants_are_far(case: str, tmp_path: Path) -> None:
+    assert_wrong(CASES[case], tmp_path)
 
 
-WRONG: list[Callable[[Any], None]] = [
-    one_key_less,
-    every_key,
-    neighbours,
-    no_positions,
-    weights_of_other_heads,
-    no_norm_of_keys,
-    no_mscale,
-]
-
-
-@pytest.mark.full(keep=3)
-@pytest.mark.parametrize("change", WRONG, ids=lambda x: x.__name__)
-def test_a_wrong_variant_is_far(right: tuple[Any, Model], change: Callable[[Any], None]) -> None:
-    model, mine = right
-    assert_differs(mine, model, change)
-
-
-def test_loading_is_strict(right: tuple[Any, Model], tmp_path: Path) -> None:
-    model, _ = right
-    model.save_pretrained(tmp_path)
+def test_loading_is_strict(tmp_path: Path) -> None:
+    saved(CASES["deepseek_v32"].model(), tmp_path)
     file, config = tmp_path / "model.safetensors", tmp_path / "config.json"
     stored = load_file(file)
     name = "model.layers.1.self_attn.indexer.weights_proj.weight"

@@ -6,30 +6,21 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import save_file
-from torch import nn
 
 import regard
 from regard.nn import CausalConvolution, OutputNorm, PreNorm
 from regard.nn.blocks.norms import L2Norm, OffsetRMSNorm
-from regard.nn.recurrence.delta import LogDecay
 from regard.nn.recurrence.recurrent import Recurrent
 from regard.positions import Rotary
 from tests.parity.families import changes
-from tests.parity.families.changes import Change, named
-from tests.parity.families.harness import (
-    assert_decoder,
-    assert_differs,
-    assert_near,
-    ids_of,
-    saved,
-    theirs,
-)
-from tests.parity.families.published import assert_saved
+from tests.parity.families.cases import Case, assert_case, assert_wrong
+from tests.parity.families.changes import Change, drop, named, put, zeros
+from tests.parity.families.harness import assert_near, ids_of, saved, theirs
 from tests.parity.families.test_llama_relatives import (
     gate_and_up_swapped,
     no_shared_gate,
@@ -86,19 +77,6 @@ def rotate(dims: int) -> Change:
     return named(f"{dims} dims rotated", change)
 
 
-def no_head_norms(network: Any) -> None:
-    for gated in gates(network):
-        gated.project.q.steps = nn.ModuleList(
-            x for x in gated.project.q.steps if not isinstance(x, OffsetRMSNorm)
-        )
-
-
-def no_output_gate(network: Any) -> None:
-    """Gates of 1/2, which the map behind them doubles."""
-    for gated in gates(network):
-        gated.gate.linear.weight.data.zero_()
-
-
 def gates_head_by_head(network: Any) -> None:
     """The rows of queries and gates read as all queries, then all gates."""
     for gated in gates(network):
@@ -115,37 +93,9 @@ def other_value_heads(network: Any) -> None:
             linear.weight.data = linear.weight.data.flatten(0, 2).contiguous()
 
 
-def no_decay(network: Any) -> None:
-    for decay in (m for m in network.modules() if isinstance(m, LogDecay)):
-        decay.A_log.data.fill_(-30.0)
-
-
-def no_convolution(network: Any) -> None:
-    """Filters that read the present token only."""
-    for convolution in (m for m in network.modules() if isinstance(m, CausalConvolution)):
-        convolution.weight.data[:, :-1] = 0
-
-
 def filters_reversed(network: Any) -> None:
     for convolution in (m for m in network.modules() if isinstance(m, CausalConvolution)):
         convolution.weight.data = convolution.weight.data.flip(1)
-
-
-def no_unit_length(network: Any) -> None:
-    for mixer in recurrences(network):
-        mixer.project.k.steps = nn.ModuleList(
-            x for x in mixer.project.k.steps if not isinstance(x, L2Norm)
-        )
-
-
-def gate_before_norm(network: Any) -> None:
-    for mixer in recurrences(network):
-        mixer.gate_before_norm = True
-
-
-def sigmoid_gate(network: Any) -> None:
-    for mixer in recurrences(network):
-        mixer.gate_activation = "sigmoid"
 
 
 def norms_in_front(network: Any) -> None:
@@ -156,41 +106,23 @@ def norms_in_front(network: Any) -> None:
                 setattr(block, name, PreNorm(getattr(block, name).norm))
 
 
-def smaller_share(network: Any) -> None:
-    """Shares up to 1, without negative eigenvalues."""
-    for mixer in recurrences(network):
-        mixer.rule.max_beta = 1.0
-
-
-class Case(NamedTuple):
-    """A family: its name in transformers, further keys, its own wrong variants, the name of its
-    configuration class after that of the family, and the seed of its weights.
-    """
-
-    name: str
-    keys: dict[str, Any]
-    wrong: tuple[Change, ...]
-    kind: str = "Config"
-    seed: int = 3
-
-
 OF_DELTA: tuple[Change, ...] = (
     changes.norms_swapped,
     other_value_heads,
-    no_decay,
-    no_convolution,
+    changes.no_decay,
+    changes.no_convolution,
     filters_reversed,
-    no_unit_length,
-    gate_before_norm,
-    sigmoid_gate,
+    drop("layers.*.attention.project.k", L2Norm),
+    put("layers.*.attention", gate_before_norm=True),
+    put("layers.*.attention", gate_activation="sigmoid"),
 )
 OF_QWEN = (
     *OF_DELTA,
     changes.without_the_one,
     changes.interleave,
     rotate(16),
-    no_head_norms,
-    no_output_gate,
+    drop("layers.*.attention.project.project.q", OffsetRMSNorm),
+    zeros("layers.*.attention.project.gate.linear.weight"),
     gates_head_by_head,
 )
 OF_EXPERTS = (
@@ -203,42 +135,35 @@ OF_EXPERTS = (
 # transformers writes the filters in three equal parts, whatever their sizes, so they must be equal
 OLMO = {"linear_key_head_dim": 32, "linear_value_head_dim": 16, "head_dim": 6}
 NO_POSITIONS = {"rope_type": "default", "rope_theta": None}
-OF_OLMO = (*OF_DELTA, norms_in_front, smaller_share)
-CASES = {
+OF_OLMO = (*OF_DELTA, norms_in_front, put("layers.*.attention.rule", max_beta=1.0))
+FAMILIES = {
     "qwen3_next": Case("Qwen3Next", EXPERTS, OF_EXPERTS),
-    "qwen3_5_text": Case("Qwen3_5", {}, OF_QWEN, "TextConfig"),
+    "qwen3_5_text": Case("Qwen3_5", {}, OF_QWEN, kind="TextConfig"),
     "olmo_hybrid": Case("OlmoHybrid", OLMO | {"rope_parameters": NO_POSITIONS}, OF_OLMO, seed=5),
     "olmo_hybrid, rotary": Case("OlmoHybrid", OLMO, (*OF_OLMO, changes.interleave), seed=5),
-    "qwen3_5_moe_text": Case("Qwen3_5Moe", EXPERTS, OF_EXPERTS[:-1], "TextConfig"),
+    "qwen3_5_moe_text": Case("Qwen3_5Moe", EXPERTS, OF_EXPERTS[:-1], kind="TextConfig"),
 }
 
 
-def model_of(case: str) -> Any:
-    name, keys, _, kind, seed = CASES[case]
-    return theirs(name, SIZES | keys, seed=seed, kind=kind)
+CASES = {name: case._replace(keys=SIZES | case.keys, start=1000) for name, case in FAMILIES.items()}
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("case", CASES)
 def test_every_family(case: str, tmp_path: Path) -> None:
-    model = model_of(case)
-    mine = assert_decoder(model, tmp_path, start=1000)
-    assert_saved(mine, model, tmp_path, start=1000)
+    assert_case(CASES[case], tmp_path)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("case", CASES)
 def test_wrong_variants_are_far(case: str, tmp_path: Path) -> None:
-    model = model_of(case)
-    mine = regard.load(saved(model, tmp_path))
-    for change in CASES[case].wrong:
-        assert_differs(mine, model, change, start=1000)
+    assert_wrong(CASES[case], tmp_path)
 
 
 @pytest.mark.full
 def test_generation_with_states(tmp_path: Path) -> None:
     """Chunked prompts, copied prefixes, beams and batches are one pass; a state is never cut."""
-    model = theirs("Qwen3Next", SIZES | EXPERTS | {"vocab_size": 1024})
+    model = CASES["qwen3_next"].model(vocab_size=1024)
     folder = saved(model, tmp_path)
     regard.load("tiny").tokenizer.save(folder)
     mine = regard.load(folder)
@@ -275,7 +200,7 @@ def test_language_model_of_a_model_that_reads_images(name: str, tmp_path: Path) 
         "num_position_embeddings": 4,
         "deepstack_visual_indexes": [],
     }
-    text = SIZES | CASES[f"{name}_text"].keys
+    text = CASES[f"{name}_text"].keys
     rope = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.25}
     axes = {"mrope_section": [1, 1, 0], "mrope_interleaved": True}
     keys = {"text_config": text | {"rope_parameters": rope | axes}, "vision_config": vision}
@@ -287,7 +212,7 @@ def test_language_model_of_a_model_that_reads_images(name: str, tmp_path: Path) 
 
 def test_experts_in_one_tensor_and_the_layer_for_a_second_token(tmp_path: Path) -> None:
     """As Qwen3.5 is published; without one of the tensors, the folder is refused."""
-    model = model_of("qwen3_5_moe_text")
+    model = CASES["qwen3_5_moe_text"].model()
     folder = saved(model, tmp_path)
     expected = regard.load(folder)(ids_of(model))
     tensors = {name: x.contiguous() for name, x in model.state_dict().items()}
@@ -306,7 +231,7 @@ def test_filters_of_different_sizes(tmp_path: Path) -> None:
     norms by the names of its makers. Null for rope_theta means no positions.
     """
     sizes = {"linear_key_head_dim": 6, "linear_value_head_dim": 10, "head_dim": 6}
-    model = theirs("OlmoHybrid", SIZES | sizes | {"rope_parameters": NO_POSITIONS}, seed=5)
+    model = CASES["olmo_hybrid"].model(**sizes)
     folder = saved(model, tmp_path)
     tensors = {}
     for name, x in model.state_dict().items():

@@ -5,7 +5,6 @@ branch, sparse activations, shared keys and values; wrong ones must be far.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +21,9 @@ from regard.models.families import family
 from regard.models.model import Model
 from regard.nn.blocks.feed_forward import GaussianTopK
 from regard.positions import Rotary
-from tests.parity.families.harness import assert_decoder, assert_differs, draw, transformers
-from tests.parity.families.published import assert_saved
+from tests.parity.families.cases import Case, assert_case, assert_wrong, with_wrong
+from tests.parity.families.changes import put, swap, zeros
+from tests.parity.families.harness import saved
 
 gemma3n_text = family("gemma3n_text")
 
@@ -48,41 +48,6 @@ SMALL: dict[str, Any] = {
     "activation_sparsity_pattern": [0.8, 0.5, 0.0, 0.0, 0.0, 0.0],
     "pad_token_id": 0,
 }
-CHANGES: dict[str, dict[str, Any]] = {
-    "as 3n": {},
-    "no scale, nothing shared, biases, two streams": {
-        "altup_correct_scale": False,
-        "num_kv_shared_layers": 0,
-        "attention_bias": True,
-        "altup_num_inputs": 2,
-        "activation_sparsity_pattern": [0.0] * 6,
-    },
-}
-
-
-def made(**change: Any) -> Any:
-    config = transformers.Gemma3nTextConfig(**SMALL | change)
-    config._attn_implementation = "eager"
-    model = transformers.Gemma3nForCausalLM(config).eval().requires_grad_(False)
-    draw(model, 3)
-    return model
-
-
-@pytest.mark.full(keep=1)
-@pytest.mark.parametrize("name", CHANGES)
-def test_gemma3n(name: str, tmp_path: Path) -> None:
-    model = made(**CHANGES[name])
-    mine = assert_decoder(model, tmp_path, start=1000)
-    assert_saved(mine, model, tmp_path, start=1000)
-
-
-# Negative controls.
-
-
-def no_streams(network: Any) -> None:
-    """Every stream but the first is 0 at the start."""
-    for part in network.embed.to_streams:
-        part.weight.data.zero_()
 
 
 def other_embedding_of_the_layer(network: Any) -> None:
@@ -95,47 +60,10 @@ def row_of_any_id(network: Any) -> None:
     network.embed.layer_embedding.weight.data[0] = network.embed.layer_embedding.weight.data[1]
 
 
-def no_low_rank_branch(network: Any) -> None:
-    for block in network.layers:
-        block.laurel.right.weight.data.zero_()
-
-
-def no_correction(network: Any) -> None:
-    for block in network.layers:
-        block.altup.correction.weight.data.zero_()
-
-
 def prediction_transposed(network: Any) -> None:
     for block in network.layers:
         weight = block.altup.prediction.weight
         weight.data = weight.data.unflatten(0, (3, 3)).transpose(0, 1).flatten(0, 1)
-
-
-def dense_activations(network: Any) -> None:
-    for block in network.layers[:2]:
-        block.feed_forward.activation = nn.GELU("tanh")
-
-
-def sparser(network: Any) -> None:
-    network.layers[0].feed_forward.activation.sparsity = 0.9
-
-
-def values_without_norm(network: Any) -> None:
-    for block in network.layers[:4]:
-        block.attention.project.v.steps = nn.ModuleList()
-
-
-def memory_of_the_other_kind(network: Any) -> None:
-    network.memory_from = (None, None, None, None, 3, 2)
-
-
-def memory_of_the_first_layers(network: Any) -> None:
-    network.memory_from = (None, None, None, None, 0, 1)
-    network._lenders = frozenset({0, 1})
-
-
-def no_window(network: Any) -> None:
-    network.layers[4].attention.mask = Causal()
 
 
 def one_base(network: Any) -> None:
@@ -143,55 +71,60 @@ def one_base(network: Any) -> None:
         block.attention.project.q.steps[-1] = Rotary(D, 1e4)
 
 
-def no_cap(network: Any) -> None:
-    network.head.cap = 1.0
+GEMMA3N = Case(
+    "Gemma3n",
+    SMALL,
+    (
+        zeros("embed.to_streams.*.weight"),
+        other_embedding_of_the_layer,
+        row_of_any_id,
+        zeros("layers.*.laurel.right.weight"),
+        zeros("layers.*.altup.correction.weight"),
+        prediction_transposed,
+        put("layers.[01].feed_forward", activation=nn.GELU("tanh")),
+        put("layers.0.feed_forward.activation", sparsity=0.9),
+        put("layers.[0-3].attention.project.v", steps=nn.ModuleList()),
+        put("", memory_from=(None, None, None, None, 3, 2)),
+        put("", memory_from=(None, None, None, None, 0, 1), _lenders=frozenset({0, 1})),
+        put("layers.4.attention", mask=Causal()),
+        one_base,
+        put("head", cap=1.0),
+        swap("layers.*.attention_residual", "norm", "after"),
+    ),
+    start=1000,
+    kind="TextConfig",
+)
+CASES: dict[str, Case] = {
+    "gemma3n": GEMMA3N,
+    "no scale, nothing shared, biases, two streams": GEMMA3N._replace(
+        keys=SMALL
+        | {
+            "altup_correct_scale": False,
+            "num_kv_shared_layers": 0,
+            "attention_bias": True,
+            "altup_num_inputs": 2,
+            "activation_sparsity_pattern": [0.0] * 6,
+        },
+        wrong=(),
+    ),
+}
 
 
-def norms_swapped(network: Any) -> None:
-    for block in network.layers:
-        path = block.attention_residual
-        path.norm, path.after = path.after, path.norm
+@pytest.mark.full(keep=1)
+@pytest.mark.parametrize("case", CASES)
+def test_every_family(case: str, tmp_path: Path) -> None:
+    assert_case(CASES[case], tmp_path)
 
 
-WRONG: list[Callable[[Any], None]] = [
-    no_streams,
-    other_embedding_of_the_layer,
-    row_of_any_id,
-    no_low_rank_branch,
-    no_correction,
-    prediction_transposed,
-    dense_activations,
-    sparser,
-    values_without_norm,
-    memory_of_the_other_kind,
-    memory_of_the_first_layers,
-    no_window,
-    one_base,
-    no_cap,
-    norms_swapped,
-]
+@pytest.mark.full
+@pytest.mark.parametrize("case", with_wrong(CASES))
+def test_wrong_variants_are_far(case: str, tmp_path: Path) -> None:
+    assert_wrong(CASES[case], tmp_path)
 
 
-@pytest.fixture(scope="module")
-def right(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Model]:
-    model, folder = made(), tmp_path_factory.mktemp("gemma3n")
-    model.save_pretrained(folder)
-    return model, regard.load(folder, kind=Model)
-
-
-@pytest.mark.full(keep=3)
-@pytest.mark.parametrize("change", WRONG, ids=lambda x: x.__name__)
-def test_a_wrong_variant_is_far(right: tuple[Any, Model], change: Callable[[Any], None]) -> None:
-    model, mine = right
-    assert_differs(mine, model, change)
-
-
-def test_the_language_model_of_a_folder_with_pictures(
-    right: tuple[Any, Model], tmp_path: Path
-) -> None:
+def test_the_language_model_of_a_folder_with_pictures(tmp_path: Path) -> None:
     """Other names, towers that are not read, and maps of layers that share those of others."""
-    model, mine = right
-    model.save_pretrained(tmp_path)
+    _, mine = GEMMA3N.load(tmp_path)
     file, config = tmp_path / "model.safetensors", tmp_path / "config.json"
     stored, raw = load_file(file), json.loads(config.read_text())
     renamed = {n.replace("model.", "model.language_model.", 1): x for n, x in stored.items()}
@@ -211,9 +144,8 @@ def test_the_language_model_of_a_folder_with_pictures(
         regard.load(tmp_path)
 
 
-def test_what_cannot_be_represented_is_refused(right: tuple[Any, Model], tmp_path: Path) -> None:
-    model, _ = right
-    model.save_pretrained(tmp_path)
+def test_what_cannot_be_represented_is_refused(tmp_path: Path) -> None:
+    saved(GEMMA3N.model(), tmp_path)
     config = tmp_path / "config.json"
     raw = json.loads(config.read_text())
     for change, message in (

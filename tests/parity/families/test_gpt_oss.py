@@ -12,12 +12,12 @@ import torch
 
 from regard.configs.reader import parse
 from regard.errors import ArgumentError
-from regard.masks import Causal, Window
 from regard.models.assembly import building_blocks
 from regard.models.families import family
-from regard.positions import Rotary
-from tests.parity.families.harness import assert_decoder, assert_differs, theirs
-from tests.parity.families.published import assert_saved, build, count, layer, placed
+from tests.parity.families import changes
+from tests.parity.families.cases import Case, assert_case, assert_wrong, with_wrong
+from tests.parity.families.changes import put, zeros
+from tests.parity.families.published import build, count, layer, placed, published
 
 H, G, D, WINDOW = 6, 2, 10, 8
 SMALL: dict[str, Any] = {
@@ -43,52 +43,6 @@ SMALL: dict[str, Any] = {
         "truncate": False,
     },
 }
-CHANGES: dict[str, dict[str, Any]] = {
-    "as published": {},
-    "all experts, tied": {"num_experts_per_tok": 6, "tie_word_embeddings": True},
-    "one expert, no biases, all local": {
-        "num_experts_per_tok": 1,
-        "attention_bias": False,
-        "layer_types": ["sliding_attention"] * 3,
-    },
-    "no scaling": {
-        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
-        "swiglu_alpha": 1.2,
-    },
-}
-
-
-@pytest.mark.full(keep=1)
-@pytest.mark.parametrize("name", CHANGES)
-def test_gpt_oss(name: str, tmp_path: Path) -> None:
-    start = 1000 if name == "as published" else 0
-    model = theirs("GptOss", SMALL | CHANGES[name])
-    mine = assert_decoder(model, tmp_path, start=start)
-    assert_saved(mine, model, tmp_path, start=start)
-
-
-# Negative controls.
-
-
-def interleave(network: Any) -> None:
-    for rotary in (m for m in network.modules() if isinstance(m, Rotary)):
-        rotary.layout, rotary._last = "interleaved", None
-
-
-def unscaled(network: Any) -> None:
-    for block in network.layers:
-        for heads in (block.attention.project.q, block.attention.project.k):
-            heads.steps[-1] = Rotary(D, 150000.0)
-
-
-def no_sinks(network: Any) -> None:
-    for block in network.layers:
-        block.attention.sink = None
-
-
-def window_of_one_more(network: Any) -> None:
-    for block in network.layers[::2]:
-        block.attention.mask = Causal() & Window(WINDOW + 1)
 
 
 def local_and_full_swapped(network: Any) -> None:
@@ -108,99 +62,59 @@ def halves_for_turns(network: Any) -> None:
         expert.gate.weight.data, expert.up.weight.data = rows.chunk(2)
 
 
-def not_clipped(network: Any) -> None:
-    for expert in experts(network):
-        expert.limit = 1e9
+CASES: dict[str, Case] = {
+    "gpt_oss": Case(
+        "GptOss",
+        SMALL,
+        (
+            changes.interleave,
+            changes.rotate(slice(None), D, 150000.0),
+            changes.each("no sinks", sink=None),
+            changes.windows(WINDOW + 1, None, WINDOW + 1),
+            local_and_full_swapped,
+            halves_for_turns,
+            put("layers.*.feed_forward.experts.*", limit=1e9),
+            put("layers.*.feed_forward.experts.*", alpha=1.0),
+            put("layers.*.feed_forward.router", normalize=False),
+            zeros("layers.*.feed_forward.router.linear.bias"),
+        ),
+        start=1000,
+    ),
+    "all experts, tied": Case(
+        "GptOss", SMALL | {"num_experts_per_tok": 6, "tie_word_embeddings": True}
+    ),
+    "one expert, no biases, all local": Case(
+        "GptOss",
+        SMALL
+        | {
+            "num_experts_per_tok": 1,
+            "attention_bias": False,
+            "layer_types": ["sliding_attention"] * 3,
+        },
+    ),
+    "no scaling": Case(
+        "GptOss",
+        SMALL
+        | {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}, "swiglu_alpha": 1.2},
+    ),
+}
 
 
-def slope_one(network: Any) -> None:
-    for expert in experts(network):
-        expert.alpha = 1.0
-
-
-def softmax_over_all(network: Any) -> None:
-    for block in network.layers:
-        block.feed_forward.router.normalize = False
-
-
-def no_router_bias(network: Any) -> None:
-    for block in network.layers:
-        block.feed_forward.router.linear.bias.data.zero_()
-
-
-WRONG = (
-    interleave,
-    unscaled,
-    no_sinks,
-    window_of_one_more,
-    local_and_full_swapped,
-    halves_for_turns,
-    not_clipped,
-    slope_one,
-    softmax_over_all,
-    no_router_bias,
-)
+@pytest.mark.full(keep=1)
+@pytest.mark.parametrize("case", CASES)
+def test_every_family(case: str, tmp_path: Path) -> None:
+    assert_case(CASES[case], tmp_path)
 
 
 @pytest.mark.full
-def test_wrong_variants_are_far(tmp_path: Path) -> None:
-    model = theirs("GptOss", SMALL)
-    mine = assert_decoder(model, tmp_path)
-    for change in WRONG:
-        assert_differs(mine, model, change, start=1000)
+@pytest.mark.parametrize("case", with_wrong(CASES))
+def test_wrong_variants_are_far(case: str, tmp_path: Path) -> None:
+    assert_wrong(CASES[case], tmp_path)
 
 
 # Published files.
 
-GPT_OSS_20B: dict[str, Any] = {
-    "architectures": ["GptOssForCausalLM"],
-    "attention_bias": True,
-    "attention_dropout": 0.0,
-    "eos_token_id": 200002,
-    "experts_per_token": 4,
-    "head_dim": 64,
-    "hidden_act": "silu",
-    "hidden_size": 2880,
-    "initial_context_length": 4096,
-    "initializer_range": 0.02,
-    "intermediate_size": 2880,
-    "layer_types": ["sliding_attention", "full_attention"] * 12,
-    "max_position_embeddings": 131072,
-    "model_type": "gpt_oss",
-    "num_attention_heads": 64,
-    "num_experts_per_tok": 4,
-    "num_hidden_layers": 24,
-    "num_key_value_heads": 8,
-    "num_local_experts": 32,
-    "output_router_logits": False,
-    "pad_token_id": 199999,
-    "quantization_config": {
-        "modules_to_not_convert": [
-            "model.layers.*.self_attn",
-            "model.layers.*.mlp.router",
-            "model.embed_tokens",
-            "lm_head",
-        ],
-        "quant_method": "mxfp4",
-    },
-    "rms_norm_eps": 1e-05,
-    "rope_scaling": {
-        "beta_fast": 32.0,
-        "beta_slow": 1.0,
-        "factor": 32.0,
-        "original_max_position_embeddings": 4096,
-        "rope_type": "yarn",
-        "truncate": False,
-    },
-    "rope_theta": 150000,
-    "router_aux_loss_coef": 0.9,
-    "sliding_window": 128,
-    "swiglu_limit": 7.0,
-    "tie_word_embeddings": False,
-    "transformers_version": "4.55.0.dev0",
-    "use_cache": True,
-    "vocab_size": 201088,
-}
+GPT_OSS_20B = published("gpt-oss-20b")
 GPT_OSS_120B = GPT_OSS_20B | {
     "num_hidden_layers": 36,
     "num_local_experts": 128,

@@ -15,23 +15,16 @@ from torch import nn
 import regard
 from regard.configs.deepseek import KimiLinearConfig
 from regard.configs.reader import parse
-from regard.nn import CausalConvolution, LatentProjection, Recurrent
+from regard.nn import LatentProjection, Recurrent
 from regard.nn.blocks.norms import L2Norm
-from regard.nn.recurrence.delta import ChannelLogDecay, LogDecay
+from regard.nn.recurrence.delta import ChannelLogDecay
 from regard.positions import Rotary
 from tests.parity.families import changes
-from tests.parity.families.harness import (
-    assert_decoder,
-    assert_differs,
-    assert_near,
-    ids_of,
-    saved,
-    theirs,
-)
-from tests.parity.families.published import assert_saved
+from tests.parity.families.cases import Case, assert_case, assert_wrong
+from tests.parity.families.changes import drop, put, zeros
+from tests.parity.families.harness import assert_near, ids_of, saved
 from tests.parity.families.test_llama_relatives import (
     gate_and_up_swapped,
-    no_correction,
     one_expert_less,
     other_weights_of_experts,
 )
@@ -65,15 +58,6 @@ SIZES: dict[str, Any] = {
 }
 
 
-def model_of(**keys: Any) -> Any:
-    model = theirs("KimiLinear", SIZES | keys)
-    make = torch.Generator().manual_seed(4)
-    for name, buffer in model.named_buffers():
-        if name.endswith("e_score_correction_bias"):
-            buffer.copy_(0.3 * torch.randn(buffer.shape, generator=make))
-    return model
-
-
 def recurrences(network: Any) -> list[Recurrent]:
     return [block.attention for block in network.layers if isinstance(block.attention, Recurrent)]
 
@@ -105,16 +89,6 @@ def one_decay_for_a_head(network: Any) -> None:
         mixer.rule.decay = Mean(mixer.rule.decay)
 
 
-def no_decay(network: Any) -> None:
-    for decay in (m for m in network.modules() if isinstance(m, (LogDecay, ChannelLogDecay))):
-        decay.A_log.data.fill_(-30.0)
-
-
-def no_shift_of_the_decay(network: Any) -> None:
-    for mixer in recurrences(network):
-        mixer.rule.decay.dt_bias.data.zero_()
-
-
 def filters_exchanged(network: Any) -> None:
     """The filters of queries and of keys."""
     for mixer in recurrences(network):
@@ -122,66 +96,45 @@ def filters_exchanged(network: Any) -> None:
         q.weight.data, k.weight.data = k.weight.data, q.weight.data
 
 
-def no_convolution(network: Any) -> None:
-    for convolution in (m for m in network.modules() if isinstance(m, CausalConvolution)):
-        convolution.weight.data[:, :-1] = 0
-
-
-def no_unit_length(network: Any) -> None:
-    for mixer in recurrences(network):
-        steps = mixer.project.k.steps
-        mixer.project.k.steps = nn.ModuleList(x for x in steps if not isinstance(x, L2Norm))
-
-
-def silu_gate(network: Any) -> None:
-    for mixer in recurrences(network):
-        mixer.gate_activation = "silu"
-
-
-def no_shared_expert(network: Any) -> None:
-    for block in network.layers[1:]:
-        block.feed_forward.shared = None
-
-
-WRONG = (
-    changes.norms_swapped,
-    filters_exchanged,
-    gate_and_up_swapped,
-    no_convolution,
-    no_correction,
-    no_decay,
-    no_shared_expert,
-    no_shift_of_the_decay,
-    no_unit_length,
-    one_decay_for_a_head,
-    one_expert_less,
-    other_weights_of_experts,
-    rotated_keys,
-    scale_of_one_part,
-    silu_gate,
+CASE = Case(
+    "KimiLinear",
+    SIZES,
+    (
+        changes.norms_swapped,
+        filters_exchanged,
+        gate_and_up_swapped,
+        changes.no_convolution,
+        zeros("layers.*.feed_forward.router.correction"),
+        changes.no_decay,
+        put("layers.*.feed_forward", shared=None),
+        zeros("layers.*.attention.rule.decay.dt_bias"),
+        drop("layers.*.attention.project.k", L2Norm),
+        one_decay_for_a_head,
+        one_expert_less,
+        other_weights_of_experts,
+        rotated_keys,
+        scale_of_one_part,
+        put("layers.*.attention", gate_activation="silu"),
+    ),
+    start=1000,
 )
 
 
 @pytest.mark.full
 def test_kimi_linear(tmp_path: Path) -> None:
-    model = model_of()
-    mine = assert_decoder(model, tmp_path, start=1000)
-    assert_saved(mine, model, tmp_path, start=1000)
+    assert_case(CASE, tmp_path)
 
 
 @pytest.mark.full
 def test_wrong_variants_are_far(tmp_path: Path) -> None:
-    model = model_of()
-    mine = regard.load(saved(model, tmp_path))
-    for change in WRONG:
-        assert_differs(mine, model, change, start=1000)
+    assert_wrong(CASE, tmp_path)
 
 
 def test_file_of_the_makers(tmp_path: Path) -> None:
     """Layers are numbered from 1 in lists of their own, sizes of states stand in an object; the
     queries of this one have a latent, too.
     """
-    model = model_of(q_lora_rank=20)
+    model = CASE.model(q_lora_rank=20)
     folder = saved(model, tmp_path)
     keys = json.loads((folder / "config.json").read_text())
     for key in ("layer_types", "mlp_layer_types", "linear_head_dim", "linear_num_heads"):

@@ -10,15 +10,17 @@ import pytest
 import torch
 
 from regard.errors import ArgumentError
-from regard.positions import Rotary
-from tests.parity.families.harness import assert_decoder, assert_differs, theirs
+from tests.parity.families import changes
+from tests.parity.families.cases import Case, assert_case, assert_wrong
+from tests.parity.families.changes import swap
+from tests.parity.families.harness import theirs
 from tests.parity.families.published import (
     assert_following,
-    assert_saved,
     build,
     count,
     layer,
     placed,
+    published,
 )
 
 H, G, D = 6, 2, 10
@@ -40,39 +42,49 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 32,
 }
-CHANGES: dict[str, dict[str, Any]] = {
-    "plain": {},
-    "biases, tied": {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True},
-    "llama3": {"rope_parameters": LLAMA3},
-    "yarn": {
-        "rope_parameters": {
-            "rope_type": "yarn",
-            "rope_theta": 1e4,
-            "factor": 4.0,
-            "original_max_position_embeddings": 16,
-        }
-    },
-    "yarn, two mscales": {
-        "rope_parameters": {
-            "rope_type": "yarn",
-            "rope_theta": 1e4,
-            "factor": 4.0,
-            "mscale": 1.0,
-            "mscale_all_dim": 0.5,
-            "truncate": False,
-        }
-    },
-    "linear": {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 3.0}},
+
+
+def rope(kind: str, **keys: Any) -> dict[str, Any]:
+    return SMALL | {"rope_parameters": {"rope_type": kind, "rope_theta": 1e4} | keys}
+
+
+WRONG: tuple[changes.Change, ...] = (changes.interleave,)
+BIASES = {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}
+CASES: dict[str, Case] = {
+    "llama": Case("Llama", SMALL, WRONG, start=1000),
+    "biases, tied": Case("Llama", SMALL | BIASES, WRONG),
+    "llama3": Case(
+        "Llama",
+        SMALL | {"rope_parameters": LLAMA3},
+        (
+            *WRONG,
+            changes.rotate(slice(None), D, 5e5),
+            changes.each("scale of the model", scale=36**-0.5),
+            changes.other_groups,
+            swap("layers.*.feed_forward", "gate", "up"),
+            changes.norms_swapped,
+        ),
+    ),
+    "yarn": Case("Llama", rope("yarn", factor=4.0, original_max_position_embeddings=16), WRONG),
+    "yarn, two mscales": Case(
+        "Llama",
+        rope("yarn", factor=4.0, mscale=1.0, mscale_all_dim=0.5, truncate=False),
+        WRONG,
+    ),
+    "linear": Case("Llama", rope("linear", factor=3.0), WRONG),
 }
 
 
 @pytest.mark.full(keep=2)
-@pytest.mark.parametrize("name", CHANGES)
-def test_llama(name: str, tmp_path: Path) -> None:
-    model = theirs("Llama", SMALL | CHANGES[name])
-    mine = assert_decoder(model, tmp_path, start=1000 if name == "plain" else 0)
-    assert_differs(mine, model, interleave, start=1000)
-    assert_saved(mine, model, tmp_path, start=1000)
+@pytest.mark.parametrize("case", CASES)
+def test_llama(case: str, tmp_path: Path) -> None:
+    assert_case(CASES[case], tmp_path)
+
+
+@pytest.mark.full(keep=["llama3"])
+@pytest.mark.parametrize("case", CASES)
+def test_wrong_variants_are_far(case: str, tmp_path: Path) -> None:
+    assert_wrong(CASES[case], tmp_path)
 
 
 @pytest.mark.full
@@ -86,118 +98,10 @@ def test_dynamic(tmp_path: Path) -> None:
         mine(ids, caches=caches)
 
 
-# Negative controls.
-
-
-def rotaries(network: Any) -> list[Rotary]:
-    return [module for module in network.modules() if isinstance(module, Rotary)]
-
-
-def interleave(network: Any) -> None:
-    for rotary in rotaries(network):
-        rotary.layout, rotary._last = "interleaved", None
-
-
-def unscaled(network: Any) -> None:
-    for block in network.layers:
-        for heads in (block.attention.project.q, block.attention.project.k):
-            heads.steps[-1] = Rotary(D, 5e5)
-
-
-def scale_of_the_model(network: Any) -> None:
-    for block in network.layers:
-        block.attention.scale = SMALL["hidden_size"] ** -0.5
-
-
-def other_groups(network: Any) -> None:
-    """Query head h with key/value head h % G."""
-    order = torch.tensor([h // (H // G) + G * (h % (H // G)) for h in range(H)])
-    for block in network.layers:
-        for linear, dim in ((block.attention.project.q.linear, 0), (block.attention.output, 1)):
-            weight = linear.weight.data.unflatten(dim, (H, D)).index_select(dim, order)
-            linear.weight.data = weight.flatten(dim, dim + 1)
-
-
-def gate_for_up(network: Any) -> None:
-    for block in network.layers:
-        part = block.feed_forward
-        part.gate, part.up = part.up, part.gate
-
-
-def norms_swapped(network: Any) -> None:
-    for block in network.layers:
-        paths = (block.attention_residual, block.feed_forward_residual)
-        paths[0].norm, paths[1].norm = paths[1].norm, paths[0].norm
-
-
-WRONG = (unscaled, scale_of_the_model, other_groups, gate_for_up, norms_swapped)
-
-
-def test_wrong_variants_are_far(tmp_path: Path) -> None:
-    model = theirs("Llama", SMALL | CHANGES["llama3"])
-    mine = assert_decoder(model, tmp_path)
-    for change in WRONG:
-        assert_differs(mine, model, change, start=1000)
-
-
 # Published files.
 
-LLAMA_2_7B: dict[str, Any] = {
-    "_name_or_path": "meta-llama/Llama-2-7b-hf",
-    "architectures": ["LlamaForCausalLM"],
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "hidden_act": "silu",
-    "hidden_size": 4096,
-    "initializer_range": 0.02,
-    "intermediate_size": 11008,
-    "max_position_embeddings": 4096,
-    "model_type": "llama",
-    "num_attention_heads": 32,
-    "num_hidden_layers": 32,
-    "num_key_value_heads": 32,
-    "pretraining_tp": 1,
-    "rms_norm_eps": 1e-05,
-    "rope_scaling": None,
-    "tie_word_embeddings": False,
-    "torch_dtype": "float16",
-    "transformers_version": "4.31.0.dev0",
-    "use_cache": True,
-    "vocab_size": 32000,
-}
-LLAMA_32_1B: dict[str, Any] = {
-    "architectures": ["LlamaForCausalLM"],
-    "attention_bias": False,
-    "attention_dropout": 0.0,
-    "bos_token_id": 128000,
-    "eos_token_id": 128001,
-    "head_dim": 64,
-    "hidden_act": "silu",
-    "hidden_size": 2048,
-    "initializer_range": 0.02,
-    "intermediate_size": 8192,
-    "max_position_embeddings": 131072,
-    "mlp_bias": False,
-    "model_type": "llama",
-    "num_attention_heads": 32,
-    "num_hidden_layers": 16,
-    "num_key_value_heads": 8,
-    "pretraining_tp": 1,
-    "rms_norm_eps": 1e-05,
-    "rope_scaling": {
-        "factor": 32.0,
-        "high_freq_factor": 4.0,
-        "low_freq_factor": 1.0,
-        "original_max_position_embeddings": 8192,
-        "rope_type": "llama3",
-    },
-    "rope_theta": 500000.0,
-    "tie_word_embeddings": True,
-    "torch_dtype": "bfloat16",
-    "transformers_version": "4.45.0.dev0",
-    "use_cache": True,
-    "vocab_size": 128256,
-}
+LLAMA_2_7B = published("llama-2-7b")
+LLAMA_32_1B = published("llama-3.2-1b")
 LLAMA_31_8B = LLAMA_32_1B | {
     "hidden_size": 4096,
     "intermediate_size": 14336,

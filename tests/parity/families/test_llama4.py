@@ -26,19 +26,17 @@ from regard.nn.blocks.routers import LogitSigmoidRouter
 from regard.positions import Rotary
 from regard.span import Span
 from tests.parity.families import changes
-from tests.parity.families.changes import named
+from tests.parity.families.cases import Case, assert_case, assert_wrong, with_wrong
+from tests.parity.families.changes import named, put
 from tests.parity.families.harness import (
     LENGTH,
-    assert_decoder,
     assert_differs,
     assert_near,
     draw,
     ids_of,
     saved,
-    theirs,
     transformers,
 )
-from tests.parity.families.published import assert_saved
 from tests.parity.families.test_llama_relatives import (
     experts_of,
     gate_and_up_swapped,
@@ -84,65 +82,6 @@ SCOUT = {
     "original_max_position_embeddings": 64,
 }
 """As in Llama 4 Scout: no frequency is between the two limits, because they are equal."""
-CASES: dict[str, dict[str, Any]] = {
-    "dense and sparse layers": {"rope_parameters": YARN},
-    "as Scout": {
-        "interleave_moe_layer_step": 1,
-        "num_experts_per_tok": 1,
-        "no_rope_layer_interval": 4,
-        "rope_parameters": SCOUT,
-    },
-    "lists, biases, tied, no norms": {
-        "no_rope_layers": [0, 1, 1, 0],
-        "layer_types": [*["full_attention"] * 2, *["chunked_attention"] * 2],
-        "moe_layers": [0, 3],
-        "attention_bias": True,
-        "tie_word_embeddings": True,
-        "use_qk_norm": False,
-        "attn_temperature_tuning": False,
-    },
-}
-
-
-def llama4(change: dict[str, Any]) -> Any:
-    return theirs("Llama4", SIZES | change, kind="TextConfig")
-
-
-@pytest.mark.full(keep=1)
-@pytest.mark.parametrize("name", CASES)
-def test_llama4(name: str, tmp_path: Path) -> None:
-    """From position 0: the temperatures of transformers count from the start of its cache."""
-    model = llama4(CASES[name])
-    mine = assert_decoder(model, tmp_path)
-    assert_saved(mine, model, tmp_path)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("start", [CHUNK, 50 * CHUNK])
-def test_from_a_later_position(start: int, tmp_path: Path) -> None:
-    """Empty slots in front move the positions of transformers; whole chunks of them, because its
-    chunks begin at the first token.
-    """
-    model = llama4(CASES["dense and sparse layers"])
-    mine = regard.load(saved(model, tmp_path))
-    ids = ids_of(model)
-    padded = torch.cat([torch.full((2, start), 2), ids], 1)
-    exact = model(
-        input_ids=padded,
-        attention_mask=(torch.arange(start + LENGTH) >= start).long().expand(2, -1),
-        position_ids=torch.arange(start + LENGTH).expand(2, -1),
-        use_cache=False,
-    ).logits[:, start:]
-    assert_near(mine(ids, Span(start, LENGTH)), exact)
-    caches, found = mine.new_caches(), []
-    for at, size in [(0, 11), (11, 1), (12, 20), *((i, 1) for i in range(32, LENGTH))]:
-        found.append(mine(ids[:, at : at + size], Span(start + at, size), caches))
-    assert_near(torch.cat(found, 1), exact)
-    with pytest.raises(AssertionError, match="times the bound"):
-        assert_near(mine(ids), exact)  # temperatures of other positions
-
-
-# Wrong variants.
 
 
 def parts(network: Any, *, rotated: bool) -> list[Any]:
@@ -163,11 +102,6 @@ def steps(name: str, change: Any, *, rotated: bool) -> changes.Change:
             part.steps = nn.ModuleList(change(list(part.steps)))
 
     return named(name, changed)
-
-
-def halves(network: Any) -> None:
-    for rotary in changes.rotaries(network):
-        rotary.layout, rotary._last = "half", None
 
 
 def other_temperature(*arguments: Any, **options: Any) -> changes.Change:
@@ -209,11 +143,6 @@ def weights_that_sum_to_one(network: Any) -> None:
         mixture.router.forward = forward
 
 
-def no_shared_expert(network: Any) -> None:
-    for mixture in experts_of(network):
-        mixture.shared = None
-
-
 def shared_expert_for_one(network: Any) -> None:
     for mixture in experts_of(network):
         mixture.shared, mixture.experts[0] = mixture.experts[0], mixture.shared
@@ -232,13 +161,13 @@ WRONG = (
     changes.norms_swapped,
     changes.other_groups,
     gate_and_up_swapped,
-    halves,
+    changes.halves,
     masked("a larger chunk", WIDER, CAUSAL, WIDER, CAUSAL),
     masked("chunks everywhere", *[IN_CHUNKS] * 4),
     masked("chunks in the layers without positions", CAUSAL, IN_CHUNKS, CAUSAL, IN_CHUNKS),
     masked("no chunks", *[CAUSAL] * 4),
     masked("windows", *[CAUSAL & masks.Window(CHUNK), CAUSAL] * 2),
-    no_shared_expert,
+    put("layers.*.feed_forward", shared=None),
     one_expert_less,
     other_temperature("llama4", scale=0.1, length=4),
     other_temperature("llama4", scale=0.7, length=5),
@@ -258,21 +187,74 @@ WRONG = (
 )
 
 
+# from position 0: the temperatures of transformers count from the start of its cache
+LLAMA4 = Case("Llama4", SIZES, kind="TextConfig")
+CASES: dict[str, Case] = {
+    "llama4": LLAMA4._replace(keys=SIZES | {"rope_parameters": YARN}, wrong=WRONG),
+    "as Scout": LLAMA4._replace(
+        keys=SIZES
+        | {
+            "interleave_moe_layer_step": 1,
+            "num_experts_per_tok": 1,
+            "no_rope_layer_interval": 4,
+            "rope_parameters": SCOUT,
+        }
+    ),
+    "lists, biases, tied, no norms": LLAMA4._replace(
+        keys=SIZES
+        | {
+            "no_rope_layers": [0, 1, 1, 0],
+            "layer_types": [*["full_attention"] * 2, *["chunked_attention"] * 2],
+            "moe_layers": [0, 3],
+            "attention_bias": True,
+            "tie_word_embeddings": True,
+            "use_qk_norm": False,
+            "attn_temperature_tuning": False,
+        }
+    ),
+}
+
+
+@pytest.mark.full(keep=1)
+@pytest.mark.parametrize("case", CASES)
+def test_every_family(case: str, tmp_path: Path) -> None:
+    assert_case(CASES[case], tmp_path)
+
+
 @pytest.mark.full
-def test_wrong_variants_are_far(tmp_path: Path) -> None:
-    model = llama4(CASES["dense and sparse layers"])
-    mine = regard.load(saved(model, tmp_path))
+@pytest.mark.parametrize("case", with_wrong(CASES))
+def test_wrong_variants_are_far(case: str, tmp_path: Path) -> None:
+    assert_wrong(CASES[case], tmp_path)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("start", [CHUNK, 50 * CHUNK])
+def test_from_a_later_position(start: int, tmp_path: Path) -> None:
+    """Empty slots in front move the positions of transformers; whole chunks of them, because its
+    chunks begin at the first token.
+    """
+    model, mine = CASES["llama4"].load(tmp_path)
     ids = ids_of(model)
-    assert_near(mine(ids), model(input_ids=ids, use_cache=False).logits)
-    for change in WRONG:
-        assert_differs(mine, model, change)
+    padded = torch.cat([torch.full((2, start), 2), ids], 1)
+    exact = model(
+        input_ids=padded,
+        attention_mask=(torch.arange(start + LENGTH) >= start).long().expand(2, -1),
+        position_ids=torch.arange(start + LENGTH).expand(2, -1),
+        use_cache=False,
+    ).logits[:, start:]
+    assert_near(mine(ids, Span(start, LENGTH)), exact)
+    caches, found = mine.new_caches(), []
+    for at, size in [(0, 11), (11, 1), (12, 20), *((i, 1) for i in range(32, LENGTH))]:
+        found.append(mine(ids[:, at : at + size], Span(start + at, size), caches))
+    assert_near(torch.cat(found, 1), exact)
+    with pytest.raises(AssertionError, match="times the bound"):
+        assert_near(mine(ids), exact)  # temperatures of other positions
 
 
 @pytest.mark.full
 def test_equal_limits_of_the_scaling(tmp_path: Path) -> None:
     """Negative controls for Scout's frequencies: without the scaling, and with a blend."""
-    model = llama4(CASES["as Scout"])
-    mine = regard.load(saved(model, tmp_path))
+    model, mine = CASES["as Scout"].load(tmp_path)
     for high in (None, 20.0):
         scaling = None if high is None else regard.positions.Llama3(16.0, 1.0, high, 64)
 
@@ -321,7 +303,7 @@ def test_a_folder_that_sees_pictures(tmp_path: Path) -> None:
 @pytest.mark.full
 def test_loading_is_strict(tmp_path: Path) -> None:
     """A key, a missing tensor, one that nothing reads, and one of another shape."""
-    folder = saved(llama4({}), tmp_path)
+    folder = saved(LLAMA4.model(), tmp_path)
     config, weights = folder / "config.json", folder / "model.safetensors"
     raw, tensors = json.loads(config.read_text()), load_file(weights)
     config.write_text(json.dumps(raw | {"attn_scales": 0.1}))

@@ -4,15 +4,14 @@ wrong variants of each must be far.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-import regard
 from regard.caches import Ring
 from regard.masks import Causal, Window
 from regard.nn import Block, PreNorm
@@ -20,9 +19,10 @@ from regard.nn.blocks.norms import OffsetLayerNorm
 from regard.nn.projections.steps import Clip
 from regard.positions import Rotary
 from tests.parity.families import changes
-from tests.parity.families.changes import Change, each, named
-from tests.parity.families.harness import assert_decoder, assert_differs, saved, theirs
-from tests.parity.families.published import assert_following, assert_saved
+from tests.parity.families.cases import Case, assert_case, assert_wrong
+from tests.parity.families.changes import Change, drop, each, put, swap, zeros
+from tests.parity.families.harness import theirs
+from tests.parity.families.published import assert_following
 
 H, G, D, M, WINDOW = 6, 2, 8, 36, 8
 SIZES: dict[str, Any] = {
@@ -48,13 +48,6 @@ YARN = {
     "original_max_position_embeddings": 256,
     "attention_factor": 1.2,
 }
-
-
-def no_positions(network: Any) -> None:
-    """Rotary steps removed from every layer that has them."""
-    for attention in changes.attentions(network):
-        for part in (attention.project.q, attention.project.k):
-            part.steps = nn.ModuleList(x for x in part.steps if not isinstance(x, Rotary))
 
 
 def positions_everywhere(network: Any) -> None:
@@ -97,11 +90,6 @@ def one_expert_less(network: Any) -> None:
         mixture.router.k -= 1
 
 
-def no_correction(network: Any) -> None:
-    for mixture in experts_of(network):
-        mixture.router.correction.data.zero_()
-
-
 def no_shared_gate(network: Any) -> None:
     for mixture in experts_of(network):
         mixture.shared = mixture.shared.expert
@@ -116,12 +104,6 @@ def one_after_the_other(network: Any) -> None:
 def norms_in_front(network: Any) -> None:
     for block in network.layers:
         block.attention_residual = PreNorm(block.attention_residual.norm)
-
-
-def norm_after_swapped(network: Any) -> None:
-    for block in network.layers:
-        path = block.attention_residual
-        path.norm, path.after = path.after, path.norm
 
 
 def no_head_norms(network: Any) -> None:
@@ -139,27 +121,6 @@ def without_the_one(network: Any) -> None:
 def not_clipped(network: Any) -> None:
     for clip in (m for m in network.modules() if isinstance(m, Clip)):
         clip.limit = 1e9
-
-
-def no_biases(network: Any) -> None:
-    for attention in changes.attentions(network):
-        attention.project.q.linear.bias.data.zero_()
-
-
-def no_head_bias(network: Any) -> None:
-    network.head.bias.data.zero_()
-
-
-def attribute(place: str, name: str, value: object) -> Change:
-    """An attribute of a part of the network, or of a part of every block, set to a value."""
-
-    def change(network: Any) -> None:
-        front, _, rest = place.partition(".")
-        parts = network.layers if front == "layers" else [getattr(network, front)]
-        for part in parts:
-            setattr(part.get_submodule(rest) if rest else part, name, value)
-
-    return named(f"{place}.{name} = {value}", change)
 
 
 OTHER_SCALE = each("another scale", scale=0.11)
@@ -183,36 +144,11 @@ def norm_head_by_head(network: Any) -> None:
         attention.project.q.flat = HeadByHead(attention.project.q.flat, D)
 
 
-def norm_behind_rotary(network: Any) -> None:
-    for attention in changes.attentions(network):
-        for part in (attention.project.q, attention.project.k):
-            norm, rotary = part.steps
-            part.steps[0], part.steps[1] = rotary, norm
-
-
-def head_norms_swapped(network: Any) -> None:
-    for attention in changes.attentions(network):
-        q, k = attention.project.q.steps, attention.project.k.steps
-        q[0], k[0] = k[0], q[0]
-
-
 def no_key_norm(network: Any) -> None:
     for attention in changes.attentions(network):
         k = attention.project.k
         k.flat = nn.Identity()
         k.steps = nn.ModuleList(x for x in k.steps if isinstance(x, Rotary))
-
-
-def other_eps(network: Any) -> None:
-    for attention in changes.attentions(network):
-        for part in (attention.project.q, attention.project.k):
-            part.steps[0].eps = 1e-6
-
-
-def no_bias(network: Any) -> None:
-    for attention in changes.attentions(network):
-        for part in (attention.project.q, attention.project.k, attention.project.v):
-            part.linear.bias = None
 
 
 def no_key_bias(network: Any) -> None:
@@ -229,17 +165,6 @@ def bias_behind(network: Any) -> None:
         attention.output.bias = nn.Parameter(torch.ones(M), requires_grad=False)
 
 
-class Case(NamedTuple):
-    """A family: its name in transformers, further keys, its own wrong variants, and the position of
-    the first token.
-    """
-
-    name: str
-    keys: dict[str, Any]
-    wrong: tuple[Callable[[Any], Any], ...]
-    start: int = 1000
-
-
 SLIDING = HEAD_DIM | {
     "num_hidden_layers": 3,
     "use_sliding_window": True,
@@ -254,19 +179,23 @@ QWEN_YARN = {
 }
 NORMS_OF_OLMO2 = (norm_head_by_head, norms_in_front, no_key_norm, changes.norms_swapped)
 NORMS_OF_QWEN3 = (
-    norm_behind_rotary,
-    head_norms_swapped,
+    swap("layers.*.attention.project.[qk]", "steps.0", "steps.1"),
+    swap("layers.*.attention.project", "q.steps.0", "k.steps.0"),
     no_key_norm,
-    other_eps,
+    put("layers.*.attention.project.[qk].steps.0", eps=1e-6),
     changes.interleave,
 )
-COMMON = (changes.other_groups, OTHER_SCALE, no_positions)
-CASES: dict[str, Case] = {
+COMMON: tuple[Change, ...] = (
+    changes.other_groups,
+    OTHER_SCALE,
+    drop("layers.*.attention.project.[qk]", Rotary),
+)
+FAMILIES: dict[str, Case] = {
     "arcee": Case("Arcee", HEAD_DIM, (other_activation, changes.interleave)),
     "cohere": Case(
         "Cohere",
         {"logit_scale": 0.25, "layer_norm_eps": 1e-2},
-        (other_layout, one_after_the_other, attribute("head", "scale", 0.5)),
+        (other_layout, one_after_the_other, put("head", scale=0.5)),
     ),
     "cohere2": Case(
         "Cohere2",
@@ -278,7 +207,11 @@ CASES: dict[str, Case] = {
             changes.windows(WINDOW, WINDOW, WINDOW),
         ),
     ),
-    "ernie4_5": Case("Ernie4_5", HEAD_DIM | {"use_bias": True}, (other_layout, no_biases)),
+    "ernie4_5": Case(
+        "Ernie4_5",
+        HEAD_DIM | {"use_bias": True},
+        (other_layout, zeros("layers.*.attention.project.q.linear.bias")),
+    ),
     "exaone4": Case(
         "Exaone4",
         {
@@ -293,9 +226,23 @@ CASES: dict[str, Case] = {
         {"sliding_window": None, "layer_types": ["full_attention"] * 2},
         (norms_in_front,),
     ),
-    "glm": Case("Glm", HEAD_DIM, (other_layout, no_biases, changes.rotate(slice(None), D))),
+    "glm": Case(
+        "Glm",
+        HEAD_DIM,
+        (
+            other_layout,
+            zeros("layers.*.attention.project.q.linear.bias"),
+            changes.rotate(slice(None), D),
+        ),
+    ),
     "glm4": Case(
-        "Glm4", HEAD_DIM | {"rms_norm_eps": 1e-2}, (other_layout, no_biases, norm_after_swapped)
+        "Glm4",
+        HEAD_DIM | {"rms_norm_eps": 1e-2},
+        (
+            other_layout,
+            zeros("layers.*.attention.project.q.linear.bias"),
+            swap("layers.*.attention_residual", "norm", "after"),
+        ),
     ),
     "glm4_moe": Case(
         "Glm4Moe",
@@ -311,7 +258,13 @@ CASES: dict[str, Case] = {
             "attention_bias": True,
             "routed_scaling_factor": 1.5,
         },
-        (other_weights_of_experts, one_expert_less, no_correction, no_head_norms, no_biases),
+        (
+            other_weights_of_experts,
+            one_expert_less,
+            zeros("layers.*.feed_forward.router.correction"),
+            no_head_norms,
+            zeros("layers.*.attention.project.q.linear.bias"),
+        ),
     ),
     "granite": Case(
         "Granite",
@@ -322,10 +275,10 @@ CASES: dict[str, Case] = {
             "logits_scaling": 4.0,
         },
         (
-            attribute("embed", "scale", 1.0),
-            attribute("head", "scale", 1.0),
-            attribute("layers.attention_residual", "scale", 1.0),
-            attribute("layers.feed_forward_residual", "scale", 1.0),
+            put("embed", scale=1.0),
+            put("head", scale=1.0),
+            put("layers.*.attention_residual", scale=1.0),
+            put("layers.*.feed_forward_residual", scale=1.0),
         ),
     ),
     "granitemoe": Case(
@@ -337,7 +290,12 @@ CASES: dict[str, Case] = {
     "minimax_m2": Case(
         "MiniMaxM2",
         HEAD_DIM | LOCAL_EXPERTS | {"rotary_dim": 4},
-        (no_correction, no_head_norms, gate_and_up_swapped, changes.rotate(slice(None), D)),
+        (
+            zeros("layers.*.feed_forward.router.correction"),
+            no_head_norms,
+            gate_and_up_swapped,
+            changes.rotate(slice(None), D),
+        ),
     ),
     "mixtral": Case(
         "Mixtral",
@@ -390,12 +348,22 @@ CASES: dict[str, Case] = {
     "phi": Case(
         "Phi",
         {"hidden_size": 48, "hidden_act": "gelu_new"},
-        (one_after_the_other, no_head_bias, no_biases, changes.rotate(slice(None), 8)),
+        (
+            one_after_the_other,
+            zeros("head.bias"),
+            zeros("layers.*.attention.project.q.linear.bias"),
+            changes.rotate(slice(None), 8),
+        ),
     ),
     "qwen2": Case(
         "Qwen2",
         HEAD_DIM | {"rope_parameters": QWEN_YARN, "tie_word_embeddings": True},
-        (no_bias, no_key_bias, bias_behind, changes.windows(WINDOW, WINDOW)),
+        (
+            put("layers.*.attention.project.[qkv].linear", bias=None),
+            no_key_bias,
+            bias_behind,
+            changes.windows(WINDOW, WINDOW),
+        ),
     ),
     "qwen2, upper layers slide": Case(
         "Qwen2",
@@ -429,21 +397,29 @@ CASES: dict[str, Case] = {
     "qwen2_moe": Case(
         "Qwen2Moe",
         EXPERTS | {"moe_intermediate_size": 12, "shared_expert_intermediate_size": 14},
-        (other_weights_of_experts, no_shared_gate, no_biases),
+        (
+            other_weights_of_experts,
+            no_shared_gate,
+            zeros("layers.*.attention.project.q.linear.bias"),
+        ),
     ),
     "qwen3_moe": Case(
         "Qwen3Moe",
         HEAD_DIM | EXPERTS | {"moe_intermediate_size": 12, "norm_topk_prob": True},
         (other_weights_of_experts, no_head_norms, one_expert_less),
     ),
-    "seed_oss": Case("SeedOss", HEAD_DIM, (no_biases, changes.interleave)),
+    "seed_oss": Case(
+        "SeedOss", HEAD_DIM, (zeros("layers.*.attention.project.q.linear.bias"), changes.interleave)
+    ),
     "smollm3": Case(
         "SmolLM3",
         {"num_hidden_layers": 3, "no_rope_layers": [1, 0, 1]},
         (positions_everywhere, changes.interleave),
     ),
     "stablelm": Case(
-        "StableLm", {"hidden_size": 48, "use_qkv_bias": True}, (no_biases, changes.norms_swapped)
+        "StableLm",
+        {"hidden_size": 48, "use_qkv_bias": True},
+        (zeros("layers.*.attention.project.q.linear.bias"), changes.norms_swapped),
     ),
     "stablelm, parallel": Case(
         "StableLm", {"hidden_size": 48, "use_parallel_residual": True}, (one_after_the_other,)
@@ -451,39 +427,36 @@ CASES: dict[str, Case] = {
     "starcoder2": Case(
         "Starcoder2",
         {"sliding_window": WINDOW},
-        (no_biases, other_activation, changes.norms_swapped, changes.windows(WINDOW + 1, WINDOW)),
+        (
+            zeros("layers.*.attention.project.q.linear.bias"),
+            other_activation,
+            changes.norms_swapped,
+            changes.windows(WINDOW + 1, WINDOW),
+        ),
     ),
 }
 
 
-def model_of(case: str) -> Any:
-    model = theirs(CASES[case].name, SIZES | CASES[case].keys)
-    make = torch.Generator().manual_seed(4)
-    for name, buffer in model.named_buffers():
-        if name.endswith("e_score_correction_bias"):
-            buffer.copy_(0.3 * torch.randn(buffer.shape, generator=make))
-    return model
+CASES = {
+    name: case._replace(keys=SIZES | case.keys, wrong=COMMON + case.wrong, start=case.start or 1000)
+    for name, case in FAMILIES.items()
+}
 
 
 @pytest.mark.full(keep=2)
 @pytest.mark.parametrize("case", CASES)
 def test_every_family(case: str, tmp_path: Path) -> None:
-    model = model_of(case)
-    mine = assert_decoder(model, tmp_path, start=CASES[case].start)
-    assert_saved(mine, model, tmp_path, start=CASES[case].start)
+    assert_case(CASES[case], tmp_path)
 
 
 @pytest.mark.full(keep=1)
 @pytest.mark.parametrize("case", CASES)
 def test_wrong_variants_are_far(case: str, tmp_path: Path) -> None:
-    model = model_of(case)
-    mine = regard.load(saved(model, tmp_path))
-    for change in (*COMMON, *CASES[case].wrong):
-        assert_differs(mine, model, change, start=1000)
+    assert_wrong(CASES[case], tmp_path)
 
 
 def test_layers_with_equal_rotary_settings_share_a_module(tmp_path: Path) -> None:
-    network = regard.load(saved(model_of("olmo3"), tmp_path)).decoder
+    network = CASES["olmo3"].load(tmp_path)[1].decoder
     first, second, third = (block.attention.project.q.steps[-1] for block in network.layers)
     assert first is third
     assert first.scaling is None
@@ -503,7 +476,7 @@ WINDOWS = {
 
 @pytest.mark.parametrize("case", WINDOWS)
 def test_windows_are_those_of_the_config(case: str, tmp_path: Path) -> None:
-    mine = regard.load(saved(model_of(case), tmp_path))
+    mine = CASES[case].load(tmp_path)[1]
     assert mine.config.windows() == WINDOWS[case]
     rings = [isinstance(cache, Ring) for cache in mine.new_caches()]
     assert rings == [window is not None for window in WINDOWS[case]]

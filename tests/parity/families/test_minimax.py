@@ -21,16 +21,8 @@ from regard.nn.projections.steps import Swish
 from regard.nn.recurrence.decays import RetentionRule
 from regard.positions import Rotary
 from tests.parity.families import changes
-from tests.parity.families.changes import named
-from tests.parity.families.harness import (
-    assert_decoder,
-    assert_differs,
-    assert_near,
-    ids_of,
-    saved,
-    theirs,
-)
-from tests.parity.families.published import assert_saved
+from tests.parity.families.cases import Case, assert_case, assert_wrong, with_wrong
+from tests.parity.families.changes import drop, put, swap
 from tests.parity.families.test_llama_relatives import gate_and_up_swapped, one_expert_less
 
 minimax = family("minimax")
@@ -74,41 +66,10 @@ def norm_before_each_sublayer(network: Any) -> None:
             setattr(block, name, PreNorm(getattr(block, name).norm))
 
 
-def no_factors(network: Any) -> None:
-    for residual in residuals(network):
-        residual.alpha = residual.beta = 1.0
-
-
-def factors_swapped(network: Any) -> None:
-    for residual in residuals(network):
-        residual.alpha, residual.beta = residual.beta, residual.alpha
-
-
 def rates_of_the_first_layer(network: Any) -> None:
     first, *rest = recurrences(network)
     for mixer in rest:
         mixer.rule = first.rule
-
-
-def decays_of_retention(network: Any) -> None:
-    for mixer in recurrences(network):
-        mixer.rule = RetentionRule(6, scale=1.0)
-
-
-def no_activation(network: Any) -> None:
-    for mixer in recurrences(network):
-        for part in (mixer.project.q, mixer.project.k):
-            part.steps = nn.ModuleList(x for x in part.steps if not isinstance(x, Swish))
-
-
-def silu_gate(network: Any) -> None:
-    for mixer in recurrences(network):
-        mixer.gate_activation = "silu"
-
-
-def gate_before_norm(network: Any) -> None:
-    for mixer in recurrences(network):
-        mixer.gate_before_norm = True
 
 
 def queries_for_keys(network: Any) -> None:
@@ -125,45 +86,49 @@ def half_rotated(network: Any) -> None:
                 part.steps[-1] = Rotary(8, 1e6, rotary_dim=4)
 
 
-WRONG = (
-    changes.interleave,
-    changes.norms_swapped,
-    decays_of_retention,
-    factors_swapped,
-    gate_and_up_swapped,
-    gate_before_norm,
-    half_rotated,
-    no_activation,
-    no_factors,
-    norm_before_each_sublayer,
-    one_expert_less,
-    queries_for_keys,
-    rates_of_the_first_layer,
-    silu_gate,
-)
+def wider(network: Any) -> None:
+    for block in network.layers:
+        if not isinstance(block.attention, Recurrent):
+            block.attention.mask = regard.masks.Causal() & regard.masks.Window(9)
+
+
+CASES = {
+    "minimax": Case("MiniMax", SIZES, start=1000),
+    "minimax, window": Case(
+        "MiniMax",
+        SIZES | {"sliding_window": 8},
+        (
+            changes.interleave,
+            changes.norms_swapped,
+            put("layers.*.attention", rule=RetentionRule(6, scale=1.0)),
+            swap("layers.*.(attention|feed_forward)_residual", "alpha", "beta"),
+            gate_and_up_swapped,
+            put("layers.*.attention", gate_before_norm=True),
+            half_rotated,
+            drop("layers.*.attention.project.[qk]", Swish),
+            put("layers.*.(attention|feed_forward)_residual", alpha=1.0, beta=1.0),
+            norm_before_each_sublayer,
+            one_expert_less,
+            queries_for_keys,
+            rates_of_the_first_layer,
+            put("layers.*.attention", gate_activation="silu"),
+            wider,
+        ),
+        start=1000,
+    ),
+}
 
 
 @pytest.mark.full
-def test_minimax(tmp_path: Path) -> None:
-    model = theirs("MiniMax", SIZES)
-    mine = assert_decoder(model, tmp_path, start=1000)
-    assert_saved(mine, model, tmp_path, start=1000)
+@pytest.mark.parametrize("case", CASES)
+def test_every_family(case: str, tmp_path: Path) -> None:
+    assert_case(CASES[case], tmp_path)
 
 
 @pytest.mark.full
-def test_wrong_variants_are_far(tmp_path: Path) -> None:
-    model = theirs("MiniMax", SIZES | {"sliding_window": 8})
-    mine = regard.load(saved(model, tmp_path))
-    ids = ids_of(model)
-    assert_near(mine(ids), model(input_ids=ids, use_cache=False).logits)
-
-    def wider(network: Any) -> None:
-        for block in network.layers:
-            if not isinstance(block.attention, Recurrent):
-                block.attention.mask = regard.masks.Causal() & regard.masks.Window(9)
-
-    for change in (*WRONG, named("a wider window", wider)):
-        assert_differs(mine, model, change, start=1000)
+@pytest.mark.parametrize("case", with_wrong(CASES))
+def test_wrong_variants_are_far(case: str, tmp_path: Path) -> None:
+    assert_wrong(CASES[case], tmp_path)
 
 
 def test_names_of_the_makers() -> None:
@@ -192,7 +157,7 @@ def test_names_of_the_makers() -> None:
 
 def test_direct_attribution_counts_both_factors(tmp_path: Path) -> None:
     """The terms of all layers sum to the difference of two logits; without beta they do not."""
-    mine = regard.load(saved(theirs("MiniMax", SIZES), tmp_path))
+    mine = CASES["minimax"].load(tmp_path)[1]
     ids = torch.randint(3, 96, (1, 12), generator=torch.Generator().manual_seed(2))
     table = attribute(mine, ids, (5, 6))
     logits = mine(ids)[0, -1]

@@ -12,11 +12,20 @@ import torch
 
 import regard
 from regard.errors import ArgumentError, FileError
-from regard.masks import Causal, Window
 from regard.models.assembly import building_blocks
 from regard.positions import LongRoPE, Rotary
+from tests.parity.families import changes
+from tests.parity.families.cases import Case, assert_case, assert_wrong
+from tests.parity.families.changes import swap
 from tests.parity.families.harness import assert_decoder, assert_differs, theirs
-from tests.parity.families.published import assert_following, assert_saved, build, count, layer
+from tests.parity.families.published import (
+    assert_following,
+    assert_saved,
+    build,
+    count,
+    layer,
+    published,
+)
 
 H, G, D, W = 6, 2, 8, 9
 # transformers takes hidden_size / num_attention_heads for the head dim: no other is possible
@@ -53,21 +62,59 @@ PARTIAL = {
 }
 
 
-def test_phi3(tmp_path: Path) -> None:
-    model = theirs("Phi3", SMALL)
-    mine = assert_decoder(model, tmp_path, start=1000)
-    for variant in (keys_for_values, gate_for_up, group_by_group):
-        assert_differs(mine, model, variant, start=1000)
-    assert_saved(mine, model, tmp_path)
+def group_by_group(network: Any) -> None:
+    """The same rows, read as each group's queries, key and value in turn."""
+    for block in network.layers:
+        parts = [getattr(block.attention.project, name).linear for name in "qkv"]
+        fused = torch.cat([part.weight for part in parts]).unflatten(0, (G, H // G + 2, D))
+        split = fused.split([H // G, 1, 1], dim=1)
+        for part, rows in zip(parts, split, strict=True):
+            part.weight.data = rows.flatten(0, 2).contiguous()
 
 
-@pytest.mark.full(keep=1)
-def test_a_window_and_a_part_of_each_head_that_turns(tmp_path: Path) -> None:
-    model = theirs("Phi3", SMALL | PARTIAL | {"sliding_window": W, "tie_word_embeddings": True})
-    mine = assert_decoder(model, tmp_path, start=1000)
-    for variant in (wider, whole_heads, other_part):
-        assert_differs(mine, model, variant, start=1000)
-    assert_saved(mine, model, tmp_path)
+def assert_long_list(network: Any) -> None:
+    for module in network.modules():
+        if isinstance(module, Rotary):
+            s = module.scaling
+            assert isinstance(s, LongRoPE)
+            module.scaling = LongRoPE(s.long_factor, s.long_factor, s.original_length, s.factor)
+
+
+CASES: dict[str, Case] = {
+    "phi3": Case(
+        "Phi3",
+        SMALL,
+        (
+            swap("layers.*.attention.project", "k.linear", "v.linear"),
+            swap("layers.*.feed_forward", "gate", "up"),
+            group_by_group,
+        ),
+        start=1000,
+    ),
+    "a window, and a part of each head turns": Case(
+        "Phi3",
+        SMALL | PARTIAL | {"sliding_window": W, "tie_word_embeddings": True},
+        (
+            changes.windows(W + 1, W + 1),
+            changes.rotate(slice(None), D),
+            # the exponents divided by the head dim
+            changes.rotate(slice(None), D, rotary_dim=6, proportional=True),
+        ),
+        start=1000,
+    ),
+}
+
+
+@pytest.mark.full(keep=["phi3"])
+@pytest.mark.parametrize("case", CASES)
+def test_every_family(case: str, tmp_path: Path) -> None:
+    assert_case(CASES[case], tmp_path)
+
+
+@pytest.mark.full(keep=["phi3"])
+@pytest.mark.parametrize("case", CASES)
+def test_wrong_variants_are_far(case: str, tmp_path: Path) -> None:
+    assert_wrong(CASES[case], tmp_path)
 
 
 @pytest.mark.full
@@ -83,95 +130,9 @@ def test_longrope(partial: float, tmp_path: Path) -> None:
     assert_following(theirs("Phi3", SMALL | longrope(partial, 17)), across, 17)
 
 
-# Negative controls.
-
-
-def keys_for_values(network: Any) -> None:
-    for block in network.layers:
-        k, v = block.attention.project.k, block.attention.project.v
-        k.linear, v.linear = v.linear, k.linear
-
-
-def gate_for_up(network: Any) -> None:
-    for block in network.layers:
-        part = block.feed_forward
-        part.gate, part.up = part.up, part.gate
-
-
-def group_by_group(network: Any) -> None:
-    """The same rows, read as each group's queries, key and value in turn."""
-    for block in network.layers:
-        parts = [getattr(block.attention.project, name).linear for name in "qkv"]
-        fused = torch.cat([part.weight for part in parts]).unflatten(0, (G, H // G + 2, D))
-        split = fused.split([H // G, 1, 1], dim=1)
-        for part, rows in zip(parts, split, strict=True):
-            part.weight.data = rows.flatten(0, 2).contiguous()
-
-
-def turn(network: Any, rotary: Rotary) -> None:
-    for block in network.layers:
-        for part in (block.attention.project.q, block.attention.project.k):
-            part.steps[-1] = rotary
-
-
-def whole_heads(network: Any) -> None:
-    turn(network, Rotary(D))
-
-
-def other_part(network: Any) -> None:
-    """The exponents divided by the head dim, as in proportional rotary."""
-    turn(network, Rotary(D, rotary_dim=6, proportional=True))
-
-
-def wider(network: Any) -> None:
-    for block in network.layers:
-        block.attention.mask = Causal() & Window(W + 1)
-
-
-def assert_long_list(network: Any) -> None:
-    for module in network.modules():
-        if isinstance(module, Rotary):
-            s = module.scaling
-            assert isinstance(s, LongRoPE)
-            module.scaling = LongRoPE(s.long_factor, s.long_factor, s.original_length, s.factor)
-
-
 # Published files.
 
-MINI: dict[str, Any] = {
-    "_name_or_path": "Phi-3-mini-4k-instruct",
-    "architectures": ["Phi3ForCausalLM"],
-    "attention_bias": False,
-    "attention_dropout": 0.0,
-    "auto_map": {
-        "AutoConfig": "configuration_phi3.Phi3Config",
-        "AutoModelForCausalLM": "modeling_phi3.Phi3ForCausalLM",
-    },
-    "bos_token_id": 1,
-    "embd_pdrop": 0.0,
-    "eos_token_id": 32000,
-    "hidden_act": "silu",
-    "hidden_size": 3072,
-    "initializer_range": 0.02,
-    "intermediate_size": 8192,
-    "max_position_embeddings": 4096,
-    "model_type": "phi3",
-    "num_attention_heads": 32,
-    "num_hidden_layers": 32,
-    "num_key_value_heads": 32,
-    "original_max_position_embeddings": 4096,
-    "pad_token_id": 32000,
-    "resid_pdrop": 0.0,
-    "rms_norm_eps": 1e-05,
-    "rope_scaling": None,
-    "rope_theta": 10000.0,
-    "sliding_window": 2047,
-    "tie_word_embeddings": False,
-    "torch_dtype": "bfloat16",
-    "transformers_version": "4.40.2",
-    "use_cache": True,
-    "vocab_size": 32064,
-}
+MINI = published("phi-3-mini-4k")
 # the lists are invented; their lengths are those of the files
 LONG = MINI | {
     "max_position_embeddings": 131072,

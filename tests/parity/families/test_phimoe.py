@@ -5,7 +5,6 @@ LongRoPE with a factor; wrong ones must be far.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +15,14 @@ from torch import nn
 
 import regard
 from regard.errors import ArgumentError, FileError
-from regard.masks import Causal, Window
 from regard.models.model import Model
 from regard.nn.blocks.routers import SoftmaxRouter, SparseMixerRouter
-from tests.parity.families.harness import assert_decoder, assert_differs, theirs
-from tests.parity.families.published import assert_saved, build, count
+from tests.parity.families import changes
+from tests.parity.families.cases import Case, assert_case, assert_wrong, with_wrong
+from tests.parity.families.changes import put, zeros
+from tests.parity.families.harness import assert_differs, saved
+from tests.parity.families.published import build, count
+from tests.parity.families.test_llama_relatives import gate_and_up_swapped
 
 H, G, D, W = 6, 2, 8, 9
 SMALL: dict[str, Any] = {
@@ -49,37 +51,10 @@ LONGROPE: dict[str, Any] = {
     },
     "original_max_position_embeddings": 48,
 }
-CHANGES: dict[str, dict[str, Any]] = {
-    "plain": {},
-    "window, biases, released tolerance": {
-        "sliding_window": W,
-        "attention_bias": True,
-        "lm_head_bias": True,
-        "router_jitter_noise": 0.01,
-    },
-    "longrope, tied": LONGROPE | {"tie_word_embeddings": True},
-}
-
-
-@pytest.mark.full(keep=1)
-@pytest.mark.parametrize("name", CHANGES)
-def test_phimoe(name: str, tmp_path: Path) -> None:
-    model = theirs("Phimoe", SMALL | CHANGES[name])
-    start = 0 if "longrope" in name else 1000
-    mine = assert_decoder(model, tmp_path, start=start)
-    assert_saved(mine, model, tmp_path, start=start)
-
-
-# Negative controls.
 
 
 def routers(network: Any) -> list[Any]:
     return [block.feed_forward.router for block in network.layers]
-
-
-def other_tolerance(network: Any) -> None:
-    for router in routers(network):
-        router.tolerance = 0.01
 
 
 def softmax_of_both(network: Any) -> None:
@@ -100,50 +75,49 @@ def no_means(network: Any) -> None:
         block.feed_forward_residual.norm = made.requires_grad_(False)
 
 
-def no_biases_of_norms(network: Any) -> None:
-    for block in network.layers:
-        block.attention_residual.norm.bias.data.zero_()
+CASES: dict[str, Case] = {
+    "phimoe": Case(
+        "Phimoe",
+        SMALL,
+        (
+            put("layers.*.feed_forward.router", tolerance=0.01),
+            softmax_of_both,
+            no_means,
+            zeros("layers.*.attention_residual.norm.bias"),
+            gate_and_up_swapped,
+            changes.windows(W, W),
+        ),
+        start=1000,
+    ),
+    "window, biases, released tolerance": Case(
+        "Phimoe",
+        SMALL
+        | {
+            "sliding_window": W,
+            "attention_bias": True,
+            "lm_head_bias": True,
+            "router_jitter_noise": 0.01,
+        },
+        start=1000,
+    ),
+    "longrope, tied": Case("Phimoe", SMALL | LONGROPE | {"tie_word_embeddings": True}),
+}
 
 
-def gate_for_up(network: Any) -> None:
-    for block in network.layers:
-        for expert in block.feed_forward.experts:
-            expert.gate, expert.up = expert.up, expert.gate
+@pytest.mark.full(keep=1)
+@pytest.mark.parametrize("case", CASES)
+def test_every_family(case: str, tmp_path: Path) -> None:
+    assert_case(CASES[case], tmp_path)
 
 
-def window(network: Any) -> None:
-    for block in network.layers:
-        block.attention.mask = Causal() & Window(W)
-
-
-WRONG: list[Callable[[Any], None]] = [
-    other_tolerance,
-    softmax_of_both,
-    no_means,
-    no_biases_of_norms,
-    gate_for_up,
-    window,
-]
-
-
-@pytest.fixture(scope="module")
-def right(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Model]:
-    model, folder = theirs("Phimoe", SMALL), tmp_path_factory.mktemp("phimoe")
-    model.save_pretrained(folder)
-    return model, regard.load(folder, kind=Model)
-
-
-@pytest.mark.full(keep=2)
-@pytest.mark.parametrize("change", WRONG, ids=lambda x: x.__name__)
-def test_a_wrong_variant_is_far(right: tuple[Any, Model], change: Callable[[Any], None]) -> None:
-    model, mine = right
-    assert_differs(mine, model, change)
+@pytest.mark.full
+@pytest.mark.parametrize("case", with_wrong(CASES))
+def test_wrong_variants_are_far(case: str, tmp_path: Path) -> None:
+    assert_wrong(CASES[case], tmp_path)
 
 
 def test_no_factor_of_longrope_is_far(tmp_path: Path) -> None:
-    model = theirs("Phimoe", SMALL | LONGROPE)
-    model.save_pretrained(tmp_path)
-    mine = regard.load(tmp_path, kind=Model)
+    model, mine = Case("Phimoe", SMALL | LONGROPE).load(tmp_path)
     file = tmp_path / "config.json"
     raw = json.loads(file.read_text())
     raw["rope_parameters"] |= {"short_mscale": 1.0, "long_mscale": 1.0}
@@ -156,9 +130,8 @@ def test_no_factor_of_longrope_is_far(tmp_path: Path) -> None:
             regard.load(tmp_path)
 
 
-def test_loading_is_strict(right: tuple[Any, Model], tmp_path: Path) -> None:
-    model, _ = right
-    model.save_pretrained(tmp_path)
+def test_loading_is_strict(tmp_path: Path) -> None:
+    saved(CASES["phimoe"].model(), tmp_path)
     file, config = tmp_path / "model.safetensors", tmp_path / "config.json"
     stored = load_file(file)
     lacking = "model.layers.1.input_layernorm.bias"

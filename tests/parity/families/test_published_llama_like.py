@@ -9,30 +9,9 @@ from typing import Any, NamedTuple
 import pytest
 
 from regard.errors import ArgumentError
-from tests.parity.families.published import build, count, layer, placed
+from tests.parity.families.published import build, count, layer, placed, published
 
-V01: dict[str, Any] = {
-    "architectures": ["MistralForCausalLM"],
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "hidden_act": "silu",
-    "hidden_size": 4096,
-    "initializer_range": 0.02,
-    "intermediate_size": 14336,
-    "max_position_embeddings": 32768,
-    "model_type": "mistral",
-    "num_attention_heads": 32,
-    "num_hidden_layers": 32,
-    "num_key_value_heads": 8,
-    "rms_norm_eps": 1e-05,
-    "rope_theta": 10000.0,
-    "sliding_window": 4096,
-    "tie_word_embeddings": False,
-    "torch_dtype": "bfloat16",
-    "transformers_version": "4.34.0.dev0",
-    "use_cache": True,
-    "vocab_size": 32000,
-}
+V01 = published("mistral-7b-v0.1")
 V03 = V01 | {
     "rope_theta": 1000000.0,
     "sliding_window": None,
@@ -46,31 +25,7 @@ NEMO = V03 | {
     "max_position_embeddings": 131072,
     "vocab_size": 131072,
 }
-QWEN2_HALF: dict[str, Any] = {
-    "architectures": ["Qwen2ForCausalLM"],
-    "attention_dropout": 0.0,
-    "bos_token_id": 151643,
-    "eos_token_id": 151643,
-    "hidden_act": "silu",
-    "hidden_size": 896,
-    "initializer_range": 0.02,
-    "intermediate_size": 4864,
-    "max_position_embeddings": 131072,
-    "max_window_layers": 24,
-    "model_type": "qwen2",
-    "num_attention_heads": 14,
-    "num_hidden_layers": 24,
-    "num_key_value_heads": 2,
-    "rms_norm_eps": 1e-06,
-    "rope_theta": 1000000.0,
-    "sliding_window": 131072,
-    "tie_word_embeddings": True,
-    "torch_dtype": "bfloat16",
-    "transformers_version": "4.40.1",
-    "use_cache": True,
-    "use_sliding_window": False,
-    "vocab_size": 151936,
-}
+QWEN2_HALF = published("qwen2-0.5b")
 QWEN2_SEVEN = QWEN2_HALF | {
     "hidden_size": 3584,
     "intermediate_size": 18944,
@@ -83,34 +38,7 @@ QWEN2_SEVEN = QWEN2_HALF | {
     "use_mrope": False,
     "rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768},
 }
-QWEN3_SMALLEST: dict[str, Any] = {
-    "architectures": ["Qwen3ForCausalLM"],
-    "attention_bias": False,
-    "attention_dropout": 0.0,
-    "bos_token_id": 151643,
-    "eos_token_id": 151645,
-    "head_dim": 128,
-    "hidden_act": "silu",
-    "hidden_size": 1024,
-    "initializer_range": 0.02,
-    "intermediate_size": 3072,
-    "max_position_embeddings": 40960,
-    "max_window_layers": 28,
-    "model_type": "qwen3",
-    "num_attention_heads": 16,
-    "num_hidden_layers": 28,
-    "num_key_value_heads": 8,
-    "rms_norm_eps": 1e-06,
-    "rope_scaling": None,
-    "rope_theta": 1000000,
-    "sliding_window": None,
-    "tie_word_embeddings": True,
-    "torch_dtype": "bfloat16",
-    "transformers_version": "4.51.0",
-    "use_cache": True,
-    "use_sliding_window": False,
-    "vocab_size": 151936,
-}
+QWEN3_SMALLEST = published("qwen3-0.6b")
 QWEN3_EIGHT = QWEN3_SMALLEST | {
     "hidden_size": 4096,
     "intermediate_size": 12288,
@@ -119,30 +47,7 @@ QWEN3_EIGHT = QWEN3_SMALLEST | {
     "num_hidden_layers": 36,
     "tie_word_embeddings": False,
 }
-OLMO2_SEVEN: dict[str, Any] = {
-    "architectures": ["Olmo2ForCausalLM"],
-    "attention_bias": False,
-    "attention_dropout": 0.0,
-    "eos_token_id": 100257,
-    "hidden_act": "silu",
-    "hidden_size": 4096,
-    "initializer_range": 0.02,
-    "intermediate_size": 11008,
-    "max_position_embeddings": 4096,
-    "model_type": "olmo2",
-    "num_attention_heads": 32,
-    "num_hidden_layers": 32,
-    "num_key_value_heads": 32,
-    "pad_token_id": 100277,
-    "rms_norm_eps": 1e-06,
-    "rope_scaling": None,
-    "rope_theta": 500000,
-    "tie_word_embeddings": False,
-    "torch_dtype": "float32",
-    "transformers_version": "4.47.0.dev0",
-    "use_cache": False,
-    "vocab_size": 100352,
-}
+OLMO2_SEVEN = published("olmo2-7b")
 OLMO2_ONE = OLMO2_SEVEN | {
     "hidden_size": 2048,
     "intermediate_size": 8192,

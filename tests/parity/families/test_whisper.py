@@ -21,11 +21,12 @@ from regard.errors import ArgumentError, ArgumentTypeError, FileError
 from regard.inspect import Recorder, explain
 from regard.models import SpeechToText
 from regard.models.families import family
-from regard.models.save import save
 from regard.models.seq2seq import Seq2Seq
 from regard.nn import PostNorm
 from regard.positions import sinusoidal
+from tests.parity.families.changes import put, zeros
 from tests.parity.families.harness import assert_far, assert_near, saved, theirs, transformers
+from tests.parity.families.sequence_pairs import saved_twice
 
 whisper = family("whisper")
 
@@ -134,17 +135,9 @@ def test_the_search_is_theirs(pair: Pair) -> None:
 def test_saving_gives_the_same_file_again_and_transformers_reads_it(
     pair: Pair, tmp_path: Path
 ) -> None:
-    names = [tmp_path / name for name in ("b", "c")]
-    model = pair.mine
-    for folder in names:
-        folder.mkdir()
-        save(model.network, model.config, folder)
-        model = regard.load(folder, kind=SpeechToText)
-    for file in ("model.safetensors", "config.json"):
-        first, second = ((folder / file).read_bytes() for folder in names)
-        assert first == second
+    model, first = saved_twice(pair.mine, tmp_path)
     kind = transformers.WhisperForConditionalGeneration
-    again = kind.from_pretrained(names[0], attn_implementation="eager").eval()
+    again = kind.from_pretrained(first, attn_implementation="eager").eval()
     exact = again(input_features=pair.features, decoder_input_ids=pair.target).logits.detach()
     assert_near(model(pair.features, pair.target), exact)
 
@@ -244,18 +237,9 @@ def test_published_sizes() -> None:
 # Negative controls: what must be told apart.
 
 
-def values_without_bias(network: Any) -> None:
-    for layer in network.layers:
-        layer.attention.project.v.linear.bias = None
-
-
 def convolution_reversed(network: Any) -> None:
     weight = network.encoder.embed.conv2.weight
     weight.data = weight.data.flip(-1)
-
-
-def no_positions_of_frames(network: Any) -> None:
-    network.encoder.embed.positional.weight.data.zero_()
 
 
 def post_norm(network: Any) -> None:
@@ -263,26 +247,17 @@ def post_norm(network: Any) -> None:
         layer.attention_residual = PostNorm(layer.attention_residual.norm)
 
 
-def no_last_norm(network: Any) -> None:
-    network.encoder.norm = nn.Identity()
-
-
-def sees_ahead(network: Any) -> None:
-    for layer in network.layers:
-        layer.attention.mask = None
-
-
 def shifted(network: Any) -> None:
     network.embed.positional.weight.data = network.embed.positional.weight.data.roll(1, 0)
 
 
 WRONG: list[Callable[[Any], None]] = [
-    values_without_bias,
+    put("layers.*.attention.project.v.linear", bias=None),
     convolution_reversed,
-    no_positions_of_frames,
+    zeros("encoder.embed.positional.weight"),
     post_norm,
-    no_last_norm,
-    sees_ahead,
+    put("encoder", norm=nn.Identity()),
+    put("layers.*.attention", mask=None),
     shifted,
 ]
 

@@ -1,5 +1,5 @@
-"""Attention of BigBird as transformers computes it, in full, in blocks, in training and in
-evaluation, against `bigbird`.
+"""Sparse attention of BigBird and Longformer as transformers computes it: BigBird in full, in
+blocks, in training and in evaluation.
 """
 
 from __future__ import annotations
@@ -11,14 +11,52 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from regard import biases
-from regard.masks import BigBird, Blocks
-from regard.nn.variants import bigbird
+from regard.masks import BigBird, Blocks, Global, Window
+from regard.nn.variants import bigbird, longformer
 from tests.parity import layers
-from tests.parity.encoders import SIZES, H, M, names, parts, paths
+from tests.parity.families.changes import put
 from tests.parity.layers import Change, assert_far, assert_near, capture, copy_weights
+
+M, H = 24, 3
+SIZES = {
+    "vocab_size": 8,
+    "hidden_size": M,
+    "num_attention_heads": H,
+    "intermediate_size": 16,
+    "num_hidden_layers": layers.LAYERS,
+    "max_position_embeddings": 80,
+    "pad_token_id": 1,
+    "bos_token_id": 0,
+    "eos_token_id": 2,
+    "hidden_dropout_prob": 0.0,
+    "attention_probs_dropout_prob": 0.0,
+}
+
+
+def paths(layer: int) -> tuple[str, str]:
+    """What attention is given, and its output projection, before residual and norm."""
+    where = f"encoder.layer.{layer}.attention"
+    return f"{where}.self", f"{where}.output.dense"
+
+
+def parts(theirs: Any, layer: int) -> nn.Module:
+    inlet, outlet = (theirs.get_submodule(path) for path in paths(layer))
+    return nn.ModuleDict({"self": inlet, "dense": outlet})
+
+
+def names(kinds: dict[str, str]) -> dict[str, str]:
+    """self.query<ending>.weight -> <ours>.q.linear.weight and so on, and the output."""
+    made = {
+        f"self.{name}{ending}.{end}": f"{ours}.{name[0]}.linear.{end}"
+        for ending, ours in kinds.items()
+        for name in ("query", "key", "value")
+        for end in ("weight", "bias")
+    }
+    return made | {f"dense.{end}": f"output.{end}" for end in ("weight", "bias")}
+
 
 BLOCK, BLOCKS, RANDOM = 2, 16, 2
 SLOTS = BLOCK * BLOCKS
@@ -162,6 +200,106 @@ def test_a_wrong_bigbird_is_far(change: Change) -> None:
     at = torch.arange(SLOTS)
     seen = pair.ours.mask.allows(at[None, None, :, None], at[None, None, None])
     x, y = pair.run(attention_mask=torch.where(seen, 0.0, torch.finfo().min).expand(2, 1, -1, -1))
+    assert_near(pair.ours(x), y)
+    other = copy.deepcopy(pair.ours)
+    change(other)
+    assert_far(other(x), y)
+
+
+WINDOWS, GLOBALS, LENGTH = (4, 8), (0, 7, 8, 20), 26
+
+
+class Long:
+    """A layer of their Longformer and ours."""
+
+    def __init__(self, layer: int, positions: tuple[int, ...] = GLOBALS) -> None:
+        self.theirs = layers.model("Longformer", SIZES | {"attention_window": list(WINDOWS)})
+        self.layer, self.positions = layer, positions
+        made = longformer(M, H, window=WINDOWS[layer], positions=positions)
+        named = names({"": "local_project", "_global": "global_project"})
+        self.ours: Any = copy_weights(parts(self.theirs, layer), made, named)
+
+    def run(self, positions: Tensor, keep: Tensor) -> tuple[Tensor, Tensor]:
+        """Their slots behind the text, which make it a multiple of the window, cut off."""
+        which = torch.isin(positions, torch.tensor(self.positions)) & keep
+        x, y = capture(
+            self.theirs,
+            *paths(self.layer),
+            inputs_embeds=torch.randn(*keep.shape, M),
+            attention_mask=keep.long(),
+            global_attention_mask=which.long(),
+        )
+        assert x.shape[1] % max(WINDOWS) == 0
+        return x[:, : keep.shape[1]], y[:, : keep.shape[1]]
+
+    def whole(self) -> tuple[Tensor, Tensor]:
+        positions = torch.arange(LENGTH).expand(2, -1)
+        return self.run(positions, positions >= 0)
+
+
+@pytest.mark.parametrize("layer", [0, 1])
+@pytest.mark.parametrize("positions", [GLOBALS, (0,), (25, 3), ()], ids=str)
+def test_longformer(layer: int, positions: tuple[int, ...]) -> None:
+    pair = Long(layer, positions)
+    assert 3 * WINDOWS[layer] < LENGTH
+    assert LENGTH % max(WINDOWS)
+    x, y = pair.whole()
+    for backend in ("auto", "reference"):
+        assert_near(pair.ours(x, backend=backend), y)
+    assert_near(pair.ours(x, torch.arange(LENGTH)[None]), y)
+
+
+@pytest.mark.parametrize("layer", [0, 1])
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_longformer_with_padding(layer: int, side: str) -> None:
+    """Rows of all, 17 and 1 tokens, whose global tokens stand at other slots; NaN in our padding
+    reaches nothing.
+    """
+    slots, lengths = torch.arange(LENGTH), torch.tensor([LENGTH, 17, 1])[:, None]
+    first = LENGTH - lengths if side == "left" else torch.zeros_like(lengths)
+    positions = slots - first
+    positions = torch.where((positions >= 0) & (positions < lengths), positions, -1)
+    keep, pair = positions >= 0, Long(layer)
+    x, y = pair.run(positions, keep)
+    x = x.masked_fill(~keep[..., None], math.nan)
+    assert_near(pair.ours(x, positions)[keep], y[keep])
+
+
+def no_global_projections(ours: Any) -> None:
+    ours.global_project = ours.local_project
+
+
+def own_queries_only(ours: Any) -> None:
+    """Global queries on the keys of the others."""
+    ours.global_project.k = ours.local_project.k
+
+
+def global_keys_for_all(ours: Any) -> None:
+    """And the other way about: global keys, where others look at everything."""
+    ours.local_project.k = ours.global_project.k
+
+
+def global_one_late(ours: Any) -> None:
+    ours.globals = Global(tuple(p + 1 for p in GLOBALS))
+    ours.mask = Window(3, ahead=2) | ours.globals
+
+
+WRONG = (
+    put("", mask=Window(4, ahead=3) | Global(GLOBALS)),
+    put("", mask=Window(5, ahead=4) | Global(GLOBALS)),
+    put("", mask=Window(3, ahead=1) | Global(GLOBALS)),
+    no_global_projections,
+    own_queries_only,
+    global_keys_for_all,
+    put("", mask=Window(3, ahead=2)),
+    global_one_late,
+)
+
+
+@pytest.mark.parametrize("change", WRONG)
+def test_a_wrong_longformer_is_far(change: Change) -> None:
+    pair = Long(0)
+    x, y = pair.whole()
     assert_near(pair.ours(x), y)
     other = copy.deepcopy(pair.ours)
     change(other)

@@ -1,0 +1,387 @@
+"""DeepSeek-V2 and V3 of transformers, saved by it and loaded here; wrong variants must be far; the
+published files.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import regard
+from regard.configs.reader import parse
+from regard.errors import ArgumentError, FileError
+from regard.models.families import family
+from regard.models.save import save
+from regard.nn.blocks.routers import ExpertGroups
+from tests.parity.families import changes
+from tests.parity.families.cases import Case, assert_case, assert_wrong, with_wrong
+from tests.parity.families.changes import put, zeros
+from tests.parity.families.published import build, count, layer, placed, published
+
+H, NOPE, ROPE, V, RANK = 5, 8, 6, 10, 12
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 1e4,
+    "factor": 40.0,
+    "original_max_position_embeddings": 64,
+    "beta_fast": 32,
+    "beta_slow": 1,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+}
+SMALL: dict[str, Any] = {
+    "vocab_size": 96,
+    "hidden_size": 40,
+    "intermediate_size": 48,
+    "moe_intermediate_size": 16,
+    "num_hidden_layers": 3,
+    "num_attention_heads": H,
+    "num_key_value_heads": H,
+    "kv_lora_rank": RANK,
+    "q_lora_rank": 9,
+    "qk_nope_head_dim": NOPE,
+    "qk_rope_head_dim": ROPE,
+    "v_head_dim": V,
+    "n_routed_experts": 8,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 3,
+    "n_group": 4,
+    "topk_group": 2,
+    "first_k_dense_replace": 1,
+    "max_position_embeddings": 4096,
+    "rope_parameters": YARN,
+}
+SECOND = {key: value for key, value in SMALL.items() if "group" not in key} | {
+    "n_shared_experts": 2,
+    "rope_parameters": YARN | {"mscale": 0.707, "mscale_all_dim": 0.707},
+}
+GROUPS = {
+    "topk_method": "group_limited_greedy",
+    "n_group": 4,
+    "topk_group": 2,
+    "routed_scaling_factor": 4.0,
+}
+NO_SCALING = {
+    "attention_bias": True,
+    "tie_word_embeddings": True,
+    "first_k_dense_replace": 0,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 500.0},
+}
+
+
+def routers(network: Any) -> list[Any]:
+    return [block.feed_forward.router for block in network.layers[1:]]
+
+
+def routed(name: str, value: object) -> changes.Change:
+    """An attribute of every router, changed."""
+
+    def change(network: Any) -> None:
+        for router in routers(network):
+            setattr(router, name, value)
+
+    return changes.named(f"router.{name} = {value}", change)
+
+
+def values_first(network: Any) -> None:
+    """The rows of a head in kv_b: values, then keys."""
+    for block in network.layers:
+        weight = block.attention.project.kv_up.linear.weight
+        rows = weight.data.unflatten(0, (H, NOPE + V)).split((NOPE, V), 1)
+        weight.data = torch.cat(rows[::-1], 1).flatten(0, 1)
+
+
+def rope_rows_first(network: Any) -> None:
+    for block in network.layers:
+        weight = block.attention.project.kv_down.weight
+        weight.data = weight.data.roll(ROPE, 0)
+
+
+def weights_of_the_corrected(self: Any, x: torch.Tensor) -> Any:
+    scores = self.logits(x).sigmoid() + self.correction
+    chosen = self.choose(scores, scores)
+    weights = scores.gather(-1, chosen)
+    return weights / weights.sum(-1, keepdim=True) * self.scale, chosen
+
+
+def corrected_weights(network: Any) -> None:
+    for router in routers(network):
+        router.forward = weights_of_the_corrected.__get__(router)
+
+
+OF_BOTH = (
+    changes.halves,
+    changes.each("no mscale", scale=(NOPE + ROPE) ** -0.5),
+    routed("groups", None),
+    routed("scale", 1.0),
+)
+CASES: dict[str, Case] = {
+    "deepseek_v2": Case(
+        "DeepseekV2",
+        SECOND | GROUPS,
+        (
+            *OF_BOTH,
+            values_first,
+            rope_rows_first,
+            put("layers.*.attention.project", kv_norm=torch.nn.Identity()),
+            routed("groups", ExpertGroups(4, 2, best=2)),
+            routed("normalize", True),
+            put("layers.*.feed_forward", shared=None),
+        ),
+        start=1000,
+    ),
+    "deepseek_v2, as Lite": Case("DeepseekV2", SECOND | {"q_lora_rank": None}),
+    "deepseek_v2, biases, tied, no scaling": Case("DeepseekV2", SECOND | NO_SCALING),
+    "deepseek_v3": Case(
+        "DeepseekV3",
+        SMALL,
+        (
+            *OF_BOTH,
+            routed("groups", ExpertGroups(4, 2, best=1)),
+            zeros("layers.*.feed_forward.router.correction"),
+            corrected_weights,
+            routed("normalize", False),
+        ),
+        start=1000,
+        corrections=8,
+    ),
+    "deepseek_v3, halves, biases, tied, no scaling": Case(
+        "DeepseekV3", SMALL | NO_SCALING | {"rope_interleave": False}, corrections=8
+    ),
+    "deepseek_v3, one group, no low rank, not normalized": Case(
+        "DeepseekV3",
+        SMALL
+        | {
+            "q_lora_rank": None,
+            "n_group": 1,
+            "topk_group": 1,
+            "norm_topk_prob": False,
+            "routed_scaling_factor": 1.0,
+        },
+        corrections=8,
+    ),
+}
+
+
+@pytest.mark.full(keep=2)
+@pytest.mark.parametrize("case", CASES)
+def test_every_family(case: str, tmp_path: Path) -> None:
+    assert_case(CASES[case], tmp_path)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("case", with_wrong(CASES))
+def test_wrong_variants_are_far(case: str, tmp_path: Path) -> None:
+    assert_wrong(CASES[case], tmp_path)
+
+
+def test_a_cache_keeps_latents(tmp_path: Path) -> None:
+    caches = (mine := Case("DeepseekV2", SECOND).load(tmp_path)[1]).new_caches()
+    mine(torch.full((1, 9), 3), caches=caches)
+    assert [cache.bytes for cache in caches] == [9 * (RANK + ROPE) * 4] * 3
+
+
+# Published files.
+
+LITE = published("deepseek-v2-lite")
+V2 = LITE | {
+    "ep_size": 1,
+    "hidden_size": 5120,
+    "intermediate_size": 12288,
+    "moe_intermediate_size": 1536,
+    "n_group": 8,
+    "n_routed_experts": 160,
+    "num_attention_heads": 128,
+    "num_hidden_layers": 60,
+    "num_key_value_heads": 128,
+    "q_lora_rank": 1536,
+    "routed_scaling_factor": 16.0,
+    "topk_group": 3,
+    "topk_method": "group_limited_greedy",
+}
+
+
+@pytest.mark.parametrize(
+    "raw, parameters", [(LITE, 15_706_484_224), (V2, 235_741_434_880)], ids=["Lite", "V2"]
+)
+def test_published_configs_of_v2(raw: dict[str, Any], parameters: int) -> None:
+    _, network = build(raw | {"num_hidden_layers": 2})
+    each = sum(p.numel() for p in network.layers[1].parameters())
+    assert count(network) + (raw["num_hidden_layers"] - 2) * each == parameters
+    assert network.layers[1].attention.scale == pytest.approx(0.11472138679292611)
+
+
+def test_published_names_of_v2() -> None:
+    raw = LITE | {"num_hidden_layers": 2}
+    _, network = build(raw)
+    attention = {
+        "input_layernorm.weight": (2048,),
+        "post_attention_layernorm.weight": (2048,),
+        "self_attn.q_proj.weight": (3072, 2048),
+        "self_attn.kv_a_proj_with_mqa.weight": (576, 2048),
+        "self_attn.kv_a_layernorm.weight": (512,),
+        "self_attn.kv_b_proj.weight": (4096, 512),
+        "self_attn.o_proj.weight": (2048, 2048),
+    }
+    assert layer(raw, network) == attention | {
+        "mlp.gate_proj.weight": (10944, 2048),
+        "mlp.up_proj.weight": (10944, 2048),
+        "mlp.down_proj.weight": (2048, 10944),
+    }
+    found = layer(raw, network, 1)
+    assert len(found) == len(attention) + 1 + 3 * 65
+    assert attention.items() <= found.items()
+    assert found["mlp.gate.weight"] == (64, 2048)
+    assert found["mlp.experts.63.down_proj.weight"] == (2048, 1408)
+    assert found["mlp.shared_experts.up_proj.weight"] == (2816, 2048)
+    heads = ["model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"]
+    assert placed(raw, network, *heads) == heads
+    low = {
+        name.removeprefix("self_attn.")
+        for name in layer(V2, build(V2 | {"num_hidden_layers": 1})[1])
+    }
+    assert {"q_a_proj.weight", "q_a_layernorm.weight", "q_b_proj.weight"} <= low
+    assert "q_proj.weight" not in low
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (
+            {"topk_method": "noaux_tc"},
+            "topk_method is 'noaux_tc'; supported are 'greedy' and 'group_limited_greedy'",
+        ),
+        (
+            {"topk_method": "group_limited_greedy", "n_group": None},
+            "n_group is None and topk_group 1; groups need both",
+        ),
+        (
+            {"topk_method": "group_limited_greedy", "n_group": 7},
+            "64 experts cannot be in ExpertGroups",
+        ),
+        ({"scoring_func": "sigmoid"}, "scoring_func is 'sigmoid'; only 'softmax'"),
+        ({"norm_topk_prob": True}, "norm_topk_prob is True"),
+        ({"moe_layer_freq": 2}, "moe_layer_freq is 2"),
+        ({"num_key_value_heads": 4}, "num_key_value_heads is 4, and num_attention_heads 16"),
+        (
+            {"head_dim": 128},
+            "head_dim is 128, but qk_nope_head_dim is 128 and qk_rope_head_dim is 64",
+        ),
+        ({"num_experts_per_tok": 65}, "num_experts_per_tok is 65, and n_routed_experts is 64"),
+        ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "whose frequencies depend on"),
+        ({"auto_map": {"AutoModel": "mine.Other"}}, "auto_map names 'mine.Other'"),
+        ({"qk_rope_head_dim": 63}, "63"),
+    ],
+)
+def test_v2_refuses(change: dict[str, Any], message: str) -> None:
+    found = family("deepseek_v2")
+    with pytest.raises(ArgumentError, match=message):
+        found.check(parse(found.config, LITE | change))
+
+
+def test_older_files_do_not_name_key_heads() -> None:
+    found = family("deepseek_v2")
+    raw = {k: v for k, v in LITE.items() if k != "num_key_value_heads"}
+    assert parse(found.config, raw) == parse(
+        found.config, LITE | {"head_dim": 64, "qk_head_dim": 192}
+    )
+
+
+V3 = published("deepseek-v3")
+
+
+@pytest.mark.full
+def test_published_config_and_names_of_v3() -> None:
+    raw = V3 | {"num_hidden_layers": 4}
+    _, network = build(raw)
+    each = sum(p.numel() for p in network.layers[3].parameters())
+    # 671,026,404,352 weights and 58 times 256 corrections
+    assert count(network) + 57 * each == 671_026_419_200
+    assert network.layers[3].attention.scale == pytest.approx(0.1352337788608801)
+    attention = {
+        "input_layernorm.weight": (7168,),
+        "post_attention_layernorm.weight": (7168,),
+        "self_attn.q_a_proj.weight": (1536, 7168),
+        "self_attn.q_a_layernorm.weight": (1536,),
+        "self_attn.q_b_proj.weight": (24576, 1536),
+        "self_attn.kv_a_proj_with_mqa.weight": (576, 7168),
+        "self_attn.kv_a_layernorm.weight": (512,),
+        "self_attn.kv_b_proj.weight": (32768, 512),
+        "self_attn.o_proj.weight": (7168, 16384),
+    }
+    assert layer(raw, network) == attention | {
+        "mlp.gate_proj.weight": (18432, 7168),
+        "mlp.up_proj.weight": (18432, 7168),
+        "mlp.down_proj.weight": (7168, 18432),
+    }
+    found = layer(raw, network, 3)
+    assert len(found) == len(attention) + 2 + 3 * 257
+    assert attention.items() <= found.items()
+    assert found["mlp.gate.e_score_correction_bias"] == (256,)
+    assert found["mlp.experts.255.down_proj.weight"] == (7168, 2048)
+    heads = ["model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"]
+    assert placed(raw, network, *heads) == heads
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"n_group": 7}, "256 experts cannot be in ExpertGroups"),
+        ({"topk_group": 9}, "topk at most count, 8"),
+        ({"scoring_func": "softmax"}, "scoring_func is 'softmax'; only 'sigmoid'"),
+        ({"topk_method": "greedy"}, "topk_method is 'greedy'; only 'noaux_tc'"),
+        ({"num_experts_per_tok": 129}, "allows a token at most 128 of 256"),
+        ({"num_key_value_heads": 8}, "num_key_value_heads is 8"),
+        ({"qk_head_dim": 128}, "qk_head_dim is 128"),
+        (
+            {"rope_interleaved": True},
+            "unknown key 'rope_interleaved'; did you mean 'rope_interleave'",
+        ),
+    ],
+)
+def test_v3_refuses(change: dict[str, Any], message: str) -> None:
+    found = family("deepseek_v3")
+    with pytest.raises(ArgumentError, match=message):
+        found.check(parse(found.config, V3 | change))
+
+
+def test_what_a_narrower_dtype_would_spoil_stays(tmp_path: Path) -> None:
+    """Corrections decide who is chosen: in a file, in a loaded model and in one saved again they
+    are fp32.
+    """
+    model = CASES["deepseek_v3"].model()
+    model.save_pretrained(tmp_path)
+    wide, narrow = regard.load(tmp_path), regard.load(tmp_path, dtype=torch.bfloat16)
+    for one, other in zip(routers(wide.decoder), routers(narrow.decoder), strict=True):
+        assert torch.equal(one.correction, other.correction)
+        assert (other.correction.dtype, other.linear.weight.dtype) == (
+            torch.float32,
+            torch.bfloat16,
+        )
+    (tmp_path / "again").mkdir()
+    save(narrow.decoder, narrow.config, tmp_path / "again", torch.bfloat16)
+    again = regard.load(tmp_path / "again")
+    for one, other in zip(narrow.decoder.parameters(), again.decoder.parameters(), strict=True):
+        assert one.dtype == other.dtype
+        assert torch.equal(one, other)
+
+
+def test_the_layer_that_predicts_a_second_token_is_left_out(tmp_path: Path) -> None:
+    model = CASES["deepseek_v3"].model()
+    model.save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    extra = {
+        "model.layers.61.eh_proj.weight": torch.ones(2),
+        "model.layers.61.embed_tokens.weight": torch.ones(3),
+    }
+    save_file(tensors | extra, tmp_path / "model.safetensors")
+    regard.load(tmp_path)
+    save_file(
+        tensors | {"model.layers.60.eh_proj.weight": torch.ones(2)}, tmp_path / "model.safetensors"
+    )
+    with pytest.raises(FileError, match="1 unexpected"):
+        regard.load(tmp_path)
