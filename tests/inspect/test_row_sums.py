@@ -154,9 +154,6 @@ FAULTS: dict[str, tuple[dict[str, Any], Fault, str]] = {
         ALL, lambda p, s: {"k": p.k.index_copy(2, torch.tensor([30]), p.k[:, :, :1])},
         "not those that the kernel used, first in row 30",
     ),
-    "nan output": (
-        CAUSAL, lambda p, s: {"out": s.out.index_fill(2, torch.tensor([7]), math.nan)}, "output",
-    ),
     "wrong group": (CAUSAL, lambda p, s: {"k": p.k.flip(1)}, "the kernel used, first in row 0"),
     "nan": (
         CAUSAL, lambda p, s: {"lse": s.lse.index_fill(2, torch.tensor([7]), math.nan)},
@@ -313,6 +310,14 @@ def test_every_part_of_a_recording_is_audited() -> None:
     broken = {**found.places, "layers.1": changed(found["layers.1"], scale=1.0)}
     assert not replace(found, places=broken).sound
     assert Recording({}).sound
+
+
+def test_an_output_that_is_nan_is_found() -> None:
+    x = place(mask=C)
+    assert x.steps[0].out is not None
+    out = x.steps[0].out.index_fill(2, torch.tensor([7]), math.nan)
+    (found,) = row_sums(changed(x, out=out)).findings
+    assert "output" in found
 
 
 def test_the_rule_is_that_of_the_tests() -> None:
