@@ -5,6 +5,8 @@ built in.
 from __future__ import annotations
 
 import importlib
+import itertools
+import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterator
@@ -129,40 +131,29 @@ def test_edited_scores_and_patterns_are_recorded_as_they_were_used(name: str, ho
     }[how]
     text: Any = [TEXT, "the forest"] if how == "padded" else TEXT
     edit = EDITS[name]
-    if (
-        how == "ring"
-    ):  # its slots stand in another order: what is masked stays so, and rows are compared sorted
+    if how == "ring":  # its slots stand in another order: rows are compared sorted
         edit = unmasked(edit)
     with Trace("pattern", edit={f"layers.0.{name}": edit}) as seen:
         found = record(m, text, **options)
     place = found[0]
     assert {step.edited for step in place.steps} == {(name,)}
     assert all(step.edited == () for step in found[1].steps)
-    for used, step, row in zip(
-        seen.every("layers.0.pattern"), place.steps, _rows(found), strict=True
-    ):
-        for b in range(place.B):
-            blind = step.mask.block(step.q_positions, step.k_positions)[
-                b if how == "padded" else 0, 0
-            ]
-            mine = found.weights(0, 2, row, batch=b)[:, step.columns]
-            order = used[b, 2, :, -len(step.columns) :].double()
-            if how == "ring":
-                mine, order = (
-                    mine.sort(-1).values,
-                    used[b, 2].double().sort(-1).values[:, -len(step.columns) :],
-                )
-            else:
-                order = order.masked_fill(~blind, 0)
-            assert torch.allclose(mine, order, atol=1e-6)
+    steps = zip(seen.every("layers.0.pattern"), place.steps, _rows(found), strict=True)
+    for (used, step, row), b in itertools.product(steps, range(place.B)):
+        mine = found.weights(0, 2, row, batch=b)[:, step.columns]
+        order = used[b, 2].double()
+        if how == "ring":
+            mine, order = mine.sort(-1).values, order.sort(-1).values
+        order = order[:, -len(step.columns) :]
+        if how != "ring":
+            visible = step.mask.block(step.q_positions, step.k_positions)
+            order = order.masked_fill(~visible[b if how == "padded" else 0, 0], 0)
+        assert torch.allclose(mine, order, atol=1e-6)
     assert place.name == "layers.0"
     assert found.row_sums["layers.0"].sound, str(found.row_sums["layers.0"])
-    blocks = pool_pattern(place, 4, batch=0).head(2)
-    whole = found.weights(0, 2)
-    seeing = (whole > 0).any(1)
-    assert torch.allclose(
-        blocks.mass[0].sum(), whole[:4].sum() / seeing[:4].sum().clamp(min=1), atol=1e-9
-    )
+    blocks, whole = pool_pattern(place, 4, batch=0).head(2), found.weights(0, 2)[:4]
+    mean = whole.sum() / (whole > 0).any(1).sum().clamp(min=1)
+    assert torch.allclose(blocks.mass[0].sum(), mean, atol=1e-9)
 
 
 def _rows(found: Recording) -> Iterator[slice]:
@@ -221,17 +212,13 @@ def test_explanations_and_pages_are_of_the_edited_model_or_refused() -> None:
     assert found.notes == intact.notes
     with Trace(edit={"layers.2.q": lambda q: 2 * q}):
         found = explain(m, TEXT, layer=2, head=1)
-    assert found.notes[-1].startswith(
-        "an active Trace edits q at layers.2: the inputs of the kernel are edited"
-    )
+    assert "edits q at layers.2: the inputs of the kernel are edited" in found.notes[-1]
     for name in ("scores", "pattern"):
         with Trace(edit={f"layers.2.{name}": lambda x: x.clone()}, missing="ignore"):
             with pytest.raises(ArgumentError) as error:
                 explain(m, TEXT, layer=2)
             explain(m, TEXT, layer=1)
-        assert str(error.value).startswith(
-            f"an active Trace edits {name} at layers.2: an explanation computes both from q and k"
-        )
+        assert f"edits {name} at layers.2: an explanation computes both" in str(error.value)
     branches = random_model("nsa", "a b c d e f g h i j k l m n o p")
     with (
         Trace(edit={"layers.0.window.pattern": half}),
@@ -240,75 +227,45 @@ def test_explanations_and_pages_are_of_the_edited_model_or_refused() -> None:
         explain(branches, head=0)
     with Trace(edit={"layers.2.pattern": half}):
         recording = record(m, TEXT)
-    with pytest.raises(
-        ArgumentError,
-        match=r"pattern of layers\.2 were edited while it was recorded: a page computes",
-    ):
+    with pytest.raises(ArgumentError, match=r"pattern of layers\.2 were edited .* a page computes"):
         report(recording)
     with Trace(edit={"layers.1.z": zero}):
-        page, same = report(record(m, TEXT)), recording
+        page = report(record(m, TEXT))
     with without(m, 1):
         other = report(record(m, TEXT))
     assert (page["arrays"]["p2.mass"] == other["arrays"]["p2.mass"]).all()
-    assert same is recording
-
-
-def test_unknown_names_are_refused_with_a_hint() -> None:
-    m = model()
-    for call, message in (
-        (
-            lambda: record(m, TEXT, head=[0]),
-            "record() has no argument 'head'; did you mean 'heads'? It has target, ",
-        ),
-        (
-            lambda: record(m, TEXT, plaecs=["layers.0"]),
-            "record() has no argument 'plaecs'; did you mean 'places'?",
-        ),
-        (
-            lambda: Recorder(edit={}),
-            "Recorder() has no argument 'edit'. It has places, heads, rows, keep",
-        ),
-        (
-            lambda: regard.inspect.audit(lambda q, k, v: q, caussal=True),
-            "audit() has no argument 'caussal'; did you mean 'causal'?",
-        ),
-        (
-            lambda: m.generate("a", temprature=1.0),
-            "generate() has no argument 'temprature'; did you mean 'temperature'?",
-        ),
-    ):
-        with pytest.raises(ArgumentTypeError) as error:
-            call()  # type: ignore[no-untyped-call]
-        assert str(error.value).startswith(message)
 
 
 @pytest.mark.parametrize(
-    "select, message",
+    ("call", "message"),
     [
-        ({"heads": [0, 9]}, "heads [9] were not recorded: no selected place has them"),
-        (
-            {"places": ["layers.0", "layers.9"]},
-            "there were no calls at the places ['layers.9']; the places that called",
-        ),
-        (
-            {"heads": {"layers.1": [0], 7: [1]}},
-            "there were no calls at the places [7]; the places that called",
-        ),
-        (
-            {"heads": {"layers.1": [8]}},
-            "no attention was recorded: the run of Model called no softmax",
-        ),
+        (lambda m: record(m, TEXT, head=[0]), "record.. has no argument 'head'; did .* 'heads'"),
+        (lambda m: record(m, TEXT, plaecs=["layers.0"]), "'plaecs'; did you mean 'places'"),
+        (lambda m: Recorder(edit={}), "argument 'edit'. It has places, heads, rows, keep"),
+        (lambda m: regard.inspect.audit(lambda q, k, v: q, caussal=True), "did you mean 'causal'"),
+        (lambda m: m.generate("a", temprature=1.0), "did you mean 'temperature'"),
+    ],
+)
+def test_unknown_names_are_refused_with_a_hint(call: Callable[[Model], Any], message: str) -> None:
+    with pytest.raises(ArgumentTypeError, match=message):
+        call(model())
+
+
+@pytest.mark.parametrize(
+    ("select", "message"),
+    [
+        ({"heads": [0, 9]}, r"heads \[9\] were not recorded: no selected place has them"),
+        ({"places": ["layers.0", "layers.9"]}, r"no calls at the places \['layers.9'\]; the"),
+        ({"heads": {"layers.1": [0], 7: [1]}}, r"no calls at the places \[7\]; the places that"),
+        ({"heads": {"layers.1": [8]}}, "no attention was recorded: the run of Model called no"),
     ],
 )
 def test_a_selection_that_does_not_exist_is_told(select: Any, message: str) -> None:
     m = model()
-    with pytest.raises(ArgumentError) as error:
+    with pytest.raises(ArgumentError, match=message):
         record(m, TEXT, **select)
-    assert str(error.value).startswith(message)
-    with (
-        pytest.warns(UserWarning, match="there were no calls|were not recorded"),
-        Recorder(**select),
-    ):
+    told = pytest.warns(UserWarning, match="there were no calls|were not recorded")
+    with told, Recorder(**select):
         m.forward(m.encode(TEXT))
 
 
@@ -319,16 +276,14 @@ def test_a_recorder_of_nothing_says_so() -> None:
         torch.nn.functional.scaled_dot_product_attention(q, q, q)
 
 
+SIDE = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1}
+SIDE |= {"num_attention_heads": 2}
+
+
 def test_a_transformers_model_that_computes_its_attention_itself_is_named() -> None:
     transformers = pytest.importorskip("transformers")
     importlib.import_module("regard.integrations.transformers")
-    sizes = {
-        "vocab_size": 64,
-        "hidden_size": 16,
-        "intermediate_size": 32,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-    }
+    sizes = SIDE | {"vocab_size": 64, "num_hidden_layers": 2}
     llama = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes)).eval()
     ids = torch.arange(6)[None]
     llama.set_attn_implementation("eager")
@@ -343,10 +298,8 @@ def test_a_transformers_model_that_computes_its_attention_itself_is_named() -> N
         with pytest.raises(ArgumentError, match="with 'eager', so that nothing") as error:
             record(network, ids)
         assert [way for way in ways if way in str(error.value)] == [*possible]
-    with (
-        pytest.warns(UserWarning, match="transformers model must have attn_implementation"),
-        Recorder(),
-    ):
+    told = pytest.warns(UserWarning, match="transformers model must have attn_implementation")
+    with told, Recorder():
         llama(ids)
     llama.set_attn_implementation("regard")
     intact = record(llama, ids)
@@ -360,55 +313,49 @@ def test_a_transformers_model_that_computes_its_attention_itself_is_named() -> N
 def test_a_part_that_computes_its_attention_elsewhere_is_told() -> None:
     transformers = pytest.importorskip("transformers")
     importlib.import_module("regard.integrations.transformers")
-    side = {
-        "hidden_size": 16,
-        "intermediate_size": 32,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 2,
-    }
-    text = {**side, "vocab_size": 64, "max_position_embeddings": 16}
-    image = {**side, "image_size": 8, "patch_size": 4}
-    clip = transformers.CLIPModel(
-        transformers.CLIPConfig(text_config=text, vision_config=image)
-    ).eval()
+    text = SIDE | {"vocab_size": 64, "max_position_embeddings": 16}
+    image = SIDE | {"image_size": 8, "patch_size": 4}
+    config = transformers.CLIPConfig(text_config=text, vision_config=image)
+    clip = transformers.CLIPModel(config).eval()
     clip.set_attn_implementation({"text_config": "regard", "vision_config": "eager", "": "regard"})
     given = {"input_ids": torch.arange(4)[None], "pixel_values": torch.zeros(1, 3, 8, 8)}
-    with pytest.warns(
-        UserWarning,
-        match=r"parts of CLIPModel do not compute .* not recorded: vision_model \('eager'\)",
-    ):
+    told = r"parts of CLIPModel do not compute .* not recorded: vision_model \('eager'\)"
+    with pytest.warns(UserWarning, match=told):
         found = record(clip, given)
     assert found.places
     assert all("vision" not in name for name in found.places)
+
+
+def in_threads(work: Callable[[int], None]) -> None:
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
 
 
 def test_threads_that_record_within_edits_of_their_own(switching: None) -> None:
     """Each thread scales its own values; recordings and outputs are those of one thread alone."""
     q = torch.randn(1, 2, 8, 4)
     wrong: list[object] = []
+    done: list[int] = []
 
     def work(i: int) -> None:
         want = regard.attend(q, q, (i + 1) * q, backend="reference")
         for _ in range(20):
-            with (
-                Trace(edit={"pattern": lambda p: (i + 1) * p}),
-                Recorder(keep=("out",)) as recorder,
-            ):
+            edit = Trace(edit={"pattern": lambda p: (i + 1) * p})
+            with edit, Recorder(keep=("out",)) as recorder:
                 regard.attend(q, q, q)
             step = recorder.recording()[0].steps[0]
-            if step.pattern is None or not torch.allclose(
-                step.pattern.sum(-1), torch.full((1, 2, 8), i + 1.0)
-            ):
+            assert step.pattern is not None
+            if not torch.allclose(step.pattern.sum(-1), torch.full((1, 2, 8), i + 1.0)):
                 wrong.append((i, "pattern"))
             if step.out is None or not torch.allclose(step.out, want, atol=1e-5):
                 wrong.append((i, "out"))
+        done.append(i)
 
-    threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert wrong == []
+    in_threads(work)
+    assert (wrong, sorted(done)) == ([], [0, 1, 2, 3])
 
 
 def test_threads_that_share_a_recorder(switching: None) -> None:
@@ -416,16 +363,12 @@ def test_threads_that_share_a_recorder(switching: None) -> None:
     q = torch.randn(1, 2, 8, 4)
     recorder = Recorder()
 
-    def work() -> None:
+    def work(i: int) -> None:
         with recorder:
             for _ in range(10):
                 regard.attend(q, q, q)
 
-    threads = [threading.Thread(target=work) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    in_threads(work)
     found = recorder.recording()
     assert len(found.places) == 40
     assert all(place.T == place.N == 8 for place in found.places.values())
@@ -435,8 +378,6 @@ def test_threads_that_share_a_recorder(switching: None) -> None:
 @pytest.fixture
 def switching() -> Iterator[None]:
     """Threads take turns as often as they can."""
-    import sys
-
     usual = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
     with warnings.catch_warnings():

@@ -320,6 +320,9 @@ def test_the_metrics_of_an_overview_are_those_of_measure(name: str) -> None:
     expected = {"sink": sinks, "previous_token": previous, "distance": away, "local": local}
     for metric, value in expected.items():
         assert found[metric] == pytest.approx(float(value), rel=1e-4, abs=1e-6), metric
+    # 700 keys in 64 blocks at most: each has 11, the last one less
+    blocks = torch.stack([part.sum(1) for part in weights.split(11, 1)], 1)
+    assert_close(head_overview(HeadTiles(long[0], 1)).blocks.mass.clamp(min=0), blocks, 30.0)
 
 
 def test_rows_of_equal_weights_have_an_entropy_of_1() -> None:

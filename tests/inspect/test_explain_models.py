@@ -55,6 +55,13 @@ def seq2seq() -> Seq2Seq:
     return Seq2Seq(wild(t5.build(config)), tokenizer(), config, start=0, eos_ids=[1])
 
 
+def alignment(attention: str) -> PretokenizedInput:
+    """Three tokens of an answer to four of a source."""
+    network = wild(recurrent(20, 8, 12, attention=attention))
+    source, target = ((3, 4, 5, 2), tuple("abc.")), ((1, 7, 8), ("<bos>", "x", "y"))
+    return PretokenizedInput(network, source, target)
+
+
 def test_an_encoder_looks_both_ways() -> None:
     m = encoder()
     found = explain(m, TEXT, layer=1, head=2, query="blue", key=-1)
@@ -74,14 +81,8 @@ def test_an_encoder_looks_both_ways() -> None:
 def test_every_attention_of_an_encoder_decoder_has_its_place() -> None:
     m = seq2seq()
     read = prepare_run(m, TEXT, "the forest")
-    assert [site.place for site in read.sites] == [
-        "encoder.layers.0",
-        "encoder.layers.1",
-        "decoder.layers.0.attention",
-        "decoder.layers.0.cross",
-        "decoder.layers.1.attention",
-        "decoder.layers.1.cross",
-    ]
+    parts = [f"decoder.layers.{i}.{part}" for i in (0, 1) for part in ("attention", "cross")]
+    assert [site.place for site in read.sites] == ["encoder.layers.0", "encoder.layers.1", *parts]
     source, target = read.sequences["source"], read.sequences["target"]
     with torch.inference_mode(), Trace("pattern") as trace:
         read.run()
@@ -103,15 +104,11 @@ def test_the_recording_of_a_reading_has_what_is_explained() -> None:
     """Of every kind of network: the same weights, under the names of both texts, as plain data of a
     page.
     """
-    network = wild(recurrent(20, 8, 12, attention="luong"))
-    words = PretokenizedInput(
-        network, ((3, 4, 5, 2), tuple("abc.")), ((1, 7, 8), ("<bos>", "x", "y"))
-    )
     for each in (
         prepare_run(model(), TEXT),
         prepare_run(encoder(), TEXT),
         prepare_run(seq2seq(), TEXT, "the forest"),
-        prepare_run(words),
+        prepare_run(alignment("luong")),
     ):
         recording = record_run(each)
         assert recording.sound
@@ -121,10 +118,8 @@ def test_the_recording_of_a_reading_has_what_is_explained() -> None:
             assert found.weights == pytest.approx(row.tolist(), abs=1e-6)
             rows, columns = recording.labels(site.place)
             if site.place != "decoder":
-                assert (rows, columns) == (
-                    each.sequences[site.query_sequence].pieces,
-                    each.sequences[site.key_sequence].pieces,
-                )
+                assert rows == each.sequences[site.query_sequence].pieces
+                assert columns == each.sequences[site.key_sequence].pieces
             at = list(recording.places).index(site.place)
             data = report(recording, choice=(at, found.head), query=1, explanation=found.as_dict())
             assert data["meta"]["explanation"]["place"] == data["meta"]["places"][at]["name"]
@@ -139,12 +134,9 @@ def test_an_encoder_decoder_is_asked_for_its_answer() -> None:
 
 @pytest.mark.parametrize("attention", ["bahdanau", "luong"])
 def test_alignments_of_recurrent_decoders_are_those_of_the_taps(attention: str) -> None:
-    network = wild(recurrent(20, 8, 12, attention=attention))
-    words = PretokenizedInput(
-        network, ((3, 4, 5, 2), tuple("abc.")), ((1, 7, 8), ("<bos>", "x", "y"))
-    )
+    words = alignment(attention)
     with torch.inference_mode(), Trace("pattern") as trace:
-        network(torch.tensor([[3, 4, 5, 2]]), torch.tensor([[1, 7, 8]]))
+        words.network(torch.tensor([[3, 4, 5, 2]]), torch.tensor([[1, 7, 8]]))
     rows = torch.cat(trace.every("decoder.pattern"), 2)[0, 0]
     for i in range(3):
         found = explain(words, query=i)
@@ -201,12 +193,8 @@ def test_a_trained_task_is_explained_in_its_own_words(
     if known.kind == "seq2seq":
         assert found.pieces[-1] == "<eos>"
         assert found.query_piece == "<bos>"
-        said = explain(
-            read_text(
-                text, str(tmp_path), target=known.target_separator.join(known.vocabulary.words[-2:])
-            ),
-            query=-1,
-        )
+        target = known.target_separator.join(known.vocabulary.words[-2:])
+        said = explain(read_text(text, str(tmp_path), target=target), query=-1)
         assert said.query_piece == known.vocabulary.words[-1]
 
 
@@ -269,23 +257,24 @@ def test_minilm_is_refused_where_its_weights_are_others(
     minilm.check_hash(weights, got)
 
 
-def test_minilm_is_explained() -> None:
+def trained() -> TextEncoder:
     try:
         metadata.distribution(minilm.PACKAGE)
     except metadata.PackageNotFoundError:
         pytest.skip(f"the package {minilm.PACKAGE} is not installed")
-    m = regard.load("minilm", kind=TextEncoder)
-    found = explain(
-        m, "A man is Eating food in the kitchen.", layer=3, head=5, query="eating", key="kitchen"
-    )
+    return regard.load("minilm", kind=TextEncoder)
+
+
+def test_minilm_is_explained() -> None:
+    m, text = trained(), "A man is Eating food in the kitchen."
+    found = explain(m, text, layer=3, head=5, query="eating", key="kitchen")
     assert (found.query_piece, found.pieces[found.key]) == ("eating", "kitchen")
     assert (found.pieces[0], found.pieces[-1]) == ("[CLS]", "[SEP]")
     assert found.sizes["layers"] == 6
     with Trace("pattern") as trace:
-        m.hidden(*m.encode("A man is Eating food in the kitchen."))
-    assert found.weights == pytest.approx(
-        trace["layers.3.pattern"][0, 5, found.query].tolist(), abs=1e-6
-    )
+        m.hidden(*m.encode(text))
+    row = trace["layers.3.pattern"][0, 5, found.query].tolist()
+    assert found.weights == pytest.approx(row, abs=1e-6)
     assert found.check < 1e-5
 
 
@@ -312,10 +301,7 @@ def test_a_trained_encoder_finds_what_a_pronoun_means() -> None:
     """Layer 3, head 1 of MiniLM: "it" looks at the animal, "she" at the woman; the first head of
     the first layer does not.
     """
-    try:
-        m = regard.load("minilm", kind=TextEncoder)
-    except FileError:
-        pytest.skip(f"the package {minilm.PACKAGE} is not installed")
+    m = trained()
     for text, pronoun, meant, other in (
         ("The animal did not cross the street because it was too tired.", "it", "animal", "street"),
         ("Anna lost her keys because she was in a hurry.", "she", "Anna", "keys"),

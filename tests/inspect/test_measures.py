@@ -4,8 +4,10 @@ built in by hand.
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
+from collections import defaultdict
 from dataclasses import replace
 from typing import Any
 
@@ -87,9 +89,8 @@ def test_heads_built_by_hand_are_recognized() -> None:
     assert by["entropy"]["uniform"] == pytest.approx(1, abs=1e-6)
     assert by["effective_keys"]["uniform"] == pytest.approx((T + 1) / 2, rel=1e-5)
     assert by["local"]["window"] > 0.9 > by["local"]["uniform"] > by["local"]["sink"]
-    assert by["duplicate"]["duplicate"] == pytest.approx(
-        0.5, abs=1e-6
-    )  # the other half looks at itself
+    # the other half looks at itself
+    assert by["duplicate"]["duplicate"] == pytest.approx(0.5, abs=1e-6)
     assert by["duplicate"]["induction"] < 1e-6
     assert by["distance"]["sink"] == pytest.approx((T - 1) / 2, rel=1e-5)
     assert by["distance"]["uniform"] == pytest.approx((T - 1) / 4, rel=1e-5)
@@ -114,21 +115,7 @@ def measured_by_loops(
 ) -> dict[str, float]:
     """The definitions, pair by pair, in Python; rows are the last len(q_at) tokens."""
     first = len(k_at) - len(q_at)
-    found: dict[str, list[float]] = {
-        n: []
-        for n in (
-            "entropy",
-            "effective_keys",
-            "sink",
-            "learned_sink",
-            "previous_token",
-            "duplicate",
-            "induction",
-            "distance",
-            "local",
-            "missing",
-        )
-    }
+    found: defaultdict[str, list[float]] = defaultdict(list)
     for i, row in enumerate(p.tolist()):
         seen = [j for j in range(len(k_at)) if s[i, j] > -math.inf]
         me = first + i
@@ -170,20 +157,14 @@ def random_call(sink: Tensor | None = None) -> tuple[Recording, Tensor]:
     with Recorder(keep=()) as recorder:
         for start, stop in [(0, 14), *((i, i + 1) for i in range(14, 19))]:
             q, k = x[0][:, :, start:stop], x[1][:, :2, :stop]
-            regard.attend(
-                q,
-                k,
-                k,
-                mask=mask,
-                sink=sink,
-                q_positions=at[:, start:stop],
-                k_positions=at[:, :stop],
-            )
+            where = {"q_positions": at[:, start:stop], "k_positions": at[:, :stop]}
+            regard.attend(q, k, k, mask=mask, sink=sink, **where)
     return recorder.recording(), ids
 
 
-@pytest.mark.parametrize("sinks", [None, torch.tensor([0.5, -2.0, 1.0, 3.0])])
-@pytest.mark.parametrize("size", [4, 256])
+@pytest.mark.parametrize(
+    ("size", "sinks"), [(4, torch.tensor([0.5, -2.0, 1.0, 3.0])), (4, None), (256, None)]
+)
 def test_streamed_numbers_are_the_definitions(size: int, sinks: Tensor | None) -> None:
     found, ids = random_call(sinks)
     place = found[0]
@@ -199,17 +180,10 @@ def test_streamed_numbers_are_the_definitions(size: int, sinks: Tensor | None) -
                 assert float(got[name][h]) == pytest.approx(value, rel=1e-5, abs=2e-6), name
             assert float(got["max_logit"][h]) == float(s.max())
             assert (got["received"][h] - p.sum(0)).abs().max() < 1e-12
-            n = len(got["offsets"][h])
-            for d in range(n):
-                pairs = [
-                    (i, j)
-                    for i in range(19)
-                    for j in range(19)
-                    if at[i] >= 0 and at[j] >= 0 and at[i] - at[j] == d
-                ]
-                assert float(got["offsets"][h, d]) == pytest.approx(
-                    float(sum(p[i, j] for i, j in pairs) / len(pairs)), abs=1e-12
-                )
+            pairs = [(i, j) for i in range(19) for j in range(19) if min(at[i], at[j]) >= 0]
+            for d, offset in enumerate(got["offsets"][h].tolist()):
+                these = [float(p[i, j]) for i, j in pairs if at[i] - at[j] == d]
+                assert offset == pytest.approx(sum(these) / len(these), abs=1e-12)
 
 
 def test_leaks_are_found() -> None:
@@ -259,17 +233,12 @@ def test_redundancy_is_the_divergence_of_jensen_and_shannon() -> None:
     found, _ = random_call(torch.zeros(4))
     got = redundancy(found[0], batch=1, rows=99)
     rows = [found.weights(0, h, batch=1) for h in range(4)]
-    for a in range(4):
-        for b in range(4):
-            total = 0.0
-            for p, r in zip(rows[a].tolist(), rows[b].tolist(), strict=True):
-                p, r = [x / sum(p) for x in p], [x / sum(r) for x in r]
-                for x, y in zip(p, r, strict=True):
-                    m = (x + y) / 2
-                    total += (x * math.log2(x / m) if x else 0) / 2 + (
-                        y * math.log2(y / m) if y else 0
-                    ) / 2
-            assert float(got.values[a, b]) == pytest.approx(total / 19, abs=1e-9)
+    for a, b in itertools.product(range(4), range(4)):
+        p, r = (x / x.sum(1, keepdim=True) for x in (rows[a], rows[b]))
+        m = (p + r) / 2
+        terms = torch.xlogy(p, p / m) + torch.xlogy(r, r / m)
+        total = float(terms[m > 0].sum()) / 2 / math.log(2)
+        assert float(got.values[a, b]) == pytest.approx(total / 19, abs=1e-9)
     assert bool((got.values <= 1).all())
 
 
@@ -281,9 +250,8 @@ def test_a_head_that_copies_the_needle_while_it_is_written() -> None:
     ids = torch.cat([torch.arange(10), needle, torch.arange(10, 14), needle])
     L = len(ids)
     word = torch.eye(V)
-    ask = torch.stack(
-        [torch.stack([word[ids[min(i + 1, L - 1)]] for i in range(L)]), torch.zeros(L, V)]
-    )
+    following = word[ids[(torch.arange(L) + 1).clamp(max=L - 1)]]
+    ask = torch.stack([following, torch.zeros(L, V)])
     with Recorder(keep=()) as recorder:
         for start, stop in [(0, 17), (17, 18), (18, 19)]:
             k = word[ids[:stop]].expand(1, 2, -1, -1)
@@ -292,10 +260,7 @@ def test_a_head_that_copies_the_needle_while_it_is_written() -> None:
     scores = retrieval_score(place, ids, slice(10, 13))
     assert scores.tolist() == [1.0, 0.0]
     assert retrieval_score(place, ids, slice(8, 13))[0] == pytest.approx(3 / 5)
-    with pytest.raises(
-        ArgumentError,
-        match=re.escape("needle is slice(5, 5, None); it must contain some of the 19"),
-    ):
+    with pytest.raises(ArgumentError, match=r"needle is .* it must contain some of the 19"):
         retrieval_score(place, ids, slice(5, 5))
 
 
@@ -311,10 +276,7 @@ def test_what_the_tokens_do_not_allow_is_left_out() -> None:
 @pytest.mark.parametrize(
     "call, message",
     [
-        (
-            lambda p: measure(p, torch.arange(3)),
-            "ids are (3,);  has 24 columns, and there must be one entry for each",
-        ),
+        (lambda p: measure(p, torch.arange(3)), "ids are (3,);  has 24 columns"),
         (lambda p: measure(p, padding=torch.ones(3).bool()), "padding are (3,)"),
         (lambda p: measure(p, batch=1), "batch is 1;  has batch rows 0 to 0"),
         (lambda p: keys_for(p, 0.0), "share is 0.0; it must be above 0 and at most 1"),
@@ -329,9 +291,7 @@ def test_what_cannot_be_measured_is_refused(call: Any, message: str) -> None:
 
 def test_head_scores_want_repeated_tokens() -> None:
     model = regard.load("tiny")
-    with pytest.raises(
-        ArgumentError, match="induction cannot be computed: in ids no token occurs twice"
-    ):
+    with pytest.raises(ArgumentError, match="in ids no token occurs twice"):
         regard.inspect.head_scores(model, torch.arange(8)[None])
     scores = regard.inspect.head_scores(model, repeated_ids(1024, 12, batch=1))
     assert {x.shape for x in scores.values()} == {torch.Size([4, 8])}

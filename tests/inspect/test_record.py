@@ -4,7 +4,6 @@ attention.
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
 import pytest
@@ -63,12 +62,8 @@ def test_a_text(stand_in: Model) -> None:
     assert list(found.places) == ["layers.0", "layers.1", "layers.2"]
     assert len(found) == 3
     assert found.labels(1) == (found.pieces, found.pieces)
-    assert found.metadata == {
-        "model": "llama",
-        "dtype": "float32",
-        "device": "cpu",
-        "training": "False",
-    }
+    said = {"model": "llama", "dtype": "float32", "device": "cpu", "training": "False"}
+    assert found.metadata == said
     assert found.sound
     assert_right_sums(found)
 
@@ -112,10 +107,8 @@ def test_going_on_by_some_tokens(stand_in: Model, cache: str | None) -> None:
     said = "".join(stand_in.generate(TEXT, max_tokens=8, cache=cache, max_context=room))
     found = record(stand_in, TEXT, tokens=8, cache=cache, max_context=room)
     assert found.ids is not None
-    assert (
-        stand_in.tokenizer.decode(found.ids[0].tolist())
-        == stand_in.tokenizer.decode(stand_in.encode(TEXT)[0].tolist()) + said
-    )
+    decode = stand_in.tokenizer.decode
+    assert decode(found.ids[0].tolist()) == decode(stand_in.encode(TEXT)[0].tolist()) + said
     place = found[0]
     assert [step.T for step in place.steps] == [n, *[1] * 7]
     assert found.sound
@@ -147,14 +140,8 @@ def test_an_encoder(encoder: TextEncoder) -> None:
 def test_an_encoder_and_a_decoder(translator: Seq2Seq, target: str | None) -> None:
     found = record(translator, TEXT, target, **({} if target else {"tokens": 5}))
     source = translator.tokenizer.pieces(translator.encode(TEXT)[0][0].tolist())
-    assert list(found.places) == [
-        "encoder.layers.0",
-        "encoder.layers.1",
-        "decoder.layers.0.attention",
-        "decoder.layers.0.cross",
-        "decoder.layers.1.attention",
-        "decoder.layers.1.cross",
-    ]
+    parts = [f"decoder.layers.{i}.{part}" for i in (0, 1) for part in ("attention", "cross")]
+    assert list(found.places) == ["encoder.layers.0", "encoder.layers.1", *parts]
     assert found.sound
     assert_right_sums(found)
     assert list(found.source_pieces) == source
@@ -163,78 +150,46 @@ def test_an_encoder_and_a_decoder(translator: Seq2Seq, target: str | None) -> No
     assert rows == found.pieces[: found["decoder.layers.1.cross"].T]
     assert found.labels("encoder.layers.0")[0] == found.labels("encoder.layers.0")[1] == columns
     place = found["decoder.layers.1.cross"]
-    assert place.column_positions.shape[1] == len(
-        source
-    )  # the memory is kept once, however many tokens read it
+    # the memory is kept once, however many tokens read it
+    assert place.column_positions.shape[1] == len(source)
     assert place.pools[0].k.shape[2] == place.N
     assert len(place.steps) == (1 if target else place.T)
 
 
 def test_what_is_not_named_is_not_run_differently(stand_in: Model) -> None:
     found = record(stand_in, TEXT, places=[1], heads=[2], rows=1, keep=())
-    assert list(found.places) == ["layers.1"]
-    assert found[0].heads == (2,)
-    assert found[0].T == 1
+    assert (list(found.places), found[0].heads, found[0].T) == (["layers.1"], (2,), 1)
     assert found.labels(0)[0] == found.pieces[-1:]
 
 
 @pytest.mark.parametrize(
-    "arguments, options, kind, message",
+    ("which", "arguments", "options", "kind", "message"),
     [
-        (
-            (TEXT,),
-            {"places": [9]},
-            ArgumentError,
-            "no attention was recorded: the run of Model called no softmax",
-        ),
-        ((TEXT, "x"), {}, ArgumentError, "target does not apply to a Model; leave it out"),
-        (
-            (TEXT,),
-            {"cache": "ring"},
-            ArgumentError,
-            "cache is 'ring', but no tokens are generated; set tokens=...",
-        ),
-        ((TEXT,), {"chunk": 0}, ArgumentError, "chunk is 0; it must be at least 1"),
-        (
-            ([TEXT, TEXT],),
-            {"tokens": 2},
-            ArgumentError,
-            "tokens can be generated after one text only",
-        ),
-        (
-            (TEXT,),
-            {"positions": regard.Span(0, 3)},
-            ArgumentError,
-            "positions can be given only with ids, not with a text",
-        ),
-        (([3],), {}, ArgumentTypeError, "text must be a str, several of them, or ids [B,T]"),
-        (([],), {}, ArgumentTypeError, "text must be a str, several of them, or ids [B,T]"),
+        ("stand_in", (TEXT,), {"places": [9]}, ArgumentError, "Model called no softmax"),
+        ("stand_in", (TEXT, "x"), {}, ArgumentError, "target does not apply to a Model"),
+        ("stand_in", (TEXT,), {"cache": "ring"}, ArgumentError, "no tokens are generated; set"),
+        ("stand_in", (TEXT,), {"chunk": 0}, ArgumentError, "chunk is 0; it must be at least 1"),
+        ("stand_in", ([TEXT, TEXT],), {"tokens": 2}, ArgumentError, "after one text only"),
+        ("stand_in", (TEXT,), {"positions": regard.Span(0, 3)}, ArgumentError, "only with ids"),
+        ("stand_in", ([3],), {}, ArgumentTypeError, r"or ids \[B,T\]"),
+        ("stand_in", ([],), {}, ArgumentTypeError, r"or ids \[B,T\]"),
+        ("encoder", (TEXT,), {"tokens": 3}, ArgumentError, "tokens does not apply to a TextEnc"),
+        ("translator", (torch.tensor([[1]]),), {}, ArgumentTypeError, "for a Seq2Seq"),
+        ("encoder", (TEXT,) * 3, {}, ArgumentTypeError, "got 3 inputs for a TextEncoder; give"),
+        ("encoder", (TEXT,), {"text": TEXT}, ArgumentTypeError, "got 1 input .* and text tw"),
+        ("encoder", (), {"tokens": 3}, ArgumentTypeError, "got 0 inputs for a TextEncoder; give"),
     ],
 )
 def test_what_does_not_go_together_is_refused(
-    stand_in: Model, arguments: Any, options: Any, kind: type[Exception], message: str
+    request: Any, which: str, arguments: Any, options: Any, kind: type[Exception], message: str
 ) -> None:
-    with pytest.raises(kind, match=re.escape(message)):
-        record(stand_in, *arguments, **options)
+    with pytest.raises(kind, match=message):
+        record(request.getfixturevalue(which), *arguments, **options)
 
 
-def test_other_models_and_other_texts_are_refused(
-    translator: Seq2Seq, encoder: TextEncoder
-) -> None:
+def test_a_name_is_no_model() -> None:
     with pytest.raises(ArgumentTypeError, match="model is str; it must be a Model, a TextEncoder"):
         record("tiny", TEXT)  # type: ignore[arg-type]
-    with pytest.raises(ArgumentError, match="tokens does not apply to a TextEncoder"):
-        record(encoder, TEXT, tokens=3)
-    with pytest.raises(ArgumentTypeError, match="text must be a str, or several, for a Seq2Seq"):
-        record(translator, torch.tensor([[1]]))
-    with pytest.raises(ArgumentTypeError, match="record got 3 inputs for a TextEncoder; give its"):
-        record(encoder, TEXT, TEXT, TEXT)
-    with pytest.raises(
-        ArgumentTypeError, match="record got 1 input for a TextEncoder, and text tw"
-    ):
-        record(encoder, TEXT, text=TEXT)
-    with pytest.raises(ArgumentTypeError, match="record got 0 inputs for a TextEncoder; give its"):
-        record(encoder, tokens=3)
 
 
 @pytest.fixture(scope="module")
@@ -264,10 +219,8 @@ class TestTransformers:
         assert place.T == place.N == 12
         assert place.has_one_key_per_column
         assert found.sound, [str(x) for x in found.row_sums.values()]
-        one = record(network, given)
-        assert (
-            one.weights(1, 3, batch=1) - found.weights(1, 3, slice(0, 9), slice(0, 9), batch=1)
-        ).abs().max() < 1e-5
+        one, part = record(network, given).weights(1, 3, batch=1), slice(0, 9)
+        assert (one - found.weights(1, 3, part, part, batch=1)).abs().max() < 1e-5
         for row in range(3, 12):  # nobody looks at padding
             assert found.weights(1, 0, row, slice(0, 3), batch=1).abs().max() == 0
 
@@ -277,10 +230,8 @@ class TestTransformers:
         found = record(families.other(name, "regard"), given)
         assert len(found) == 6
         assert all("coder." in place for place in found.places)
-        assert (
-            sorted((place.T, place.N) for place in found.places.values())
-            == [(5, 5)] * 2 + [(5, 9)] * 2 + [(9, 9)] * 2
-        )
+        sizes = sorted((place.T, place.N) for place in found.places.values())
+        assert sizes == [(5, 5)] * 2 + [(5, 9)] * 2 + [(9, 9)] * 2
         assert found.sound
         assert found.metadata["model"] == name.lower()
 
@@ -295,9 +246,7 @@ class TestTransformers:
                 assert (found.weights(layer, h) - theirs[layer][0, h]).abs().max() < 1e-5
 
     def test_another_attention_and_a_text_are_refused(self, families: Any) -> None:
-        with pytest.raises(
-            ArgumentError, match=re.escape('call model.set_attn_implementation("regard")')
-        ):
+        with pytest.raises(ArgumentError, match=r"call model.set_attn_implementation\("):
             record(families.decoder("Llama", "eager"), families.tokens(1, 9))
         with pytest.raises(ArgumentTypeError, match=r"text must be ids \[B,T\], or a mapping"):
             record(families.decoder("Llama", "regard"), "to be")

@@ -4,7 +4,7 @@ selections.
 
 from __future__ import annotations
 
-import re
+import itertools
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
@@ -28,6 +28,8 @@ from regard.ops.softmax.dispatch import KERNELS
 from regard.ops.softmax.kernel import Kernel, KernelResult
 from regard.ops.softmax.sdpa import SdpaKernel
 from tests.nn.catalogue import CAUSAL, example, tokens
+from tests.oracles.plain import plain_attention, several_plains
+from tests.rules import assert_close_rule
 
 T = 17
 CHUNKS = (5, 3, *[1] * 9)
@@ -35,8 +37,7 @@ NO_SOFTMAX = {"delta_net", "gated_delta_net", "linear_attention", "retention", "
 NO_SOFTMAX |= {"kimi_delta", "gated_delta_2", "comba", "preconditioned_delta", "mesa"}
 NO_SOFTMAX |= {"delta_product", "titans_linear", "short_convolution"}
 NO_SOFTMAX |= {"abc", "gsa", "hgrn2", "lightnet", "lightning", "mamba2", "mlstm", "rwkv4", "rwkv6"}
-NO_SOFTMAX |= {"mamba", "rwkv7"}
-NO_SOFTMAX |= {"based", "cosformer", "performer", "power_attention", "rebased"}
+NO_SOFTMAX |= {"mamba", "rwkv7", "based", "cosformer", "performer", "power_attention", "rebased"}
 
 
 def in_chunks(
@@ -57,11 +58,8 @@ def watched(call: Callable[[], Any], **select: Any) -> tuple[Any, Recording]:
 
 
 def apart(a: Recording, b: Recording, place: str = "", batch: int = 1) -> float:
-    heads = a[place].heads
-    return max(
-        float((a.weights(place, h, batch=batch) - b.weights(place, h, batch=batch)).abs().max())
-        for h in heads
-    )
+    pairs = ([x.weights(place, h, batch=batch) for x in (a, b)] for h in a[place].heads)
+    return max(float((x - y).abs().max()) for x, y in pairs)
 
 
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -256,7 +254,6 @@ def test_every_cache_under_chunks_tokens_and_left_padding(kind: str, padded: boo
 
 def test_a_dense_mask_follows_its_keys_when_a_ring_reorders_them() -> None:
     """A table speaks of slots: what it says of a slot must stay with the key that stood there."""
-    module = example(VARIANTS["causal"])
     table = torch.rand(1, 9, generator=torch.Generator().manual_seed(1)) < 0.6
     q = torch.randn(2, 4, 1, 8)
     k = torch.randn(2, 4, 9, 8)
@@ -265,9 +262,7 @@ def test_a_dense_mask_follows_its_keys_when_a_ring_reorders_them() -> None:
         each = rows[:, None, :, None].expand(2, 4, -1, 8)
         bias = torch.randn(1, 9)
         with Recorder() as recorder:
-            regard.attend(
-                torch.randn(2, 4, 1, 8), k, k, mask=masks.Causal(), q_positions=torch.tensor([[8]])
-            )
+            regard.attend(q + 1, k, k, mask=masks.Causal(), q_positions=torch.tensor([[8]]))
             mixed = k.gather(2, each)
             options = {"mask": masks.Dense(table), "bias": bias, "k_positions": rows}
             regard.attend(q, mixed, mixed, q_positions=torch.tensor([[9]]), **options)
@@ -278,7 +273,6 @@ def test_a_dense_mask_follows_its_keys_when_a_ring_reorders_them() -> None:
             back = rows[b if len(rows) > 1 else 0].argsort()
             got = torch.stack([found.row(0, h, 1, batch=b) for h in range(4)])
             assert (got - direct[b, :, 0, back]).abs().max() < 1e-5
-    assert module is not None
 
 
 def test_keys_are_kept_once_and_seldom_moved(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -310,18 +304,14 @@ def test_a_quantized_cache_says_what_its_codes_say() -> None:
     _, exact = watched(lambda: in_chunks(module, x, Growing()))
     _, found = watched(lambda: in_chunks(module, x, Quantized(8, group=4, residual=4)))
     place = found[0]
-    assert (
-        place.key_kind == "keys and keys from a quantized cache"
-    )  # the first call got what it gave, as it was
+    # the first call got what it gave, as it was
+    assert place.key_kind == "keys and keys from a quantized cache"
     assert found.sound, [str(x) for x in found.row_sums.values()]
-    assert (
-        place.N == T < sum(pool.k.shape[2] for pool in place.pools)
-    )  # a key, and what became of it
+    # a key, and what became of it
+    assert place.N == T < sum(pool.k.shape[2] for pool in place.pools)
     assert not place.has_one_key_per_column
     assert 0 < apart(found, exact) < 0.1
-    with pytest.raises(
-        ArgumentError, match=r"has several keys for one token .*; call place.keys\(step\)"
-    ):
+    with pytest.raises(ArgumentError, match=r"several keys for one token .*place.keys\(step\)"):
         _ = place.k
     last = place.steps[-1]
     assert torch.equal(place.keys(last)[:, :, -4:], exact[0].k[:, :, -4:])
@@ -344,16 +334,12 @@ def test_selections_keep_what_was_asked_for() -> None:
     assert place.v is None
     assert place.values(place.steps[0]) is None
     assert place.steps[0].out is None
-    for h in (1, 4, 5):
-        for b in range(2):
-            assert torch.equal(
-                found.weights(0, h, batch=b), whole.weights(0, h, slice(9, 12), batch=b)
-            )
+    for h, b in itertools.product((1, 4, 5), range(2)):
+        part = whole.weights(0, h, slice(9, 12), batch=b)
+        assert torch.equal(found.weights(0, h, batch=b), part)
     assert found.positions(0).tolist() == [9, 10, 11]
     assert found.sound
-    with pytest.raises(
-        ArgumentError, match=r"head 0 of  was not recorded; recorded heads: 1, 4, 5 of 8"
-    ):
+    with pytest.raises(ArgumentError, match=r"head 0 of .* recorded heads: 1, 4, 5 of 8"):
         found.weights(0, 0)
 
 
@@ -407,24 +393,16 @@ def test_the_lse_of_a_recording_is_the_definition() -> None:
     q, k = torch.randn(2, 4, 20, 16), torch.randn(2, 2, 20, 16)
     seen = torch.ones(20, 20).tril().bool()
     _, found = watched(lambda: regard.attend(q, k, k, mask=masks.Causal()))
-    from tests.oracles.plain import plain_attention, several_plains
-    from tests.rules import assert_close_rule
-
     _, right = plain_attention(q.double(), k.double(), k.double(), visible=seen)
     plains = [lse for _, lse in several_plains(q, k, k, visible=seen)]
     assert_close_rule(found[0].steps[0].lse, plains, right)
 
 
-@pytest.mark.parametrize(
-    "select, message",
-    [
-        ({"rows": 0}, "rows is 0; it must be at least 1, or None for all"),
-        ({"keep": ("q",)}, "keep is ['q']; it may contain v, out"),
-    ],
-)
-def test_selections_that_mean_nothing_are_refused(select: Any, message: str) -> None:
-    with pytest.raises(ArgumentError, match=re.escape(message)):
-        Recorder(**select)
+def test_selections_that_mean_nothing_are_refused() -> None:
+    with pytest.raises(ArgumentError, match="rows is 0; it must be at least 1, or None for all"):
+        Recorder(rows=0)
+    with pytest.raises(ArgumentError, match=r"keep is \['q'\]; it may contain v, out"):
+        Recorder(keep=("q",))
 
 
 def test_dropout_is_recorded_and_the_pattern_is_that_before_it() -> None:

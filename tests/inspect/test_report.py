@@ -51,14 +51,9 @@ def pattern(case: Case, h: int) -> list[list[float]]:
 
 
 LONG = Case(
-    "seventy",
-    2,
-    1,
-    70,
-    70,
-    lambda h, p, r: r <= p and p - r < 40,
+    "seventy", 2, 1, 70, 70, lambda h, p, r: r <= p and p - r < 40,
     {"mask": masks.Causal() & masks.Window(40)},
-)
+)  # fmt: skip
 
 
 def edges(length: int) -> list[int]:
@@ -127,12 +122,8 @@ def test_where_the_page_opens() -> None:
     data = report(recording, choice=Choice(1, 2, ""), query=-1)
     weights = recording.weights(1, 2, -1)[0]
     assert data["meta"]["start"] == {"place": 1, "head": 2, "i": 23, "j": int(weights.argmax())}
-    assert report(recording, choice=("layers.1", 3), query=5, key=-21)["meta"]["start"] == {
-        "place": 1,
-        "head": 3,
-        "i": 5,
-        "j": 3,
-    }
+    start = report(recording, choice=("layers.1", 3), query=5, key=-21)["meta"]["start"]
+    assert start == {"place": 1, "head": 3, "i": 5, "j": 3}
     assert "induction" not in data["meta"]["metrics"]
     steady = data["meta"]["metrics"]["previous_token"]["of"]
     best = max((x, p, h) for p, of in enumerate(steady) for h, x in enumerate(of))
@@ -184,12 +175,8 @@ def test_bytes_of_a_cache_by_hand() -> None:
 
 def test_groups_share_their_keys() -> None:
     arrays = report(run(layers=1, H=4, G=2))["arrays"]
-    assert {name for name in arrays if name[:4] in ("p0.k", "p0.v")} == {
-        "p0.k0",
-        "p0.k1",
-        "p0.v0",
-        "p0.v1",
-    }
+    kept = {name for name in arrays if name[:4] in ("p0.k", "p0.v")}
+    assert kept == {"p0.k0", "p0.k1", "p0.v0", "p0.v1"}
 
 
 def test_numbers_travel_as_the_kernel_got_them() -> None:
@@ -262,26 +249,20 @@ def test_a_bias_of_distances_is_a_table_of_distances(bias: biases.Bias, kind: st
         regard.attend(q, k, v, mask=masks.Causal(), bias=bias)
     recording = recorder.recording()
     data = report(recording)
-    found, exact = (
-        data["meta"]["places"][0]["rules"][0]["bias"],
-        bias.block(regard.span.Span(0, 12), regard.span.Span(0, 12), dtype=torch.float64),
-    )
+    found, at = data["meta"]["places"][0]["rules"][0]["bias"], regard.span.Span(0, 12)
     assert found["kind"] == kind
-    for h in range(2):
-        for i in range(12):
-            for j in range(12):
-                if kind == "offset":
-                    table = data["arrays"][found["array"]].reshape(found["heads"], -1)
-                    value = table[h % found["heads"], i - j - found["low"]]
-                else:
-                    value = data["arrays"][found["arrays"][str(h)]][i, j]
-                assert value == pytest.approx(exact[0, h, i, j].item(), abs=1e-12)
+    for (_, h, i, j), exact in np.ndenumerate(bias.block(at, at, dtype=torch.float64).numpy()):
+        if kind == "offset":
+            table = data["arrays"][found["array"]].reshape(found["heads"], -1)
+            value = table[h % found["heads"], i - j - found["low"]]
+        else:
+            value = data["arrays"][found["arrays"][str(h)]][i, j]
+        assert value == pytest.approx(exact, abs=1e-12)
 
 
 def test_steps_of_other_keys_are_places_of_their_own() -> None:
-    layer = regard.nn.variants.build(
-        "mla", 64, 4, kv_rank=24, nope_dim=12, rope_dim=4, value_dim=10
-    ).eval()
+    sizes = {"kv_rank": 24, "nope_dim": 12, "rope_dim": 4, "value_dim": 10}
+    layer = regard.nn.variants.build("mla", 64, 4, **sizes).eval()
     cache = layer.new_cache()
     with torch.inference_mode(), Recorder() as recorder:
         layer(torch.randn(1, 9, 64), cache=cache)
@@ -295,9 +276,8 @@ def test_steps_of_other_keys_are_places_of_their_own() -> None:
     first = 0
     for part in parts:
         block = part.block(slice(0, part.T), slice(0, part.N)).weights
-        assert torch.equal(
-            block, whole.block(slice(first, first + part.T), slice(0, whole.N)).weights
-        )
+        rows = slice(first, first + part.T)
+        assert torch.equal(block, whole.block(rows, slice(0, whole.N)).weights)
         first += part.T
     data = report(recording)
     assert len(data["meta"]["places"]) == len(parts)
@@ -313,33 +293,28 @@ def test_selected_heads_keep_their_numbers() -> None:
     assert data["meta"]["start"]["head"] == 5
     assert heads(data) == {(p, h) for p in range(4) for h in (1, 5)}
     assert len(data["meta"]["metrics"]["entropy"]["of"][0]) == 2
-    with pytest.raises(
-        ArgumentError, match=r"head 2 of layers\.0 was not recorded; recorded heads: 1, 5 of 8"
-    ):
+    with pytest.raises(ArgumentError, match=r"head 2 of .* recorded heads: 1, 5 of 8"):
         report(recording, choice=(0, 2))
 
 
 @pytest.mark.parametrize(
     "options, message",
     [
-        ({"row": 1}, "row is 1; layers.0 has batch rows 0 to 0"),
-        ({"choice": (2, 0)}, "layer is 2; it must be -2 to 1"),
-        ({"choice": (0, 4)}, "head is 4; it must be -4 to 3"),
-        ({"choice": ("x", 0)}, "'x' was not recorded; recorded: layers.0, layers.1"),
-        ({"query": 24}, "query is 24; it must be -24 to 23"),
-        ({"key": -25}, "key is -25; it must be -24 to 23"),
+        ({"row": 1}, "row is 1; layers.0 has batch rows 0 to 0$"),
+        ({"choice": (2, 0)}, "layer is 2; it must be -2 to 1$"),
+        ({"choice": (0, 4)}, "head is 4; it must be -4 to 3$"),
+        ({"choice": ("x", 0)}, "'x' was not recorded; recorded: layers.0, layers.1$"),
+        ({"query": 24}, "query is 24; it must be -24 to 23$"),
+        ({"key": -25}, "key is -25; it must be -24 to 23$"),
     ],
 )
 def test_refusals(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ArgumentError) as caught:
+    with pytest.raises(ArgumentError, match=message):
         report(run(), **options)
-    assert str(caught.value) == message
 
 
 def test_nothing_recorded() -> None:
-    with pytest.raises(
-        ArgumentError, match="the recording contains no attention call; record one first"
-    ):
+    with pytest.raises(ArgumentError, match="contains no attention call; record one first"):
         report(Recording({}))
 
 
@@ -365,16 +340,9 @@ def test_what_the_rotary_says_turns_the_queries_back() -> None:
     )
     record(model, "to be or not")
     handle.remove()
-    q = recording[0].steps[0].q[0, 3].double()
+    a, b = recording[0].steps[0].q[0, 3].double().chunk(2, -1)
     plain = heard[0][0].unflatten(-1, (8, 32))[:, 3].double()
-    n = len(found["inv_freq"])
-    for i in range(recording[0].T):
-        for m, f in enumerate(found["inv_freq"]):
-            cos, sin = math.cos(i * f), math.sin(i * f)
-            a, b = q[i, m].item(), q[i, m + n].item()
-            assert (a * cos + b * sin) / found["factor"] == pytest.approx(
-                plain[i, m].item(), abs=1e-5
-            )
-            assert (b * cos - a * sin) / found["factor"] == pytest.approx(
-                plain[i, m + n].item(), abs=1e-5
-            )
+    angle = torch.arange(len(a))[:, None] * torch.tensor(found["inv_freq"], dtype=torch.float64)
+    cos, sin = angle.cos(), angle.sin()
+    back = torch.cat([a * cos + b * sin, b * cos - a * sin], -1) / found["factor"]
+    assert (back - plain).abs().max() < 1e-5

@@ -56,8 +56,10 @@ def place(dtype: torch.dtype = torch.float32, T: int = 40, S: int = 40, **option
 
 
 def changed(x: Place, **change: Any) -> Place:
-    """The place with something else said of its step."""
-    return replace(x, steps=(replace(x.steps[0], **change),))
+    """The place with something else said of its step, or with other keys or values."""
+    pool = {name: change.pop(name) for name in ("k", "v") if name in change}
+    pools = (replace(x.pools[0], **pool),)
+    return replace(x, pools=pools, steps=(replace(x.steps[0], **change),))
 
 
 # flex is slow to start: the test of all kernels, in test_recorder.py, has it; triton needs a GPU
@@ -111,113 +113,53 @@ def test_each_kernel_makes_its_records(kernel: str) -> None:
     assert sum(not refusal(kernel, *call) for call in cells) >= LEAST[kernel]
 
 
-Fault = Callable[[Place, RecordedStep], Place]
-EVERYTHING = {"mask": C & masks.Window(8), "softcap": 2.0, "bias": True, "sink": True}
+ALL = {"mask": C & masks.Window(8), "softcap": 2.0, "bias": True, "sink": True}
+CAUSAL = {"mask": C}
+Fault = Callable[[Place, RecordedStep], dict[str, Any]]
 FAULTS: dict[str, tuple[dict[str, Any], Fault, str]] = {
-    "zero lse": (EVERYTHING, lambda p, s: changed(p, lse=s.lse * 0), "the lse is 0 everywhere"),
-    "log2": (
-        EVERYTHING,
-        lambda p, s: changed(p, lse=s.lse / LN2),
-        "1.443 times the natural one: a log of base 2",
-    ),
-    "times ln 2": (
-        EVERYTHING,
-        lambda p, s: changed(p, lse=s.lse * LN2),
-        "0.6931 times the natural one: multiplied by ln 2",
-    ),
-    "plus ln 2": (
-        EVERYTHING,
-        lambda p, s: changed(p, lse=s.lse + LN2),
-        "wrong by the constant 0.6931, which is ln 2",
-    ),
-    "a constant": (
-        EVERYTHING,
-        lambda p, s: changed(p, lse=s.lse - 0.25),
-        "wrong by the constant -0.25:",
-    ),
-    "sink in lse": (
-        EVERYTHING,
-        lambda p, s: changed(p, lse=s.denominator.float()),
-        "the lse includes the sink",
-    ),
-    "scale of 1/sqrt(D)": (
-        {"mask": C},
-        lambda p, s: changed(p, scale=1.0),
-        "the scale was 1/sqrt(D) (0.25, not 1)",
-    ),
+    "zero lse": (ALL, lambda p, s: {"lse": s.lse * 0}, "the lse is 0 everywhere"),
+    "log2": (ALL, lambda p, s: {"lse": s.lse / LN2}, "a log of base 2"),
+    "times ln 2": (ALL, lambda p, s: {"lse": s.lse * LN2}, "multiplied by ln 2"),
+    "plus ln 2": (ALL, lambda p, s: {"lse": s.lse + LN2}, "0.6931, which is ln 2"),
+    "a constant": (ALL, lambda p, s: {"lse": s.lse - 0.25}, "wrong by the constant -0.25:"),
+    "sink in lse": (ALL, lambda p, s: {"lse": s.denominator.float()}, "the lse includes the sink"),
+    "scale of 1/sqrt(D)": (CAUSAL, lambda p, s: {"scale": 1.0}, "1/sqrt(D) (0.25, not 1)"),
     "scale left out": (
-        {"mask": C, "scale": 1.0},
-        lambda p, s: changed(p, scale=0.25),
-        "the scale was not applied (1, not 0.25)",
+        CAUSAL | {"scale": 1.0}, lambda p, s: {"scale": 0.25}, "was not applied (1, not 0.25)",
     ),
     "scale twice": (
-        {"mask": C, "scale": 0.04},
-        lambda p, s: changed(p, scale=0.2),
-        "the scale was applied twice (0.04, not 0.2)",
+        CAUSAL | {"scale": 0.04}, lambda p, s: {"scale": 0.2}, "applied twice (0.04, not 0.2)",
     ),
     "another scale": (
-        {"mask": C, "scale": 0.33},
-        lambda p, s: changed(p, scale=0.2),
-        "the scale was 0.33, not 0.2",
+        CAUSAL | {"scale": 0.33}, lambda p, s: {"scale": 0.2}, "the scale was 0.33, not 0.2",
     ),
-    "no softcap": (
-        {"mask": C},
-        lambda p, s: changed(p, softcap=5.0),
-        "the softcap was not applied",
-    ),
-    "no bias": (
-        {"mask": C},
-        lambda p, s: changed(p, bias=biases.ALiBi(4)),
-        "the bias was not added",
-    ),
+    "no softcap": (CAUSAL, lambda p, s: {"softcap": 5.0}, "the softcap was not applied"),
+    "no bias": (CAUSAL, lambda p, s: {"bias": biases.ALiBi(4)}, "the bias was not added"),
     "no sink": (
-        {"mask": C},
-        lambda p, s: changed(p, sink=torch.tensor([0.5, 1.0, 2.0, -1.0])),
-        "the sink was left out of the output",
+        CAUSAL, lambda p, s: {"sink": torch.tensor([0.5, 1.0, 2.0, -1.0])}, "the sink was left out",
     ),
-    "no mask": (
-        {},
-        lambda p, s: changed(p, mask=C),
-        "the mask was not applied: masked keys have weight",
-    ),
+    "no mask": ({}, lambda p, s: {"mask": C}, "the mask was not applied: masked keys"),
     "no window": (
-        {"mask": C},
-        lambda p, s: changed(p, mask=C & masks.Window(5)),
-        "the mask window(5) was not applied",
+        CAUSAL, lambda p, s: {"mask": C & masks.Window(5)}, "mask window(5) was not applied",
     ),
     "window one off": (
-        {"mask": C & masks.Window(9)},
-        lambda p, s: changed(p, mask=C & masks.Window(8)),
+        {"mask": C & masks.Window(9)}, lambda p, s: {"mask": C & masks.Window(8)},
         "window(8) was taken as window(9)",
     ),
-    "wrong v": (
-        EVERYTHING,
-        lambda p, s: replace(p, pools=(replace(p.pools[0], v=p.pools[0].v.roll(1, 2)),)),
-        "not the weighted sum of the recorded values",
-    ),
+    "wrong v": (ALL, lambda p, s: {"v": p.v.roll(1, 2)}, "not the weighted sum of the recorded"),
     "no output": (
-        {"mask": C},
-        lambda p, s: changed(p, out=torch.zeros_like(s.out)),
-        "the output is zero everywhere",
+        CAUSAL, lambda p, s: {"out": torch.zeros_like(s.out)}, "the output is zero everywhere",
     ),
     "one stale key": (
-        EVERYTHING,
-        lambda p, s: replace(
-            p, pools=(replace(p.pools[0], k=p.k.index_copy(2, torch.tensor([30]), p.k[:, :, :1])),)
-        ),
+        ALL, lambda p, s: {"k": p.k.index_copy(2, torch.tensor([30]), p.k[:, :, :1])},
         "not those that the kernel used, first in row 30",
     ),
-    "wrong group": (
-        {"mask": C},
-        lambda p, s: replace(p, pools=(replace(p.pools[0], k=p.k.flip(1)),)),
-        "not those that the kernel used, first in row 0",
-    ),
+    "wrong group": (CAUSAL, lambda p, s: {"k": p.k.flip(1)}, "the kernel used, first in row 0"),
     "nan": (
-        {"mask": C},
-        lambda p, s: changed(p, lse=s.lse.index_fill(2, torch.tensor([7]), math.nan)),
-        "the lse is NaN although nothing visible is NaN (row 7)",
+        CAUSAL, lambda p, s: {"lse": s.lse.index_fill(2, torch.tensor([7]), math.nan)},
+        "NaN although nothing visible is NaN (row 7)",
     ),
-}
+}  # fmt: skip
 
 
 @pytest.mark.full(keep=14)
@@ -227,7 +169,7 @@ def test_every_planted_fault_is_found_and_named(name: str, dtype: torch.dtype) -
     options, fault, words = FAULTS[name]
     sound = place(dtype, **options)
     assert row_sums(sound).sound
-    found = row_sums(fault(sound, sound.steps[0]))
+    found = row_sums(changed(sound, **fault(sound, sound.steps[0])))
     assert not found.sound, name
     assert any(words in said for said in found.findings), (name, found.findings)
 
@@ -282,25 +224,21 @@ def only(kernel: Faulty, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dispatch, "_registered", (kernel,))
 
 
-KERNEL_FAULTS: dict[str, tuple[Callable[[Call], Call], str]] = {
-    "mask dropped": (lambda c: replace(c, mask=masks.Full()), "the mask was not applied"),
-    "sink forgotten": (lambda c: replace(c, sink=None), "the sink was left out of the output"),
-    "softcap forgotten": (lambda c: replace(c, softcap=None), "the softcap was not applied"),
-    "bias forgotten": (lambda c: replace(c, bias=None), "the bias was not added"),
-    "scale twice": (lambda c: replace(c, scale=c.scale**2), "the scale was applied twice"),
-    "heads in another order": (
-        lambda c: replace(c, k=c.k.flip(1)),
-        "not those that the kernel used",
-    ),
-}
-
-
-@pytest.mark.parametrize("name", KERNEL_FAULTS)
+@pytest.mark.parametrize(
+    ("mistake", "words"),
+    [
+        (lambda c: {"mask": masks.Full()}, "the mask was not applied"),
+        (lambda c: {"sink": None}, "the sink was left out of the output"),
+        (lambda c: {"softcap": None}, "the softcap was not applied"),
+        (lambda c: {"bias": None}, "the bias was not added"),
+        (lambda c: {"scale": c.scale**2}, "the scale was applied twice"),
+        (lambda c: {"k": c.k.flip(1)}, "not those that the kernel used"),
+    ],
+)
 def test_a_faulty_kernel_is_found_by_recording_it(
-    name: str, monkeypatch: pytest.MonkeyPatch
+    mistake: Callable[[Call], dict[str, Any]], words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    mistake, words = KERNEL_FAULTS[name]
-    only(Faulty(mistake), monkeypatch)
+    only(Faulty(lambda call: replace(call, **mistake(call))), monkeypatch)
     found = row_sums(place(mask=C, softcap=4.0, bias=True, sink=True))
     assert any(words in said for said in found.findings), found.findings
 
@@ -309,14 +247,9 @@ def test_a_stale_cache_while_tokens_are_written(monkeypatch: pytest.MonkeyPatch)
     """A kernel that does not see the newest key, as with a cache that is written too late."""
 
     def late(call: Call) -> Call:
-        last = call.S - call.T
-        return (
-            call
-            if not last
-            else replace(
-                call, k=call.k[:, :, :last], v=call.v[:, :, :last], k_positions=Span(0, last)
-            )
-        )
+        last = call.S - call.T or call.S
+        k, v = call.k[:, :, :last], call.v[:, :, :last]
+        return replace(call, k=k, v=v, k_positions=Span(0, last))
 
     only(Faulty(late), monkeypatch)
     k = torch.randn(1, 2, 12, 8)
@@ -325,10 +258,8 @@ def test_a_stale_cache_while_tokens_are_written(monkeypatch: pytest.MonkeyPatch)
             start = 0 if stop == 6 else stop - 1
             regard.attend(k[:, :, start:stop], k[:, :, :stop], k[:, :, :stop], mask=C)
     found = row_sums(recorder.recording()[0])
-    assert any(
-        "not those that the kernel used, first in row 6" in x or "newest keys were not used" in x
-        for x in found.findings
-    ), found.findings
+    words = ("not those that the kernel used, first in row 6", "newest keys were not used")
+    assert any(word in x for x in found.findings for word in words), found.findings
     with Recorder() as recorder:
         regard.attend(k[:, :, 6:], k, k, mask=C)
     (said,) = row_sums(recorder.recording()[0]).findings
@@ -383,11 +314,9 @@ def test_every_part_of_a_recording_is_audited() -> None:
 
 def test_an_output_that_is_nan_is_found() -> None:
     x = place(mask=C)
-    (step,) = x.steps
-    assert step.out is not None
-    out = step.out.clone()
-    out[0, 1, 7, 0] = math.nan
-    (found,) = row_sums(replace(x, steps=(replace(step, out=out),))).findings
+    assert x.steps[0].out is not None
+    out = x.steps[0].out.index_fill(2, torch.tensor([7]), math.nan)
+    (found,) = row_sums(changed(x, out=out)).findings
     assert "output" in found
 
 

@@ -9,6 +9,7 @@ import json
 import re
 import socket
 import threading
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -44,18 +45,25 @@ def recording() -> Recording:
     return regard.inspect.record(regard.load("tiny"), TEXT)
 
 
-@pytest.fixture(scope="module")
-def client(recording: Recording) -> Iterator[TestClient]:
+@contextlib.contextmanager
+def served(session: ViewSession, **options: Any) -> Iterator[TestClient]:
+    """A client of the application of a session."""
     page = tile_page()
     policy = Policy(TOKEN, frozenset({HOST, "localhost:8123"}), content_policy(page))
-    session = ViewSession(recording)
-    app, endpoints = application(session, page, policy)
+    app, endpoints = application(session, page, policy, **options)
     with TestClient(app, base_url=f"http://{HOST}", raise_server_exceptions=False) as running:
         yield running
     endpoints.close()
     session.close()
 
 
+@pytest.fixture(scope="module")
+def client(recording: Recording) -> Iterator[TestClient]:
+    with served(ViewSession(recording)) as running:
+        yield running
+
+
+MINE = {"Host": HOST}
 STRANGERS: dict[str, dict[str, str]] = {
     "another host (DNS rebinding)": READER | {"Host": "evil.example:8123"},
     "another port": READER | {"Host": "127.0.0.1:80"},
@@ -66,12 +74,12 @@ STRANGERS: dict[str, dict[str, str]] = {
     "null origin": READER | {"Origin": "null"},
     "another site": READER | {"Sec-Fetch-Site": "cross-site"},
     "a site beside": READER | {"Sec-Fetch-Site": "same-site"},
-    "no token": {"Host": HOST},
-    "a wrong token": {"Host": HOST, "Authorization": "Bearer wrong"},
-    "half a token": {"Host": HOST, "Authorization": f"Bearer {TOKEN[:-1]}"},
-    "an empty token": {"Host": HOST, "Authorization": "Bearer "},
-    "another scheme": {"Host": HOST, "Authorization": f"Basic {TOKEN}"},
-    "the token in a cookie": {"Host": HOST, "Cookie": f"token={TOKEN}"},
+    "no token": MINE,
+    "a wrong token": MINE | {"Authorization": "Bearer wrong"},
+    "half a token": MINE | {"Authorization": f"Bearer {TOKEN[:-1]}"},
+    "an empty token": MINE | {"Authorization": "Bearer "},
+    "another scheme": MINE | {"Authorization": f"Basic {TOKEN}"},
+    "the token in a cookie": MINE | {"Cookie": f"token={TOKEN}"},
 }
 
 
@@ -85,13 +93,8 @@ def test_a_stranger_is_refused(client: TestClient, who: str) -> None:
 
 
 def test_the_reader_is_answered(client: TestClient) -> None:
-    allowed = (
-        {},
-        {"Origin": f"http://{HOST}"},
-        {"Sec-Fetch-Site": "same-origin"},
-        {"Host": "localhost:8123"},
-    )
-    for more in allowed:
+    same = {"Origin": f"http://{HOST}"}
+    for more in ({}, same, {"Sec-Fetch-Site": "same-origin"}, {"Host": "localhost:8123"}):
         assert client.get("/meta", headers=READER | more).status_code == 200
     token_in_query = client.get(f"/meta?token={TOKEN}", headers={"Host": HOST})
     assert token_in_query.status_code == 403, "an address is written to logs; a header is not"
@@ -191,11 +194,7 @@ def test_answers_are_the_recordings(client: TestClient, recording: Recording) ->
 
 def test_a_flood_is_refused(recording: Recording) -> None:
     """Of 40 requests at once, while both threads are busy, 8 wait and the others get 429."""
-    page = tile_page()
-    policy = Policy(TOKEN, frozenset({HOST}), content_policy(page))
-    session = ViewSession(recording)
-    app, endpoints = application(session, page, policy, max_queue=8)
-    hold = threading.Event()
+    session, hold = ViewSession(recording), threading.Event()
     original = session.tile
 
     def slow(*where: Any) -> Any:
@@ -204,7 +203,7 @@ def test_a_flood_is_refused(recording: Recording) -> None:
 
     session.tile = slow  # type: ignore[method-assign]
     codes: list[int] = []
-    with TestClient(app, base_url=f"http://{HOST}") as flooded:
+    with served(session, max_queue=8) as flooded:
 
         def ask() -> None:
             codes.append(flooded.get("/tile/0/0/0/0/0", headers=READER).status_code)
@@ -212,10 +211,9 @@ def test_a_flood_is_refused(recording: Recording) -> None:
         threads = [threading.Thread(target=ask) for _ in range(40)]
         for thread in threads:
             thread.start()
-        for _ in range(2000):
-            if len(codes) >= 32:
-                break
-            threading.Event().wait(0.01)
+        until = time.monotonic() + 20
+        while len(codes) < 32 and time.monotonic() < until:
+            time.sleep(0.01)
         refused = list(codes)
         hold.set()
         for thread in threads:
@@ -223,26 +221,19 @@ def test_a_flood_is_refused(recording: Recording) -> None:
         assert refused == [429] * 32
         assert sorted(codes) == [200] * 8 + [429] * 32
         assert flooded.get("/tile/0/0/0/0/0", headers=READER).status_code == 200
-    endpoints.close()
-    session.close()
 
 
 def test_a_failure_does_not_tell_its_details(recording: Recording) -> None:
-    page = tile_page()
-    policy = Policy(TOKEN, frozenset({HOST}), content_policy(page))
     session = ViewSession(recording)
-    app, endpoints = application(session, page, policy)
 
     def fail(*where: Any) -> Any:
         raise ValueError("a secret")
 
     session.tile = fail  # type: ignore[method-assign]
-    with TestClient(app, base_url=f"http://{HOST}", raise_server_exceptions=False) as client:
+    with served(session) as client:
         answer = client.get("/tile/0/0/0/0/0", headers=READER)
     assert answer.status_code == 500
     assert "secret" not in answer.text
-    endpoints.close()
-    session.close()
 
 
 def status(url: str, token: str | None = None) -> int:
@@ -293,36 +284,29 @@ def test_silent_connections_neither_stay_nor_lock_the_reader_out(recording: Reco
         assert status(f"{server.origin}/meta", server.token) == 200
 
 
-def test_other_machines_are_not_let_in_unasked(recording: Recording) -> None:
-    with pytest.raises(
-        ArgumentError, match=r"host is '0\.0\.0\.0', which other machines can reach"
-    ):
-        regard.inspect.view(recording, host="0.0.0.0")
-
-
-def test_what_cannot_be_served(recording: Recording) -> None:
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"host": "0.0.0.0"}, r"host is '0\.0\.0\.0', which other machines can reach"),
+        ({"batch": 1}, r"batch is 1; layers\.0 has batch rows 0 to 0"),
+    ],
+)
+def test_what_cannot_be_served(recording: Recording, options: Any, message: str) -> None:
+    with pytest.raises(ArgumentError, match=message):
+        regard.inspect.view(recording, **options)
     with pytest.raises(ArgumentError, match="contains no attention call"):
         regard.inspect.view(replace(recording, places={}))
-    with pytest.raises(ArgumentError, match=r"batch is 1; layers\.0 has batch rows 0 to 0"):
-        regard.inspect.view(recording, batch=1)
 
 
 def test_hostile_tokens_travel_as_escaped_json(recording: Recording) -> None:
     hostile = ("</script><script>x", "\u202etfel", "nul\x00", "\u200b", "<img onerror=x>", "a\nb")
-    session = ViewSession(replace(recording, pieces=hostile))
-    page = tile_page()
-    app, endpoints = application(
-        session, page, Policy(TOKEN, frozenset({HOST}), content_policy(page))
-    )
-    with TestClient(app, base_url=f"http://{HOST}") as client:
+    with served(ViewSession(replace(recording, pieces=hostile))) as client:
         answer = client.get("/meta", headers=READER)
     assert answer.headers["content-type"] == "application/json"
     texts = json.loads(answer.content)["texts"][0]
     assert texts[0] == hostile[0], "markup is data here; the page inserts it as text"
     assert texts[1] == "‹202E›tfel"
     assert "\x00" not in texts[2]
-    endpoints.close()
-    session.close()
 
 
 def test_the_pages_sentences_exist_in_both_languages() -> None:
@@ -336,12 +320,8 @@ def test_the_pages_sentences_exist_in_both_languages() -> None:
     named = set(re.findall(r'"(live\.[a-z_]+)"', script))
     assert named <= set(en)
     beginnings = tuple(re.findall(r"`(live\.[a-z_]*)\$\{", script))
-    unused = [
-        key
-        for key in en
-        if key.startswith("live.") and key not in named and not key.startswith(beginnings)
-    ]
-    assert [key for key in unused if not key.endswith("_title")] == []
+    live = {key for key in en if key.startswith("live.") and not key.endswith("_title")}
+    assert [key for key in live - named if not key.startswith(beginnings)] == []
 
 
 def test_two_recordings_are_served_one_after_the_other(recording: Recording) -> None:

@@ -52,6 +52,26 @@ KEYS = {
     "ArrowDown": 40,
 }
 TYPED = {"Enter": "\r", " ": " "}
+FRAMES = "requestAnimationFrame(() => requestAnimationFrame(() => setTimeout(done, 0)))"
+HOSTILE = (
+    "</script><script>window.hit=1</script>",
+    "<img src=x onerror='window.hit=2'>",
+    "\"'`${window.hit=3}`",
+    "\u202etfel ot thgir",
+    "zero\u200bwidth",
+    "nul\x00byte",
+    "--><svg onload=window.hit=4>",
+    "</style>",
+    "{n}",
+    "javascript:window.hit=5",
+    "שלום",
+    "\u2028line",
+    "&lt;b&amp;",
+    "%3Cscript%3E",
+    "__proto__",
+    "]]>",
+)
+"""What the text of a token may try."""
 
 
 class BrowserError(AssertionError):
@@ -211,6 +231,51 @@ class Tab:
                 raise BrowserError(f"never true: {expression}; the page said {self.errors}")
             self._browser.listen(0.03)
 
+    def ready(self, url: str) -> Tab:
+        """Go to a page of the package, and wait until it is drawn."""
+        self.open(url)
+        self.wait("document.documentElement.dataset.ready === 'yes'")
+        return self.settle()
+
+    def settle(self) -> Tab:
+        """After the frame in which a change is drawn."""
+        self.js(f"new Promise(done => {FRAMES})")
+        return self
+
+    def set(self, **state: Any) -> Tab:
+        """Change the page's own state."""
+        self.js(f"R.set({json.dumps(state)})")
+        return self.settle()
+
+    def state(self, *names: str) -> list[Any]:
+        return [self.js(f"R.state.{name}") for name in names]
+
+    def choose(self, name: str, value: str, event: str = "change") -> Tab:
+        """Give a control of the page a value, as a reader does."""
+        self.js(
+            f"(x => {{ x.value = {json.dumps(value)}; x.dispatchEvent(new Event('{event}')); }})"
+            f"(document.getElementById('{name}'))"
+        )
+        return self.settle()
+
+    def text(self, selector: str) -> str:
+        """What is read in the first element."""
+        return str(self.js(f"document.querySelector({json.dumps(selector)}).innerText"))
+
+    def texts(self, selector: str, part: str = "textContent") -> list[Any]:
+        """A property of every element."""
+        return list(
+            self.js(f"[...document.querySelectorAll({json.dumps(selector)})].map(x => x.{part})")
+        )
+
+    def count(self, selector: str) -> int:
+        return int(self.js(f"document.querySelectorAll({json.dumps(selector)}).length"))
+
+    def hover(self, place: str) -> None:
+        """Let the pointer rest at the [x, y] that an expression gives."""
+        x, y = self.js(place)
+        self.call("Input.dispatchMouseEvent", type="mouseMoved", x=x, y=y)
+
     def click(self, selector: str, at: tuple[float, float] = (0.5, 0.5)) -> None:
         """A real click of the mouse, at a share of an element's width and height; it must be the
         one on top there.
@@ -244,15 +309,12 @@ class Tab:
             ("mouseReleased", x1, y1),
         ]
         for kind, x, y in path:
-            self.call(
-                "Input.dispatchMouseEvent",
-                type=kind,
-                x=x,
-                y=y,
-                button="left",
-                buttons=1,
-                clickCount=1,
-            )
+            self.press(kind, x, y)
+
+    def press(self, kind: str, x: float, y: float) -> None:
+        """An event of the mouse with its left button down."""
+        held = {"button": "left", "buttons": 1, "clickCount": 1}
+        self.call("Input.dispatchMouseEvent", type=kind, x=x, y=y, **held)
 
     def key(self, name: str, *, shift: bool = False) -> None:
         """Press and release a key: a letter, or a name of `KEYS`."""

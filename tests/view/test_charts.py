@@ -27,17 +27,13 @@ from regard.view.charts import (
     context_charts,
     svg,
 )
-from regard.view.heatmaps import AlignmentMap, HeadWeights
+from regard.view.heatmaps import AlignmentMap, EffectMap, HeadWeights
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-BYTES, SHARE, BITS, SECONDS = (
-    Axis("cache", "bytes"),
-    Axis("right", "share"),
-    Axis("bits", "bits"),
-    Axis("time", "seconds"),
-)
+BYTES, SHARE = Axis("cache", "bytes"), Axis("right", "share")
+BITS, SECONDS = Axis("bits", "bits"), Axis("time", "seconds")
 
 
 def axes_of(chart: Chart, panel: int = 0) -> Axes:
@@ -288,12 +284,7 @@ def test_a_cell_of_an_alignment_is_as_dark_as_its_weight() -> None:
     drawing = AlignmentMap(weights, ["一", "二"], ["one", "two"]).draw()
     (cells,) = (x for x in drawing.figure.axes[0].collections if x.get_gid() == "cells")
     assert np.array_equal(np.asarray(cells.get_array()).reshape(2, 2), weights)
-    assert drawing.hints["cells"] == [
-        "一 ← one: 0.0000",
-        "一 ← two: 1.0000",
-        "二 ← one: 0.7000",
-        "二 ← two: 0.3000",
-    ]
+    assert drawing.hints["cells"][1:3] == ["一 ← two: 1.0000", "二 ← one: 0.7000"]
     colours = cells.to_rgba(np.asarray(cells.get_array()).ravel())
     lightness = dict(zip(weights.ravel().tolist(), np.asarray(colours)[:, :3].sum(1), strict=True))
     assert lightness[0.0] > lightness[0.3] > lightness[0.7] > lightness[1.0]
@@ -309,10 +300,26 @@ def test_shades_change_in_one_direction() -> None:
 
 
 def test_the_weights_of_a_head_are_written_into_their_cells() -> None:
-    few = HeadWeights([[1.0, 0.0], [0.25, 0.75]], "head 3").draw().figure.axes[0]
-    assert [text.get_text() for text in few.texts] == ["1.00", "0.00", "0.25", "0.75"]
+    few = HeadWeights([[1.0, 0.0], [0.25, 0.75]], "head 3").draw()
+    assert [text.get_text() for text in few.figure.axes[0].texts] == [
+        "1.00",
+        "0.00",
+        "0.25",
+        "0.75",
+    ]
+    hints = [hint.split(", ") for hint in few.hints["cells"]]
+    assert hints[2:] == [["query 1", "key 0: 0.2500"], ["query 1", "key 1: 0.7500"]]
     many = HeadWeights(np.eye(40).tolist(), "head 3").draw().figure.axes[0]
     assert list(many.texts) == []
+
+
+def test_no_effect_has_the_middle_of_the_colours() -> None:
+    """The scale is as long on either side of 0, whichever side has the larger effect."""
+    effects = np.array([[1.0, 0.0, -4.0]])
+    (cells,) = EffectMap(effects, ["0"], ["0", "1", "2"], "t").draw().figure.axes[0].collections
+    middle = plotting.signed_colours()(0.5)
+    assert cells.get_clim() == (-4, 4)
+    assert np.allclose(cells.to_rgba(effects)[0, 1], middle, atol=0.02)
 
 
 def test_bars_begin_at_one_and_end_at_their_ratio() -> None:

@@ -49,43 +49,23 @@ def hostile(data: dict[str, Any]) -> dict[str, Any]:
     """The same numbers under the worst names."""
     pieces = [*HOSTILE, *data["pieces"]][: len(data["pieces"])]
     guesses = [{**p, "piece": HOSTILE[i]} for i, p in enumerate(data["predictions"])]
-    return {
-        **data,
-        "pieces": pieces,
-        "text": HOSTILE[0],
-        "model": HOSTILE[1],
-        "predictions": guesses,
-    }
+    names = {"text": HOSTILE[0], "model": HOSTILE[1]}
+    return data | names | {"pieces": pieces, "predictions": guesses}
 
 
 def printed(data: dict[str, Any], color: str | None = None) -> str:
     out = StringIO()
-    console = Console(
-        file=out,
-        width=80,
-        force_terminal=color is not None,
-        color_system=color,
-        no_color=color is None,
-    )
-    explanation_text.show(data, console)
+    kind = {"force_terminal": color is not None, "color_system": color, "no_color": color is None}
+    explanation_text.show(data, Console(file=out, width=80, **kind))
     return out.getvalue()
 
 
 def test_the_terminal_page_says_each_step_in_80_columns(data: dict[str, Any]) -> None:
     text = printed(data)
-    for title in (
-        "1 tokens",
-        "2 hidden state",
-        "3 query, key, value",
-        "4 scores",
-        "5 softmax",
-        "6 weighted values",
-        "7 heads joined, output projection",
-        "8 the whole pattern",
-        "9 next token",
-        "check",
-    ):
-        assert f"━━ {title} ━" in text
+    titles = re.findall("━━ (.*?) ━", text)
+    assert [title[0] for title in titles[:9]] == [*"123456789"]
+    for title in ("2 hidden state", "6 weighted values", "8 the whole pattern", "check"):
+        assert title in titles
     assert max(cell_len(line) for line in text.splitlines()) <= 80
     assert "rows are queries, columns are keys" in text
     assert "reason: future" in text
@@ -93,12 +73,8 @@ def test_the_terminal_page_says_each_step_in_80_columns(data: dict[str, Any]) ->
     assert number(data["row_max"]) in text
     best = max(range(len(data["weights"])), key=lambda j: data["weights"][j])
     line = next(row for row in text.splitlines() if re.match(rf"\s+{best} .*█", row))
-    for value in (
-        data["scores"][0]["values"][best],
-        data["scores"][1]["values"][best],
-        data["exps"][best],
-    ):
-        assert number(value) in line
+    for column in (data["scores"][0]["values"], data["scores"][1]["values"], data["exps"]):
+        assert number(column[best]) in line
     assert weight(data["weights"][best]) in line
     assert f"{data['check']:.1e}" in text
 
@@ -123,9 +99,8 @@ def test_many_keys_are_counted_not_cut() -> None:
     assert max(cell_len(line) for line in text.splitlines()) <= 80
     visible = sum(not reason for reason in long["masked"])
     order = sorted(long["weights"], reverse=True)
-    assert (
-        f"... {plural(visible - 8, 'other key')} with total weight {weight(sum(order[8:]))}" in text
-    )
+    rest = weight(sum(order[8:]))
+    assert f"... {plural(visible - 8, 'other key')} with total weight {rest}" in text
     assert f"cells: largest weight of {long['pool']} x {long['pool']}" in text
     assert long["pool"] == math.ceil(long["sizes"]["T"] / 32)
 
@@ -133,9 +108,8 @@ def test_many_keys_are_counted_not_cut() -> None:
 def test_hostile_names_do_not_reach_the_terminal(hostile: dict[str, Any]) -> None:
     text = printed(hostile)
     assert max(cell_len(line) for line in text.splitlines()) <= 80
-    assert not re.search(
-        "[\x00-\x09\x0b-\x1f\x7f-\x9f\u200b\u2028\u2029\u202e\u2066\U000e0041]", text
-    )
+    controls = "\x00-\x09\x0b-\x1f\x7f-\x9f\u200b\u2028\u2029\u202e\u2066\U000e0041"
+    assert not re.search(f"[{controls}]", text)
 
 
 @pytest.mark.parametrize("text", ["你好 世界 🎉🎉🎉", "é" * 40, "x"])
@@ -183,14 +157,12 @@ def test_signed_strips_show_the_sign_without_colour() -> None:
     up, down = columns([1.0, -1.0, 0.0], top=1.0)
     assert (up, down) == ("█  ", " █ ")
     assert columns([0.0], top=0.0) == (" ", " ")
-    assert fold([float(i) for i in range(256)], 64) == (
-        4,
-        [float(i) for i in range(3, 256, 4)],
-    )
+    values = [float(i) for i in range(256)]
+    assert fold(values, 64) == (4, values[3::4])
 
 
 @pytest.mark.parametrize(
-    "value, shown",
+    ("value", "shown"),
     [
         (0.0, "0.000"),
         (-12.3456, "-12.35"),
@@ -216,9 +188,8 @@ def test_writing_is_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.Monk
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(FileError) as caught:
+    with pytest.raises(FileError, match=r"page.html cannot be written: No space left on device"):
         html_page.write(file, "third")
-    assert str(caught.value) == f"{file} cannot be written: No space left on device"
     assert file.read_text() == "second"
     assert [path.name for path in tmp_path.iterdir()] == ["page.html"]
 
@@ -226,22 +197,12 @@ def test_writing_is_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.Monk
 def test_targets_that_cannot_be_written_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with pytest.raises(FileError) as caught:
+    with pytest.raises(FileError, match=r"is a folder; give the name of a file, .*page.html"):
         check_writable(tmp_path)
-    assert (
-        str(caught.value)
-        == f"{tmp_path} is a folder; give the name of a file, such as {tmp_path / 'page.html'}"
-    )
-    with pytest.raises(FileError) as caught:
+    with pytest.raises(FileError, match=r"page.html: there is no folder .*; make it first"):
         html_page.write(tmp_path / "no" / "page.html", "")
-    assert (
-        str(caught.value)
-        == f"{tmp_path}/no/page.html: there is no folder '{tmp_path}/no'; make it first"
-    )
     monkeypatch.setattr(os, "access", lambda *_: False)
-    with pytest.raises(
-        FileError, match="cannot be written: permission denied; choose another place"
-    ):
+    with pytest.raises(FileError, match="permission denied; choose another place"):
         check_writable(tmp_path / "page.html")
 
 

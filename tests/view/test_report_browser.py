@@ -4,10 +4,8 @@ the recording's.
 
 from __future__ import annotations
 
-import json
 import math
 import re
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,31 +19,13 @@ from regard.inspect.record.recording import Recording
 from regard.inspect.report import report
 from regard.language import PLACEHOLDER
 from regard.view.report import catalogue, page
-from tests.view.browser import CHROMIUM, WHY_NOT, Browser, Tab, chromium
+from tests.view.browser import CHROMIUM, HOSTILE, WHY_NOT, Browser, Tab
 
 pytestmark = [pytest.mark.skipif(CHROMIUM is None, reason=WHY_NOT), pytest.mark.full]
 
 TEXT = "def add(a, b):\n    return a + b\n\ndef sub(a, b):\n    return a - b\n"
 LAYER, HEAD, QUERY, KEY = 1, 2, 20, 3
 VIEWS = ("atlas", "map", "compare", "text", "row", "cell", "diagnostics")
-HOSTILE = (
-    "</script><script>window.hit=1</script>",
-    "<img src=x onerror='window.hit=2'>",
-    "\"'`${window.hit=3}`",
-    "\u202etfel ot thgir",
-    "zero\u200bwidth",
-    "nul\x00byte",
-    "--><svg onload=window.hit=4>",
-    "</style>",
-    "{n}",
-    "javascript:window.hit=5",
-    "שלום",
-    "\u2028line",
-    "&lt;b&amp;",
-    "%3Cscript%3E",
-    "__proto__",
-    "]]>",
-)
 
 
 class Made(NamedTuple):
@@ -113,51 +93,6 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
     return Made(recording, recordings, folder)
 
 
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    with chromium() as running:
-        yield running
-
-
-@pytest.fixture
-def tab(browser: Browser) -> Iterator[Tab]:
-    """A tab; whatever a test does, the page must have stayed silent, and asked for nothing but
-    itself.
-    """
-    opened = browser.tab()
-    yield opened
-    opened.js("new Promise(r => setTimeout(r, 30))")
-    assert opened.errors == []
-    assert [
-        url for url in opened.requests if not url.startswith(("file://", "blob:", "data:"))
-    ] == []
-    assert len({url.partition("#")[0] for url in opened.requests if url.startswith("file:")}) <= 1
-    opened.close()
-
-
-def ready(tab: Tab, url: str) -> Tab:
-    tab.open(url)
-    tab.wait("document.documentElement.dataset.ready === 'yes'")
-    return settled(tab)
-
-
-def settled(tab: Tab) -> Tab:
-    """After the frame in which a change is drawn."""
-    tab.js(
-        "new Promise(done => requestAnimationFrame(() => requestAnimationFrame(() => "
-        "setTimeout(done, 0))))"
-    )
-    return tab
-
-
-def text(tab: Tab, selector: str) -> str:
-    return str(tab.js(f"document.querySelector({json.dumps(selector)}).innerText"))
-
-
-def state(tab: Tab, *names: str) -> list[Any]:
-    return [tab.js(f"R.state.{name}") for name in names]
-
-
 def close(a: float, b: float) -> bool:
     """fp64 on both sides, from the same fp32 q, k and lse: sums of a few dozen terms."""
     return math.isclose(a, b, rel_tol=1e-9, abs_tol=1e-9)
@@ -168,18 +103,36 @@ def shown_as(found: float, right: float) -> bool:
     return math.isclose(found, right, rel_tol=5.1e-9, abs_tol=1e-9)
 
 
+def chain_of(tab: Tab) -> list[float]:
+    """The numbers from the dot product to the score."""
+    shown = tab.texts("#cell-step-4 tbody td:last-child")
+    return [float(x.replace("−", "-")) for x in shown if x != "="]
+
+
+def step_down(tab: Tab) -> None:
+    """To the next row by the slider."""
+    tab.js("document.getElementById('row-slider').focus()")
+    tab.key("ArrowRight")
+    tab.settle()
+
+
+def facts_of(tab: Tab, body: str) -> dict[str, str]:
+    names, values = (tab.texts(f"{body} .fact {part}") for part in ("span", "b"))
+    return dict(zip(names, values, strict=True))
+
+
 # ---- it opens, and keeps to itself
 
 
 @pytest.mark.full
 def test_every_view_opens_without_a_word_and_without_a_request(tab: Tab, made: Made) -> None:
-    ready(tab, made.url())
+    tab.ready(made.url())
     assert tab.js("R.views.map(x => x.name)") == list(VIEWS)
     for view in VIEWS:
         tab.click(f'.tab[data-view="{view}"]')
-        settled(tab)
+        tab.settle()
         assert tab.js(f"!document.getElementById('view-{view}').hidden")
-        assert len(text(tab, f"#view-{view}")) > 40, view
+        assert len(tab.text(f"#view-{view}")) > 40, view
     assert tab.js("[...R.missing]") == []
     assert len(tab.requests) == 1
 
@@ -199,7 +152,7 @@ def test_a_page_that_would_call_out_is_noticed(browser: Browser, tmp_path: Path)
 
 def test_the_policy_keeps_even_our_own_page_from_calling_out(browser: Browser, made: Made) -> None:
     opened = browser.tab()
-    ready(opened, made.url())
+    opened.ready(made.url())
     refused = opened.js("fetch('http://127.0.0.1:9/').then(() => 'went', error => String(error))")
     assert "Failed to fetch" in refused
     assert any("Content Security Policy" in error for error in opened.errors)
@@ -211,18 +164,18 @@ def test_the_policy_keeps_even_our_own_page_from_calling_out(browser: Browser, m
 
 @pytest.mark.full(keep=1)
 def test_from_the_atlas_to_the_map_to_a_cell_by_clicks(tab: Tab, made: Made) -> None:
-    ready(tab, made.url("#L0H0&v=atlas"))
+    tab.ready(made.url("#L0H0&v=atlas"))
     tab.click(f'.thumb[data-head="{LAYER} {HEAD}"]')
-    settled(tab)
-    assert state(tab, "view", "place", "head") == ["map", LAYER, HEAD]
+    tab.settle()
+    assert tab.state("view", "place", "head") == ["map", LAYER, HEAD]
     tab.click("#view-map canvas.heat", at=(0.45, 0.6))
-    settled(tab)
-    i, j = state(tab, "i", "j")
+    tab.settle()
+    i, j = tab.state("i", "j")
     assert (i, j) != (0, 0)
     tab.key("Enter")
     tab.wait("R.state.view === 'cell'")
-    settled(tab)
-    assert state(tab, "place", "head", "i", "j") == [LAYER, HEAD, i, j]
+    tab.settle()
+    assert tab.state("place", "head", "i", "j") == [LAYER, HEAD, i, j]
     weight = made.recording.weights(LAYER, HEAD)[i, j].item()
     assert close(
         tab.js("R.math.cell(R.state.place, R.state.head, R.state.i, R.state.j).weight"), weight
@@ -230,33 +183,33 @@ def test_from_the_atlas_to_the_map_to_a_cell_by_clicks(tab: Tab, made: Made) -> 
 
 
 def test_a_deep_link_restores_what_was_seen(tab: Tab, made: Made) -> None:
-    ready(tab, made.at("cell"))
-    first = text(tab, "#view-cell")
+    tab.ready(made.at("cell"))
+    first = tab.text("#view-cell")
     tab.click("#cell-i")
     tab.js("document.getElementById('cell-i').select()")
     tab.type("17")
     tab.key("Enter")
-    settled(tab)
+    tab.settle()
     link = tab.js("location.href")
     assert f"#L{LAYER}H{HEAD}" in link
     assert "i=17" in link
-    seen = text(tab, "#view-cell")
+    seen = tab.text("#view-cell")
     assert seen != first
     tab.open("about:blank")
-    ready(tab, link)
-    assert text(tab, "#view-cell") == seen
+    tab.ready(link)
+    assert tab.text("#view-cell") == seen
     tab.js("location.hash = '#L1H2&v=cell&i=20&j=3'")
-    settled(tab)
-    assert text(tab, "#view-cell") == first
+    tab.settle()
+    assert tab.text("#view-cell") == first
 
 
 def test_a_link_that_means_nothing_is_no_harm(tab: Tab, made: Made) -> None:
-    ready(tab, made.url("#L99H99&v=nowhere&i=1e9&j=-4&lang=xx&theme=pink&stat=<b>&b=L7H7"))
-    assert state(tab, "place", "head", "i", "j", "lang", "theme") == [3, 7, 0, 0, "en", "auto"]
+    tab.ready(made.url("#L99H99&v=nowhere&i=1e9&j=-4&lang=xx&theme=pink&stat=<b>&b=L7H7"))
+    assert tab.state("place", "head", "i", "j", "lang", "theme") == [3, 7, 0, 0, "en", "auto"]
 
 
 def test_the_tooltip_of_a_resting_pointer_follows_the_head(tab: Tab, made: Made) -> None:
-    ready(tab, made.at("map"))
+    tab.ready(made.at("map"))
     x, y = tab.js("""(node => {
         node.scrollIntoView({ block: "center", behavior: "instant" });
         const b = node.getBoundingClientRect();
@@ -265,14 +218,12 @@ def test_the_tooltip_of_a_resting_pointer_follows_the_head(tab: Tab, made: Made)
     tab.call("Input.dispatchMouseEvent", type="mouseMoved", x=x, y=y)
     tips = []
     for head in (HEAD, HEAD + 1, HEAD + 2):
-        tab.js(f"R.set({{ head: {head} }})")
-        settled(tab)
+        tab.set(head=head)
         assert not tab.js("document.getElementById('tip').hidden")
         tips.append(tab.js("document.getElementById('tip').textContent"))
     assert len({tip.splitlines()[0] for tip in tips}) == 1, "the same cell"
     assert len(set(tips)) == 3, "in three heads"
-    tab.js("R.set({ view: 'atlas' })")
-    settled(tab)
+    tab.set(view="atlas")
     assert tab.js("document.getElementById('tip').hidden")
 
 
@@ -280,37 +231,30 @@ def test_the_tooltip_of_a_resting_pointer_follows_the_head(tab: Tab, made: Made)
 
 
 def test_the_cell_says_the_numbers_of_the_recording(tab: Tab, made: Made) -> None:
-    ready(tab, made.at("cell"))
+    tab.ready(made.at("cell"))
     place = made.recording[LAYER]
     row, column = slice(QUERY, QUERY + 1), slice(KEY, KEY + 1)
     block = place.block(row, column, slice(HEAD, HEAD + 1))
     score, weight = block.scores.item(), block.weights.item()
-    shown = text(tab, "#cell-step-4 tbody tr:last-child td:last-child").replace("−", "-")
+    shown = tab.text("#cell-step-4 tbody tr:last-child td:last-child").replace("−", "-")
     assert shown_as(float(shown), score)
-    assert f"weight {weight:.2e}".replace("e-0", "e-") in text(tab, "#cell-says")
+    assert f"weight {weight:.2e}".replace("e-0", "e-") in tab.text("#cell-says")
     q, k = place.steps[0].q[0, HEAD, QUERY].double(), place.k[0, HEAD // 2, KEY].double()
-    chain = [
-        float(x.replace("−", "-"))
-        for x in tab.js(
-            "[...document.querySelectorAll('#cell-step-4 tbody td:last-child')].map(x => "
-            "x.textContent)"
-        )
-        if x != "="
-    ]
+    chain = chain_of(tab)
     assert shown_as(chain[0], (q @ k).item())
     assert shown_as(chain[1], (q @ k).item() / math.sqrt(32))
-    assert tab.js("document.querySelectorAll('#cell-step-3 .bars rect').length") >= 32
+    assert tab.count("#cell-step-3 .bars rect") >= 32
 
 
 def test_a_masked_cell_says_why(tab: Tab, made: Made) -> None:
-    ready(tab, made.url(f"#L{LAYER}H{HEAD}&v=cell&i=3&j=20"))
-    assert "future" in text(tab, "#cell-step-1 .bad")
-    assert "future" in text(tab, "#cell-step-4")
-    assert "weight 0." in text(tab, "#cell-says")
+    tab.ready(made.url(f"#L{LAYER}H{HEAD}&v=cell&i=3&j=20"))
+    assert "future" in tab.text("#cell-step-1 .bad")
+    assert "future" in tab.text("#cell-step-4")
+    assert "weight 0." in tab.text("#cell-says")
 
 
 def test_before_the_rotation_q_is_what_the_model_projected(tab: Tab, made: Made) -> None:
-    ready(tab, made.at("cell"))
+    tab.ready(made.at("cell"))
     numbers = (
         "document.querySelector('#cell-step-2 .numbers').open = true, new Promise(r => "
         "setTimeout(() => r(JSON.parse(document.querySelector('#cell-step-2 .numbers "
@@ -319,7 +263,7 @@ def test_before_the_rotation_q_is_what_the_model_projected(tab: Tab, made: Made)
     rotated = torch.tensor(tab.js(numbers), dtype=torch.float64)
     assert torch.equal(rotated.float(), made.recording[LAYER].steps[0].q[0, HEAD, QUERY])
     tab.click("#cell-rotary")
-    settled(tab)
+    tab.settle()
     before = torch.tensor(tab.js(numbers), dtype=torch.float64)
     inv_freq = torch.tensor(tab.js("R.place().rotary.inv_freq"), dtype=torch.float64)
     again = regard.positions.rotate(
@@ -333,66 +277,57 @@ def test_before_the_rotation_q_is_what_the_model_projected(tab: Tab, made: Made)
 
 
 def test_what_if_is_a_softmax_of_its_own(tab: Tab, made: Made) -> None:
-    ready(tab, made.at("cell"))
-    tab.js(
-        "(() => { const dial = document.getElementById('whatif-temperature'); dial.value = '2'; "
-        "dial.dispatchEvent(new Event('input')); })()"
-    )
-    shown = text(tab, "tr:has([data-whatif='temperature']) td:nth-child(3)")
+    tab.ready(made.at("cell"))
+    tab.choose("whatif-temperature", "2", "input")
+    shown = tab.text("tr:has([data-whatif='temperature']) td:nth-child(3)")
     one = slice(QUERY, QUERY + 1)
     scores = made.recording[LAYER].block(one, slice(0, 28), slice(HEAD, HEAD + 1)).scores[0, 0, 0]
     assert math.isclose(float(shown), (scores / 4).softmax(0)[KEY].item(), rel_tol=1e-3)
     assert math.isclose(
-        float(text(tab, ".asis td:nth-child(3)")), scores.softmax(0)[KEY].item(), rel_tol=2e-3
+        float(tab.text(".asis td:nth-child(3)")), scores.softmax(0)[KEY].item(), rel_tol=2e-3
     )
     tab.click("[data-whatif='window']")
-    assert "window" in text(tab, ".whatif h3")
+    assert "window" in tab.text(".whatif h3")
 
 
 def test_the_steps_go_by_keys_and_the_blocks_end_in_the_kernels_lse(tab: Tab, made: Made) -> None:
-    ready(tab, made.at("cell"))
+    tab.ready(made.at("cell"))
     count = "[...document.querySelectorAll('.step')].filter(x => !x.hidden).length"
     assert tab.js(count) == 10
     for _ in range(5):
         tab.key("n")
     assert tab.js(count) == 1
-    assert text(tab, "#cell-at") == "step 5 of 10"
+    assert tab.text("#cell-at") == "step 5 of 10"
     tab.click(".online summary")
     mine, kernel = re.findall(
-        r"Final value: ([\d.−]+); the kernel's value: ([\d.−]+)\.", text(tab, ".online")
+        r"Final value: ([\d.−]+); the kernel's value: ([\d.−]+)\.", tab.text(".online")
     )[0]
     assert abs(float(mine) - float(kernel)) < 1e-5
     tab.key("p")
-    assert text(tab, "#cell-at") == "step 4 of 10"
+    assert tab.text("#cell-at") == "step 4 of 10"
     tab.key("0")
     assert tab.js(count) == 10
     tab.key("q")
     tab.key("K")
-    settled(tab)
-    assert state(tab, "i", "j") == [QUERY + 1, KEY - 1]
+    tab.settle()
+    assert tab.state("i", "j") == [QUERY + 1, KEY - 1]
 
 
 def test_a_head_that_is_not_embedded_says_so(tab: Tab, made: Made) -> None:
-    ready(tab, made.url(f"#L{LAYER}H{HEAD + 1}&v=cell", "few"))
+    tab.ready(made.url(f"#L{LAYER}H{HEAD + 1}&v=cell", "few"))
     for view in ("cell", "row", "text", "diagnostics"):
         tab.click(f'.tab[data-view="{view}"]')
-        settled(tab)
-        assert "regard" in text(tab, f"#view-{view}")
-        assert tab.js("document.querySelectorAll('.step, .curve, .bars').length") == 0
+        tab.settle()
+        assert "regard" in tab.text(f"#view-{view}")
+        assert tab.count(".step, .curve, .bars") == 0
 
 
 def test_softcap_bias_and_sink_each_have_their_link(tab: Tab, made: Made) -> None:
-    ready(tab, made.url("#L0H1&v=cell&i=10&j=8", "raw"))
+    tab.ready(made.url("#L0H1&v=cell&i=10&j=8", "raw"))
     place = made.others["raw"][0]
     step, one = place.steps[0], slice(1, 2)
     block = place.block(slice(10, 11), slice(0, 17), one)
-    chain = [
-        float(x.replace("−", "-"))
-        for x in tab.js(
-            "[...document.querySelectorAll('#cell-step-4 tbody td:last-child')].map(x => "
-            "x.textContent)"
-        )
-    ]
+    chain = chain_of(tab)
     dot = (step.q[0, 1, 10].double() @ place.pools[0].k[0, 0, 8].double()).item()
     capped = 5 * math.tanh(dot / math.sqrt(8) / 5)
     for found, right in zip(
@@ -402,12 +337,11 @@ def test_softcap_bias_and_sink_each_have_their_link(tab: Tab, made: Made) -> Non
     assert shown_as(chain[-1], block.scores[0, 0, 0, 8].item())
     assert step.sink is not None
     share = math.exp(step.sink[1].item() - step.denominator[0, 1, 10].item())
-    assert f"weight {share:.4}" in text(tab, "#cell-step-5 .cards")
+    assert f"weight {share:.4}" in tab.text("#cell-step-5 .cards")
     tab.click(".online summary")
-    assert "the sink" in text(tab, ".online tbody tr:last-child")
-    tab.js("R.set({ j: 2 })")
-    settled(tab)
-    assert "window(9)" in text(tab, "#cell-step-1 .bad").lower()
+    assert "the sink" in tab.text(".online tbody tr:last-child")
+    tab.set(j=2)
+    assert "window(9)" in tab.text("#cell-step-1 .bad").lower()
 
 
 # ---- row, text lens, diagnostics
@@ -416,49 +350,33 @@ def test_softcap_bias_and_sink_each_have_their_link(tab: Tab, made: Made) -> Non
 def test_decode_steps_are_rows_too(tab: Tab, made: Made) -> None:
     place = made.others["decoded"][0]
     first = place.steps[0].T
-    ready(tab, made.url(f"#L0H0&v=row&i={first - 1}", "decoded"))
-    assert text(tab, "#row-at").endswith(", prefill")
-    tab.js("document.getElementById('row-slider').focus()")
-    tab.key("ArrowRight")
-    settled(tab)
-    assert text(tab, "#row-at").endswith(", call 1 after the prefill")
-    assert f"{first + 1} of {place.N} keys" in text(tab, "#row-body")
+    tab.ready(made.url(f"#L0H0&v=row&i={first - 1}", "decoded"))
+    assert tab.text("#row-at").endswith(", prefill")
+    step_down(tab)
+    assert tab.text("#row-at").endswith(", call 1 after the prefill")
+    assert f"{first + 1} of {place.N} keys" in tab.text("#row-body")
     weights = made.others["decoded"].weights(0, 0)[first]
-    shown = float(text(tab, "#row-body .listrow .num"))
+    shown = float(tab.text("#row-body .listrow .num"))
     assert math.isclose(shown, weights.max().item(), rel_tol=1e-3)
 
 
 def test_two_texts_have_two_panes(tab: Tab, made: Made) -> None:
-    ready(tab, made.url("#L0H1&v=text&i=10&j=8", "raw"))
-    assert tab.js(
-        "[...document.querySelectorAll('.lens')].map(x => x.querySelectorAll('.word').length)"
-    ) == [12, 17]
+    tab.ready(made.url("#L0H1&v=text&i=10&j=8", "raw"))
+    assert tab.texts(".lens", "querySelectorAll('.word').length") == [12, 17]
     tab.click('#text-k [data-token="15"]')
     tab.wait("document.querySelector('#text-says').textContent.startsWith('Queries')")
     column = made.others["raw"].weights(0, 1)[:, 15]
     assert math.isclose(
-        float(text(tab, "#view-text .listrow .num")), column.max().item(), rel_tol=1e-3
+        float(tab.text("#view-text .listrow .num")), column.max().item(), rel_tol=1e-3
     )
-    assert tab.js("document.querySelectorAll('#text-q .word[style*=background]').length") == int(
-        (column > 0).sum()
-    )
+    assert tab.count("#text-q .word[style*=background]") == int((column > 0).sum())
 
 
 def test_the_row_adds_up(tab: Tab, made: Made) -> None:
-    ready(tab, made.at("row"))
+    tab.ready(made.at("row"))
     weights = made.recording.weights(LAYER, HEAD)[QUERY]
     entropy = -(weights[weights > 0] * weights[weights > 0].log()).sum().item()
-    facts = dict(
-        zip(
-            *(
-                tab.js(
-                    f"[...document.querySelectorAll('#row-body .fact {x}')].map(x => x.textContent)"
-                )
-                for x in ("span", "b")
-            ),
-            strict=True,
-        )
-    )
+    facts = facts_of(tab, "#row-body")
     assert facts["visible"] == "21 of 28 keys"
     assert math.isclose(float(facts["entropy, nats"]), entropy, rel_tol=1e-3)
     assert math.isclose(float(facts["effective keys"]), math.exp(entropy), rel_tol=1e-3)
@@ -466,29 +384,26 @@ def test_the_row_adds_up(tab: Tab, made: Made) -> None:
     assert math.isclose(float(facts["first four keys"].rstrip(" %")), share, rel_tol=1e-2)
     first = tab.js("document.querySelector('#row-body .listrow .token').textContent")
     assert first.split()[0] == str(int(weights.argmax()))
-    tab.js("document.getElementById('row-slider').focus()")
-    tab.key("ArrowRight")
-    settled(tab)
-    assert state(tab, "i") == [QUERY + 1]
+    step_down(tab)
+    assert tab.state("i") == [QUERY + 1]
     tab.click("#row-body .listrow")
-    settled(tab)
-    assert state(tab, "view") == ["cell"]
+    tab.settle()
+    assert tab.state("view") == ["cell"]
 
 
 def test_a_span_of_text_shows_where_it_looks_and_who_looks_at_it(tab: Tab, made: Made) -> None:
-    ready(tab, made.at("text"))
+    tab.ready(made.at("text"))
     tab.drag('[data-token="8"]', '[data-token="11"]')
-    settled(tab)
+    tab.settle()
     weights = made.recording.weights(LAYER, HEAD)
-    assert tab.js("document.querySelectorAll('.word.chosen').length") == 4
+    assert tab.count(".word.chosen") == 4
     out, into = weights[8:12].mean(0), weights[:, 8:12].sum(1)
 
     def listed() -> list[tuple[int, float]]:
-        rows = tab.js(
-            "[...document.querySelectorAll('#view-text .listrow')].map(x => "
-            "[x.children[0].textContent, x.children[1].textContent])"
+        names, values = (
+            tab.texts("#view-text .listrow", f"children[{n}].textContent") for n in (0, 1)
         )
-        return [(int(name.split()[0]), float(value)) for name, value in rows]
+        return [(int(x.split()[0]), float(y)) for x, y in zip(names, values, strict=True)]
 
     found = listed()
     assert [n for n, _ in found] == out.topk(8).indices.tolist()
@@ -501,56 +416,40 @@ def test_a_span_of_text_shows_where_it_looks_and_who_looks_at_it(tab: Tab, made:
 
 
 def test_the_lens_follows_the_keyboard_and_the_search(tab: Tab, made: Made) -> None:
-    ready(tab, made.at("text"))
+    tab.ready(made.at("text"))
     tab.js("document.getElementById('text-q').focus()")
     tab.key("ArrowLeft")
     tab.key("ArrowRight", shift=True)
-    assert tab.js(
-        "[...document.querySelectorAll('.word.chosen')].map(x => Number(x.dataset.token))"
-    ) == [QUERY - 1, QUERY]
+    assert tab.texts(".word.chosen", "dataset.token") == [f"{QUERY - 1}", f"{QUERY}"]
     tab.click("#text-search")
     tab.type("return")
-    settled(tab)
-    marked = [n for n, piece in enumerate(made.recording.pieces) if "return" in piece]
-    assert (
-        tab.js("[...document.querySelectorAll('.word.found')].map(x => Number(x.dataset.token))")
-        == marked
-    )
+    tab.settle()
+    marked = [str(n) for n, piece in enumerate(made.recording.pieces) if "return" in piece]
+    assert tab.texts(".word.found", "dataset.token") == marked
     tab.key("Enter")
-    settled(tab)
-    assert text(tab, "#text-found") == f"{len(marked)} found, showing 1"
+    tab.settle()
+    assert tab.text("#text-found") == f"{len(marked)} found, showing 1"
     tab.js("document.getElementById('text-search').value = ''")
     tab.type("/(/")
-    settled(tab)
-    assert text(tab, "#text-found") == "invalid regular expression"
+    tab.settle()
+    assert tab.text("#text-found") == "invalid regular expression"
 
 
 def test_the_lens_holds_only_the_lines_in_sight(tab: Tab, made: Made) -> None:
-    ready(tab, made.at("text"))
+    tab.ready(made.at("text"))
     tab.js("R.meta.texts[0] = Array.from({ length: 100000 }, (_, n) => `w${n}`), R.redraw()")
-    settled(tab)
-    assert tab.js("document.querySelectorAll('.textline').length") < 60
+    tab.settle()
+    assert tab.count(".textline") < 60
     assert tab.js("document.querySelector('.lines').clientHeight") > 100_000
     tab.js("document.getElementById('text-q').scrollTop = 1e9")
     tab.wait("document.querySelector('[data-token=\"99999\"]')")
-    assert tab.js("document.querySelectorAll('.textline').length") < 60
+    assert tab.count(".textline") < 60
 
 
 def test_diagnostics_name_the_worst_row(tab: Tab, made: Made) -> None:
-    ready(tab, made.at("diagnostics"))
+    tab.ready(made.at("diagnostics"))
     tab.wait("document.querySelector('#diagnostics-body .fact')")
-    facts = dict(
-        zip(
-            *(
-                tab.js(
-                    f"[...document.querySelectorAll('#diagnostics-body .fact {x}')].map(x => "
-                    "x.textContent)"
-                )
-                for x in ("span", "b")
-            ),
-            strict=True,
-        )
-    )
+    facts = facts_of(tab, "#diagnostics-body")
     weights = made.recording.weights(LAYER, HEAD)
     worst = (weights.sum(1) - 1).abs().max().item()
     assert math.isclose(float(facts["largest |Σ p − 1|"]), worst, rel_tol=1e-2)
@@ -559,55 +458,44 @@ def test_diagnostics_name_the_worst_row(tab: Tab, made: Made) -> None:
     assert out is not None
     apart = (z - out[0, HEAD]).abs().max().item()
     assert math.isclose(float(facts["largest |Δ out|"]), apart, rel_tol=1e-2)
-    assert [
-        facts[name]
-        for name in (
-            "rows with NaN or ∞",
-            "weights above 1",
-            "weight on empty slots",
-            "weight on future keys",
-        )
-    ] == ["0", "0", "0", "0 %"]
-    assert "28 rows" in text(tab, "#diagnostics-body .badge")
+    for name in ("rows with NaN or ∞", "weights above 1", "weight on empty slots"):
+        assert facts[name] == "0"
+    assert facts["weight on future keys"] == "0 %"
+    assert "28 rows" in tab.text("#diagnostics-body .badge")
 
 
 def test_an_audit_that_found_something_is_not_hidden(tab: Tab, made: Made) -> None:
-    ready(tab, made.at("diagnostics"))
-    assert text(tab, ".audit .good").startswith("Audit: no errors found")
+    tab.ready(made.at("diagnostics"))
+    assert tab.text(".audit .good").startswith("Audit: no errors found")
     tab.js(
         "(() => { Object.assign(R.meta.places[1].audit, { sound: false, residual: 0.7, findings: "
         "['<b>lse</b> is in base 2'] }); R.set({ head: 3 }); })()"
     )
-    settled(tab)
-    assert text(tab, ".audit .bad") == "Audit: errors found."
-    assert text(tab, ".audit .finding") == "<b>lse</b> is in base 2"
-    assert tab.js("document.querySelectorAll('.audit td .bad').length") == 1
+    tab.settle()
+    assert tab.text(".audit .bad") == "Audit: errors found."
+    assert tab.text(".audit .finding") == "<b>lse</b> is in base 2"
+    assert tab.count(".audit td .bad") == 1
 
 
 # ---- languages, colours, sizes
 
 
 def test_the_language_switch_turns_every_word(tab: Tab, made: Made) -> None:
-    ready(tab, made.at("cell"))
-    tab.js(
-        "(() => { const x = document.getElementById('lang'); x.value = 'zh'; x.dispatchEvent(new "
-        "Event('change')); })()"
-    )
-    settled(tab)
+    tab.ready(made.at("cell"))
+    tab.choose("lang", "zh")
     assert tab.js("document.documentElement.lang") == "zh-Hans"
-    assert text(tab, '.tab[data-view="cell"]') == catalogue("zh")["cell.title"]
-    assert text(tab, "#cell-step-9 h2").endswith(catalogue("zh")["cell.step_9"])
+    assert tab.text('.tab[data-view="cell"]') == catalogue("zh")["cell.title"]
+    assert tab.text("#cell-step-9 h2").endswith(catalogue("zh")["cell.step_9"])
     assert "lang=zh" in tab.js("location.hash")
     for view in VIEWS:
-        tab.js(f"R.set({{ view: '{view}' }})")
-        settled(tab)
+        tab.set(view=view)
     assert tab.js("[...R.missing]") == []
 
 
 def test_a_page_opens_in_the_language_it_was_written_for(tab: Tab, made: Made) -> None:
-    ready(tab, made.url(name="few"))
-    assert state(tab, "lang") == ["zh"]
-    assert re.search("[\u4e00-\u9fff]", text(tab, "nav"))
+    tab.ready(made.url(name="few"))
+    assert tab.state("lang") == ["zh"]
+    assert re.search("[\u4e00-\u9fff]", tab.text("nav"))
 
 
 BARE = """(() => {
@@ -638,9 +526,9 @@ def test_no_view_has_a_sentence_of_its_own(tab: Tab, made: Made) -> None:
     """In a language of marks, every word that is left belongs to the data (a figure's recipe is a
     record), to an equation, or to no catalogue: a fault.
     """
-    ready(tab, made.url(f"#L{LAYER}H{HEAD}&v=atlas&i={QUERY}&j={KEY}", "pseudo"))
+    tab.ready(made.url(f"#L{LAYER}H{HEAD}&v=atlas&i={QUERY}&j={KEY}", "pseudo"))
     for view in VIEWS:
-        tab.js(f"R.set({{ view: '{view}' }})")
+        tab.set(view=view)
         tab.js("new Promise(r => setTimeout(r, 150))")
         assert (view, tab.js(BARE)) == (view, [])
     tab.js("document.querySelector('main').append('A bare sentence.')")
@@ -654,17 +542,13 @@ def luminance(tab: Tab) -> float:
 
 def test_light_and_dark_follow_the_system_and_the_switch(tab: Tab, made: Made) -> None:
     tab.prefers(color_scheme="light")
-    ready(tab, made.at("cell"))
+    tab.ready(made.at("cell"))
     assert luminance(tab) > 200
     tab.prefers(color_scheme="dark")
-    settled(tab)
+    tab.settle()
     assert luminance(tab) < 60
     assert tab.js("R.theme()") == "dark"
-    tab.js(
-        "(() => { const x = document.getElementById('theme'); x.value = 'light'; "
-        "x.dispatchEvent(new Event('change')); })()"
-    )
-    settled(tab)
+    tab.choose("theme", "light")
     assert luminance(tab) > 200
     assert "theme=light" in tab.js("location.hash")
 
@@ -672,9 +556,9 @@ def test_light_and_dark_follow_the_system_and_the_switch(tab: Tab, made: Made) -
 @pytest.mark.parametrize("size", [(390, 844), (1280, 800)])
 def test_nothing_runs_over_the_side(tab: Tab, made: Made, size: tuple[int, int]) -> None:
     tab.resize(*size, mobile=size[0] < 600)
-    ready(tab, made.at("atlas"))
+    tab.ready(made.at("atlas"))
     for view in VIEWS:
-        tab.js(f"R.set({{ view: '{view}' }})")
+        tab.set(view=view)
         tab.js("new Promise(r => setTimeout(r, 60))")
         assert (view, tab.js("document.documentElement.scrollWidth")) == (view, size[0])
         small = tab.js(
@@ -689,22 +573,15 @@ def test_nothing_runs_over_the_side(tab: Tab, made: Made, size: tuple[int, int])
 
 
 def test_hostile_tokens_are_text_and_nothing_else(tab: Tab, made: Made) -> None:
-    ready(tab, made.url(f"#L{LAYER}H{HEAD}&v=atlas", "hostile"))
+    tab.ready(made.url(f"#L{LAYER}H{HEAD}&v=atlas", "hostile"))
     for view in VIEWS:
-        tab.js(f"R.set({{ view: '{view}' }})")
+        tab.set(view=view)
         tab.js("new Promise(r => setTimeout(r, 60))")
     assert tab.js("window.hit") is None
-    assert (
-        tab.js(
-            "document.querySelectorAll('#page img, #page script, #page style, #page "
-            "a[href]').length"
-        )
-        == 0
-    )
+    assert tab.count("#page img, #page script, #page style, #page a[href]") == 0
     assert tab.js("document.scripts.length") == 3
-    tab.js("R.set({ view: 'text' })")
-    settled(tab)
-    shown = tab.js("[...document.querySelectorAll('.word')].map(x => x.textContent)")
+    tab.set(view="text")
+    shown = tab.texts(".word")
     assert shown[:2] == list(HOSTILE[:2])
     assert shown[3:6] == ["‹202E›tfel ot thgir", "zero‹200B›width", "nul‹00›byte"]
     assert shown[8:11] == list(HOSTILE[8:11])
@@ -713,11 +590,11 @@ def test_hostile_tokens_are_text_and_nothing_else(tab: Tab, made: Made) -> None:
 
 def test_the_page_lives_without_the_data_of_later_versions(tab: Tab, made: Made) -> None:
     """Cost, audit, rotary and explanation may all be missing: each step says what is not there."""
-    ready(tab, made.at("cell"))
+    tab.ready(made.at("cell"))
     tab.js(
         "(() => { for (const x of R.meta.places) x.cost = x.audit = x.rotary = null; "
         "R.meta.explanation = null; R.set({ j: 4 }); })()"
     )
-    settled(tab)
-    assert tab.js("document.querySelectorAll('.step').length") == 10
-    assert catalogue("en")["cell.no_audit"] in text(tab, "#cell-step-9")
+    tab.settle()
+    assert tab.count(".step") == 10
+    assert catalogue("en")["cell.no_audit"] in tab.text("#cell-step-9")

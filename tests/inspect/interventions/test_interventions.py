@@ -6,8 +6,8 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Callable
-from functools import cache
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 import regard
 from regard import Trace
+from regard.configs.reader import parse
 from regard.errors import ArgumentError, ArgumentTypeError, FileError
 from regard.inspect import (
     EffectTable,
@@ -36,6 +37,7 @@ from regard.inspect.interventions.rollout import flows
 from regard.integrations.pytorch.module_taps import find_feed_forward
 from regard.models import Model, Seq2Seq
 from regard.models.encoder_decoder import transformer
+from regard.models.families import family
 from regard.nn import PostNorm, PreNorm
 from regard.tolerance import allowed_error
 from tests.cost.tiny import TINY
@@ -61,45 +63,56 @@ def with_head_input(
     small: Model, layer: int, head: int, change: Callable[[Tensor], Tensor], ids: Tensor
 ) -> float:
     """The metric if a plain hook changes the slice of one head in the input of the output map."""
-    attention: Any = small.decoder.layers[layer].get_submodule("attention")
-    D = attention.output.in_features // 4
+    output: Any = small.decoder.layers[layer].get_submodule("attention.output")
+    D = output.in_features // 4
+    with hooked(output, lambda x: changed(x, slice(head * D, (head + 1) * D), change), pre=True):
+        return measured(small, ids)
 
-    def before(_module: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        x = inputs[0].clone()
-        part = slice(head * D, (head + 1) * D)
-        x[..., part] = change(x[..., part])
-        return (x,)
 
-    handle = attention.output.register_forward_pre_hook(before)
-    value = measured(small, ids)
+def changed(x: Tensor, part: slice, change: Callable[[Tensor], Tensor]) -> Tensor:
+    x = x.clone()
+    x[..., part] = change(x[..., part])
+    return x
+
+
+@contextmanager
+def hooked(
+    module: nn.Module, change: Callable[[Tensor], Tensor], *, pre: bool = False
+) -> Iterator[None]:
+    """What a module is given, or gives, goes through a function."""
+    if pre:
+        handle = module.register_forward_pre_hook(lambda _, inputs: (change(inputs[0]),))
+    else:
+        handle = module.register_forward_hook(lambda _m, _i, out: change(out))
+    yield
     handle.remove()
-    return value
+
+
+def seen_at(small: Model, ids: Tensor, name: str = "", *, pre: bool = False) -> list[Tensor]:
+    """What goes into, or comes out of, a module of every layer, from plain hooks."""
+    seen: list[Tensor] = []
+
+    def keep(x: Tensor) -> Tensor:
+        seen.append(x.clone())
+        return x
+
+    with ExitStack() as stack:
+        for layer in small.decoder.layers:
+            stack.enter_context(hooked(layer.get_submodule(name), keep, pre=pre))
+        measured(small, ids)
+    return seen
 
 
 def head_outputs(small: Model, ids: Tensor) -> list[Tensor]:
-    """The input of every output map, `[B, T, H * D]`, from plain hooks."""
-    seen: list[Tensor] = []
-    handles = [
-        layer.get_submodule("attention.output").register_forward_pre_hook(
-            lambda _m, inputs: seen.append(inputs[0].clone())
-        )
-        for layer in small.decoder.layers
-    ]
-    measured(small, ids)
-    for handle in handles:
-        handle.remove()
-    return seen
+    """The input of every output map, `[B, T, H * D]`."""
+    return seen_at(small, ids, "attention.output", pre=True)
 
 
 def test_ablation_equals_a_loop_with_hooks() -> None:
     small = model()
     reference = torch.tensor([[1, 8, 30, 2]])
-    base, seen, others = (
-        measured(small, CLEAN),
-        head_outputs(small, CLEAN),
-        head_outputs(small, reference),
-    )
-    D = 8
+    base, D = measured(small, CLEAN), 8
+    seen, others = head_outputs(small, CLEAN), head_outputs(small, reference)
     for method in ("zero", "mean", "resample"):
         table = ablate(small, CLEAN, difference, method=method, reference=reference, seed=3)  # type: ignore[arg-type]
         for layer, head in itertools.product(range(3), range(4)):
@@ -134,32 +147,15 @@ def test_metrics_by_name_equal_functions() -> None:
 @pytest.mark.full
 def test_patching_of_states_equals_a_loop_with_hooks() -> None:
     small = model()
-    states: dict[str, list[Tensor]] = {"clean": [], "corrupt": []}
-    for name, ids in (("clean", CLEAN), ("corrupt", CORRUPT)):
-        handles = [
-            layer.register_forward_hook(lambda _m, _i, y, name=name: states[name].append(y.clone()))
-            for layer in small.decoder.layers
-        ]
-        measured(small, ids)
-        for handle in handles:
-            handle.remove()
-    for restore, start, source in ((True, CORRUPT, "clean"), (False, CLEAN, "corrupt")):
+    clean, corrupt = seen_at(small, CLEAN), seen_at(small, CORRUPT)
+    for restore, start, states in ((True, CORRUPT, clean), (False, CLEAN, corrupt)):
         table = patch(small, CLEAN, CORRUPT, difference, restore=restore)
         assert table.rows == ("embed", "layers.0", "layers.1", "layers.2")
         base = measured(small, start)
-        for i, position in itertools.product(range(3), range(5)):
-
-            def written(
-                _m: nn.Module, _i: Any, y: Tensor, x: Tensor = states[source][i], p: int = position
-            ) -> Tensor:
-                y = y.clone()
-                y[:, p] = x[:, p]
-                return y
-
-            handle = small.decoder.layers[i].register_forward_hook(written)
-            wanted = measured(small, start) - base
-            handle.remove()
-            assert table.values[i + 1, position] == wanted
+        for i, p in itertools.product(range(3), range(5)):
+            at = torch.arange(5)[:, None] == p
+            with hooked(small.decoder.layers[i], lambda y, x=states[i], at=at: x.where(at, y)):
+                assert table.values[i + 1, p] == measured(small, start) - base
         assert table.share[-1, -1] == 1.0, "the last state of the last token is all that counts"
         assert np.abs(table.share[:-1]).max() > 0.01, "the other cells are not all 0"
 
@@ -184,11 +180,13 @@ def test_the_planted_circuit_is_found() -> None:
     wanted = np.zeros((2, 4))
     wanted[PREVIOUS_HEAD], wanted[INDUCTION_HEAD] = 1, 1
     assert np.abs(heads - wanted).max() < 1e-3
-    into_keys = patch(planted, clean, corrupt, (5, 6), what="paths", receiver=("layers.1", 0, "k"))
-    assert np.abs(into_keys.share - wanted[:1]).max() < 1e-3, "its keys come from there"
-    for tap in ("q", "v"):
-        other = patch(planted, clean, corrupt, (5, 6), what="paths", receiver=("layers.1", 0, tap))
-        assert np.abs(other.values).max() < 1e-3, "and neither its queries nor its values"
+    into = {
+        tap: patch(planted, clean, corrupt, (5, 6), what="paths", receiver=("layers.1", 0, tap))
+        for tap in "qkv"
+    }
+    assert np.abs(into["k"].share - wanted[:1]).max() < 1e-3, "its keys come from there"
+    for tap in "qv":
+        assert np.abs(into[tap].values).max() < 1e-3, "and neither its queries nor its values"
     direct = patch(planted, clean, corrupt, (5, 6), what="paths").share
     assert abs(direct[INDUCTION_HEAD] - 1) < 1e-3, "only the induction head reaches the logits"
     assert abs(direct[PREVIOUS_HEAD]) < 1e-3
@@ -201,67 +199,62 @@ def test_the_planted_circuit_is_found() -> None:
 DECODERS = ("llama", "gemma2", "olmo2", "gpt_neox", "gpt2", "bloom", "mpt", "qwen3")
 
 
-@cache
-def kinds() -> dict[str, Model]:
-    from regard.configs.reader import parse
-    from regard.models.families import family
-    from tests.cost.tiny import TINY
-
-    found = {}
-    for name in DECODERS:
-        own = family(TINY[name]["model_type"])
-        torch.manual_seed(1)
-        config = parse(own.config, TINY[name])
-        network = own.build(config).eval()
-        with torch.no_grad():
-            for each in network.parameters():
-                each.add_(0.1 * torch.randn_like(each))
-        found[name] = Model(network, None, config)
-    return found
+def shaken(network: nn.Module) -> nn.Module:
+    """With other weights than those of the start, among which are zeros and ones."""
+    with torch.no_grad():
+        for each in network.parameters():
+            each.add_(0.1 * torch.randn_like(each))
+    return network.eval()
 
 
-@pytest.mark.full(keep=["llama", "gemma2", "gpt_neox"])
-@pytest.mark.parametrize(
-    "name", ["llama", "gemma2", "olmo2", "gpt_neox", "gpt2", "bloom", "mpt", "qwen3"]
-)
-def test_direct_attribution_sums_to_the_logit(name: str) -> None:
-    small = kinds()[name]
-    table = attribute(small, CLEAN, PAIR)
-    assert table.baseline is not None
-    assert table.rows[-1] == "rounding of the run"
-    assert abs(float(table.values.sum()) - table.baseline) < 1e-12
-    # without that row the sum is the logit up to the error rule
-    plain = small.forward(CLEAN)[0, -1].detach()
-    small.decoder.double()
-    exact = small.forward(CLEAN)[0, -1].detach()
+def decoder_of(name: str) -> Model:
+    own = family(TINY[name]["model_type"])
+    torch.manual_seed(1)
+    config = parse(own.config, TINY[name])
+    return Model(shaken(own.build(config)), None, config)
+
+
+def assert_sums(
+    table: EffectTable, small: Any, forward: Callable[[], Tensor], without: float, cap: float = 0.0
+) -> None:
+    """The terms sum to the logit: to the bit with the row of roundings, up to the error rule
+    without it; and the sum without some of them is another one.
+    """
     pair = list(PAIR)
+    assert table.baseline is not None
+    assert abs(float(table.values.sum()) - table.baseline) < 1e-12
+    plain = forward()[0, -1].detach()
+    small.double()
+    exact = forward()[0, -1].detach()
     allowed = 2 * allowed_error([plain[pair]], exact[pair])
-    if name == "gemma2":  # the terms sum to the logit before the cap
-        exact = 30 * torch.atanh(exact / 30)
+    if cap:  # the terms sum to the logit before the cap
+        exact = cap * torch.atanh(exact / cap)
         allowed *= 2
     total = float(table.values[:-1].sum())
     assert abs(total - float(exact[PAIR[0]] - exact[PAIR[1]])) <= allowed
-    without = float(table.values[1:-1].sum())
     assert abs(without - table.baseline) > allowed, "negative control: a missing term is seen"
 
 
+@pytest.mark.full(keep=["llama", "gemma2", "gpt_neox"])
+@pytest.mark.parametrize("name", DECODERS)
+def test_direct_attribution_sums_to_the_logit(name: str) -> None:
+    small = decoder_of(name)
+    table = attribute(small, CLEAN, PAIR)
+    assert table.rows[-1] == "rounding of the run"
+    without, cap = float(table.values[1:-1].sum()), 30.0 * (name == "gemma2")
+    assert_sums(table, small.decoder, lambda: small.forward(CLEAN), without, cap)
+
+
 def encoder_decoder(kind: str) -> Seq2Seq:
-    from regard.configs.reader import parse
-    from regard.models.families import family
-
     t5 = family("t5")
-
     torch.manual_seed(2)
     if kind.startswith("t5"):
         network = t5.build(parse(t5.config, TINY[kind]))
     else:
         residual = {"post-norm": PostNorm, "pre-norm": PreNorm}[kind]
         network = transformer(97, 24, 3, 2, residual=residual)
-    with torch.no_grad():
-        for each in network.parameters():
-            each.add_(0.1 * torch.randn_like(each))
     config = SimpleNamespace(vocab_size=97)
-    return Seq2Seq(network.eval(), None, config, start=0, eos_ids=[1])
+    return Seq2Seq(shaken(network), None, config, start=0, eos_ids=[1])
 
 
 SOURCE, TARGET = torch.tensor([[5, 9, 2, 31]]), torch.tensor([[0, 9, 7]])
@@ -273,20 +266,11 @@ def test_direct_attribution_of_an_encoder_decoder(kind: str) -> None:
     """Heads that read the source and heads that read the target: their parts sum to the logit."""
     small = encoder_decoder(kind)
     table = attribute(small, (SOURCE, TARGET), PAIR)
-    assert table.baseline is not None
-    assert abs(float(table.values.sum()) - table.baseline) < 1e-12
-    plain = small.forward(SOURCE, TARGET)[0, -1].detach()
-    small.network.double()
-    exact = small.forward(SOURCE, TARGET)[0, -1].detach()
-    pair = list(PAIR)
-    allowed = 2 * allowed_error([plain[pair]], exact[pair])
-    total = float(table.values[:-1].sum())
-    assert abs(total - float(exact[PAIR[0]] - exact[PAIR[1]])) <= allowed
     heads = [name for name in table.rows if ".head." in name]
     assert {name.split(".")[3] for name in heads} == {"attention", "cross"}
-    without = sum(x for name, x in zip(table.rows, table.values[:, 0], strict=True)
-                  if ".cross." not in name)  # fmt: skip
-    assert abs(without - table.baseline) > allowed, "negative control: the source counts"
+    own = [i for i, name in enumerate(table.rows) if ".cross." not in name]
+    without = float(table.values[own].sum())  # the source counts
+    assert_sums(table, small.network, lambda: small.forward(SOURCE, TARGET), without)
 
 
 def test_attribution_by_key_of_an_encoder_decoder() -> None:
@@ -332,13 +316,11 @@ def test_the_term_of_a_head_is_what_its_removal_takes_away() -> None:
         small.forward(CLEAN)
     x = trace["residual"]
     scale = (x.square().mean(-1, keepdim=True) + norm.eps).rsqrt()
-    head: Any = small.decoder.head
     small.decoder.norm = _Scaled(norm.weight.detach(), scale)
     frozen = ablate(small, CLEAN, difference)
     terms = dict(zip(table.rows, table.values[:, 0], strict=True))
     for h in range(4):
         assert abs(terms[f"layers.0.head.{h}"] + frozen.values[0, h]) < 1e-10
-    assert head.weight.dtype == torch.float64
 
 
 class _Scaled(nn.Module):
@@ -380,9 +362,7 @@ def test_attribution_patching_is_the_slope_of_patching() -> None:
         toward = clean[name][:, head] - trace[name].detach()[:, head]
 
         def edit(z: Tensor, head: int = head, toward: Tensor = toward) -> Tensor:
-            z = z.clone()
-            z[:, head] += step * toward
-            return z
+            return z.index_add(1, torch.tensor([head]), step * toward[:, None])
 
         with Trace(edit={name: edit}):
             slope = (measured(small, CORRUPT) - base) / step
@@ -429,17 +409,10 @@ def test_rollout_equals_a_loop() -> None:
     small = model()
     recording = record(small, CLEAN)
     table = rollout(small, CLEAN)
-    reached = [[float(i == j) for j in range(5)] for i in range(5)]
+    wanted = np.eye(5)
     for layer in range(3):
-        patterns = [recording.weights(layer, h).tolist() for h in range(4)]
-        mixed = [
-            [0.5 * sum(p[i][j] for p in patterns) / 4 + 0.5 * (i == j) for j in range(5)]
-            for i in range(5)
-        ]
-        reached = [
-            [sum(mixed[i][k] * reached[k][j] for k in range(5)) for j in range(5)] for i in range(5)
-        ]
-    wanted = np.array(reached)
+        mean = sum(recording.weights(layer, h).numpy() for h in range(4)) / 4
+        wanted = (0.5 * mean + 0.5 * np.eye(5)) @ wanted
     wanted /= wanted.sum(1, keepdims=True)
     assert np.abs(table.values - wanted).max() < 1e-12
     assert np.array_equal(table.values, rollout(recording).values)
@@ -462,10 +435,9 @@ def test_flow_equals_the_smallest_cut() -> None:
     T, L = 3, 2
     layers = [np.tril(rng.random((T, T))) for _ in range(L)]
     edges = [
-        ((depth + 1, i), (depth, j), layer[i, j])
-        for depth, layer in enumerate(layers)
-        for i, j in itertools.product(range(T), range(T))
-    ]
+        ((depth + 1, i), (depth, j), x)
+        for depth, layer in enumerate(layers) for (i, j), x in np.ndenumerate(layer)
+    ]  # fmt: skip
     nodes = [(depth, i) for depth in range(L + 1) for i in range(T)]
     found = flows(layers)
     for i, j in itertools.product(range(T), range(T)):
@@ -509,15 +481,9 @@ def test_foreign_models() -> None:
     table = ablate(network, CLEAN, PAIR)
     with torch.no_grad():
         base = float(difference(network(CLEAN).logits))
-
-        def before(_module: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-            x = inputs[0].clone()
-            x[..., 4:8] = 0
-            return (x,)
-
-        handle = network.model.layers[1].self_attn.o_proj.register_forward_pre_hook(before)
-        wanted = float(difference(network(CLEAN).logits)) - base
-        handle.remove()
+        output = network.model.layers[1].self_attn.o_proj
+        with hooked(output, lambda x: changed(x, slice(4, 8), torch.zeros_like), pre=True):
+            wanted = float(difference(network(CLEAN).logits)) - base
     assert table.rows[1] == "model.layers.1.self_attn"
     assert abs(table.values[1, 1] - wanted) < 1e-5 < abs(wanted)
     shares = patch(network, CLEAN, CORRUPT, PAIR).share
@@ -600,6 +566,11 @@ def test_a_watched_module() -> None:
     assert abs(moved.share[-1, 0] - 1) < 1e-5
 
 
+PATHS: dict[str, Any] = {"what": "paths"}
+GRADIENT: dict[str, Any] = {"method": "gradient"}
+STEPS: dict[str, Any] = {"method": "integrated_gradients", "steps": 0}
+
+
 @pytest.mark.parametrize(
     ("call", "says"),
     [
@@ -612,54 +583,42 @@ def test_a_watched_module() -> None:
         (lambda m: patch(m, CLEAN, CORRUPT[:, 1:]), "the same number of tokens"),
         (lambda m: patch(m, CLEAN, CORRUPT, what="head"), "did you mean 'heads'"),
         (lambda m: patch(m, CLEAN, CORRUPT, receiver=Receiver("layers.1", 0)), "receiver ends"),
-        (
-            lambda m: patch(m, CLEAN, CORRUPT, what="paths", receiver=("layers.9", 0, "k")),
-            "there is no receiver",
-        ),
-        (
-            lambda m: patch(m, CLEAN, CORRUPT, what="paths", receiver=("layers.1", 9, "k")),
-            "head 9 of layers.1 does not exist",
-        ),
+        (lambda m: patch(m, CLEAN, CORRUPT, **PATHS, receiver=("x", 0, "k")), "is no receiver"),
+        (lambda m: patch(m, CLEAN, CORRUPT, **PATHS, receiver=("layers.1", 9, "k")), "head 9 of"),
         (lambda m: patch(m, CLEAN, CLEAN).share, "no two runs with different metrics"),
         (lambda m: attribute(m, CLEAN, difference), "needs a token or a pair"),
         (lambda m: attribute(m, CLEAN, method="gradients"), "did you mean 'gradient'"),
         (lambda m: attribute(m, CLEAN, corrupt=CORRUPT), "corrupt does not apply"),
-        (lambda m: attribute(m, CLEAN, by_key=True, method="gradient"), "by_key does not apply"),
-        (lambda m: attribute(m, CLEAN, method="integrated_gradients", steps=0), "steps is 0"),
-        (
-            lambda m: attribute(m, CLEAN, lambda y: y.detach().sum(), method="gradient"),
-            "does not depend on the captured activations",
-        ),
-        (
-            lambda m: attribute(m, CLEAN, method="gradient", corrupt=CORRUPT[:, 1:]),
-            "the same number of tokens",
-        ),
+        (lambda m: attribute(m, CLEAN, by_key=True, **GRADIENT), "by_key does not apply"),
+        (lambda m: attribute(m, CLEAN, **STEPS), "steps is 0"),
+        (lambda m: attribute(m, CLEAN, lambda y: y.detach().sum(), **GRADIENT), "not depend on"),
+        (lambda m: attribute(m, CLEAN, **GRADIENT, corrupt=CORRUPT[:, 1:]), "the same number of"),
         (lambda m: rollout(m, CLEAN, method="roll"), "method is 'roll'"),
         (lambda m: rollout(m, CLEAN, residual=2.0), "residual is 2.0"),
         (lambda m: rollout(m, CLEAN, query=1), "it applies to method='flow'"),
     ],
-)  # fmt: skip
+)
 def test_what_is_refused(call: Callable[[Model], object], says: str) -> None:
     with pytest.raises(ArgumentError, match=says):
         call(model())
 
 
-def test_wrong_types_are_refused() -> None:
-    small = model()
-    with pytest.raises(ArgumentTypeError, match="model is str; it must be a Model"):
-        ablate("tiny", CLEAN)  # type: ignore[arg-type]
-    with pytest.raises(ArgumentTypeError, match="the answer is"):
-        ablate(small, CLEAN, (1, 2, 3))  # type: ignore[arg-type]
-    with pytest.raises(ArgumentTypeError, match="has no tokenizer of this package"):
-        ablate(nn.Linear(2, 2), "a text")
-
-
-def table_of(values: list[list[float]]) -> EffectTable:
-    return EffectTable("a", "effect", np.array(values), "layer", "head", ("0",), ("0", "1"))
+@pytest.mark.parametrize(
+    ("call", "says"),
+    [
+        (lambda m: ablate("tiny", CLEAN), "model is str; it must be a Model"),  # type: ignore[arg-type]
+        (lambda m: ablate(m, CLEAN, (1, 2, 3)), "the answer is"),  # type: ignore[arg-type]
+        (lambda m: ablate(nn.Linear(2, 2), "a text"), "has no tokenizer of this package"),
+    ],
+)
+def test_wrong_types_are_refused(call: Callable[[Model], object], says: str) -> None:
+    with pytest.raises(ArgumentTypeError, match=says):
+        call(model())
 
 
 def test_tables_in_files(tmp_path: Any) -> None:
-    table = table_of([[0.5, float("nan")]])
+    values = np.array([[0.5, float("nan")]])
+    table = EffectTable("a", "effect", values, "layer", "head", ("0",), ("0", "1"))
     assert table.to(tmp_path / "t.csv").read_text() == "layer,head,effect\n0,0,0.5\n"
     assert np.array_equal(np.load(table.to(tmp_path / "t.npy")), table.values, equal_nan=True)
     assert '"values": [[0.5, null]]' in table.to(tmp_path / "t.json").read_text()

@@ -42,86 +42,48 @@ class Case(NamedTuple):
 
 
 TABLE = torch.randn(3, 9, 9, generator=torch.Generator().manual_seed(7), dtype=torch.float64)
+CAUSAL = {"mask": masks.Causal()}
+PADDED = (-1, -1, -1, 0, 1, 2, 3, 4, 5)
+
+
+def causal(h: int, p: int, r: int) -> bool:
+    return r <= p
+
+
 CASES = (
-    Case("causal", 2, 2, 9, 9, lambda h, p, r: r <= p, {"mask": masks.Causal()}),
+    Case("causal", 2, 2, 9, 9, causal, CAUSAL),
     Case("everything", 2, 1, 6, 11, lambda h, p, r: True, {}),
+    Case("float32", 2, 2, 9, 9, causal, CAUSAL, dtype=torch.float32),
+    Case("bfloat16", 2, 2, 9, 9, causal, CAUSAL, dtype=torch.bfloat16),
     Case(
-        "float32", 2, 2, 9, 9, lambda h, p, r: r <= p, {"mask": masks.Causal()}, dtype=torch.float32
-    ),
-    Case(
-        "bfloat16",
-        2,
-        2,
-        9,
-        9,
-        lambda h, p, r: r <= p,
-        {"mask": masks.Causal()},
-        dtype=torch.bfloat16,
-    ),
-    Case(
-        "groups, window, first keys, softcap, sinks",
-        4,
-        2,
-        11,
-        11,
+        "groups, window, first keys, softcap, sinks", 4, 2, 11, 11,
         lambda h, p, r: (r <= p and p - r < 3) or r < 1,
         {"mask": masks.Causal() & masks.Window(3) | masks.Sinks(1)},
-        cap=1.5,
-        sink=(0.5, -1.0, 3.0, 0.0),
-        size=4.0,
+        cap=1.5, sink=(0.5, -1.0, 3.0, 0.0), size=4.0,
     ),
     Case(
-        "alibi behind left padding",
-        4,
-        4,
-        9,
-        9,
-        lambda h, p, r: r <= p,
-        {"mask": masks.Causal(), "bias": biases.ALiBi(4)},
+        "alibi behind left padding", 4, 4, 9, 9, causal, CAUSAL | {"bias": biases.ALiBi(4)},
         lambda h, p, r: -(2.0 ** (-2 * (h + 1))) * (p - r),
-        q_positions=(-1, -1, -1, 0, 1, 2, 3, 4, 5),
-        k_positions=(-1, -1, -1, 0, 1, 2, 3, 4, 5),
+        q_positions=PADDED, k_positions=PADDED,
     ),
     Case(
-        "a dense bias",
-        3,
-        3,
-        9,
-        9,
-        lambda h, p, r: r <= p,
-        {"mask": masks.Causal(), "bias": biases.DenseBias(TABLE[None])},
+        "a dense bias", 3, 3, 9, 9, causal, CAUSAL | {"bias": biases.DenseBias(TABLE[None])},
         lambda h, p, r: TABLE[h, p, r].item(),
     ),
     Case(
-        "a mask for each head",
-        2,
-        2,
-        9,
-        9,
-        lambda h, p, r: r <= p and (h == 0 or p - r < 2),
+        "a mask for each head", 2, 2, 9, 9, lambda h, p, r: r <= p and (h == 0 or p - r < 2),
         {"mask": masks.Heads((masks.Causal(), masks.Causal() & masks.Window(2)))},
     ),
     Case(
-        "rows that see no key",
-        2,
-        2,
-        7,
-        7,
-        lambda h, p, r: r < p - 1,
+        "rows that see no key", 2, 2, 7, 7, lambda h, p, r: r < p - 1,
         {"mask": ~masks.Window(2) & masks.Causal()},
     ),
     Case(
-        "later queries, keys out of order",
-        2,
-        1,
-        3,
-        8,
-        lambda h, p, r: r <= p and p - r < 4,
+        "later queries, keys out of order", 2, 1, 3, 8, lambda h, p, r: r <= p and p - r < 4,
         {"mask": masks.Causal() & masks.Window(4)},
-        q_positions=(7, 8, 9),
-        k_positions=(8, 9, 2, 3, 4, 5, 6, 7),
+        q_positions=(7, 8, 9), k_positions=(8, 9, 2, 3, 4, 5, 6, 7),
     ),
-)
+)  # fmt: skip
 
 
 def inputs(case: Case) -> tuple[Tensor, Tensor, Tensor]:

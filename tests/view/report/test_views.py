@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ from regard.inspect.report import report
 from regard.tracing import named_scope
 from regard.view.report import page
 from tests.inspect.test_report import run
-from tests.view.browser import CHROMIUM, WHY_NOT, Browser, Tab, chromium
+from tests.view.browser import CHROMIUM, WHY_NOT, Tab
 
 pytestmark = [pytest.mark.skipif(CHROMIUM is None, reason=WHY_NOT), pytest.mark.full]
 T, H = 96, 3
@@ -67,32 +66,8 @@ def folder(recording: Recording, tmp_path_factory: pytest.TempPathFactory) -> Pa
     return at
 
 
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    with chromium() as running:
-        yield running
-
-
-@pytest.fixture
-def tab(browser: Browser) -> Iterator[Tab]:
-    made = browser.tab(1280, 800)
-    yield made
-    assert made.errors == []
-    assert all(url.startswith(("file:", "blob:", "data:")) for url in made.requests)
-    made.close()
-
-
 def opened(tab: Tab, folder: Path, name: str, state: str = "") -> Tab:
-    tab.open("about:blank")
-    tab.open(f"file://{folder}/{name}.html{state}")
-    tab.wait("document.documentElement.dataset.ready === 'yes'")
-    settle(tab)
-    return tab
-
-
-def settle(tab: Tab) -> None:
-    """Two frames: what was asked for is drawn."""
-    tab.js("new Promise(done => requestAnimationFrame(() => requestAnimationFrame(done)))")
+    return tab.ready(f"file://{folder}/{name}.html{state}")
 
 
 def drawn(tab: Tab, plot: str) -> dict[str, Any]:
@@ -108,7 +83,7 @@ def drawn(tab: Tab, plot: str) -> dict[str, Any]:
 
 def test_the_atlas_has_every_head_and_its_picture(tab: Tab, folder: Path) -> None:
     opened(tab, folder, "all")
-    assert tab.js("document.querySelectorAll('.thumb').length") == 2 * H
+    assert tab.count(".thumb") == 2 * H
     # below the diagonal something is painted, above it nothing: there the hatch shows through
     alpha = tab.js(
         "(() => { const c = document.querySelector('.thumb canvas'), x = "
@@ -117,7 +92,7 @@ def test_the_atlas_has_every_head_and_its_picture(tab: Tab, folder: Path) -> Non
     )
     assert alpha == [0, 255]
     tab.click(".thumb[data-head='1 2']")
-    settle(tab)
+    tab.settle()
     assert tab.js("[R.state.view, R.state.place, R.state.head]") == ["map", 1, 2]
 
 
@@ -126,21 +101,17 @@ def test_the_atlas_sorts_filters_and_walks(tab: Tab, folder: Path) -> None:
     order = tab.js("[...document.querySelectorAll('.thumb')].map(x => x.dataset.head)")
     peaks = [tab.js(f"R.metric('max_logit', {x.replace(' ', ',')})") for x in order]
     assert peaks == sorted(peaks, reverse=True)
-    tab.js(
-        "(() => { const x = document.getElementById('atlas-top'); x.value = 2; "
-        "x.dispatchEvent(new Event('input')); })()"
-    )
+    tab.choose("atlas-top", "2", "input")
     assert tab.js("[...document.querySelectorAll('.thumb')].map(x => x.dataset.head)") == order[:2]
-    tab.js("R.set({ sort: 'layers', place: 0, head: 1 })")
-    settle(tab)
-    assert tab.js("document.querySelectorAll('.thumb.faint').length") == 2 * H - 2
+    tab.set(sort="layers", place=0, head=1)
+    assert tab.count(".thumb.faint") == 2 * H - 2
     tab.js("document.querySelector('.thumb[data-head=\"0 1\"]').focus()")
     tab.key("ArrowDown")
     assert tab.js("[R.state.place, R.state.head]") == [1, 1]
     tab.key("ArrowLeft")
     assert tab.js("document.activeElement.dataset.head") == "1 0"
     tab.key("Enter")
-    settle(tab)
+    tab.settle()
     assert tab.js("R.state.view") == "map"
 
 
@@ -164,7 +135,7 @@ def test_the_map_pools_without_losing_mass(tab: Tab, folder: Path, recording: Re
     opened(tab, folder, "all", "#L1H1&v=map")
     tab.js("R.plots.map.canvas.parentElement.closest('.mapsplit').style.width = '140px'")
     tab.js("R.redraw()")
-    settle(tab)
+    tab.settle()
     found, exact = drawn(tab, "R.plots.map"), recording.weights(1, 1)
     a, b = found["a"], found["b"]
     assert a > 1
@@ -177,8 +148,7 @@ def test_the_map_pools_without_losing_mass(tab: Tab, folder: Path, recording: Re
         for J, value in enumerate(row):
             block = exact[I * a : (I + 1) * a, J * b : (J + 1) * b]
             assert value == pytest.approx(block.sum(1).mean().item(), abs=BAR)
-    tab.js("R.set({ stat: 'max' })")
-    settle(tab)
+    tab.set(stat="max")
     value = drawn(tab, "R.plots.map")["values"][found["cols"]]
     assert value == pytest.approx(exact[a : 2 * a, :b].max().item(), abs=BAR)
 
@@ -187,7 +157,7 @@ def test_the_map_zooms_by_keys_and_the_address_restores_the_cell(tab: Tab, folde
     opened(tab, folder, "all", "#L1H1&v=map&i=40&j=7")
     tab.js("R.plots.map.canvas.focus()")
     tab.key("+")
-    settle(tab)
+    tab.settle()
     drawn(tab, "R.plots.map")
     assert tab.js("R.plots.map.state().found.rows") == T // 2
     for _ in range(3):
@@ -196,10 +166,10 @@ def test_the_map_zooms_by_keys_and_the_address_restores_the_cell(tab: Tab, folde
     assert tab.js("[R.state.i, R.state.j]") == [43, 8]
     assert tab.js("location.hash").endswith("i=43&j=8")
     tab.key("0")
-    settle(tab)
+    tab.settle()
     assert tab.js("R.plots.map.state().found.rows") == T
     tab.key("Enter")
-    settle(tab)
+    tab.settle()
     assert tab.js("R.state.view") == "cell"
 
 
@@ -264,7 +234,7 @@ def test_the_scatter_is_walked_with_arrows(tab: Tab, folder: Path) -> None:
     tab.key(key)
     assert (tab.js("Number(document.activeElement.getAttribute('cx'))") - before) * sign > 0
     tab.key("Enter")
-    settle(tab)
+    tab.settle()
     assert tab.js("R.state.view") == "map"
 
 
@@ -317,11 +287,7 @@ def test_compare_two_heads(tab: Tab, folder: Path, recording: Recording) -> None
     for n, value in enumerate(found["values"]):
         i, j = divmod(n, T)
         assert value == -2 if j > i else abs(value - (a[i, j] - b[i, j]).item()) < BAR
-    tab.js(
-        "(() => { const x = document.getElementById('compare-how'); x.value = 'ratio'; "
-        "x.dispatchEvent(new Event('change')); })()"
-    )
-    settle(tab)
+    tab.choose("compare-how", "ratio")
     ratio = drawn(tab, "R.plots.compare[2]")["values"]
     for i in range(1, T, 9):
         assert ratio[i * T] == pytest.approx(math.log2(a[i, 0].item() / b[i, 0].item()), abs=1e-3)
@@ -334,7 +300,7 @@ def test_compare_zooms_in_step(tab: Tab, folder: Path) -> None:
     opened(tab, folder, "all", "#L1H1&v=compare&b=L0H2&i=10&j=5")
     tab.js("R.plots.compare[1].canvas.focus()")
     tab.key("+")
-    settle(tab)
+    tab.settle()
     assert [tab.js(f"R.plots.compare[{n}].state().found.rows") for n in range(3)] == [T // 2] * 3
 
 
@@ -397,5 +363,5 @@ def test_a_page_of_144_heads_has_8_megabytes_at_most_and_shows_each(
     assert len(text.encode()) <= 8_000_000
     (tmp_path / "large.html").write_text(text, "utf-8")
     opened(tab, tmp_path, "large")
-    assert tab.js("document.querySelectorAll('.thumb').length") == 144
+    assert tab.count(".thumb") == 144
     assert tab.js("R.exactHeads().length") >= 8
