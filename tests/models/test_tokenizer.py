@@ -121,6 +121,16 @@ def test_control_for_the_stream_decoding_each_token_alone_breaks_characters() ->
     assert "".join(TOKENIZER.decode([i]) for i in ids) != "ж"
 
 
+def test_a_stream_goes_on_behind_half_a_character() -> None:
+    tokenizer = Tokenizer.train(["x"], vocab_size=257)  # every byte is a token
+    ids = tokenizer.encode("🦊")
+    for n in (1, 2, 3):
+        stream = tokenizer.stream(ids[:n])
+        assert "".join(map(stream.push, ids[n:])) + stream.flush() == "🦊"
+        cut = tokenizer.stream(ids[:n])
+        assert cut.push(tokenizer.encode("x")[0]) == "x", "the half is no text of what follows"
+
+
 def test_pieces_are_visible_and_show_bytes_of_split_characters() -> None:
     shown = ["the", "·the", "⏎", "⇥", "‹D0›", "‹B6›"]
     assert TOKENIZER.pieces(TOKENIZER.encode("the the\n\tж")) == shown
