@@ -6,6 +6,8 @@ from __future__ import annotations
 
 import json
 import math
+import os
+from collections.abc import Callable
 from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
@@ -54,27 +56,9 @@ def test_bytes_of_codes(name: str, bits: int, count: int) -> None:
 
 def test_windows_and_states_stay_as_they_are() -> None:
     held = CacheContents(((2, 48), (2, 48)), 1000, bounded=True)
-    assert (
-        KVFormat("int4").total_bytes(held) == KVFormat("bf16").total_bytes(held) == 1000 * 192 * 2
-    )
-    assert KVFormat("fp8").total_bytes(held) == 1000 * 192 * 2
+    for name in ("int4", "bf16", "fp8"):
+        assert KVFormat(name).total_bytes(held) == 1000 * 192 * 2
     assert KVFormat("int4").total_bytes(CacheContents(state=10)) == 40
-
-
-def test_wrong_settings() -> None:
-    for given, message in (
-        ({"context": 0}, "context is 0; it must be at least 1"),
-        ({"batch": -1}, "batch is -1; it must be at least 1"),
-        ({"dtype": "fp4"}, "the dtype is 'fp4'; it must be one of fp32, bf16"),
-        ({"kv_dtype": "bf8"}, "'bf8' is not a number format; it must be one of fp32, bf16"),
-    ):
-        with pytest.raises(ArgumentError, match=message):
-            Setting(**given)
-    with pytest.raises(
-        ArgumentError,
-        match="context is 1,025 tokens, but gpt2 has learned positions for 1,024 tokens only",
-    ):
-        CostReport(model_of("gpt2"), Setting(1025))
 
 
 def test_a_batch_reads_weights_once_and_experts_as_they_are_met() -> None:
@@ -105,17 +89,8 @@ def test_bytes_of_one_token_by_hand() -> None:
 
 def test_an_encoder_decodes_nothing() -> None:
     report = CostReport(read_sizes(TINY["bert"], "bert"), Setting(10))
-    assert (
-        report.kv_bytes,
-        report.decode_flops,
-        report.decode_bytes,
-        report.kv_bytes_per_token,
-    ) == (
-        0,
-        0,
-        0,
-        0,
-    )
+    assert report.kv_bytes == report.kv_bytes_per_token == 0
+    assert report.decode_flops == report.decode_bytes == 0
     layer = 4 * 24 * 24 + 2 * 24 * 40
     assert report.prefill_flops == 2 * (2 * 10 * layer + 2 * 100 * 2 * 24) + 2 * 24 * 24
     assert set(roofline_bounds(report, machine_of("l4"))) == {"prefill"}
@@ -127,10 +102,8 @@ def test_an_encoder_decoder_reads_one_text_and_writes_another() -> None:
     assert report.kv_bytes_per_token == 3 * each * 4
     assert report.kv_bytes == 3 * 2 * 10 * each * 4  # own text and source
     half = CostReport(report.model, Setting(10))
-    assert (half.kv_bytes_per_token, half.kv_bytes) == (
-        report.kv_bytes_per_token / 2,
-        report.kv_bytes / 2,
-    )
+    assert half.kv_bytes_per_token == report.kv_bytes_per_token / 2
+    assert half.kv_bytes == report.kv_bytes / 2
     matrix, feed, head = 24 * 32, 2 * 24 * 40, 97 * 24
     one = 2 * (3 * (4 * matrix + 2 * matrix + feed) + head)
     assert report.decode_flops == one + 3 * 2 * (4 * 4 * 8 * 10)
@@ -202,231 +175,133 @@ def test_memory_is_what_the_driver_reports() -> None:
     assert llama.weight_bytes == 141_107_412_992
     assert memory_fit(llama, machine_of("h200-sxm")) == MemoryFit(142_449_590_272, 150_754_820_096)
     assert memory_fit(llama, machine_of("h200-sxm")).fits
-    assert not memory_fit(
-        CostReport(model_of("llama-3-70b"), Setting(32768)), machine_of("h200-sxm")
-    ).fits
+    longer = CostReport(model_of("llama-3-70b"), Setting(32768))
+    assert not memory_fit(longer, machine_of("h200-sxm")).fits
     told = as_json(llama, machine_of("h100-sxm"))
-    assert (told["fits"], told["memory_bytes"], told["needed_bytes"]) == (
-        False,
-        81559 * 2**20,
-        142_449_590_272,
-    )
+    assert told["fits"] is False
+    assert (told["memory_bytes"], told["needed_bytes"]) == (81559 * 2**20, 142_449_590_272)
     assert told["memory_source"] == "81,559 MiB in all by nvidia-smi, sold as 80 GB"
     assert as_json(llama, machine_of("xeon-8380"))["memory_bytes"] is None
-
-
-def test_an_unknown_machine() -> None:
-    with pytest.raises(
-        ArgumentError, match="machine 'h100' is not known; did you mean 'h100-sxm' or 'h100-pcie'"
-    ):
-        machine_of("h100")
 
 
 def test_ranges() -> None:
     assert parse_context_range("context=1k..1M") == [1024 * 2**i for i in range(11)]
     assert parse_context_range("context=3..3") == [3]
-    assert contexts_within_positions(
-        [512, 1024, 2048], model_of("gpt2"), model_of("llama-3-8b")
-    ) == [512, 1024]
-    for call, text, message in (
-        (
-            parse_context_range,
-            "heads=1..4",
-            "is not a range of contexts; write for example context=1k..1M",
-        ),
-        (parse_context_range, "context=1k", "is not a range of contexts"),
-        (parse_context_range, "context=4k..1k", "ends before it starts"),
-        (parse_tokens, "1G", "'1G' is not a number of tokens"),
-        (parse_tokens, "0", "'0' is not a number of tokens"),
-        (parse_tokens, "9" * 18, "is not a number of tokens"),
-    ):
-        with pytest.raises(ArgumentError, match=message):
-            call(text)
-    with pytest.raises(
-        ArgumentError, match="learned positions for 1,024 tokens only; start the range at or below"
-    ):
-        contexts_within_positions([2048], model_of("gpt2"))
+    both = model_of("gpt2"), model_of("llama-3-8b")
+    assert contexts_within_positions([512, 1024, 2048], *both) == [512, 1024]
 
 
 def test_a_sweep_and_two_models() -> None:
     model, machine = model_of("llama-3-8b"), machine_of("l4")
+    report = CostReport(model, Setting())
     rows = sweep(model, Setting(), [1000, 2000], machine)
     assert [row["kv_bytes"] for row in rows] == [1000 * 131_072, 2000 * 131_072]
     assert rows[0]["decode_seconds"] == rows[0]["decode_bytes"] / 300e9
-    both = compare_models(
-        [CostReport(model_of("llama-2-7b"), Setting()), CostReport(model, Setting())], machine
-    )
+    both = compare_models([CostReport(model_of("llama-2-7b"), Setting()), report], machine)
     assert both["ratios"]["kv_bytes"] == 4
     assert both["ratio"] == "llama-2-7b / llama-3-8b"
     seconds = [one["roofline"]["decode"]["seconds"] for one in both["models"]]
     assert both["ratios"]["decode_seconds"] == seconds[0] / seconds[1]
-    huge = compare_models(
-        [CostReport(model_of("deepseek-v3"), Setting()), CostReport(model, Setting())],
-        machine_of("h100-sxm"),
-    )
+    large = CostReport(model_of("deepseek-v3"), Setting())
+    huge = compare_models([large, report], machine_of("h100-sxm"))
     assert [one["roofline"]["fits"] for one in huge["models"]] == [False, True]
     assert huge["ratios"]["decode_seconds"] is None, "there is no such time"
-    assert [row["fits"] for row in sweep(model, Setting(), [2**10, 2**18], machine)] == [
-        True,
-        False,
-    ]
-    assert both["models"][1] == model_figures(CostReport(model, Setting()), machine)
-    nothing = compare_models(
-        [CostReport(model, Setting(9)), CostReport(read_sizes(TINY["bert"], "bert"), Setting(9))]
-    )
-    assert nothing["ratios"]["kv_bytes"] is None
+    fits = [row["fits"] for row in sweep(model, Setting(), [2**10, 2**18], machine)]
+    assert fits == [True, False]
+    assert both["models"][1] == model_figures(report, machine)
+    encoder = CostReport(read_sizes(TINY["bert"], "bert"), Setting(9))
+    assert compare_models([report, encoder])["ratios"]["kv_bytes"] is None
     json.dumps(both, allow_nan=False)
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"layers": 0}, "layers is 0; it must be at least 1"),
-        (
-            {"global_every": 6},
-            "--global-every needs a window: give --window too",
-        ),
-        ({"experts": 8}, "--experts and --active belong together"),
-        ({"experts": 8, "active": 9}, "--active is 9, but --experts is 8"),
-        ({"dense_layers": -1}, "dense_layers is -1; it must be at least 0"),
-        ({"shared": 1}, "--dense-layers need experts: give --experts and --active too"),
-    ],
-)
-def test_sizes_that_contradict_each_other(changes: dict[str, Any], message: str) -> None:
-    with pytest.raises(ArgumentError, match=message):
-        replace(Sizes(2, 32, 4), **changes)
-
-
-def test_windows_of_a_mechanism_that_has_none() -> None:
-    sizes = Sizes(2, 32, 4, attention="nsa", options={"groups": 2, "window": 6}, global_every=2)
-    with pytest.raises(
-        ArgumentError,
-        match="--global-every needs one of mha, gqa, mqa, value_residual; --attention is 'nsa'",
-    ):
-        sizes.model()
 
 
 def test_sizes_by_hand_are_the_model_that_they_describe() -> None:
     mixtral = Sizes(32, 4096, 32, options={"groups": 8}, ff=14336, vocab=32000, experts=8, active=2)
     assert mixtral.model().parameters == model_of("mixtral-8x7b").parameters
     latent = {"kv_rank": 512, "q_rank": 1536, "nope_dim": 128, "rope_dim": 64, "value_dim": 128}
-    v2 = Sizes(
-        60,
-        5120,
-        128,
-        "mla",
-        latent,
-        ff=12288,
-        vocab=102400,
-        experts=160,
-        active=6,
-        expert_ff=1536,
-        shared=2,
-        dense_layers=1,
-    )
+    experts = {"experts": 160, "active": 6, "expert_ff": 1536, "shared": 2, "dense_layers": 1}
+    v2 = Sizes(60, 5120, 128, "mla", latent, ff=12288, vocab=102400, **experts)
     assert v2.model().parameters == model_of("deepseek-v2").parameters
     plain = Sizes(1, 32, 4, ff=64, gated=False, vocab=100, tied=True).model()
     assert plain.parameters == 4 * 32 * 32 + 2 * 32 * 64 + 100 * 32 + 3 * 32
 
 
-@pytest.mark.parametrize(
-    ("raw", "message"),
-    [
-        (
-            {"model_type": "lama"},
-            "model_type 'lama' is not known; did you mean 'llama'\\? Known are arcee",
-        ),
-        ({}, "model_type None is not known"),
-        (
-            {"model_type": "llama"},
-            "config.json: it lacks vocab_size, hidden_size",
-        ),
-        (
-            {**LLAMA, "model_type": "llama", "hidden_size": "24"},
-            "hidden_size is '24'; it must be int",
-        ),
-        ({**LLAMA, "model_type": "llama", "num_hidden_layers": True}, "num_hidden_layers is True"),
-        (
-            {**LLAMA, "model_type": "llama", "num_key_value_heads": 4},
-            "6 query heads are not divisible by 4 key/value",
-        ),
-        (
-            {**LLAMA, "model_type": "llama", "tie_word_embeddings": 1},
-            "tie_word_embeddings is 1; it must be bool",
-        ),
-        (
-            {**LLAMA, "model_type": "llama", "head_dim": None, "hidden_size": 25},
-            "hidden_size 25 is not divisible by num_attention_heads 6, and head_dim is not given",
-        ),
-        (
-            {**LLAMA, "model_type": "gemma2", "layer_types": ["full_attention"]},
-            "layer_types has 1 entry and num_hidden_layers is 3",
-        ),
-        (
-            {**LLAMA, "model_type": "gemma2", "layer_types": ["full"] * 3},
-            "layer_types\\[0\\] is 'full'; supported are 'full_attention'",
-        ),
-        (
-            {
-                **LLAMA,
-                "model_type": "gemma2",
-                "sliding_window": None,
-                "layer_types": ["sliding_attention"] * 3,
-            },
-            "layer_types makes layer 0 'sliding_attention', and sliding_window is null",
-        ),
-        (
-            {**DEEPSEEK, "model_type": "deepseek_v2", "n_routed_experts": None},
-            "it lacks n_routed_experts",
-        ),
-        (
-            {**DEEPSEEK, "model_type": "deepseek_v2", "moe_layer_freq": 2},
-            "moe_layer_freq is 2; only 1 is supported for deepseek_v2; or give the sizes as flags",
-        ),
-        ({**TINY["regard"], "attention": "moba"}, "the cost of attention 'moba' cannot be counted"),
-        (
-            {**TINY["regard"], "attention": "mha", "attention_options": {"bias": True}},
-            "mha with bias is not counted",
-        ),
-    ],
-)
-def test_configs_that_are_refused(raw: dict[str, Any], message: str) -> None:
+def tiny(family: str, change: dict[str, Any]) -> dict[str, Any]:
+    return {**(DEEPSEEK if "deepseek" in family else LLAMA), "model_type": family, **change}
+
+
+SLIDING = {"sliding_window": None, "layer_types": ["sliding_attention"] * 3}
+OWN = TINY["regard"]
+CONFIGS: list[tuple[dict[str, Any], str]] = [
+    ({"model_type": "lama"}, r"'lama' is not known; did you mean 'llama'\? Known are arcee"),
+    ({}, "model_type None is not known"),
+    ({"model_type": "llama"}, r"config\.json: it lacks vocab_size, hidden_size"),
+    (tiny("llama", {"hidden_size": "24"}), "hidden_size is '24'; it must be int"),
+    (tiny("llama", {"num_hidden_layers": True}), "num_hidden_layers is True"),
+    (tiny("llama", {"num_key_value_heads": 4}), "6 query heads are not divisible by 4"),
+    (tiny("llama", {"tie_word_embeddings": 1}), "tie_word_embeddings is 1; it must be bool"),
+    (tiny("llama", {"head_dim": None, "hidden_size": 25}), "and head_dim is not given"),
+    (tiny("gemma2", {"layer_types": ["full_attention"]}), "layer_types has 1 entry and"),
+    (tiny("gemma2", {"layer_types": ["full"] * 3}), r"layer_types\[0\] is 'full'; supported"),
+    (tiny("gemma2", SLIDING), "layer 0 'sliding_attention', and sliding_window is null"),
+    (tiny("deepseek_v2", {"n_routed_experts": None}), "it lacks n_routed_experts"),
+    (tiny("deepseek_v2", {"moe_layer_freq": 2}), "moe_layer_freq is 2; only 1 is supported"),
+    ({**OWN, "attention": "moba"}, "the cost of attention 'moba' cannot be counted"),
+    ({**OWN, "attention": "mha", "attention_options": {"bias": True}}, "bias is not counted"),
+]
+NSA = Sizes(2, 32, 4, attention="nsa", options={"groups": 2, "window": 6}, global_every=2)
+WRONG: list[tuple[Callable[[], Any], str]] = [
+    (lambda: Setting(context=0), "context is 0; it must be at least 1"),
+    (lambda: Setting(batch=-1), "batch is -1; it must be at least 1"),
+    (lambda: Setting(dtype="fp4"), "the dtype is 'fp4'; it must be one of fp32, bf16"),
+    (lambda: Setting(kv_dtype="bf8"), "'bf8' is not a number format; it must be one of"),
+    (lambda: CostReport(model_of("gpt2"), Setting(1025)), "context is 1,025 tokens, but gpt2 has"),
+    (lambda: machine_of("h100"), "did you mean 'h100-sxm' or 'h100-pcie'"),
+    (lambda: parse_context_range("heads=1..4"), r"write for example context=1k\.\.1M"),
+    (lambda: parse_context_range("context=1k"), "is not a range of contexts"),
+    (lambda: parse_context_range("context=4k..1k"), "ends before it starts"),
+    (lambda: parse_tokens("1G"), "'1G' is not a number of tokens"),
+    (lambda: parse_tokens("0"), "'0' is not a number of tokens"),
+    (lambda: parse_tokens("9" * 18), "is not a number of tokens"),
+    (lambda: contexts_within_positions([2048], model_of("gpt2")), "start the range at or below"),
+    (lambda: Sizes(0, 32, 4), "layers is 0; it must be at least 1"),
+    (lambda: Sizes(2, 32, 4, global_every=6), "--global-every needs a window"),
+    (lambda: Sizes(2, 32, 4, experts=8), "--experts and --active belong together"),
+    (lambda: Sizes(2, 32, 4, experts=8, active=9), "--active is 9, but --experts is 8"),
+    (lambda: Sizes(2, 32, 4, dense_layers=-1), "dense_layers is -1; it must be at least 0"),
+    (lambda: Sizes(2, 32, 4, shared=1), "--dense-layers need experts"),
+    (NSA.model, "--global-every needs one of mha, gqa, mqa, value_residual; --att"),
+    (lambda: model_of("llama3-8b"), "did you mean 'llama-3-8b'"),
+    *((lambda raw=raw: read_sizes(raw, "x"), message) for raw, message in CONFIGS),
+]
+
+
+@pytest.mark.parametrize(("call", "message"), WRONG)
+def test_what_is_refused(call: Callable[[], Any], message: str) -> None:
     with pytest.raises(ArgumentError, match=message):
-        read_sizes(raw, "x")
+        call()
 
 
 def test_files(tmp_path: Path) -> None:
     path = tmp_path / "config.json"
-    with pytest.raises(
-        FileError, match=r"config\.json does not exist; give a config.json, or the folder"
-    ):
-        read_sizes_file(tmp_path)
-    path.write_text("{")
-    with pytest.raises(FileError, match="is not JSON"):
-        read_sizes_file(path)
-    path.write_text("[" * 100_000)
-    with pytest.raises(FileError, match="is nested too deep"):
-        read_sizes_file(path)
-    path.write_text("[]")
-    with pytest.raises(FileError, match="is a JSON list; it must be an object"):
-        read_sizes_file(path)
+    refused = {"{": "is not JSON", "[" * 100_000: "is nested too deep", "[]": "is a JSON list"}
+    for text, message in refused.items():
+        path.write_text(text)
+        with pytest.raises(FileError, match=message):
+            read_sizes_file(path)
     path.write_text(json.dumps({**TINY["llama"], "torch_dtype": "float16"}))
     found = read_sizes_file(tmp_path)
     assert (found.name, found.dtype) == (tmp_path.name, "fp16")
     assert found == read_sizes_file(path) == model_of(str(tmp_path))
-    with path.open("wb") as file:
-        file.truncate((16 << 20) + 1)
+    os.truncate(path, (16 << 20) + 1)
     with pytest.raises(FileError, match=r"has 16777217 bytes; at most 16777216 are read"):
         read_sizes_file(path)
+    path.unlink()
+    with pytest.raises(FileError, match=r"config\.json does not exist; give a config.json"):
+        read_sizes_file(tmp_path)
 
 
-def test_names_in_any_case_and_near_ones() -> None:
+def test_names_in_any_case() -> None:
     assert model_of("LLaMA-3-8B") == model_of("llama-3-8b")
-    with pytest.raises(
-        ArgumentError,
-        match="'llama3-8b' is neither a known model nor a path; did you mean 'llama-3-8b'",
-    ):
-        model_of("llama3-8b")
 
 
 def test_names_that_are_imported_when_used() -> None:
@@ -465,9 +340,7 @@ def test_keys_that_a_config_lacks() -> None:
 
 
 def test_parts_that_are_not_counted() -> None:
-    raw = TINY["gemma3"] if "gemma3" in TINY else TINY["gemma3_text"]
-    text = {"model_type": "gemma3_text", **{k: v for k, v in raw.items() if k != "model_type"}}
-    text = dict(raw.get("text_config", text))
+    text = TINY["gemma3"]["text_config"]
     both = {"model_type": "gemma3", "text_config": text}
     one = read_sizes(both | {"vision_config": {"hidden_size": 8}}, "x")
     assert any("vision_config" in note for note in one.notes)

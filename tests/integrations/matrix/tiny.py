@@ -12,258 +12,128 @@ from tests.integrations.families import transformers
 
 VOCAB, WIDTH, HEADS, WINDOW, CHUNK = 128, 32, 4, 4, 5
 
-SIZES: dict[str, Any] = {
-    **dict.fromkeys(
-        (
-            "hidden_size",
-            "d_model",
-            "n_embd",
-            "dim",
-            "embed_dim",
-            "hidden_dim",
-            "emb_dim",
-            "projection_dim",
-            "embedding_dim",
-            "out_hidden_size",
-            "word_embed_proj_dim",
-            "output_dim",
-            "encoder_hidden_size",
-            "decoder_hidden_size",
-            "embedding_size",
-            "encoder_hidden_dim",
-            "decoder_hidden_dim",
-            "text_hidden_size",
-            "vision_hidden_size",
-            "output_hidden_size",
-            "projection_size",
-            "width",
-            "lstm_dim",
-            "lru_width",
-            "attention_dim",
-            "backbone_hidden_size",
-            "audio_hidden_size",
-            "pooler_hidden_size",
-            "pooler_output_size",
-            "d_embed",
-            "n_embed",
-            "mem_dim",
-            "hidden_size_global",
-            "cross_attention_hidden_size",
-            "conv_dim_out",
-            "decoder_embed_dim",
-            "encoder_embed_dim",
-            "attention_hidden_size",
-            "dense_hidden_size",
-        ),
+NAMES: list[tuple[float, str]] = [
+    (
         WIDTH,
+        """
+        hidden_size d_model n_embd dim embed_dim hidden_dim emb_dim projection_dim embedding_dim
+        out_hidden_size word_embed_proj_dim output_dim encoder_hidden_size decoder_hidden_size
+        embedding_size encoder_hidden_dim decoder_hidden_dim text_hidden_size vision_hidden_size
+        output_hidden_size projection_size width lstm_dim lru_width attention_dim
+        backbone_hidden_size audio_hidden_size pooler_hidden_size pooler_output_size d_embed
+        n_embed mem_dim hidden_size_global cross_attention_hidden_size conv_dim_out
+        decoder_embed_dim encoder_embed_dim attention_hidden_size dense_hidden_size
+        """,
     ),
-    **dict.fromkeys(
-        (
-            "intermediate_size",
-            "encoder_ffn_dim",
-            "decoder_ffn_dim",
-            "ffn_dim",
-            "d_ff",
-            "n_inner",
-            "mlp_dim",
-            "d_inner",
-            "ffn_hidden_size",
-            "decoder_intermediate_size",
-            "encoder_intermediate_size",
-            "intermediate_size_mlp",
-            "dense_intermediate_size",
-            "prefix_dim",
-            "inner_dim",
-            "ff_dim",
-            "dim_ff",
-            "feed_forward_size",
-            "mlp_hidden_size",
-            "feedforward_dim",
-            "dim_feedforward",
-            "encoder_linear_units",
-            "decoder_linear_units",
-            "block_ff_dim",
-            "shared_intermediate_size",
-            "hidden_size_mlp",
-            "fc_dim",
-            "adapter_hidden_size",
-            "classifier_proj_size",
-            "shared_expert_intermediate_size",
-            "moe_intermediate_size",
-            "expert_ffn_size",
-            "moe_shared_expert_intermediate_size",
-            "expert_ffn_hidden_size",
-            "expert_hidden_size",
-            "expert_dim",
-        ),
+    (
         48,
+        """
+        intermediate_size encoder_ffn_dim decoder_ffn_dim ffn_dim d_ff n_inner mlp_dim d_inner
+        ffn_hidden_size decoder_intermediate_size encoder_intermediate_size
+        intermediate_size_mlp dense_intermediate_size prefix_dim inner_dim ff_dim dim_ff
+        feed_forward_size mlp_hidden_size feedforward_dim dim_feedforward encoder_linear_units
+        decoder_linear_units block_ff_dim shared_intermediate_size hidden_size_mlp fc_dim
+        adapter_hidden_size classifier_proj_size shared_expert_intermediate_size
+        moe_intermediate_size expert_ffn_size moe_shared_expert_intermediate_size
+        expert_ffn_hidden_size expert_hidden_size expert_dim
+        """,
     ),
-    **dict.fromkeys(
-        (
-            "num_attention_heads",
-            "n_head",
-            "n_heads",
-            "num_heads",
-            "encoder_attention_heads",
-            "decoder_attention_heads",
-            "attention_heads",
-            "nhead",
-            "num_key_value_heads_per_layer",
-            "n_attention_heads",
-            "num_heads_per_layer",
-            "swa_num_attention_heads",
-            "decoder_num_attention_heads",
-            "encoder_num_attention_heads",
-            "num_encoder_attention_heads",
-        ),
+    (
         HEADS,
+        """
+        num_attention_heads n_head n_heads num_heads encoder_attention_heads
+        decoder_attention_heads attention_heads nhead num_key_value_heads_per_layer
+        n_attention_heads num_heads_per_layer swa_num_attention_heads
+        decoder_num_attention_heads encoder_num_attention_heads num_encoder_attention_heads
+        """,
     ),
-    **dict.fromkeys(
-        (
-            "head_dim",
-            "qk_nope_head_dim",
-            "qk_rope_head_dim",
-            "v_head_dim",
-            "attention_head_dim",
-            "d_kv",
-            "attention_head_size",
-            "kv_channels",
-            "global_head_dim",
-            "swa_head_dim",
-            "swa_v_head_dim",
-            "d_head",
-            "dim_head",
-            "linear_head_dim",
-            "linear_key_head_dim",
-            "linear_value_head_dim",
-            "head_size",
-            "rotary_dim",
-            "rope_head_dim",
-            "d_rel",
-            "mamba_head_dim",
-            "sparse_head_dim",
-        ),
+    (
         8,
+        """
+        head_dim qk_nope_head_dim qk_rope_head_dim v_head_dim attention_head_dim d_kv
+        attention_head_size kv_channels global_head_dim swa_head_dim swa_v_head_dim d_head
+        dim_head linear_head_dim linear_key_head_dim linear_value_head_dim head_size rotary_dim
+        rope_head_dim d_rel mamba_head_dim sparse_head_dim
+        """,
     ),
-    **dict.fromkeys(("qk_head_dim", "index_head_dim", "indexer_head_dim", "mamba_d_head"), 16),
-    **dict.fromkeys(
-        ("kv_lora_rank", "q_lora_rank", "o_lora_rank", "bottleneck_size", "d_conv", "rank"), 16
-    ),
-    **dict.fromkeys(
-        (
-            "vocab_size",
-            "text_vocab_size",
-            "codebook_size",
-            "entity_vocab_size",
-            "vocab_size_per_layer_input",
-            "n_vocab",
-            "char_vocab_size",
-            "input_vocab_size",
-            "output_vocab_size",
-            "audio_vocab_size",
-            "encoder_vocab_size",
-            "decoder_vocab_size",
-            "src_vocab_size",
-            "tgt_vocab_size",
-            "num_embeddings",
-            "unit_vocab_size",
-            "t2u_vocab_size",
-            "speech_vocab_size",
-        ),
+    (16, "qk_head_dim index_head_dim indexer_head_dim mamba_d_head"),
+    (16, "kv_lora_rank q_lora_rank o_lora_rank bottleneck_size d_conv rank"),
+    (
         VOCAB,
+        """
+        vocab_size text_vocab_size codebook_size entity_vocab_size vocab_size_per_layer_input
+        n_vocab char_vocab_size input_vocab_size output_vocab_size audio_vocab_size
+        encoder_vocab_size decoder_vocab_size src_vocab_size tgt_vocab_size num_embeddings
+        unit_vocab_size t2u_vocab_size speech_vocab_size
+        """,
     ),
-    **dict.fromkeys(
-        (
-            "max_position_embeddings",
-            "n_positions",
-            "max_seq_len",
-            "max_source_positions",
-            "max_target_positions",
-            "n_ctx",
-            "context_length",
-            "max_sequence_length",
-            "max_seq_length",
-            "model_max_length",
-            "seq_length",
-            "max_2d_position_embeddings",
-            "num_position_embeddings",
-            "original_max_position_embeddings",
-            "rel_extent",
-            "max_encoder_position_embeddings",
-            "max_decoder_position_embeddings",
-            "max_context_length",
-            "position_embedding_size",
-            "n_position",
-        ),
+    (
         128,
+        """
+        max_position_embeddings n_positions max_seq_len max_source_positions
+        max_target_positions n_ctx context_length max_sequence_length max_seq_length
+        model_max_length seq_length max_2d_position_embeddings num_position_embeddings
+        original_max_position_embeddings rel_extent max_encoder_position_embeddings
+        max_decoder_position_embeddings max_context_length position_embedding_size n_position
+        """,
     ),
-    **dict.fromkeys(
-        ("sliding_window", "sliding_window_size", "local_window_size", "window_length"), WINDOW
-    ),
-    **dict.fromkeys(("attention_chunk_size",), CHUNK),
-    **dict.fromkeys(
-        (
-            "num_experts",
-            "n_routed_experts",
-            "num_local_experts",
-            "moe_num_experts",
-            "n_experts",
-            "routed_num_experts",
-            "num_routed_experts",
-        ),
+    (WINDOW, "sliding_window sliding_window_size local_window_size window_length"),
+    (
         4,
+        """
+        num_experts n_routed_experts num_local_experts moe_num_experts n_experts
+        routed_num_experts num_routed_experts
+        """,
     ),
-    **dict.fromkeys(
-        (
-            "num_experts_per_tok",
-            "moe_topk",
-            "top_k_experts",
-            "num_experts_per_token",
-            "moe_k",
-            "moe_top_k",
-        ),
+    (
         2,
+        """
+        num_experts_per_tok moe_topk top_k_experts num_experts_per_token moe_k moe_top_k
+        """,
     ),
-    **dict.fromkeys(
-        ("n_group", "topk_group", "num_expert_group", "first_k_dense_replace", "num_dense_layers"),
-        1,
-    ),
-    **dict.fromkeys(("index_topk", "indexer_topk"), 3),
-    **dict.fromkeys(("index_n_heads", "indexer_n_heads", "index_num_heads"), HEADS),
-    **dict.fromkeys(("index_topk_blocks",), 2),
-    **dict.fromkeys(("index_block_size",), 3),
-    **dict.fromkeys(
-        (
-            "linear_num_key_heads",
-            "linear_num_value_heads",
-            "linear_num_heads",
-            "mamba_n_heads",
-            "mamba_num_heads",
-        ),
+    (1, "n_group topk_group num_expert_group first_k_dense_replace num_dense_layers"),
+    (
         HEADS,
+        """
+        linear_num_key_heads linear_num_value_heads linear_num_heads mamba_n_heads
+        mamba_num_heads
+        """,
     ),
-    **dict.fromkeys(("state_size", "mamba_d_state", "ssm_state_size"), 8),
-    **dict.fromkeys(("mamba_d_ssm",), 64),
-    **dict.fromkeys(("mamba_chunk_size", "chunk_size"), 16),
-    **dict.fromkeys(("image_size", "input_size", "pretrain_image_size"), 16),
-    **dict.fromkeys(("patch_size",), 4),
-    **dict.fromkeys(("hidden_size_per_layer_input",), 8),
-    **dict.fromkeys(("num_kv_shared_layers",), 0),
-    **dict.fromkeys(("num_mel_bins", "feature_size", "input_feat_per_channel"), 8),
-    **dict.fromkeys(("num_conv_pos_embedding_groups", "upsample_groups"), 4),
-    **dict.fromkeys(("num_conv_pos_embeddings",), 8),
-    **dict.fromkeys(("query_pre_attn_scalar",), 16),
-    **dict.fromkeys(("attn_logit_softcapping",), 2.0),
-    **dict.fromkeys(("local_attention",), 4),
-    **dict.fromkeys(("block_size",), 8),
-    **dict.fromkeys(
-        ("num_queries", "num_query_tokens", "num_latents", "latent_dim", "d_latents"), 8
+    (8, "num_queries num_query_tokens num_latents latent_dim d_latents"),
+    (CHUNK, "attention_chunk_size"),
+    (3, "index_topk indexer_topk index_block_size"),
+    (HEADS, "index_n_heads indexer_n_heads index_num_heads"),
+    (2, "index_topk_blocks"),
+    (
+        8,
+        """
+        state_size mamba_d_state ssm_state_size hidden_size_per_layer_input num_mel_bins
+        feature_size input_feat_per_channel num_conv_pos_embeddings block_size
+        relative_attention_num_buckets
+        """,
     ),
-    **dict.fromkeys(("max_window_layers",), 1),
-    "relative_attention_num_buckets": 8,
-    "relative_attention_max_distance": 12,
-    "num_frames": 4,
-}
+    (64, "mamba_d_ssm"),
+    (
+        16,
+        """
+        mamba_chunk_size chunk_size image_size input_size pretrain_image_size
+        query_pre_attn_scalar
+        """,
+    ),
+    (
+        4,
+        """
+        patch_size num_conv_pos_embedding_groups upsample_groups local_attention num_frames
+        """,
+    ),
+    (0, "num_kv_shared_layers"),
+    (2.0, "attn_logit_softcapping"),
+    (1, "max_window_layers"),
+    (12, "relative_attention_max_distance"),
+]
+"""Small sizes, and the names that configurations have for them."""
+
+SIZES = {name: size for size, names in NAMES for name in names.split()}
 PREFIXES = ("swa_", "sliding_", "global_", "local_", "compress_")
 """A size of one kind of layer, which is as small as that of all."""
 

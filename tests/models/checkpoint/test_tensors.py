@@ -82,9 +82,8 @@ def test_what_is_read_is_what_was_written(threads: int, tmp_path: Path) -> None:
     store = CheckpointTensors.open(tmp_path)
     found = dict(store.read(buffering=buffering))
     assert list(found) == list(store.tensors), "in the order of the file"
-    assert [x.start for x in store.tensors.values()] == sorted(
-        x.start for x in store.tensors.values()
-    )
+    starts = [x.start for x in store.tensors.values()]
+    assert starts == sorted(starts)
     assert_same(found, tensors)
     path.write_bytes(save({n: x for n, x in tensors.items() if n not in UNKNOWN}))
     assert_same(dict(CheckpointTensors.open(tmp_path).read(buffering=buffering)), load_file(path))
@@ -108,12 +107,8 @@ def test_some_tensors(tmp_path: Path) -> None:
 def test_shards(tmp_path: Path) -> None:
     tensors = sharded(tmp_path)
     store = CheckpointTensors.open(tmp_path)
-    assert {n: x.file.name for n, x in store.tensors.items()} == {
-        "a": ONE,
-        "b": ONE,
-        "c": TWO,
-        "d": TWO,
-    }
+    places = {n: x.file.name for n, x in store.tensors.items()}
+    assert places == {"a": ONE, "b": ONE, "c": TWO, "d": TWO}
     assert_same(dict(store.read()), tensors)
     single(tmp_path, z=torch.ones(1))
     assert list(CheckpointTensors.open(tmp_path).tensors) == ["z"], (
@@ -128,104 +123,64 @@ def test_an_index_may_lack_sizes(tmp_path: Path) -> None:
 
 
 A_B = {"a": ONE, "b": ONE}
-INDICES = {
+MAP = f"{INDEX}: weight_map "
+MISPLACED = "1 tensor that the index does not place there: "
+INDICES: dict[str, tuple[str | dict[str, Any], str]] = {
     "a list": ("[]", f"{INDEX} is a JSON list; it must be an object"),
     "no JSON": ("{", f"{INDEX} is not JSON: Expecting property name"),
-    "a web page": (
-        "<html>",
-        f"{INDEX} is not JSON: Expecting value: line 1 column 1 (char 0); it is a web page, not",
-    ),
+    "a web page": ("<html>", f"{INDEX} is not JSON: Expecting value"),
     "a tensor twice": ('{"weight_map": {"a": "x", "a": "y"}}', f"{INDEX} has the key 'a' twice"),
-    "nothing": (
-        {"weight_map": {}},
-        f"{INDEX}: weight_map is {{}}; it must map every tensor to a shard",
-    ),
-    "no map": (
-        {"weight_map": [1]},
-        f"{INDEX}: weight_map is [1]; it must map every tensor to a shard",
-    ),
-    "no file": (
-        {"weight_map": {"a": 1}},
-        f"{INDEX}: weight_map gives 'a' 1; it must be a file name",
-    ),
-    "a shard that is not there": (
-        {"weight_map": {**A_B, "c": "x.safetensors"}},
-        f"x.safetensors is missing ({INDEX} refers to it)",
-    ),
+    "nothing": ({}, f"{MAP}is {{}}; it must map every tensor to a shard"),
+    "no map": ([1], f"{MAP}is [1]; it must map every tensor to a shard"),
+    "no file": ({"a": 1}, f"{MAP}gives 'a' 1; it must be a file name"),
+    "a shard that is not there": (A_B | {"c": "x.safetensors"}, "x.safetensors is missing ("),
     "a tensor that is not there": (
-        {"weight_map": {**A_B, "c": TWO, "d": TWO, "x\n": ONE}},
-        (
-            f"{ONE}: 1 tensor missing that the index places there: 'x\\n'; are {INDEX} and "
-            "the shards from one download?"
-        ),
+        A_B | {"c": TWO, "d": TWO, "x\n": ONE},
+        f"{ONE}: 1 tensor missing that the index places there: 'x\\n'; are {INDEX} and",
     ),
-    "a tensor in another shard": (
-        {"weight_map": {"a": ONE, "b": TWO, "c": TWO, "d": TWO}},
-        f"{ONE}: 1 tensor that the index does not place there: 'b'; are {INDEX} and",
-    ),
-    "tensors that are not named": (
-        {"weight_map": {**A_B, "c": TWO}},
-        f"{TWO}: 1 tensor that the index does not place there: 'd'; are",
-    ),
+    "a tensor in another shard": ({"a": ONE, "b": TWO, "c": TWO}, f"{ONE}: {MISPLACED}'b'"),
+    "tensors that are not named": (A_B | {"c": TWO}, f"{TWO}: {MISPLACED}'d'"),
 }
 
 
 @pytest.mark.parametrize("name", INDICES)
 def test_indices_that_are_wrong(name: str, tmp_path: Path) -> None:
     index, says = INDICES[name]
-    sharded(tmp_path, **(index if isinstance(index, dict) else {}))
+    sharded(tmp_path, **({} if isinstance(index, str) else {"weight_map": index}))
     if isinstance(index, str):
         (tmp_path / INDEX).write_text(index)
-    assert error_of(tmp_path).startswith(says)
+    said = error_of(tmp_path)
+    assert said.startswith(says)
+    assert ("it is a web page" in said) is (name == "a web page")
 
 
 def test_a_tensor_in_two_shards(tmp_path: Path) -> None:
     sharded(tmp_path)
     save_file({"a": torch.ones(1), "c": torch.arange(5), "d": torch.ones(2, 2)}, tmp_path / TWO)
-    assert error_of(tmp_path).startswith(
-        f"{TWO}: 1 tensor that the index does not place there: 'a'; "
-    )
+    assert error_of(tmp_path).startswith(f"{TWO}: {MISPLACED}'a'; ")
     sharded(tmp_path)
     (tmp_path / TWO).write_bytes((tmp_path / ONE).read_bytes())
-    assert error_of(tmp_path).startswith(
-        f"{TWO}: 2 tensors missing that the index places there: 'c', 'd'; "
-    )
+    assert "2 tensors missing that the index places there: 'c', 'd'; " in error_of(tmp_path)
 
 
-NAMES = [
-    "../secret.safetensors",
-    "/etc/passwd",
-    "..",
-    ".",
-    "",
-    "sub/x.safetensors",
-    "..\\x.safetensors",
-    "C:x.safetensors",
-    "\\\\host\\x",
-    "a\0b",
-    "a\nb",
-    "\u202ex",
-    "\ud800",
-    "n" * 256,
-]
+OUTSIDE = ["../secret.safetensors", "/etc/passwd", "..", ".", "", "sub/x.safetensors"]
+OF_WINDOWS = ["..\\x.safetensors", "C:x.safetensors", "\\\\host\\x"]
+UNPRINTABLE = ["a\0b", "a\nb", "\u202ex", "\ud800", "n" * 256]
 
 
-@pytest.mark.parametrize("name", NAMES, ids=ascii)
+@pytest.mark.parametrize("name", [*OUTSIDE, *OF_WINDOWS, *UNPRINTABLE], ids=ascii)
 def test_a_shard_lies_in_the_folder(name: str, tmp_path: Path) -> None:
     folder = tmp_path / "model"
     (folder / "sub").mkdir(parents=True)
     for place in (tmp_path / "secret.safetensors", folder / "sub" / "x.safetensors"):
         save_file({"a": torch.ones(1)}, place)
-    with pytest.raises(
-        FileError, match=r"is not a plain file name; a model's files lie in its own folder$"
-    ):
+    with pytest.raises(FileError, match=r"a model's files lie in its own folder$"):
         checked_path(folder, name)
     (folder / INDEX).write_text(json.dumps({"weight_map": {"a": name}}))
     said = error_of(folder)
-    if name == "\ud800":  # no such text is JSON
-        assert said == f"{INDEX} has an unpaired surrogate in '\\ud800'"
-        return
-    assert said.endswith(f"a model's files lie in its own folder ({INDEX} refers to it)")
+    # half a character is no text of JSON
+    says = "an unpaired surrogate" if name == "\ud800" else f"its own folder ({INDEX} refers to it)"
+    assert says in said
 
 
 def test_links(tmp_path: Path) -> None:
@@ -246,20 +201,15 @@ def test_links(tmp_path: Path) -> None:
     for target in (real, "../secret/model.safetensors", "sub/../../secret/model.safetensors"):
         link.unlink()
         link.symlink_to(target)
-        assert error_of(folder) == (
-            f"{SINGLE} is a link out of its folder, to {str(real)!r}, and is not followed; "
-            f"if that is meant, copy the files: `cp -rL {folder} COPY`"
-        )
+        says = f"{SINGLE} is a link out of its folder, to {str(real)!r}, and is not followed; "
+        assert error_of(folder).startswith(says)
     link.unlink()
     (folder / "way").symlink_to(real)
     link.symlink_to("way")
     assert "is a link out of its folder" in error_of(folder), "over a link that lies inside"
     link.unlink()
     link.symlink_to("gone")
-    assert (
-        error_of(folder)
-        == f"{SINGLE} is a link to 'gone', which is missing; is it a partial download?"
-    )
+    assert "is a link to 'gone', which is missing" in error_of(folder)
     link.unlink()
     link.symlink_to(SINGLE)
     assert error_of(folder).startswith(f"{SINGLE} cannot be read: ")
@@ -312,7 +262,7 @@ def test_what_is_no_regular_file(tmp_path: Path) -> None:
     path.rmdir()
     os.mkfifo(path)
     assert error_of(tmp_path) == f"{SINGLE} is a named pipe; it must be a regular file"
-    with pytest.raises(FileError, match="is a named pipe; it must be"), open_regular(path):
+    with pytest.raises(FileError, match="is a named pipe"), open_regular(path):
         pass
     path.unlink()
     here = Path.cwd()
@@ -343,10 +293,8 @@ def test_what_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         checked_path(tmp_path, "gone")
     with pytest.raises(FileError, match=r"gone is missing$"), open_regular(tmp_path / "gone"):
         pass
-    assert error_of(tmp_path / "gone").endswith(
-        "gone cannot be read as a folder: No such file or directory"
-    )
-    assert error_of(path).endswith(f"{SINGLE} cannot be read as a folder: Not a directory")
+    for place, reason in ((tmp_path / "gone", "No such file or directory"), (path, "Not a")):
+        assert f"cannot be read as a folder: {reason}" in error_of(place)
 
     def refuse(*_: Any) -> int:
         raise PermissionError(13, "Permission denied")
@@ -355,50 +303,17 @@ def test_what_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert error_of(tmp_path) == f"{SINGLE} cannot be read: Permission denied"
 
 
-FOLDERS = {
+FOLDERS: dict[str, tuple[list[str], str]] = {
     "nothing": ([], "a model folder has it, or model.safetensors.index.json and its shards"),
-    "a pickle": (
-        ["pytorch_model.bin", "config.json"],
-        (
-            "the folder has 'pytorch_model.bin', PyTorch weights, a pickle, which regard does not "
-            "open; convert it"
-        ),
-    ),
-    "pickles": (
-        ["b.pt", "a.pt"],
-        "the folder has 'a.pt' and 1 more, PyTorch weights, a pickle, which regard does not",
-    ),
-    "an index of pickles": (
-        ["pytorch_model.bin.index.json"],
-        "the folder has 'pytorch_model.bin.index.json', an index",
-    ),
-    "GGUF": (
-        ["M.Q4.GGUF"],
-        "the folder has 'M.Q4.GGUF', a GGUF file of llama.cpp, which regard.load reads",
-    ),
-    "Keras": (
-        ["tf_model.h5"],
-        "the folder has 'tf_model.h5', TensorFlow weights; convert them to",
-    ),
-    "Flax": (
-        ["flax_model.msgpack"],
-        "the folder has 'flax_model.msgpack', Flax weights; convert",
-    ),
-    "an adapter": (
-        ["adapter_model.safetensors"],
-        (
-            "the folder has 'adapter_model.safetensors', an adapter, which needs its base "
-            "model; merge it"
-        ),
-    ),
-    "a shard alone": (
-        [ONE],
-        f"the folder has '{ONE}', a shard; download model.safetensors.index.json, which",
-    ),
-    "another name": (
-        ["consolidated.safetensors"],
-        "the folder has 'consolidated.safetensors', a safetensors file of another name; ",
-    ),
+    "a pickle": (["pytorch_model.bin", "config.json"], "PyTorch weights, a pickle, which"),
+    "pickles": (["b.pt", "a.pt"], "the folder has 'a.pt' and 1 more, PyTorch weights"),
+    "an index of pickles": (["pytorch_model.bin.index.json"], "an index"),
+    "GGUF": (["M.Q4.GGUF"], "a GGUF file of llama.cpp, which regard.load reads"),
+    "Keras": (["tf_model.h5"], "TensorFlow weights; convert them to"),
+    "Flax": (["flax_model.msgpack"], "Flax weights; convert"),
+    "an adapter": (["adapter_model.safetensors"], "an adapter, which needs its base model"),
+    "a shard alone": ([ONE], "a shard; download model.safetensors.index.json"),
+    "another name": (["consolidated.safetensors"], "a safetensors file of another name"),
     "a name that plays": (["a\x1b[2J.pt"], "the folder has 'a\\x1b[2J.pt', PyTorch weights"),
 }
 
@@ -408,7 +323,10 @@ def test_folders_without_safetensors(name: str, tmp_path: Path) -> None:
     files, says = FOLDERS[name]
     for file in files:
         (tmp_path / file).write_bytes(b"\x80\x02")
-    assert error_of(tmp_path).startswith(f"{SINGLE} is missing; {says}")
+    said = error_of(tmp_path)
+    assert said.startswith(f"{SINGLE} is missing; ")
+    assert says in said
+    assert not files or "the folder has '" in said
 
 
 @pytest.mark.parametrize("how", ["replaced", "longer", "shorter", "touched", "gone", "a pipe"])
@@ -420,10 +338,7 @@ def test_a_file_that_changes_after_its_header_was_checked(
     path = single(tmp_path, a=torch.arange(100_000.0))
     store = CheckpointTensors.open(tmp_path)
     content = path.read_bytes()
-    if how == "replaced":
-        path.unlink()
-        path.write_bytes(content)
-    elif how == "longer":
+    if how == "longer":
         path.write_bytes(content + b"x")
     elif how == "shorter":
         os.truncate(path, 1000)  # under a mapping this is SIGBUS
@@ -431,13 +346,12 @@ def test_a_file_that_changes_after_its_header_was_checked(
         os.utime(path, (1, 1))
     else:
         path.unlink()
-        if how == "a pipe":
+        if how == "replaced":
+            path.write_bytes(content)
+        elif how == "a pipe":
             os.mkfifo(path)
-    says = {
-        "gone": f"{SINGLE} is missing",
-        "a pipe": f"{SINGLE} is a named pipe; it must be a regular file",
-    }.get(how, f"{SINGLE} was changed after its header was read; load it again")
-    with pytest.raises(FileError, match=f"{re.escape(says)}$"):
+    says = {"gone": "is missing", "a pipe": "is a named pipe"}.get(how, "was changed after its")
+    with pytest.raises(FileError, match=says):
         dict(store.read(buffering=buffering))
 
 
@@ -473,9 +387,7 @@ def test_the_header_is_checked_before_anything_is_allocated(
 def test_booleans_are_0_or_1(tmp_path: Path) -> None:
     path = single(tmp_path, a=torch.tensor([True, False, True]))
     path.write_bytes(path.read_bytes()[:-1] + b"\x02")
-    with pytest.raises(
-        FileError, match=r"'a' is BOOL and holds a byte 2; only 0 and 1 are booleans$"
-    ):
+    with pytest.raises(FileError, match="holds a byte 2; only 0 and 1 are booleans"):
         dict(CheckpointTensors.open(tmp_path).read())
 
 
@@ -579,42 +491,24 @@ def test_a_sparse_file_costs_nothing_to_look_at(tmp_path: Path) -> None:
     assert CheckpointTensors.open(tmp_path).bytes == size
 
 
-@pytest.mark.parametrize(
-    "dtype",
-    [
-        torch.float64,
-        torch.float32,
-        torch.float16,
-        torch.bfloat16,
-        torch.float8_e4m3fn,
-        torch.float8_e5m2,
-        torch.float8_e4m3fnuz,
-        torch.float8_e5m2fnuz,
-        torch.float8_e8m0fnu,
-        torch.complex64,
-    ],
-    ids=str,
-)
+NUMBERS = [x for x in DTYPES.values() if x.is_floating_point or x.is_complex]
+
+
+@pytest.mark.parametrize("dtype", NUMBERS, ids=str)
 def test_finite(dtype: torch.dtype) -> None:
     """NaN and infinity are found wherever they are; the largest and smallest numbers are none."""
     real = torch.float32 if dtype.is_complex else dtype
     limits = torch.finfo(real)
-    x = (
-        torch.tensor([limits.max, limits.tiny, 1.0] * 50, dtype=torch.float64)
-        .to(dtype)
-        .reshape(3, 50)
-    )
+    numbers = torch.tensor([limits.max, limits.tiny, 1.0] * 50, dtype=torch.float64)
+    x = numbers.to(dtype).reshape(3, 50)
     check_finite("a", x)
     check_finite("a", x[:0])
     for at in ((0, 0), (1, 7), (2, 49)):
         bad = x.clone()
         bad[at] = float("nan")
-        with pytest.raises(FileError) as error:
+        says = f"'a' has values that are not finite: 1 of 150 NaN, 0 infinite, the first at {[*at]}"
+        with pytest.raises(FileError, match=re.escape(says)):
             check_finite("a", bad)
-        assert str(error.value).startswith(
-            f"'a' has values that are not finite: 1 of 150 NaN, 0 infinite, the first at "
-            f"{list(at)}; the file is damaged"
-        )
     infinite = torch.tensor([float("inf"), -float("inf")]).to(dtype)
     if bool(infinite.to(torch.complex64).isinf().all()):  # some of 8 bits have no infinity
         with pytest.raises(FileError, match=r"0 of 2 NaN, 2 infinite, the first at \[0\]"):
@@ -626,14 +520,11 @@ def test_finite_counts_over_all_pieces() -> None:
     x[1, 5, 1] = float("nan")
     x[2, -1, -1] = float("inf")
     x[2, 0, 0] = float("nan")
-    with pytest.raises(
-        FileError,
-        match=r"^'x\\n' has values that are not finite: 2 of 3145728 NaN, 1 infinite, "
-        r"the first at \[1, 5, 1\]",
-    ):
+    says = r"^'x\\n' has .*: 2 of 3145728 NaN, 1 infinite, the first at \[1, 5, 1\]"
+    with pytest.raises(FileError, match=says):
         check_finite("x\n", x)
-    check_finite("a", torch.ones(3, dtype=torch.int64))
-    check_finite("a", torch.ones(3, dtype=torch.bool))
+    for dtype in (torch.int64, torch.bool):
+        check_finite("a", torch.ones(3, dtype=dtype))
     check_finite("a", torch.tensor(1.0))
     with pytest.raises(FileError, match=r"1 of 1 NaN, 0 infinite, the first at \[\]"):
         check_finite("a", torch.tensor(float("nan")))
@@ -642,11 +533,6 @@ def test_finite_counts_over_all_pieces() -> None:
 
 def test_the_official_reader_forgives_what_we_refuse(tmp_path: Path) -> None:
     """The controls of these tests: files that a reader without our checks opens."""
-    entry = b'"a":{"dtype":"U8","shape":[1],"data_offsets":[0,1]}'
-    header = b"{" + entry + b"," + entry + b"}"
     path = tmp_path / SINGLE
-    path.write_bytes(struct.pack("<Q", len(header)) + header + b"\x00")
-    assert list(load_file(path)) == ["a"]
-    assert "has the key 'a' twice" in error_of(tmp_path)
     path.write_bytes(save({"a": torch.tensor([True])})[:-1] + b"\x02")
     assert load_file(path)["a"].dtype is torch.bool

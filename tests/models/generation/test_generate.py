@@ -82,13 +82,8 @@ def test_streamed_text_is_the_text_of_the_ids(model: Model, temperature: float) 
 def test_ids_are_a_prompt_wherever_a_text_is(model: Model) -> None:
     texts = [PROMPT, "the key"]
     rows = [model.encode(text) for text in texts]
-    forms = [
-        rows[0],
-        rows[0][0],
-        rows[0].to(torch.int32),
-        rows[0][0].tolist(),
-        tuple(rows[0][0].tolist()),
-    ]
+    one = rows[0][0]
+    forms = [rows[0], one, rows[0].to(torch.int32), one.tolist(), tuple(one.tolist())]
     batch = model.generate(texts, max_tokens=4)
     list(batch)
     for form in forms:
@@ -114,10 +109,8 @@ def test_ids_are_generated_without_a_tokenizer(model: Model) -> None:
     generation = bare.generate(prompt, max_tokens=4)
     assert list(generation) == []
     assert (generation.ids, generation.text, generation.finished) == (wanted.ids, "", "length")
-    assert (
-        bare.beam_search(prompt, max_tokens=3)[0].ids
-        == model.beam_search(prompt, max_tokens=3)[0].ids
-    )
+    beams = [made.beam_search(prompt, max_tokens=3)[0].ids for made in (bare, model)]
+    assert beams[0] == beams[1]
     for call in (lambda: bare.generate("the"), lambda: bare.generate(prompt, stop="x")):
         with pytest.raises(regard.FileError, match="no tokenizer"):
             call()
@@ -194,13 +187,12 @@ def test_it_stops_at_an_id_that_ends_a_text(model: Model) -> None:
 
 
 def test_stop_strings_end_the_text_wherever_tokens_are_cut(model: Model) -> None:
-    whole = model.generate(PROMPT, max_tokens=20, temperature=2.0, seed=4)
+    options: dict[str, Any] = {"max_tokens": 20, "temperature": 2.0, "seed": 4}
+    whole = model.generate(PROMPT, **options)
     free = "".join(whole)
     for a, b in ((5, 6), (7, 12), (len(free) - 2, len(free))):
         stop = free[a:b]
-        generation = model.generate(
-            PROMPT, max_tokens=20, temperature=2.0, seed=4, stop=["�x", stop]
-        )
+        generation = model.generate(PROMPT, stop=["�x", stop], **options)
         shown = ""
         for piece in generation:
             assert piece
@@ -209,27 +201,20 @@ def test_stop_strings_end_the_text_wherever_tokens_are_cut(model: Model) -> None
         assert shown == generation.text == free[: free.find(stop)]
         assert generation.finished == "stop"
         assert model.tokenizer.decode(generation.ids).startswith(shown + stop[:1])
-    generation = model.generate(PROMPT, max_tokens=20, temperature=2.0, seed=4, stop=free[-1] + "�")
+    generation = model.generate(PROMPT, stop=free[-1] + "�", **options)
     assert "".join(generation) == free, "a beginning at the end is given out"
     assert generation.finished == whole.finished
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"chunk": 3},
-        {"chunk": None},
-        {"cache": "fixed"},
-        {"cache": "paged", "chunk": 2},
-        {"cache": "fixed", "max_context": 99},
-        {"cache": "quantized"},
-        {"max_context": 40},
-        {"cache": "ring", "max_context": 40},
-        {"cache": "streaming", "max_context": 40},
-    ],
-    ids=str,
-)
+CACHES: list[dict[str, Any]] = [
+    *({}, {"chunk": 3}, {"chunk": None}, {"max_context": 40}),
+    *({"cache": "fixed"}, {"cache": "quantized"}, {"cache": "fixed", "max_context": 99}),
+    {"cache": "paged", "chunk": 2},
+    *({"cache": name, "max_context": 40} for name in ("ring", "streaming")),
+]
+
+
+@pytest.mark.parametrize("options", CACHES, ids=str)
 def test_caches_and_chunks_write_what_passes_without_a_cache_write(
     model: Model, options: dict[str, Any]
 ) -> None:
@@ -246,9 +231,8 @@ def test_caches_and_chunks_write_what_passes_without_a_cache_write(
 
 def test_it_goes_on_without_end(model: Model) -> None:
     for cache in ("ring", "streaming"):
-        generation = model.generate(
-            "the quick brown fox", max_tokens=32, cache=cache, max_context=6
-        )
+        options = {"cache": cache, "max_context": 6}
+        generation = model.generate("the quick brown fox", max_tokens=32, **options)
         assert len(list(generation)) > 10
         assert len(generation.ids) == 32
         assert generation.cache_bytes == 2 * 6 * 2 * 20 * 4
@@ -256,10 +240,8 @@ def test_it_goes_on_without_end(model: Model) -> None:
 
 def test_frequencies_that_follow_the_length(model: Model) -> None:
     """LongRoPE and dynamic NTK: greedy across the switch is the argmax of whole passes."""
-    for scaling in (
-        DynamicNTK(2.0, 12),
-        LongRoPE((1.0, 1.1, 1.3, 1.7), (2.0, 3.0, 5.0, 9.0), 12, 4.0),
-    ):
+    two_lists = LongRoPE((1.0, 1.1, 1.3, 1.7), (2.0, 3.0, 5.0, 9.0), 12, 4.0)
+    for scaling in (DynamicNTK(2.0, 12), two_lists):
         made = held(following(scaling))
         ids = made.encode("the quick")
         assert ids.shape[1] < 9
@@ -282,12 +264,8 @@ def test_a_nan_is_told_and_no_token(model: Model) -> None:
 def test_no_tokens_asked_for(model: Model) -> None:
     generation = model.generate(PROMPT, max_tokens=0)
     assert list(generation) == []
-    assert (
-        generation.text,
-        generation.ids,
-        generation.cache_bytes,
-        generation.tokens_per_second,
-    ) == ("", [], 0, 0.0)
+    assert (generation.text, generation.ids) == ("", [])
+    assert generation.cache_bytes == generation.tokens_per_second == 0
 
 
 def test_taps_have_the_places_of_layers(model: Model) -> None:
@@ -296,66 +274,52 @@ def test_taps_have_the_places_of_layers(model: Model) -> None:
     assert list(trace) == ["layers.0.q", "layers.1.q", "layers.1.pattern"]
 
 
-def test_errors(model: Model) -> None:
+REFUSED: dict[str, tuple[dict[str, Any], type[Exception]]] = {
+    "the text '' has no tokens": ({"prompt": ""}, regard.ArgumentError),
+    "text '' has no tokens; give at least": ({"prompt": ["the", ""]}, regard.ArgumentError),
+    "prompts is empty; give at least one prompt": ({"prompt": []}, regard.ArgumentError),
+    "max_tokens is -1; it must be 0 or more": ({"max_tokens": -1}, regard.ArgumentError),
+    "chunk is 0; it must be 1 or more": ({"chunk": 0}, regard.ArgumentError),
+    "temperature is -0.5; it must be 0 or more": ({"temperature": -0.5}, regard.ArgumentError),
+    "temperature is nan; it must be 0": ({"temperature": float("nan")}, regard.ArgumentError),
+    "top_k is 0; it must be at least 1, or None": ({"top_k": 0}, regard.ArgumentError),
+    "top_k is 301; it must be 1 to 300, or None": ({"top_k": 301}, regard.ArgumentError),
+    "temperature is bool; it must be a number": ({"temperature": True}, regard.ArgumentTypeError),
+    "max_tokens is float; it must be an int": ({"max_tokens": 2.0}, regard.ArgumentTypeError),
+    "chunk is float; it must be an int": ({"chunk": 2.0}, regard.ArgumentTypeError),
+    "has no argument 'topk'; did you mean 'top_k'": ({"topk": 3}, regard.ArgumentTypeError),
+}
+
+
+@pytest.mark.parametrize("message", REFUSED)
+def test_what_generate_refuses(model: Model, message: str) -> None:
+    options, kind = REFUSED[message]
+    with pytest.raises(kind, match=message) as error:
+        model.generate(**{"prompt": PROMPT} | options)
+    assert error.type is kind
+
+
+def test_a_text_that_does_not_fit(model: Model) -> None:
     most = model.encode("the quick brown").shape[1]
-    cases = [
-        (lambda: model.generate(""), "the text '' has no tokens; give at least one character"),
-        (lambda: model.generate(PROMPT, max_tokens=-1), "max_tokens is -1; it must be 0 or more"),
-        (lambda: model.generate(PROMPT, chunk=0), "chunk is 0; it must be 1 or more"),
-        (lambda: model.generate([]), "prompts is empty; give at least one prompt"),
-        (
-            lambda: model.generate(["the", ""]),
-            "the text '' has no tokens; give at least one character",
-        ),
-        (
-            lambda: model.generate(["the", "the quick brown"], max_tokens=9, max_context=10),
-            (
-                f"the prompt has {most} tokens and max_tokens is 9: {most + 9} are more than "
-                "max_context 10; "
-                f"ask for at most {10 - most}, raise max_context, or use a cache that drops old "
-                "tokens: "
-                'cache="ring" or "streaming"'
-            ),
-        ),
-        (
-            lambda: model.generate(PROMPT, temperature=-0.5),
-            "temperature is -0.5; it must be 0 or more",
-        ),
-        (
-            lambda: model.generate(PROMPT, temperature=float("nan")),
-            "temperature is nan; it must be 0 or more",
-        ),
-        (lambda: model.generate(PROMPT, top_k=0), "top_k is 0; it must be at least 1, or None"),
-        (lambda: model.generate(PROMPT, top_k=301), "top_k is 301; it must be 1 to 300, or None"),
-        (
-            lambda: model(torch.tensor([[1, 2], [3, 300]])),
-            "token id 300 at [1, 1] lies outside [0, 300); was it produced by another tokenizer?",
-        ),
-        (
-            lambda: model(torch.tensor([[-1]])),
-            "token id -1 at [0, 0] lies outside [0, 300); was it produced by another tokenizer?",
-        ),
-        (
-            lambda: model(torch.tensor([1, 2])),
-            "ids are (2,); they must be [batch, length]: use ids[None]",
-        ),
-        (
-            lambda: model(torch.tensor([[1]]), caches=model.new_caches()[:1]),
-            "1 cache for 2 layers; give one per layer",
-        ),
-    ]
-    for call, message in cases:
-        with pytest.raises(regard.ArgumentError) as error:
-            call()
-        assert str(error.value) == message
-    with pytest.raises(regard.ArgumentTypeError) as type_error:
-        model.generate(PROMPT, temperature=True)
-    assert str(type_error.value) == "temperature is bool; it must be a number, 0 or more"
-    for name in ("max_tokens", "chunk"):
-        with pytest.raises(regard.ArgumentTypeError, match=f"{name} is float; it must be an int"):
-            model.generate(PROMPT, **{name: 2.0})
-    with pytest.raises(TypeError, match="has no argument 'topk'; did you mean 'top_k'"):
-        model.generate(PROMPT, topk=3)
+    message = f"the prompt has {most} tokens and max_tokens is 9: {most + 9} are more than "
+    message += f"max_context 10; ask for at most {10 - most}, raise max_context, or use"
+    with pytest.raises(regard.ArgumentError, match=message):
+        model.generate(["the", "the quick brown"], max_tokens=9, max_context=10)
+
+
+@pytest.mark.parametrize(
+    ("ids", "layers", "message"),
+    [
+        ([[1, 2], [3, 300]], None, r"token id 300 at \[1, 1\] lies outside \[0, 300\)"),
+        ([[-1]], None, r"token id -1 at \[0, 0\] lies outside"),
+        ([1, 2], None, r"ids are \(2,\); they must be \[batch, length\]: use ids\[None\]"),
+        ([[1]], 1, "1 cache for 2 layers; give one per layer"),
+    ],
+)
+def test_what_a_model_refuses(model: Model, ids: Any, layers: int | None, message: str) -> None:
+    caches = None if layers is None else model.new_caches()[:layers]
+    with pytest.raises(regard.ArgumentError, match=message):
+        model(torch.tensor(ids), caches=caches)
 
 
 def test_a_refused_call_leaves_the_caches_as_they_were(model: Model) -> None:
