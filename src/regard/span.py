@@ -121,7 +121,11 @@ def slot_count(positions: Positions) -> int:
 
 
 def concat_positions(old: Positions, new: Positions) -> Positions:
-    """Return the positions of two groups of slots: a `Span` if both are and join, else a tensor."""
+    """Return the positions of two groups of slots: a `Span` if both are and join, else a tensor.
+
+    >>> concat_positions(Span(0, 3), Span(3, 2))
+    Span(start=0, length=5)
+    """
     if isinstance(old, Span) and isinstance(new, Span) and old.stop == new.start:
         return Span(old.start, old.length + new.length)
     import torch
