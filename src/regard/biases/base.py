@@ -33,8 +33,11 @@ class Bias(RuleWithTensors):
     Biases are added with `+`, compare and hash by their fields (tensors by identity), and print as
     an expression. The value at an empty slot (position -1) is finite, without a meaning.
 
+    >>> from regard.biases import ALiBi
     >>> ALiBi(8) + ALiBi(8, symmetric=True)
     alibi(8) + alibi(8, symmetric)
+    >>> ALiBi(8) == ALiBi(8)
+    True
     """
 
     def __init_subclass__(cls) -> None:

@@ -22,9 +22,7 @@ from regard.errors import ArgumentError
 
 
 class QueryMoments(NamedTuple):
-    """The mean `[R, n, D]` and the covariance `[R, n, D, D]` of the queries that a rule expects
-    next, times the factor on the scores and its square.
-    """
+    """The moments `[R, n, D]`, `[R, n, D, D]` of expected queries, times the factor on scores."""
 
     mean: Float[Tensor, "R n D"]
     covariance: Float[Tensor, "R n D D"]

@@ -53,9 +53,7 @@ FORMATS: Mapping[str, _Format] = {
 
 
 class Float8Vectors(NamedTuple):
-    """Vectors x `[B, n, S, d]` as bytes of 8-bit floats, with a power of two for each: x ~ code *
-    scale.
-    """
+    """Vectors x `[B, n, S, d]` as 8-bit floats with a scale for each: x ~ code * scale."""
 
     codes: Tensor
     scale: Tensor

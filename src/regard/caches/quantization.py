@@ -48,11 +48,6 @@ def quantize(
     zero = min and scale = (max - min) / (2^bits - 1) over the tokens of a group. The scale is
     rounded up to the dtype of x before it is used, so that |x - x'| <= scale / 2.
 
-    >>> x = torch.tensor([0.0, 1.0, 2.0, 3.0])[None, None, None]
-    >>> groups = quantize(x, torch.ones(1, 1, dtype=torch.bool), "token", bits=2, group=4)
-    >>> groups.codes.flatten().tolist(), groups.scale.item()  # 0 + 1 * 4 + 2 * 16 + 3 * 64
-    ([228], 1.0)
-
     Source: Liu et al. 2024 (arXiv 2402.02750), equation 1 and section 3.
     """
     none = x.new_zeros(x.shape[0], 0)

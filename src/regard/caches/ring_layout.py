@@ -34,9 +34,7 @@ class RingLayout(NamedTuple):
         )
 
     def runs(self, start: int, stop: int) -> list[tuple[int, int]]:
-        """Return the slots of positions start to stop - 1, at most `ring` after the sinks, as
-        ranges.
-        """
+        """Return the slots of positions start to stop - 1, at most `ring` after the sinks."""
         ranges = [(start, min(stop, self.sinks))]
         start = max(start, self.sinks)
         if start < stop:

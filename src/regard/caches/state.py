@@ -350,9 +350,7 @@ def _last_position(positions: Positions) -> int | Tensor:
 
 
 def _compact(memory: Parts, positions: Tensor, keep: Tensor, most: int) -> tuple[Parts, Tensor]:
-    """Move the slots to keep, at most `most` per row, to the front. A graph or another device than
-    the CPU gets always `most` slots, because the number would have to be read.
-    """
+    """Move the slots to keep, at most `most` per row, to the front, without reading in graphs."""
     keep, n = keep & (positions >= 0), most
     if not is_compiling() and keep.is_cpu:
         n = int(keep.sum(1).max()) if keep.numel() else 0

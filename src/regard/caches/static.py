@@ -83,9 +83,7 @@ class StaticForm(Cache):
 
 
 class SlotTable:
-    """The position in each slot `[B, size]` and the last one of each row `[B, 1]`, in memory that
-    stays where it is and that the caches of several layers share.
-    """
+    """The positions of slots `[B, size]` and rows `[B, 1]`, which several layers share."""
 
     def __init__(self, layout: RingLayout, rows: int, device: torch.device) -> None:
         self.layout = layout

@@ -503,6 +503,9 @@ class Mask(Serializable, ABC):
 
         >>> from regard import masks
         >>> (masks.Causal() & masks.Chunk(4)).causal_from()
+        0
+        >>> (masks.Causal() | masks.Prefix(3)).causal_from()
+        3
         """
         return None
 

@@ -53,6 +53,8 @@ class Neighborhood(Mask):
     >>> grid = Span(0, 16)
     >>> mask = Neighborhood((4, 4), 3)
     >>> mask.visible(grid, grid).unique().tolist()  # every query sees 3 x 3 keys
+    [9]
+    >>> mask.block(grid, grid)[0, 0, 0].view(4, 4).int().tolist()  # those of the top left corner
     [[1, 1, 1, 0], [1, 1, 1, 0], [1, 1, 1, 0], [0, 0, 0, 0]]
 
     Source: Hassani et al. 2023 (arXiv 2204.07143), equations 1 to 3; dilated: Hassani and Shi 2022

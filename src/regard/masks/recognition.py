@@ -111,9 +111,7 @@ def recognize(rows: VisibleRows, *, any_start: bool = False) -> RecognizedRule |
 
 
 def _one_query(rows: VisibleRows, *, any_start: bool) -> RecognizedRule | None:
-    """Return the rule of a single query of decoding that sees a range of keys, or None. The number
-    of visible keys proves it.
-    """
+    """Return the rule of a single query of decoding that sees a range of keys, or None."""
     visible = rows.read(slice(0, 1)).reshape(rows.S)
     count = int(visible.count_nonzero())
     if count == rows.S:

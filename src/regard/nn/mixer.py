@@ -68,9 +68,7 @@ class Mixer(Explainable, nn.Module):
         cache: Cache | None = None,
         backend: str = "auto",
     ) -> Float[Tensor, "B T M2"]:
-        """Mix the tokens of x with one another and the cache; a call that raises does not change
-        it.
-        """
+        """Mix the tokens of x and the cache, which a call that raises leaves as it was."""
         if type(x) is not Tensor and is_proxy(x):
             return call_as_leaf(self, Mixer.forward, x, positions, cache=cache, backend=backend)
         if x.ndim != 3:

@@ -269,7 +269,13 @@ class StepInputs(NamedTuple):
 
 
 class SameObjects:
-    """Remembers objects without keeping them alive, to find out whether others are the same."""
+    """Remembers objects without keeping them alive, to find out whether others are the same.
+
+    >>> known, x = SameObjects(), torch.ones(2)
+    >>> known.remember([x])
+    >>> known.are([x]), known.are([x.clone()])
+    (True, False)
+    """
 
     def __init__(self) -> None:
         self._known: list[ReferenceType[Any]] = []

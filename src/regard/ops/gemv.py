@@ -93,9 +93,7 @@ def try_gemv(
     only_if_faster: bool = True,
     weights_per_thread: int = WEIGHTS_PER_THREAD,
 ) -> Tensor | None:
-    """Compute W x + b with compiled code, or return None where it cannot run or is not faster.
-    Every layer calls this for every token, so each condition is checked once, here.
-    """
+    """Compute W x + b with compiled code, or return None where it cannot run or is not faster."""
     if (
         not isinstance(x, Tensor)
         or type(x) not in _PLAIN_TENSOR_TYPES
@@ -143,9 +141,7 @@ def try_gemv(
 
 
 def _linear_operator(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None:
-    """Compute W x + b in a graph by the operator `regard::linear`, which chooses when it is
-    executed; None if torch's operation is right, as in an exported program.
-    """
+    """Compute W x + b in a graph by the operator `regard::linear`; None: by torch's."""
     y = (x, weight) if bias is None else (x, weight, bias)
     if (
         is_exporting()
@@ -216,11 +212,7 @@ _PLAIN_TENSOR_TYPES = (Tensor, torch.nn.Parameter)
 
 
 def gemv(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Compute y = W x + b for a few vectors; sums are in fp32 and rounded once to the dtype of x.
-
-    >>> gemv(torch.ones(2, 3), torch.eye(3)).tolist()
-    [[1.0, 1.0, 1.0], [1.0, 1.0, 1.0]]
-    """
+    """Compute y = W x + b for a few vectors; sums are in fp32 and rounded once."""
     check_linear_map(x, weight, bias)
     y = try_gemv(x, weight, bias, only_if_faster=False)
     if y is None:

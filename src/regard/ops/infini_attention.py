@@ -231,10 +231,6 @@ def segments_of_call(
 ) -> Iterator[InfiniSegment]:
     """Yield the segments of a call in order, given the positions of its keys; its queries are those
     of the last T keys, and position p is in segment p // size.
-
-    >>> segments = segments_of_call(Span(4, 6), 3, 4)
-    >>> [(segment.queries, segment.keys, segment.closed) for segment in segments]
-    [(slice(0, 1, None), slice(0, 4, None), True), (slice(1, 3, None), slice(4, 6, None), False)]
     """
     if slot_count(positions) == 0:
         return

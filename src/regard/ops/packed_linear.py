@@ -126,13 +126,7 @@ def why_not_packed(weight: Tensor, bias: Tensor | None = None) -> str | None:
 def pack_linear(
     weight: Float[Tensor, "N M"], bias: Float[Tensor, " N"] | None = None
 ) -> PackedLinear:
-    """Reorder a weight for products of many rows, y = W x + b.
-
-    The packed copy does not follow later changes of the weight: pack again after each.
-
-    >>> layer = pack_linear(torch.eye(2), torch.tensor([1.0, -9.0]))
-    >>> layer(torch.tensor([[3.0, 4.0]])), layer(torch.tensor([[3.0, 4.0]]), activation="relu")
-    (tensor([[ 4., -5.]]), tensor([[4., 0.]]))
+    """Reorder a weight, y = W x + b; pack again after each change of it.
 
     Source: oneDNN developer guide, "Memory format propagation".
     """

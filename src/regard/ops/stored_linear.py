@@ -46,12 +46,7 @@ PANEL_ELEMENTS = 1 << 19
 def stored_linear(
     x: Float[Tensor, "*L M"], weight: StoredWeight, bias: Float[Tensor, " N"] | None = None
 ) -> Float[Tensor, "*L N"]:
-    """Compute y = W x + b, where W is stored in fewer bits; sums are in fp32 (bf16: as torch's).
-
-    >>> from regard.ops.stored_weights import Int8Weight
-    >>> stored_linear(torch.ones(1, 32), Int8Weight.quantize(torch.ones(2, 32))).tolist()
-    [[31.998046875, 31.998046875]]
-    """
+    """Compute y = W x + b, where W is stored in fewer bits; sums are in fp32 (bf16: as torch's)."""
     y = _try_compiled(x, weight, bias)
     if y is None:
         _check(x, weight, bias)
@@ -102,12 +97,7 @@ def _try_compiled(x: object, weight: StoredWeight, bias: Tensor | None) -> Tenso
 
 
 def plan_linear(x: Tensor, weight: StoredWeight, bias: Tensor | None = None) -> str:
-    """Return what `stored_linear` runs for these arguments, and why.
-
-    >>> from regard.ops.stored_weights import Int8Weight
-    >>> plan_linear(torch.ones(99, 32), Int8Weight.quantize(torch.ones(2, 32)))
-    'dequantized panels: x has 99 vectors; compiled loops win for at most 12'
-    """
+    """Return what `stored_linear` runs for these arguments, and why."""
     _check(x, weight, bias)
     reasons = why_not_compiled(x, weight, bias)
     return f"dequantized panels: {'; '.join(reasons)}" if reasons else f"compiled {weight.form}"

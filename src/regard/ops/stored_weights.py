@@ -152,10 +152,6 @@ class HalfWeight(StoredWeight):
     """A matrix of 16-bit numbers that is multiplied in fp32.
 
     W[n, m] = values[n, m]
-
-    >>> weight = HalfWeight(torch.ones(2, 3, dtype=torch.float16))
-    >>> weight.shape, weight.dequantize().dtype, weight.bytes
-    (torch.Size([2, 3]), torch.float32, 12)
     """
 
     form: ClassVar[str] = "half"
@@ -206,10 +202,6 @@ class Int8Weight(StoredWeight):
     Args:
         codes: int8 [N, width], width a multiple of the group; codes beyond M are 0.
         scales: fp16, bf16 or fp32 [N, width / group].
-
-    >>> weight = Int8Weight.quantize(torch.eye(2, 32), group=32)
-    >>> weight.codes[0, :2].tolist(), weight.dequantize()[0, :2].tolist()
-    ([127, 0], [0.99993896484375, 0.0])
     """
 
     form: ClassVar[str] = "int8"
@@ -275,10 +267,6 @@ class Int4Weight(StoredWeight):
     Args:
         codes: uint8 [N, width / 2], width a multiple of 128; `unpacked` returns the codes in order.
         scales: fp16, bf16 or fp32 [N, 2, width / group], the scales and then the zero points.
-
-    >>> weight = Int4Weight.quantize(torch.arange(32.0)[None] - 16, group=32)
-    >>> weight.unpacked()[0, :4].tolist(), weight.dequantize()[0, :4].tolist()
-    ([0, 1, 1, 2], [-16.53125, -14.46484375, -14.46484375, -12.3984375])
     """
 
     form: ClassVar[str] = "int4"

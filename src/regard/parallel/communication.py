@@ -126,9 +126,7 @@ class RankGroup:
         return received
 
     def sum(self, call: str, x: Tensor) -> Tensor:
-        """Return the sum of a tensor over all ranks, in fp32 or wider and bitwise equal on every
-        rank.
-        """
+        """Return the sum of a tensor over all ranks in fp32 or wider, bitwise equal on each."""
         if self.world == 1:
             return x
         wide = x.to(torch.promote_types(x.dtype, torch.float32)).contiguous()

@@ -20,9 +20,7 @@ CHUNKS = 4
 """The number of runs for each rank in the greedy candidate of `Shards.balanced`."""
 
 PAIRS_PER_KEY = 8
-"""The cost of sending one key and value, in query-key pairs, to compare sharding schemes; it is
-small, because sending overlaps with computing.
-"""
+"""The cost of sending one key and value, in query-key pairs; small, as sending overlaps."""
 
 
 @dataclass(frozen=True)
@@ -292,9 +290,7 @@ class Shards:
         return sum(work) / (self.world * max(work)) if any(work) else 1.0
 
     def _time(self, mask: Mask) -> int:
-        """Estimate the time of a call, in query-key pairs: the busiest rank's work plus its
-        received keys.
-        """
+        """Estimate the time of a call, in query-key pairs: work plus received keys."""
         received_keys = (
             sum(
                 stop - first
@@ -319,12 +315,7 @@ class Shards:
 def needed_keys(
     mask: Mask, queries: tuple[Span, ...], keys: tuple[Span, ...]
 ) -> tuple[tuple[int, int, int], ...]:
-    """Return, for each span of keys, the shortest run that contains every key that the queries see.
-
-    >>> from regard.masks import Causal, Window
-    >>> needed_keys(Causal() & Window(3), (Span(8, 4),), (Span(0, 8),))
-    ((0, 6, 8),)
-    """
+    """Return, for each span of keys, the shortest run with every key that the queries see."""
     needed = []
     for n, span in enumerate(keys):
         runs = [run for q in queries if (run := _first_and_last_key(mask, q, span)) is not None]
@@ -354,12 +345,7 @@ def _first_and_last_key(mask: Mask, q: Span, k: Span) -> tuple[int, int] | None:
 
 @lru_cache(maxsize=4096)
 def needed_queries(mask: Mask, q: Span, k: Span) -> tuple[int, int] | None:
-    """Return the shortest run of queries that contains every query that sees a key.
-
-    >>> from regard.masks import Causal, Window
-    >>> needed_queries(Causal() & Window(3), Span(8, 100), Span(0, 8))
-    (0, 2)
-    """
+    """Return the shortest run of queries that contains every query that sees a key."""
     ranges = mask.intervals(q)
     if ranges is not None:
         starts, stops = ranges.starts.clamp(k.start, k.stop), ranges.stops.clamp(k.start, k.stop)

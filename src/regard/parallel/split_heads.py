@@ -1,6 +1,4 @@
-"""`regard.parallel.split_heads`: give each rank some heads of an attention layer (tensor
-parallelism).
-"""
+"""`regard.parallel.split_heads`: each rank gets some heads of a layer (tensor parallelism)."""
 
 from __future__ import annotations
 

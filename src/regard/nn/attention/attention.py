@@ -44,6 +44,7 @@ class Attention(Mixer):
     Raises:
         ArgumentError: a number is out of range, or parameters are mixed with other tensors.
 
+    >>> import torch
     >>> from regard import masks
     >>> from regard.nn import HeadProjection, SeparateQKV
     >>> q, k, v = (HeadProjection(8, heads, 2) for heads in (4, 2, 2))

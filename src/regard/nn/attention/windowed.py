@@ -165,9 +165,7 @@ def slots_below(
 def stack_query_forms(
     q: Tensor, q_sinks: Tensor, k: Tensor, k_positions: Positions, n: int
 ) -> tuple[Tensor, Tensor]:
-    """Build queries [q, q_sinks] and keys [k, 0], or [0, k] for a sink, so that a trace, which
-    records one call, has the scores of all keys.
-    """
+    """Build queries [q, q_sinks] and keys [k, 0] or [0, k], so that a trace has one call."""
     k_positions = as_tensor(k_positions, q.device).to(q.device)
 
     is_sink = (k_positions < n)[:, None, :, None]

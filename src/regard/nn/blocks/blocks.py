@@ -67,6 +67,7 @@ class PreNorm(Residual):
 
     The arguments are those of `Residual`.
 
+    >>> import torch
     >>> PreNorm(nn.LayerNorm(2))(torch.tensor([[[2.0, 4.0]]]), lambda x: x.round())
     tensor([[[1., 5.]]], grad_fn=<AddBackward0>)
 
@@ -91,6 +92,7 @@ class ScaledPreNorm(PreNorm):
     Raises:
         ArgumentError: scale is not finite.
 
+    >>> import torch
     >>> ScaledPreNorm(nn.LayerNorm(2), 0.5)(torch.tensor([[[2.0, 4.0]]]), lambda x: 2 * x.round())
     tensor([[[1., 5.]]], grad_fn=<AddBackward0>)
 
@@ -119,6 +121,7 @@ class PostNorm(Residual):
 
     The arguments are those of `Residual`.
 
+    >>> import torch
     >>> PostNorm(nn.LayerNorm(2))(torch.tensor([[[2.0, 4.0]]]), torch.zeros_like).round()
     tensor([[[-1., 1.]]], grad_fn=<RoundBackward0>)
 
@@ -143,6 +146,7 @@ class NormedResidual(Residual):
     Raises:
         ArgumentError: a factor is not finite.
 
+    >>> import torch
     >>> NormedResidual(nn.LayerNorm(2))(torch.tensor([[[2.0, 4.0]]]), lambda x: 3 * x).round()
     tensor([[[-4., 4.]]], grad_fn=<RoundBackward0>)
 
@@ -178,6 +182,7 @@ class OutputNorm(Residual):
 
     The arguments are those of `Residual`.
 
+    >>> import torch
     >>> OutputNorm(nn.LayerNorm(2))(torch.tensor([[[2.0, 4.0]]]), lambda x: 3 * x).round()
     tensor([[[1., 5.]]], grad_fn=<RoundBackward0>)
 
@@ -198,6 +203,7 @@ class SandwichNorm(Residual):
         norm: the norm before the sublayer.
         after: the norm on the sublayer's output.
 
+    >>> import torch
     >>> path = SandwichNorm(nn.LayerNorm(2), nn.LayerNorm(2))
     >>> path(torch.tensor([[[2.0, 4.0]]]), lambda x: 3 * x).round()
     tensor([[[1., 5.]]], grad_fn=<RoundBackward0>)
@@ -232,6 +238,8 @@ class Block(nn.Module):
         feed_forward: a module [B,T,M] -> [B,T,M].
         attention_residual, feed_forward_residual: the residual connections, such as `PreNorm`.
 
+    >>> import torch
+    >>> from regard.nn.blocks.blocks import PreNorm
     >>> from regard.nn.variants import mha
     >>> residuals = (PreNorm(nn.LayerNorm(8)) for _ in range(2))
     >>> block = Block(mha(8, 2), nn.Linear(8, 8), *residuals)
@@ -323,6 +331,8 @@ class ParallelBlock(Block):
 
     The arguments are those of `Block`. Only the norm and the dropout of each `PreNorm` are used.
 
+    >>> import torch
+    >>> from regard.nn.blocks.blocks import PreNorm
     >>> from regard.nn.variants import mha
     >>> residuals = (PreNorm(nn.LayerNorm(8)) for _ in range(2))
     >>> ParallelBlock(mha(8, 2), nn.Linear(8, 8), *residuals)(torch.zeros(1, 3, 8)).shape
@@ -367,6 +377,8 @@ class SharedNormBlock(ParallelBlock):
     Args:
         residual: a `PreNorm` with the norm and the dropout of both sublayers.
 
+    >>> import torch
+    >>> from regard.nn.blocks.blocks import PreNorm
     >>> from regard.nn.variants import mha
     >>> block = SharedNormBlock(mha(8, 2), nn.Linear(8, 8), PreNorm(nn.LayerNorm(8)))
     >>> block(torch.zeros(1, 3, 8)).shape
@@ -438,6 +450,8 @@ class DecoderBlock(nn.Module):
     Raises:
         ArgumentError: a call passes no memory, and the cache holds none, or both do.
 
+    >>> import torch
+    >>> from regard.nn.blocks.blocks import PreNorm
     >>> from regard.nn.variants import cross_attention, mha
     >>> residuals = [PreNorm(nn.LayerNorm(8)) for _ in range(3)]
     >>> block = DecoderBlock(mha(8, 2), cross_attention(8, 2), nn.Linear(8, 8), *residuals)

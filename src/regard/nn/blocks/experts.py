@@ -36,6 +36,8 @@ class MoE(nn.Module):
     Raises:
         ArgumentError: the router is for another number of experts.
 
+    >>> from regard.nn.blocks.feed_forward import SwiGLU
+    >>> from regard.nn.blocks.routers import SoftmaxRouter
     >>> moe = MoE(SoftmaxRouter(8, 4, 2), [SwiGLU(8, 16) for _ in range(4)], SwiGLU(8, 16))
     >>> moe(torch.zeros(1, 3, 8)).shape
     torch.Size([1, 3, 8])
@@ -148,6 +150,7 @@ def stack_experts(module: nn.Module) -> int:
     Raises:
         ArgumentError: the experts of a mixture differ, or have other parameters than linear maps.
 
+    >>> from regard.nn import MoE, SoftmaxRouter, SwiGLU
     >>> moe = MoE(SoftmaxRouter(8, 4, 2), [SwiGLU(8, 16) for _ in range(4)])
     >>> stack_experts(nn.Sequential(moe, nn.ReLU()))
     1
@@ -250,9 +253,7 @@ class StackedExperts:
         return result
 
     def serve(self, experts: nn.ModuleList, rows: Tensor, chosen: int) -> bool:
-        """Return whether so many chosen experts run from the stacks: a device, no gradients, few
-        rows.
-        """
+        """Return whether so few chosen experts run from the stacks: on a device, no gradients."""
         if rows.device.type == "cpu" or torch.is_grad_enabled() or is_compiling():
             return False
         return 0 < chosen <= len(experts) and self._hold(experts)

@@ -18,9 +18,7 @@ from regard.span import Positions, Span, as_tensor, slice_positions
 X = TypeVar("X", Tensor, PackedSequence)
 
 HiddenState: TypeAlias = tuple[Tensor, ...]
-"""The hidden state of a recurrent network, each part [layers * directions, B, R]: h, and the cell
-state c of an LSTM.
-"""
+"""The hidden state, parts [layers * directions, B, R]: h, and the cell state c of an LSTM."""
 
 
 def run_rnn(

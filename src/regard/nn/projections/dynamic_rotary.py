@@ -72,8 +72,8 @@ class PerRowRotary(nn.Module):
         old: Int[Tensor, "b L"] | Int[Tensor, "b 1"],
         new: RowLengths,
     ) -> Float[Tensor, "B H L D"]:
-        """Rotate x further, from the frequencies of the lengths `old` to those of `new`: R(p f_new)
-        = R(p (f_new - f_old)) R(p f_old).
+        """Rotate x further: R(p f_new) = R(p (f_new - f_old)) R(p f_old), from lengths `old` to
+        `new`.
         """
         # Once frequencies have changed, they never return to those of length 0. If the new lengths
         # have those, then so have the old lengths, which are shorter.
@@ -194,9 +194,7 @@ def rotary_projection(
 
 
 class PreRopeQKV(SeparateQKV):
-    """A projection that caches keys before rotation, so that in one layer the last query gets the
-    result of one call.
-    """
+    """A projection that caches keys before rotation: the last query gets one call's result."""
 
     key_transform: PerRowRotary
 

@@ -239,6 +239,7 @@ class HeadProjection(nn.Module):
     Raises:
         ArgumentError: a size is less than 1.
 
+    >>> import torch
     >>> HeadProjection(8, 4, 3)(torch.zeros(1, 5, 8), None).shape
     torch.Size([1, 4, 5, 3])
     """
@@ -426,6 +427,7 @@ class SeparateQKV(Projection, nn.Module):
     Raises:
         ArgumentError: k and v differ in heads, G does not divide H, or q and k differ in head dim.
 
+    >>> import torch
     >>> q, k, v = (HeadProjection(8, heads, 2) for heads in (4, 2, 2))
     >>> project = SeparateQKV(q, k, v)
     >>> [part.shape[1] for part in project.remember(torch.zeros(1, 5, 8), None)]

@@ -350,9 +350,7 @@ class LatentProjection(LatentHeads):
 
 
 class NaiveLatentProjection(LatentProjection):
-    """A `LatentProjection` that caches expanded keys and values, H (d_nope + d_rope + E) per token,
-    for comparison.
-    """
+    """A `LatentProjection` that caches expanded keys and values, for comparison."""
 
     def remember(self, x: Tensor, positions: Positions) -> Parts:
         """Return the expanded keys [B,H,S,d_nope+d_rope] and values [B,H,S,E]."""

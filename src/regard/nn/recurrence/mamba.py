@@ -121,9 +121,7 @@ class SelectiveScanRule(RecurrenceRule):
     def run(
         self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, call: RuleCall
     ) -> tuple[Tensor, Parts]:
-        """Return the results [B,N,T,1] and the last state (S,), in pieces, since a token has N D
-        decays.
-        """
+        """Return the results [B,N,T,1] and the last state (S,), piece by piece."""
         T, form, state, positions = v.shape[2], call["form"], call["state"], call["k_positions"]
         if form == "auto" and v.device.type == "cpu" and not torch.is_grad_enabled():
             # A head has one value, so that products over a chunk do far more work than the tokens

@@ -91,9 +91,7 @@ class CausalConvolution(nn.Module):
 
 
 class JoinedConvolution(nn.Module):
-    """Several causal convolutions of one form over neighbouring channels, run as one, for
-    checkpoints that store filters apart.
-    """
+    """Causal convolutions of neighbouring channels as one, for checkpoints with own filters."""
 
     def __init__(self, parts: Sequence[CausalConvolution]) -> None:
         super().__init__()

@@ -42,9 +42,7 @@ from regard.span import Positions, Span
 from regard.tracing import is_tracing, named_scope, parent_scope, tap
 
 LARGEST_RATE = math.exp(-0.5)
-"""The largest rate at which a channel of the state decays: no decay factor is below
-exp(-LARGEST_RATE) = 0.545.
-"""
+"""The largest rate of decay: no factor is below exp(-LARGEST_RATE) = 0.545."""
 
 
 class RWKV7Vectors(NamedTuple):

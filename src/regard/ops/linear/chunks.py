@@ -72,9 +72,7 @@ def block_halves(x: Tensor, size: int, dim: int = -2) -> tuple[Tensor, Tensor]:
 
 
 def finite_part(x: Float[Tensor, "*L"]) -> tuple[Float[Tensor, "*L"], Float[Tensor, "*L"]]:
-    """Return x with 0 in place of what is not finite, and a marker that is NaN there, else 0, both
-    without its gradient.
-    """
+    """Return x with 0 in place of what is not finite, and a marker that is NaN there, else 0."""
     marker = x.detach() - x.detach()
     return torch.where(marker == 0, x, 0), marker
 
@@ -88,9 +86,7 @@ def valid_decays(g: Float[Tensor, "*L"]) -> tuple[Float[Tensor, "*L"], Float[Ten
 def inverse_of_unit_triangle(
     below: Float[Tensor, "*L C C"], scale: Float[Tensor, "*L C 1"]
 ) -> tuple[Float[Tensor, "*L C C"], Float[Tensor, "*L C 1"]]:
-    """Return the finite part of (I + below)^-1 diag(scale), and a marker for each row that is not
-    finite.
-    """
+    """Return the finite part of (I + below)^-1 diag(scale), and a marker for each row."""
     # unitriangular: torch takes the diagonal to be 1 and does not read it
     inverse = torch.linalg.solve_triangular(
         below, torch.diag_embed(scale[..., 0]), upper=False, unitriangular=True

@@ -165,9 +165,7 @@ def chunked(
 def _triangular_systems(
     k: Tensor, v: Tensor, g: Tensor | None, start: Tensor | None, bad: Tensor, how: Correction
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
-    """Return the inverses of all chunks `[B, G, P, n, C, C]`, what reads the state, the right-hand
-    sides without the state (NaN for what is not finite), and the finite parts of v and a.
-    """
+    """Return inverses, what reads the state, right-hand sides, and finite parts, by chunk."""
     size, (beta, c, a) = k.shape[-2], how
     if beta is None:
         scale = torch.ones_like(v[..., :1])

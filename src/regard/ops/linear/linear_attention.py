@@ -87,12 +87,7 @@ def feature_map_of(feature_map: FeatureMap) -> Callable[[Tensor], Tensor]:
 def normalized_query_features(
     feature_map: FeatureMap, q: Float[Tensor, "*L D"]
 ) -> Float[Tensor, "*L F"]:
-    """Return the features of queries for normalized linear attention, divided by a factor per
-    query, without an effect on the output, so that they neither underflow nor overflow.
-
-    >>> normalized_query_features("exp", torch.tensor([-1000.0, -1001.0])).tolist()
-    [1.0, 0.3678794503211975]
-    """
+    """Return the features of queries, divided by a factor per query that cancels."""
     if feature_map == "exp":
         return (q - q.detach().amax(-1, keepdim=True)).exp()
     if feature_map == "elu+1":
@@ -179,9 +174,7 @@ def _checked_features(features: Callable[[Tensor], Tensor], k: Tensor) -> Tensor
 
 
 def _normalized(sums: Tensor) -> Tensor:
-    """Divide by the sum of weights, the last column; 0 where it is 0. Non-finite sums are replaced
-    and marked, because the gradient would carry a NaN to earlier tokens.
-    """
+    """Divide by the sum of weights, the last column; 0 where it is 0, NaN where not finite."""
     nan_marker = 0 * sums.detach()
     sums = torch.where(sums.isfinite(), sums, 0)
     total = sums[..., -1:]

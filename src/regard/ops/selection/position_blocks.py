@@ -189,14 +189,7 @@ def select_blocks(
     allowed: Bool[Tensor, "#B #n T N"],
     k: int,
 ) -> Bool[Tensor, "B n T N"]:
-    """Mark k of the allowed blocks for each query: all forced ones, then the best.
-
-    >>> scores = torch.tensor([[[[5.0, 4.0, 3.0, 9.0]]]])
-    >>> allowed = torch.ones(1, 1, 1, 4, dtype=torch.bool)
-    >>> forced = torch.tensor([False, False, True, False]) & allowed
-    >>> select_blocks(scores, forced, allowed, 2).int().tolist()
-    [[[[0, 0, 1, 1]]]]
-    """
+    """Mark k of the allowed blocks for each query: all forced ones, then the best."""
     forced = (forced & allowed).expand(scores.shape)
     free = scores.masked_fill(forced | ~allowed, -torch.inf)
     return forced | top_k_mask(free, k, forced.sum(-1, keepdim=True))

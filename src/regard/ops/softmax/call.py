@@ -468,9 +468,7 @@ MAX_FINITE = 1e17
 
 
 def _all_entries_finite(x: Tensor) -> bool:
-    """Return whether x has no NaN, infinity or number above `MAX_FINITE`, whose products may be
-    inf, in one pass.
-    """
+    """Return whether x has no NaN, infinity or number above `MAX_FINITE`, in one pass."""
     if x.numel() == 0:
         return True
     x = x.detach() if x.requires_grad else x

@@ -142,9 +142,7 @@ MIN_ELEMENTS = 1 << 17
 
 
 class CpuKernel(Kernel):
-    """The kernel "cpu": one pass over the keys with an online softmax in fp32, for few queries, by
-    threads that divide heads and keys.
-    """
+    """The kernel "cpu": one pass over the keys with an online softmax, for few queries."""
 
     name = "cpu"
     selects = True

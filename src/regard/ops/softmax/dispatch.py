@@ -144,9 +144,7 @@ def _run_without_autocast(kernel: Kernel, call: Call) -> KernelResult:
 
 
 def _run_observed(kernel: Kernel, call: Call, watching: Sequence[tracing.Trace]) -> KernelResult:
-    """Run a call that open traces observe, which also need its lse; if the kernel cannot return it,
-    another one computes it.
-    """
+    """Run a call that open traces observe; another kernel computes a missing lse."""
     call_with_lse, name = replace(call, wants_lse=True), kernel.name
     with torch.autocast(call.q.device.type, enabled=False):
         if call.score is not None or call.original is not None:
@@ -165,9 +163,7 @@ def _run_observed(kernel: Kernel, call: Call, watching: Sequence[tracing.Trace])
 
 
 def _run_with_pattern(kernel: Kernel, call: Call) -> tuple[KernelResult, str]:
-    """Run a call with a score rule on a kernel, or another one, that gives scores and weights;
-    return also the name of the kernel.
-    """
+    """Run a call with a rule on a kernel that gives scores and weights; return its name."""
     whole = replace(call.original or call, needs=call.needs | {"scores", "pattern"})
     if call.original is None and not kernel.why_not(whole):
         return kernel.run(whole), kernel.name
@@ -177,9 +173,7 @@ def _run_with_pattern(kernel: Kernel, call: Call) -> tuple[KernelResult, str]:
 
 
 def choose_kernel(call: Call, backend: str = "auto") -> tuple[Kernel, Call]:
-    """Return the kernel by name, or the first that can run the call, and the call, with empty slots
-    set to 0 unless the kernel has `selects`.
-    """
+    """Return the kernel by name, or the first that can run the call, and the call for it."""
     if backend == "auto":
         candidates = kernels_by_priority(call)
     else:

@@ -48,9 +48,7 @@ MIN_TRAINING_PRODUCTS = {torch.float32: 2**28, torch.bfloat16: 2**28, torch.floa
 """The same for calls with a gradient, in which torch's kernel is slower compared with this one."""
 
 MAX_TRAINING_SCORE = 500.0
-"""The largest bound on |scale q . k| for gradients: where every row has a weight of nearly 1, p (dp
-- rowsum(dout out)) broke the error rule from scores of 6,000 on.
-"""
+"""The largest |scale q . k| for gradients, which are inaccurate where a weight is nearly 1."""
 
 MIN_ROWS = 64
 """The fewest rows H/G T per key/value head for which packing keys and values pays."""

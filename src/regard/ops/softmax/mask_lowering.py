@@ -85,9 +85,7 @@ class QueryBlock(NamedTuple):
 
 
 def lower_mask(call: Call, sizes: BlockSizes = DEFAULT_BLOCK_SIZES) -> list[QueryBlock]:
-    """Split a call into blocks of queries with their key ranges. Rows in no block see nothing; an
-    exported program gets one range of all keys under a mask.
-    """
+    """Split a call into blocks of queries with their key ranges; others see nothing."""
     if is_exporting_onnx() and (key_range := _onnx_key_range(call)) is not None:
         return [QueryBlock(ALL, [key_range])]
     if call.bias is None and not is_exporting():
@@ -218,9 +216,7 @@ def visible_key_ranges(call: Call, rows: slice, size: int, long: int) -> list[tu
 
 
 def merge_tiles(state: list[int], long: int) -> list[tuple[int, int, bool]]:
-    """Merge tiles that are not empty into runs (start, stop, full). Fewer than `long` full tiles
-    join a partial neighbour, because that is cheaper than one more range.
-    """
+    """Merge tiles that are not empty into runs (start, stop, full), full ones from `long` on."""
     merged: list[tuple[int, int, bool]] = []
     for kind, group in groupby(range(len(state)), key=state.__getitem__):
         tiles = list(group)

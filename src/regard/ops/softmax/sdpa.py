@@ -84,9 +84,7 @@ _CPU_OP_SCHEMA = (
 
 
 class SdpaKernel(Kernel):
-    """The kernel "sdpa": torch's scaled_dot_product_attention, on a CPU the operator below it that
-    returns the lse.
-    """
+    """The kernel "sdpa": torch's scaled_dot_product_attention, with the lse on a CPU."""
 
     name = "sdpa"
 
@@ -197,9 +195,7 @@ def inputs_to_check(call: Call) -> str:
 
 
 def _large_score_reasons(call: Call) -> list[str]:
-    """Return a reason if torch's gradient on a CPU may be inaccurate: it computes exp(s - lse), and
-    the lse, near the largest score, is rounded coarsely.
-    """
+    """Return a reason if torch's gradient on a CPU may be inaccurate, from a rounded lse."""
     if not call.q.is_cpu:
         return []
     if not call.readable:
@@ -264,11 +260,6 @@ MAX_FLASH_DIM = 256
 def cuda_backends(dtype: torch.dtype, *, masked: bool) -> tuple[str, ...]:
     """Return the names of torch's kernels for a call on a GPU, in order. cuDNN, torch's own choice,
     reads a float32 mask wrongly (pytorch#191612) and gave NaN gradients (pytorch#196678).
-
-    >>> cuda_backends(torch.bfloat16, masked=False)
-    ('FLASH_ATTENTION', 'EFFICIENT_ATTENTION', 'MATH')
-    >>> cuda_backends(torch.float64, masked=False)
-    ('MATH',)
     """
     if dtype == torch.float64:
         return ("MATH",)
@@ -325,9 +316,7 @@ def attend_range(q: Tensor, k: Tensor, v: Tensor, key_range: KeyRange, scale: fl
 def _attend_range_in_onnx(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, *, causal: bool
 ) -> Tensor:
-    """Compute attention for an ONNX file, by the node Attention (opset 23) or by products. A row
-    that sees nothing is set to 0; the exporter that traces gets repeated heads.
-    """
+    """Compute attention for an ONNX file, by the node Attention (opset 23) or by products."""
     H, G = q.shape[1], k.shape[1]
     grouped = True if H != G else False  # noqa: SIM210  (see `attend_range`)
     if grouped and is_tracing_onnx():

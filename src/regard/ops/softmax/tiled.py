@@ -60,9 +60,7 @@ DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 class TiledKernel(Kernel):
-    """The kernel "tiled": every mask, bias and rule on pairs, with gradients, softcap, sink and
-    dropout.
-    """
+    """The kernel "tiled": every mask, bias and rule on pairs, with gradients."""
 
     name = "tiled"
     wide_output = True
@@ -372,9 +370,7 @@ def _weighted_gradient_sum(recomputed: tuple[Tensor, Tensor, Tensor, TileScores]
 
 
 class TileScores(NamedTuple):
-    """The scores `[B G, (H/G) t, s]` of a key range (or the weights of a rule), and the derivatives
-    of softcap (`slope`) and rule, or None.
-    """
+    """The scores of a key range, or a rule's weights, and the derivatives of softcap and rule."""
 
     values: Tensor
     slope: Tensor | None = None

@@ -100,11 +100,7 @@ _EXACT, _EXACT_STATES = ChunkSizes(16, 16, 16, 4, 1), ChunkSizes(16, 16, 16, 8, 
 def chunk_sizes(
     kind: RecurrenceKernelKind, *, by_channel: bool, exact: bool, D: int, capability: int = 90
 ) -> ChunkSizes:
-    """Return the sizes of a kernel for keys of D channels, at most `MAX_KEY_CHANNELS`.
-
-    >>> chunk_sizes("states", by_channel=False, exact=False, D=100)
-    ChunkSizes(chunk=64, channels=64, columns=32, warps=8, stages=2)
-    """
+    """Return the sizes of a kernel for keys of D channels, at most `MAX_KEY_CHANNELS`."""
     if exact:
         return _EXACT_STATES if kind == "states" else _EXACT
     width = min(x for *key, x in TABLE if key == [kind, by_channel] and x >= D)

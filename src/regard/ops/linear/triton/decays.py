@@ -114,9 +114,7 @@ def pairs_of_level(i, size):
 
 @triton.jit
 def factors_of_level(g, g_next, i, size, EXACT: tl.constexpr):
-    """The decays from the border of two blocks of `size` tokens to the second, and from the first
-    to it, else 0, by products with matrices of 0 and 1; g is finite (`bounded_decay`).
-    """
+    """The decays from the border of two blocks to the second, and from the first; else 0."""
     second = ((i // size) % 2 == 1)[:, None]
     same = same_block(i, size)
     before = (same & (i[:, None] >= i[None, :])).to(tl.float32)
@@ -138,9 +136,7 @@ def decayed_products(
     x, k, g, g_next, i,
     DECAY: tl.constexpr, LEVELS: tl.constexpr, PRECISION: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
-    """sum_d x_id k_jd exp(g_{j+1,d} + ... + g_{i,d}) for j <= i, else 0, `[C, C]`, by pairs of
-    blocks; with one decay for all channels without the decay.
-    """
+    """sum_d x_id k_jd exp(g_{j+1,d} + ... + g_{i,d}) for j <= i, else 0, by pairs of blocks."""
     if DECAY == 2:
         g, g_next = bounded_decay(g), bounded_decay(g_next)
         products = tl.where(i[:, None] == i[None, :], tl.sum(x * k, 1)[:, None], 0.0)
@@ -170,9 +166,7 @@ def gradients_of_products(
     d_products, x, k, g, g_next, i,
     DECAY: tl.constexpr, LEVELS: tl.constexpr, PRECISION: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
-    """The gradients of x, k and g from that of the products after the decay; that of g at token l
-    is a sum over the pairs i >= l > j.
-    """
+    """The gradients of x, k and g (over pairs i >= l > j) from that of the products."""
     d_g = tl.zeros_like(g) if DECAY else 0.0
     if DECAY == 2:
         g, g_next = bounded_decay(g), bounded_decay(g_next)

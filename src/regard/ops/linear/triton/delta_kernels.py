@@ -55,9 +55,7 @@ def solve_chunk(
     D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, C: tl.constexpr,
     DECAY: tl.constexpr, LEVELS: tl.constexpr, PRECISION: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
-    """What the tokens of one chunk write and erase, and X, in the precision EXACT; the chunks are
-    counted in which a number is not finite.
-    """
+    """What the tokens of one chunk write and erase, and X; odd chunks are counted."""
     c, head = tl.program_id(0) % chunks, (tl.program_id(0) // chunks).to(tl.int64)
     b, n = head // N, head % N
     i = tl.arange(0, C)

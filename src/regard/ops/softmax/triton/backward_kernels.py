@@ -244,9 +244,7 @@ def attention_backward_kv(
     PRECISE: tl.constexpr, WIDEN: tl.constexpr, PRECISION: tl.constexpr, D_COLUMN: tl.constexpr,
     CAREFUL: tl.constexpr,
 ):  # fmt: skip
-    """dk and dv of a tile of keys, summed over the query heads of the group, and for each head the
-    sum of ds over the queries. The tile is transposed, a left operand of each product.
-    """
+    """dk and dv of a transposed tile of keys, over the heads of a group, and sums of ds."""
     tile = tl.program_id(0)
     G = H // group
     b, g = tl.program_id(1) // G, tl.program_id(1) % G

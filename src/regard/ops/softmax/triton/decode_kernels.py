@@ -57,9 +57,7 @@ def restored(code, scale, zero, ROUND: tl.constexpr):
 
 @triton.jit
 def float8_numbers(code, scale, FRACTION: tl.constexpr, ROUND: tl.constexpr):
-    """The numbers of 8-bit floats times a power of two, exact but for subnormals, by their bits in
-    a 16-bit float, alike on every device. ROUND is that of `restored`.
-    """
+    """The numbers of 8-bit floats times a power of two, by their bits in a 16-bit float."""
     bits = code.to(tl.int32)
     if FRACTION == 2:
         half = (bits << 8).to(tl.int16).to(tl.float16, bitcast=True)
