@@ -110,7 +110,7 @@ def test_every_family(case: str, tmp_path: Path) -> None:
     assert_case(CASES[case], tmp_path)
 
 
-@pytest.mark.full
+@pytest.mark.full(keep=1)
 @pytest.mark.parametrize("case", with_wrong(CASES))
 def test_wrong_variants_are_far(case: str, tmp_path: Path) -> None:
     assert_wrong(CASES[case], tmp_path)
