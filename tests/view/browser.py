@@ -262,6 +262,10 @@ class Tab:
         """What is read in the first element."""
         return str(self.js(f"document.querySelector({json.dumps(selector)}).innerText"))
 
+    def text_of(self, name: str) -> str:
+        """What an element contains, shown or not."""
+        return str(self.js(f"document.getElementById('{name}').textContent"))
+
     def texts(self, selector: str, part: str = "textContent") -> list[Any]:
         """A property of every element."""
         return list(

@@ -210,17 +210,16 @@ def test_a_link_that_means_nothing_is_no_harm(tab: Tab, made: Made) -> None:
 
 def test_the_tooltip_of_a_resting_pointer_follows_the_head(tab: Tab, made: Made) -> None:
     tab.ready(made.at("map"))
-    x, y = tab.js("""(node => {
+    tab.hover("""(node => {
         node.scrollIntoView({ block: "center", behavior: "instant" });
         const b = node.getBoundingClientRect();
         return [b.left + 0.5 * b.width, b.top + 0.7 * b.height];
     })(document.querySelector("#view-map canvas.heat"))""")
-    tab.call("Input.dispatchMouseEvent", type="mouseMoved", x=x, y=y)
     tips = []
     for head in (HEAD, HEAD + 1, HEAD + 2):
         tab.set(head=head)
         assert not tab.js("document.getElementById('tip').hidden")
-        tips.append(tab.js("document.getElementById('tip').textContent"))
+        tips.append(tab.text_of("tip"))
     assert len({tip.splitlines()[0] for tip in tips}) == 1, "the same cell"
     assert len(set(tips)) == 3, "in three heads"
     tab.set(view="atlas")

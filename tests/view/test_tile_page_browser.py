@@ -67,7 +67,7 @@ def test_a_needle_is_found_from_the_whole_map(tab: Tab) -> None:
         path = f"/cell/0/0/{NEEDLE[0]}/{NEEDLE[1]}"
         tab.wait(f'document.getElementById("inspector").dataset.shows === "{path}"')
         weight = recording.weights(0, 0)[NEEDLE].item()
-        shown = float(tab.js('document.getElementById("cell-weight").textContent'))
+        shown = float(tab.text_of("cell-weight"))
         assert shown == pytest.approx(weight, rel=1e-9)
         # the numbers from which a tile is drawn are the recording's
         found = tab.js(f"R.map.value({NEEDLE[0]}, {NEEDLE[1] - 3}).max")
@@ -104,7 +104,7 @@ def test_the_tooltip_says_what_is_under_the_pointer_now(tab: Tab) -> None:
         weight = a.weights(place, head)[i, j].item()
         number = 'Number(document.getElementById("tip").textContent.split(" ").at(-1))'
         tab.wait(f"Math.abs({number} / {weight!r} - 1) < 1e-3")
-        shown = tab.js('document.getElementById("tip").textContent')
+        shown = tab.text_of("tip")
         assert f" {i}  w{i}\n" in shown
         assert f" {j}  w{j}\n" in shown
         return str(shown)
@@ -112,9 +112,8 @@ def test_the_tooltip_says_what_is_under_the_pointer_now(tab: Tab) -> None:
     with server:
         tab.js('document.getElementById("map").focus(); R.map.open(350, 30)')
         tab.wait("R.map.view.s < 1 / 20")
-        x, y = tab.js("""(({ left, top }, s) => [left + s.left + 90, top + s.top + 100])(
+        tab.hover("""(({ left, top }, s) => [left + s.left + 90, top + s.top + 100])(
             document.getElementById("map").getBoundingClientRect(), R.map.shape())""")
-        tab.call("Input.dispatchMouseEvent", type="mouseMoved", x=x, y=y)
         seen = []
         for act in (
             "",
@@ -218,9 +217,7 @@ def test_sixty_hostile_tokens_are_text(tab: Tab) -> None:
         assert tab.js("window.hit === undefined")
         scripts = tab.js("document.scripts.length")
         assert scripts == 2, "the data and the page's own"
-        assert (
-            tab.js('document.querySelectorAll("#page img, #page script, #page style").length') == 0
-        )
+        assert tab.count("#page img, #page script, #page style") == 0
         assert tab.errors == []
         assert all(address.startswith((server.origin, "data:")) for address in tab.requests)
 
@@ -229,7 +226,7 @@ def test_without_a_token_the_page_says_so(tab: Tab) -> None:
     with regard.inspect.view(made()) as server:
         tab.open(f"{server.origin}/")
         tab.wait("document.documentElement.dataset.ready !== undefined")
-        assert "regard view" in tab.js('document.getElementById("page").textContent')
+        assert "regard view" in tab.text_of("page")
 
 
 def two_runs() -> tuple[Recording, Recording]:
@@ -270,12 +267,8 @@ def test_pinned_heads_move_with_the_map_and_show_differences(tab: Tab) -> None:
             '(b => [b.left + 60, b.top + 60])(document.querySelector(".pane canvas")'
             ".getBoundingClientRect())"
         )
-        for kind, by in (
-            ("mouseMoved", 0),
-            ("mousePressed", 0),
-            ("mouseMoved", 40),
-            ("mouseReleased", 40),
-        ):
+        path = (("mouseMoved", 0), ("mousePressed", 0), ("mouseMoved", 40), ("mouseReleased", 40))
+        for kind, by in path:
             tab.press(kind, box[0] + by, box[1])
         assert tab.js("R.map.view.x") < before, "dragging a pane moves the large map"
         tab.key("d")

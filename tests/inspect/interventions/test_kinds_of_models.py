@@ -83,23 +83,20 @@ def _transformers(name: str, implementation: str) -> Kind:
     import regard.integrations.transformers
 
     assert regard.integrations.transformers
+    sizes: dict[str, Any] = {"vocab_size": 50, "attn_implementation": implementation}
+    if name != "bart":
+        sizes |= {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2}
+        sizes |= {"num_attention_heads": 2}
     if name == "llama":
-        config = transformers.LlamaConfig(
-            vocab_size=50, hidden_size=16, intermediate_size=32, num_hidden_layers=2,
-            num_attention_heads=2, num_key_value_heads=1, attn_implementation=implementation,
-        )  # fmt: skip
+        config = transformers.LlamaConfig(num_key_value_heads=1, **sizes)
         return Kind(_random(transformers.LlamaForCausalLM(config)), IDS, OTHER, (11, 40))
     if name == "bert":
-        config = transformers.BertConfig(
-            vocab_size=50, hidden_size=16, intermediate_size=32, num_hidden_layers=2,
-            num_attention_heads=2, attn_implementation=implementation,
-        )  # fmt: skip
-        return Kind(_random(transformers.BertModel(config)), IDS, OTHER, first_number)
+        network = transformers.BertModel(transformers.BertConfig(**sizes))
+        return Kind(_random(network), IDS, OTHER, first_number)
     config = transformers.BartConfig(
-        vocab_size=50, d_model=16, encoder_ffn_dim=32, decoder_ffn_dim=32, encoder_layers=1,
-        decoder_layers=1, encoder_attention_heads=2, decoder_attention_heads=2,
-        attn_implementation=implementation, pad_token_id=1, bos_token_id=0, eos_token_id=2,
-        decoder_start_token_id=2, forced_eos_token_id=2,
+        d_model=16, encoder_ffn_dim=32, decoder_ffn_dim=32, encoder_layers=1, decoder_layers=1,
+        encoder_attention_heads=2, decoder_attention_heads=2, pad_token_id=1, bos_token_id=0,
+        eos_token_id=2, decoder_start_token_id=2, forced_eos_token_id=2, **sizes,
     )  # fmt: skip
     clean, corrupt = ({"input_ids": x, "decoder_input_ids": IDS[:, :2]} for x in (IDS, OTHER))
     model = _random(transformers.BartForConditionalGeneration(config))
@@ -161,23 +158,19 @@ def _exported(kind: Kind) -> Any:
     return export(_recorded(kind)[0], "numpy")
 
 
+def _attributed(kind: Kind, method: Any, **more: Any) -> Any:
+    return attribute(kind.model, kind.clean, kind.metric, method=method, **more)
+
+
 TASKS: dict[str, Callable[[Kind], Any]] = {
     "taps": lambda kind: taps(kind.model, kind.clean),
     "ablate": lambda kind: ablate(kind.model, kind.clean, kind.metric),
-    "patch": lambda kind: patch(kind.model, kind.clean, kind.corrupt, kind.metric),
-    "patch heads": lambda kind: patch(
-        kind.model, kind.clean, kind.corrupt, kind.metric, what="heads"
-    ),
-    "patch paths": lambda kind: patch(
-        kind.model, kind.clean, kind.corrupt, kind.metric, what="paths"
-    ),
+    "patch": lambda kind: patch(*kind),
+    "patch heads": lambda kind: patch(*kind, what="heads"),
+    "patch paths": lambda kind: patch(*kind, what="paths"),
     "attribute": lambda kind: attribute(kind.model, kind.clean, kind.metric),
-    "gradient": lambda kind: attribute(
-        kind.model, kind.clean, kind.metric, method="gradient", corrupt=kind.corrupt
-    ),
-    "integrated gradients": lambda kind: attribute(
-        kind.model, kind.clean, kind.metric, method="integrated_gradients", steps=2
-    ),
+    "gradient": lambda kind: _attributed(kind, "gradient", corrupt=kind.corrupt),
+    "integrated gradients": lambda kind: _attributed(kind, "integrated_gradients", steps=2),
     "logit lens": lambda kind: logit_lens(kind.model, kind.clean),
     "name movers": lambda kind: name_mover_scores(kind.model, kind.clean, 9),
     "rollout": lambda kind: rollout(kind.model, kind.clean),
@@ -242,6 +235,5 @@ def test_the_table_of_the_page_is_this_one() -> None:
         tasks = row.split("|")[2].strip()
         assert tasks == ", ".join(task for task in TASKS if task in refused), name
     rows = [line for line in page.splitlines() if line.startswith("| ")]
-    assert {name for name in KINDS if any(row.startswith(f"| {name} |") for row in rows)} == {
-        *REFUSED
-    }
+    shown = {name for name in KINDS if any(row.startswith(f"| {name} |") for row in rows)}
+    assert shown == {*REFUSED}

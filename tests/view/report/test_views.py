@@ -93,21 +93,21 @@ def test_the_atlas_has_every_head_and_its_picture(tab: Tab, folder: Path) -> Non
     assert alpha == [0, 255]
     tab.click(".thumb[data-head='1 2']")
     tab.settle()
-    assert tab.js("[R.state.view, R.state.place, R.state.head]") == ["map", 1, 2]
+    assert tab.state("view", "place", "head") == ["map", 1, 2]
 
 
 def test_the_atlas_sorts_filters_and_walks(tab: Tab, folder: Path) -> None:
     opened(tab, folder, "all", "#L0H0&sort=metric&metric=max_logit")
-    order = tab.js("[...document.querySelectorAll('.thumb')].map(x => x.dataset.head)")
+    order = tab.texts(".thumb", "dataset.head")
     peaks = [tab.js(f"R.metric('max_logit', {x.replace(' ', ',')})") for x in order]
     assert peaks == sorted(peaks, reverse=True)
     tab.choose("atlas-top", "2", "input")
-    assert tab.js("[...document.querySelectorAll('.thumb')].map(x => x.dataset.head)") == order[:2]
+    assert tab.texts(".thumb", "dataset.head") == order[:2]
     tab.set(sort="layers", place=0, head=1)
     assert tab.count(".thumb.faint") == 2 * H - 2
     tab.js("document.querySelector('.thumb[data-head=\"0 1\"]').focus()")
     tab.key("ArrowDown")
-    assert tab.js("[R.state.place, R.state.head]") == [1, 1]
+    assert tab.state("place", "head") == [1, 1]
     tab.key("ArrowLeft")
     assert tab.js("document.activeElement.dataset.head") == "1 0"
     tab.key("Enter")
@@ -123,8 +123,8 @@ def test_the_map_shows_the_recorded_weights(tab: Tab, folder: Path, recording: R
     for n, value in enumerate(found["values"]):
         i, j = divmod(n, T)
         assert value == -2 if j > i else abs(value - exact[i, j].item()) < BAR
-    assert tab.js("document.getElementById('map-badge').textContent") == "exact"
-    shown = tab.js("document.getElementById('map-cell').textContent")
+    assert tab.text_of("map-badge") == "exact"
+    shown = tab.text_of("map-cell")
     said = re.search(r"weight([\d.e−-]+)score", shown)
     assert said is not None
     assert float(said[1].replace("−", "-")) == pytest.approx(exact[40, 7].item(), abs=BAR)
@@ -140,7 +140,7 @@ def test_the_map_pools_without_losing_mass(tab: Tab, folder: Path, recording: Re
     a, b = found["a"], found["b"]
     assert a > 1
     assert b > 1
-    badge = tab.js("document.getElementById('map-badge').textContent")
+    badge = tab.text_of("map-badge")
     assert f"pooled {a} × {b}" in badge
     for I in range(found["rows"]):
         row = [max(v, 0) for v in found["values"][I * found["cols"] : (I + 1) * found["cols"]]]
@@ -163,7 +163,7 @@ def test_the_map_zooms_by_keys_and_the_address_restores_the_cell(tab: Tab, folde
     for _ in range(3):
         tab.key("ArrowDown")
     tab.key("ArrowRight")
-    assert tab.js("[R.state.i, R.state.j]") == [43, 8]
+    assert tab.state("i", "j") == [43, 8]
     assert tab.js("location.hash").endswith("i=43&j=8")
     tab.key("0")
     tab.settle()
@@ -183,7 +183,7 @@ def test_hiding_the_first_positions_renormalizes_and_says_so(
         assert row[:4] == [-3] * 4
         rest = 1 - exact[i, :4].sum().item()
         assert row[i] == pytest.approx(exact[i, i].item() / rest, abs=BAR)
-    assert "renormalized" in tab.js("document.getElementById('map-sinks-note').textContent")
+    assert "renormalized" in tab.text_of("map-sinks-note")
     assert not tab.js("document.getElementById('map-sinks-note').hidden")
 
 
@@ -192,23 +192,17 @@ def test_the_bars_beside_the_map_say_what_they_are(
 ) -> None:
     opened(tab, folder, "all", "#L1H1&v=map&scale=linear")
     drawn(tab, "R.plots.map")
-    x, y = tab.js(
-        "(() => { const b = R.plots.map.canvas.getBoundingClientRect(), s = "
-        "R.plots.map.state().shape; return [b.left + s.left + 3.5 / 96 * s.width, b.top + s.top + "
-        "s.height + 8]; })()"
+    beside = (
+        "(({ left, top }, s) => [left + s.left + %s, top + s.top + %s])"
+        "(R.plots.map.canvas.getBoundingClientRect(), R.plots.map.state().shape)"
     )
-    tab.call("Input.dispatchMouseEvent", type="mouseMoved", x=x, y=y)
-    said = tab.js("document.getElementById('tip').textContent")
+    tab.hover(beside % ("3.5 / 96 * s.width", "s.height + 8"))
+    said = tab.text_of("tip")
     exact = recording.weights(1, 1)[3:, 3].mean().item()
     assert said.startswith("3 t3\n")
     assert float(said.split(": ")[1]) == pytest.approx(exact, rel=1e-3)
-    x, y = tab.js(
-        "(() => { const b = R.plots.map.canvas.getBoundingClientRect(), s = "
-        "R.plots.map.state().shape; return [b.left + s.left + s.width + 8, b.top + s.top + 50.5 / "
-        "96 * s.height]; })()"
-    )
-    tab.call("Input.dispatchMouseEvent", type="mouseMoved", x=x, y=y)
-    said = tab.js("document.getElementById('tip').textContent")
+    tab.hover(beside % ("s.width + 8", "50.5 / 96 * s.height"))
+    said = tab.text_of("tip")
     p = [w for w in recording.weights(1, 1)[50].tolist() if w > 0]
     entropy = -sum(w * math.log(w) for w in p) / math.log(51)
     assert float(re.findall(r"[\d.]+", said)[-1]) == pytest.approx(entropy, rel=1e-2)
@@ -242,7 +236,7 @@ def test_a_head_that_is_not_embedded_is_blocks_and_says_what_embeds_it(
     tab: Tab, folder: Path, recording: Recording
 ) -> None:
     opened(tab, folder, "few", "#L0H2&v=map")
-    assert tab.js("document.getElementById('map-badge').textContent") == "thumbnail · pooled 2 × 2"
+    assert tab.text_of("map-badge") == "thumbnail · pooled 2 × 2"
     assert "regard explain TEXT --layer 0 --head 2 --html FILE" in tab.js("document.body.innerText")
     found, exact = drawn(tab, "R.plots.map"), recording.weights(0, 2)
     size = T // found["rows"]
@@ -262,7 +256,7 @@ def test_numbers_that_are_not_finite_are_seen(tab: Tab, folder: Path) -> None:
     opened(tab, folder, "broken", "#L0H0&v=map&i=2&j=1")
     found = drawn(tab, "R.plots.map")
     assert found["values"][2 * 6 : 2 * 6 + 3] == ["NaN"] * 3
-    assert "NaN" in tab.js("document.getElementById('map-cell').textContent")
+    assert "NaN" in tab.text_of("map-cell")
     color = tab.js(
         "(() => { const c = R.plots.map.state().picture; return "
         "[...c.getContext('2d').getImageData(1, 2, 1, 1).data.slice(0, 3)]; })()"
@@ -315,7 +309,7 @@ def test_compare_one_head_with_itself_under_a_window(
         for j in range(T):
             value, total = found[i * T + j], sum(seen.values())
             assert value == -2 if j not in seen else abs(value - seen[j] / total) < BAR
-    assert "hypothetical" in tab.js("document.getElementById('compare-note').textContent")
+    assert "hypothetical" in tab.text_of("compare-note")
 
 
 def test_compare_two_recordings_on_what_both_have(
@@ -329,7 +323,7 @@ def test_compare_two_recordings_on_what_both_have(
     a, b = recording.weights(0, 2)[:80, :80], other.weights(0, 2)
     for i in range(0, 80, 7):
         assert found["values"][i * 80] == pytest.approx((a[i, 0] - b[i, 0]).item(), abs=BAR)
-    assert "80 rows" in tab.js("document.getElementById('compare-note').textContent")
+    assert "80 rows" in tab.text_of("compare-note")
 
 
 @pytest.mark.parametrize("kind", ["png", "svg"])
