@@ -107,81 +107,50 @@ ENCODERS = ("bert", "camembert", "distilbert", "modernbert", "roberta", "xlm-rob
 ENCODER_DECODERS = ("bart", "marian", "t5", "whisper")
 """The families with a decoder that reads what an encoder made of another text, or of speech."""
 
-TINY: dict[str, dict[str, Any]] = {
-    "arcee": {**LLAMA, "model_type": "arcee", "attention_bias": True, "mlp_bias": True},
-    "cohere": {**LAYER_NORM, "model_type": "cohere", "tie_word_embeddings": True},
-    "cohere2": {
-        **LAYER_NORM,
-        "model_type": "cohere2",
-        "layer_types": KINDS,
-        "sliding_window": 5,
-        "attention_bias": True,
-    },
-    "ernie4_5": {**LLAMA, "model_type": "ernie4_5", "use_bias": True},
-    "exaone4": {**LLAMA, "model_type": "exaone4", "layer_types": KINDS, "sliding_window": 5},
-    "glm": {**LLAMA, "model_type": "glm"},
-    "glm4": {**LLAMA, "model_type": "glm4"},
-    "glm4_moe": {
-        **LLAMA,
-        "model_type": "glm4_moe",
-        "attention_bias": True,
-        "use_qk_norm": True,
-        **EXPERTS,
-    },
-    "granite": {**LLAMA, "model_type": "granite", "head_dim": 4, "residual_multiplier": 0.5},
-    "granitemoe": {**LLAMA, "model_type": "granitemoe", "head_dim": 4, **MOE},
-    "helium": {**LLAMA, "model_type": "helium", "head_dim": 4},
-    "minimax_m2": {**LLAMA, "model_type": "minimax_m2", **MOE},
-    "mixtral": {**LLAMA, "model_type": "mixtral", **MOE},
-    "nemotron": {**LLAMA, "model_type": "nemotron", "attention_bias": True, "mlp_bias": True},
-    "olmo": {**LAYER_NORM, "model_type": "olmo", "clip_qkv": 8.0},
-    "olmo3": {**LLAMA, "model_type": "olmo3", "layer_types": KINDS, "sliding_window": 5},
-    "olmoe": {**LLAMA, "model_type": "olmoe", "num_experts": 4, "num_experts_per_tok": 2},
-    "phi": {**LAYER_NORM, "model_type": "phi"},
+CONFIGS: dict[str, dict[str, Any]] = {
+    "arcee": {**LLAMA, "attention_bias": True, "mlp_bias": True},
+    "cohere": {**LAYER_NORM, "tie_word_embeddings": True},
+    "cohere2": {**LAYER_NORM, "layer_types": KINDS, "sliding_window": 5, "attention_bias": True},
+    "ernie4_5": {**LLAMA, "use_bias": True},
+    "exaone4": {**LLAMA, "layer_types": KINDS, "sliding_window": 5},
+    "glm": LLAMA,
+    "glm4": LLAMA,
+    "glm4_moe": {**LLAMA, "attention_bias": True, "use_qk_norm": True, **EXPERTS},
+    "granite": {**LLAMA, "head_dim": 4, "residual_multiplier": 0.5},
+    "granitemoe": {**LLAMA, "head_dim": 4, **MOE},
+    "helium": {**LLAMA, "head_dim": 4},
+    "minimax_m2": {**LLAMA, **MOE},
+    "mixtral": {**LLAMA, **MOE},
+    "nemotron": {**LLAMA, "attention_bias": True, "mlp_bias": True},
+    "olmo": {**LAYER_NORM, "clip_qkv": 8.0},
+    "olmo3": {**LLAMA, "layer_types": KINDS, "sliding_window": 5},
+    "olmoe": {**LLAMA, "num_experts": 4, "num_experts_per_tok": 2},
+    "phi": LAYER_NORM,
     "qwen2_moe": {
         **LLAMA,
-        "model_type": "qwen2_moe",
         "moe_intermediate_size": 12,
         "shared_expert_intermediate_size": 20,
         "num_experts": 4,
         "num_experts_per_tok": 2,
     },
-    "qwen3_moe": {
-        **LLAMA,
-        "model_type": "qwen3_moe",
-        "moe_intermediate_size": 12,
-        "num_experts": 4,
-        "num_experts_per_tok": 2,
-    },
+    "qwen3_moe": {**LLAMA, "moe_intermediate_size": 12, "num_experts": 4, "num_experts_per_tok": 2},
     "rwkv": {
-        "model_type": "rwkv",
         "vocab_size": 97,
         "hidden_size": 24,
         "num_hidden_layers": 3,
         "attention_hidden_size": 20,
         "tie_word_embeddings": False,
     },
-    "seed_oss": {**LLAMA, "model_type": "seed_oss"},
-    "smollm3": {**LLAMA, "model_type": "smollm3", "no_rope_layers": [1, 0, 1]},
-    "stablelm": {**LAYER_NORM, "model_type": "stablelm", "use_qkv_bias": True},
-    "stablelm, parallel": {
-        **LAYER_NORM,
-        "model_type": "stablelm",
-        "use_parallel_residual": True,
-    },
-    "starcoder2": {**LAYER_NORM, "model_type": "starcoder2", "sliding_window": 5},
-    "bart": {**BART, "model_type": "bart", "max_position_embeddings": 64},
-    "marian": {**BART, "model_type": "marian"},
-    "whisper": {
-        **BART,
-        "model_type": "whisper",
-        "num_mel_bins": 10,
-        "max_source_positions": 30,
-        "max_target_positions": 20,
-    },
+    "seed_oss": LLAMA,
+    "smollm3": {**LLAMA, "no_rope_layers": [1, 0, 1]},
+    "stablelm": {**LAYER_NORM, "use_qkv_bias": True},
+    "stablelm, parallel": {**LAYER_NORM, "use_parallel_residual": True},
+    "starcoder2": {**LAYER_NORM, "sliding_window": 5},
+    "bart": {**BART, "max_position_embeddings": 64},
+    "marian": {**BART},
+    "whisper": {**BART, "num_mel_bins": 10, "max_source_positions": 30, "max_target_positions": 20},
     "bamba": {
         **LLAMA,
-        "model_type": "bamba",
         "head_dim": 4,
         "attn_layer_indices": [1],
         "attention_bias": True,
@@ -190,7 +159,6 @@ TINY: dict[str, dict[str, Any]] = {
     },
     "granitemoehybrid": {
         **LLAMA,
-        "model_type": "granitemoehybrid",
         "head_dim": 4,
         "shared_intermediate_size": 20,
         "layer_types": ["mamba", "attention", "mamba"],
@@ -199,7 +167,6 @@ TINY: dict[str, dict[str, Any]] = {
     },
     "granitemoehybrid, dense": {
         **LLAMA,
-        "model_type": "granitemoehybrid",
         "head_dim": 4,
         "shared_intermediate_size": 20,
         "layer_types": ["linear_attention", "full_attention", "linear_attention"],
@@ -211,13 +178,11 @@ TINY: dict[str, dict[str, Any]] = {
     },
     "falcon_h1": {
         **LLAMA,
-        "model_type": "falcon_h1",
         "mamba_d_ssm": 48,
         **{key: value for key, value in STATES.items() if key != "mamba_d_head"},
     },
     "falcon_h1, biases": {
         **LLAMA,
-        "model_type": "falcon_h1",
         "mamba_d_ssm": 48,
         **{key: value for key, value in STATES.items() if key != "mamba_d_head"},
         "attention_bias": True,
@@ -228,7 +193,6 @@ TINY: dict[str, dict[str, Any]] = {
     },
     "nemotron_h": {
         **LLAMA,
-        "model_type": "nemotron_h",
         "num_hidden_layers": 7,
         "layers_block_type": ["mamba", "mlp", "mamba", "attention", "moe", "mamba", "moe"],
         "mamba_num_heads": 6,
@@ -241,7 +205,6 @@ TINY: dict[str, dict[str, Any]] = {
     },
     "nemotron_h, biases": {
         **LLAMA,
-        "model_type": "nemotron_h",
         "num_hidden_layers": 4,
         "hybrid_override_pattern": "-M*M",
         "mamba_num_heads": 6,
@@ -253,7 +216,6 @@ TINY: dict[str, dict[str, Any]] = {
     },
     "jamba": {
         **LLAMA,
-        "model_type": "jamba",
         "head_dim": 4,
         "num_hidden_layers": 4,
         "num_experts": 4,
@@ -264,7 +226,6 @@ TINY: dict[str, dict[str, Any]] = {
         "mamba_dt_rank": 7,
     },
     "bert": {
-        "model_type": "bert",
         "vocab_size": 97,
         "hidden_size": 24,
         "num_hidden_layers": 2,
@@ -273,7 +234,6 @@ TINY: dict[str, dict[str, Any]] = {
         "max_position_embeddings": 64,
     },
     "camembert": {
-        "model_type": "camembert",
         "vocab_size": 97,
         "hidden_size": 24,
         "num_hidden_layers": 2,
@@ -283,7 +243,6 @@ TINY: dict[str, dict[str, Any]] = {
         "type_vocab_size": 1,
     },
     "roberta": {
-        "model_type": "roberta",
         "vocab_size": 97,
         "hidden_size": 24,
         "num_hidden_layers": 2,
@@ -293,7 +252,6 @@ TINY: dict[str, dict[str, Any]] = {
         "type_vocab_size": 1,
     },
     "xlm-roberta": {
-        "model_type": "xlm-roberta",
         "vocab_size": 97,
         "hidden_size": 24,
         "num_hidden_layers": 2,
@@ -303,7 +261,6 @@ TINY: dict[str, dict[str, Any]] = {
         "type_vocab_size": 1,
     },
     "distilbert": {
-        "model_type": "distilbert",
         "vocab_size": 97,
         "dim": 24,
         "n_layers": 2,
@@ -312,7 +269,6 @@ TINY: dict[str, dict[str, Any]] = {
         "max_position_embeddings": 64,
     },
     "modernbert": {
-        "model_type": "modernbert",
         "vocab_size": 97,
         "hidden_size": 24,
         "intermediate_size": 40,
@@ -321,7 +277,6 @@ TINY: dict[str, dict[str, Any]] = {
         "local_attention": 6,
     },
     "modernbert, biases": {
-        "model_type": "modernbert",
         "vocab_size": 97,
         "hidden_size": 24,
         "intermediate_size": 40,
@@ -331,48 +286,28 @@ TINY: dict[str, dict[str, Any]] = {
         "attention_bias": True,
         "mlp_bias": True,
     },
-    "bloom": {
-        "model_type": "bloom",
-        "vocab_size": 97,
-        "hidden_size": 24,
-        "n_layer": 2,
-        "n_head": 4,
-    },
-    "deepseek_v2": {**DEEPSEEK, "model_type": "deepseek_v2"},
-    "deepseek_v2, queries from x": {**DEEPSEEK, "model_type": "deepseek_v2", "q_lora_rank": None},
-    "deepseek_v3": {**DEEPSEEK, "model_type": "deepseek_v3", "n_group": 4, "topk_group": 2},
-    "deepseek_v3, biases": {
-        **DEEPSEEK,
-        "model_type": "deepseek_v3",
-        "n_group": 4,
-        "topk_group": 2,
-        "attention_bias": True,
-    },
+    "bloom": {"vocab_size": 97, "hidden_size": 24, "n_layer": 2, "n_head": 4},
+    "deepseek_v2": {**DEEPSEEK},
+    "deepseek_v2, queries from x": {**DEEPSEEK, "q_lora_rank": None},
+    "deepseek_v3": {**DEEPSEEK, "n_group": 4, "topk_group": 2},
+    "deepseek_v3, biases": {**DEEPSEEK, "n_group": 4, "topk_group": 2, "attention_bias": True},
     "deepseek_v32": {
         **DEEPSEEK,
-        "model_type": "deepseek_v32",
         "n_group": 4,
         "topk_group": 2,
         "index_topk": 5,
         "index_head_dim": 8,
         "index_n_heads": 3,
     },
-    "gemma": {**LLAMA, "model_type": "gemma", "tie_word_embeddings": True},
-    "gemma2": {**LLAMA, "model_type": "gemma2", "sliding_window": 5, "tie_word_embeddings": True},
+    "gemma": {**LLAMA, "tie_word_embeddings": True},
+    "gemma2": {**LLAMA, "sliding_window": 5, "tie_word_embeddings": True},
     "gemma3": {
-        "model_type": "gemma3",
         "vision_config": {},
         "text_config": {**LLAMA, "sliding_window": 5, "layer_types": KINDS},
     },
-    "gemma3_text": {
-        **LLAMA,
-        "model_type": "gemma3_text",
-        "sliding_window": 5,
-        "sliding_window_pattern": 3,
-    },
+    "gemma3_text": {**LLAMA, "sliding_window": 5, "sliding_window_pattern": 3},
     "gemma3n_text": {
         **LLAMA,
-        "model_type": "gemma3n_text",
         "num_hidden_layers": 7,
         "sliding_window": 5,
         "vocab_size_per_layer_input": 90,
@@ -384,7 +319,6 @@ TINY: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": True,
     },
     "gemma3n": {
-        "model_type": "gemma3n",
         "text_config": {
             **LLAMA,
             "num_hidden_layers": 5,
@@ -393,10 +327,9 @@ TINY: dict[str, dict[str, Any]] = {
             "vocab_size_per_layer_input": 90,
             "hidden_size_per_layer_input": 10,
             "tie_word_embeddings": True,
-        },
+        }
     },
     "gpt2": {
-        "model_type": "gpt2",
         "vocab_size": 97,
         "n_positions": 64,
         "n_embd": 24,
@@ -405,14 +338,12 @@ TINY: dict[str, dict[str, Any]] = {
         "n_inner": 40,
     },
     "falcon": {
-        "model_type": "falcon",
         "vocab_size": 97,
         "hidden_size": 24,
         "num_hidden_layers": 2,
         "num_attention_heads": 6,
     },
     "falcon, groups": {
-        "model_type": "falcon",
         "vocab_size": 97,
         "hidden_size": 24,
         "num_hidden_layers": 2,
@@ -421,16 +352,8 @@ TINY: dict[str, dict[str, Any]] = {
         "new_decoder_architecture": True,
         "bias": True,
     },
-    "gpt_bigcode": {
-        "model_type": "gpt_bigcode",
-        "vocab_size": 97,
-        "n_positions": 64,
-        "n_embd": 24,
-        "n_layer": 2,
-        "n_head": 4,
-    },
+    "gpt_bigcode": {"vocab_size": 97, "n_positions": 64, "n_embd": 24, "n_layer": 2, "n_head": 4},
     "gpt_neo": {
-        "model_type": "gpt_neo",
         "vocab_size": 97,
         "max_position_embeddings": 64,
         "hidden_size": 24,
@@ -440,7 +363,6 @@ TINY: dict[str, dict[str, Any]] = {
         "attention_types": [[["global", "local"], 1]],
     },
     "gptj": {
-        "model_type": "gptj",
         "vocab_size": 97,
         "n_positions": 64,
         "n_embd": 24,
@@ -449,7 +371,6 @@ TINY: dict[str, dict[str, Any]] = {
         "rotary_dim": 4,
     },
     "opt": {
-        "model_type": "opt",
         "vocab_size": 97,
         "max_position_embeddings": 64,
         "hidden_size": 24,
@@ -458,7 +379,6 @@ TINY: dict[str, dict[str, Any]] = {
         "ffn_dim": 40,
     },
     "gpt_neox": {
-        "model_type": "gpt_neox",
         "vocab_size": 97,
         "hidden_size": 32,
         "num_hidden_layers": 2,
@@ -466,7 +386,6 @@ TINY: dict[str, dict[str, Any]] = {
         "intermediate_size": 40,
     },
     "gpt_neox, no biases": {
-        "model_type": "gpt_neox",
         "vocab_size": 97,
         "hidden_size": 32,
         "num_hidden_layers": 2,
@@ -475,17 +394,10 @@ TINY: dict[str, dict[str, Any]] = {
         "attention_bias": False,
         "tie_word_embeddings": True,
     },
-    "gpt_oss": {
-        **LLAMA,
-        "model_type": "gpt_oss",
-        "num_local_experts": 8,
-        "num_experts_per_tok": 2,
-        "sliding_window": 5,
-    },
-    "llama": {**LLAMA, "model_type": "llama"},
-    "llama, biases": {**LLAMA, "model_type": "llama", "attention_bias": True, "mlp_bias": True},
+    "gpt_oss": {**LLAMA, "num_local_experts": 8, "num_experts_per_tok": 2, "sliding_window": 5},
+    "llama": LLAMA,
+    "llama, biases": {**LLAMA, "attention_bias": True, "mlp_bias": True},
     "llama, of old": {
-        "model_type": "llama",
         "vocab_size": 97,
         "hidden_size": 24,
         "intermediate_size": 40,
@@ -501,36 +413,28 @@ TINY: dict[str, dict[str, Any]] = {
         "time_step_limit": [0.1, 0.5],
         "tie_word_embeddings": True,
     },
-    "mistral": {**LLAMA, "model_type": "mistral", "sliding_window": 5},
-    "mistral, no window": {**LLAMA, "model_type": "mistral", "sliding_window": None},
-    "mpt": {"model_type": "mpt", "vocab_size": 97, "d_model": 24, "n_heads": 4, "n_layers": 2},
-    "olmo2": {**LLAMA, "model_type": "olmo2"},
-    "phi3": {**LLAMA, "model_type": "phi3"},
-    "phimoe": {
-        **LAYER_NORM,
-        "model_type": "phimoe",
-        "num_local_experts": 4,
-        "sliding_window": 5,
-    },
+    "mistral": {**LLAMA, "sliding_window": 5},
+    "mistral, no window": {**LLAMA, "sliding_window": None},
+    "mpt": {"vocab_size": 97, "d_model": 24, "n_heads": 4, "n_layers": 2},
+    "olmo2": LLAMA,
+    "phi3": LLAMA,
+    "phimoe": {**LAYER_NORM, "num_local_experts": 4, "sliding_window": 5},
     "phimoe, biases": {
         **LAYER_NORM,
-        "model_type": "phimoe",
         "num_local_experts": 4,
         "attention_bias": True,
         "lm_head_bias": True,
     },
-    "qwen2": {**LLAMA, "model_type": "qwen2"},
+    "qwen2": LLAMA,
     "qwen2, windows": {
         **LLAMA,
-        "model_type": "qwen2",
         "use_sliding_window": True,
         "sliding_window": 5,
         "max_window_layers": 1,
     },
-    "qwen3": {**LLAMA, "model_type": "qwen3"},
+    "qwen3": LLAMA,
     "qwen3_next": {
         **LLAMA,
-        "model_type": "qwen3_next",
         "num_hidden_layers": 5,
         "moe_intermediate_size": 12,
         "shared_expert_intermediate_size": 20,
@@ -544,7 +448,6 @@ TINY: dict[str, dict[str, Any]] = {
     },
     "qwen3_5_text": {
         **LLAMA,
-        "model_type": "qwen3_5_text",
         "num_hidden_layers": 5,
         "linear_conv_kernel_dim": 3,
         "linear_key_head_dim": 6,
@@ -552,14 +455,10 @@ TINY: dict[str, dict[str, Any]] = {
         "linear_num_key_heads": 2,
         "linear_num_value_heads": 4,
     },
-    "qwen3_5": {"model_type": "qwen3_5", "text_config": LLAMA},
-    "qwen3_5_moe": {
-        "model_type": "qwen3_5_moe",
-        "text_config": {**LLAMA, **EXPERTS_OF_QWEN},
-    },
+    "qwen3_5": {"text_config": LLAMA},
+    "qwen3_5_moe": {"text_config": {**LLAMA, **EXPERTS_OF_QWEN}},
     "qwen3_5_moe_text": {
         **LLAMA,
-        "model_type": "qwen3_5_moe_text",
         "num_hidden_layers": 5,
         **EXPERTS_OF_QWEN,
         "linear_conv_kernel_dim": 3,
@@ -570,7 +469,6 @@ TINY: dict[str, dict[str, Any]] = {
     },
     "olmo_hybrid": {
         **LLAMA,
-        "model_type": "olmo_hybrid",
         "pad_token_id": None,
         "head_dim": 4,
         "num_hidden_layers": 5,
@@ -580,20 +478,13 @@ TINY: dict[str, dict[str, Any]] = {
         "linear_num_key_heads": 2,
         "linear_num_value_heads": 4,
     },
-    "minimax": {
-        **LLAMA,
-        "model_type": "minimax",
-        "attn_type_list": [0, 1, 0],
-        "sliding_window": 5,
-        **MOE,
-    },
+    "minimax": {**LLAMA, "attn_type_list": [0, 1, 0], "sliding_window": 5, **MOE},
     "kimi_linear": {
         **{
             k: v
             for k, v in DEEPSEEK.items()
             if k not in ("n_routed_experts", "n_shared_experts", "num_experts_per_tok")
         },
-        "model_type": "kimi_linear",
         "num_hidden_layers": 4,
         "pad_token_id": None,
         "num_experts": 8,
@@ -638,21 +529,20 @@ TINY: dict[str, dict[str, Any]] = {
     },
     "llama4_text": {
         **LLAMA,
-        "model_type": "llama4_text",
         "num_hidden_layers": 4,
         "intermediate_size_mlp": 44,
         "interleave_moe_layer_step": 2,
         "attention_chunk_size": 5,
         **MOE,
     },
-    "llama4": {
-        "model_type": "llama4",
-        "text_config": {**LLAMA, "intermediate_size_mlp": 44, **MOE},
-    },
+    "llama4": {"text_config": {**LLAMA, "intermediate_size_mlp": 44, **MOE}},
     "t5": T5,
     "t5, gated": {**T5, "feed_forward_proj": "gated-gelu", "tie_word_embeddings": False},
 }
-
+TINY: dict[str, dict[str, Any]] = {
+    name: {"model_type": name.partition(",")[0], **raw} for name, raw in CONFIGS.items()
+}
+"""Each has its name as its model_type, up to a comma, or its own."""
 
 COUNTED: dict[str, dict[str, Any]] = {
     "glm_moe_dsa": {
