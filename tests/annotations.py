@@ -297,8 +297,9 @@ def _say(x: Any) -> str:
 def resolve(function: Callable[..., Any], module: types.ModuleType) -> dict[str, Any]:
     """The annotations as types; {} where they cannot be resolved, which `unresolved` records."""
     function = inspect.unwrap(function, stop=lambda each: hasattr(each, "__signature__"))
-    names = {**_names_for_types(module), **function.__globals__, "Positions": _positions()}
-    names = {**_names_of_bases(function, module), **names}
+    # a function that is already checked has the names of this module as its globals
+    known = {**_names_for_types(module), **function.__globals__, **vars(module)}
+    names = {**_names_of_bases(function, module), **known, "Positions": _positions()}
     owner = getattr(module, function.__qualname__.partition(".")[0], None)
     if isinstance(owner, type):
         names["Self"] = owner

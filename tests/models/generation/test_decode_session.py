@@ -288,7 +288,7 @@ def test_errors_of_rooms() -> None:
             ("rings", 8),
             (
                 "cache is 'rings'; it must be growing, fixed, quantized, fp8, paged, quest, h2o, "
-                "tova, snapkv, key_norm, keydiff, pyramidkv, adakv, expected_attention, ring, "
+                "tova, snapkv, key_norm, keydiff, adakv, expected_attention, pyramidkv, ring, "
                 "streaming; did you mean 'ring'?"
             ),
         ),

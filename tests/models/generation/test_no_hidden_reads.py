@@ -144,7 +144,7 @@ def test_a_mixture_of_experts_reads_once(name: str, mixtures: int) -> None:
         logits = _on_device(_family(name), config, padded=True, found=found)
         assert_close_rule(logits, plain, exact)
     assert len(found) == mixtures * STEPS
-    assert all("feed_forward.py" in where for where in found)
+    assert all("experts.py" in where for where in found)
 
 
 @pytest.mark.parametrize(("name", "mixtures"), [("mixtral", 3), ("deepseek_v2", 2), ("gpt_oss", 0)])

@@ -420,5 +420,7 @@ def wide(x: Tensor) -> Tensor:
 
 def initial_step_bias(*shape: int) -> Tensor:
     """Return random biases b for which softplus(b) is log-uniform between 0.001 and 0.1."""
-    step = torch.empty(shape).uniform_(math.log(0.001), math.log(0.1)).exp()
+    dtype, device = torch.get_default_dtype(), torch.get_default_device()  # of a new parameter
+    step = torch.empty(shape, dtype=dtype, device=device)
+    step.uniform_(math.log(0.001), math.log(0.1)).exp_()
     return step + torch.log(-torch.expm1(-step))  # the inverse of softplus
