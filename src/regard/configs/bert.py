@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import ClassVar
 
 from regard.argument_checks import check_number, resolve_head_dim
@@ -64,8 +64,20 @@ class BertConfig(ModelConfig):
         resolve_head_dim(self.hidden_size, self.num_attention_heads, None)
         check_activation(self.hidden_act)
 
+    @property
+    def offset(self) -> int:
+        """The number of unused rows in front of the table of positions."""
+        return 0
+
+    @property
+    def positions(self) -> int:
+        """The number of positions with a vector."""
+        return self.max_position_embeddings - self.offset
+
     def sizes(self, name: str) -> ModelSpec:
-        """Return the sizes of the encoder with its pooler, without a head for masked words."""
+        """Return the sizes of the encoder with its pooler, without a head for masked words; unused
+        rows of the table of positions count as parameters.
+        """
         M, H = self.hidden_size, self.num_attention_heads
         D, norm = resolve_head_dim(M, H, None), ParameterCounts(norms=2 * M)
         layer = LayerSpec(
@@ -84,7 +96,7 @@ class BertConfig(ModelConfig):
             head=False,
             pooler=ParameterCounts(M * M, M) if self.pooler else ParameterCounts(),
             decodes=False,
-            max_context=self.max_position_embeddings,
+            max_context=self.positions,
         )
 
 
@@ -120,15 +132,6 @@ class RobertaConfig(BertConfig):
     def offset(self) -> int:
         """The number of unused rows in front of the table of positions."""
         return self.pad_token_id + 1
-
-    @property
-    def positions(self) -> int:
-        """The number of positions with a vector."""
-        return self.max_position_embeddings - self.offset
-
-    def sizes(self, name: str) -> ModelSpec:
-        """Return the sizes of the encoder, as for BERT; the unused rows count as parameters."""
-        return replace(super().sizes(name), max_context=self.positions)
 
 
 @dataclass(frozen=True)

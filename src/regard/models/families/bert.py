@@ -128,7 +128,7 @@ def _build_bert(config: BertConfig) -> HeadedEncoder:
     )
     embed = InputEmbedding(
         nn.Embedding(config.vocab_size, M),
-        LearnedPositions(config.max_position_embeddings, M),
+        LearnedPositions(config.positions, M, offset=config.offset),
         segments=nn.Embedding(config.type_vocab_size, M),
         norm=_norm(sizes),
     )
@@ -156,26 +156,6 @@ def _complete_roberta(config: RobertaConfig, _: Raw, stored: Collection[str]) ->
         pooler="roberta.pooler.dense.weight" in stored,
         masked_words="lm_head.bias" in stored,
     )
-
-
-def _build_roberta(config: RobertaConfig) -> HeadedEncoder:
-    """Build the encoder of a config with its pooler and head, and initial weights."""
-    M = config.hidden_size
-    sizes = EncoderSizes(
-        M,
-        config.intermediate_size,
-        config.num_hidden_layers,
-        config.num_attention_heads,
-        config.hidden_act,
-        config.layer_norm_eps,
-    )
-    embed = InputEmbedding(
-        nn.Embedding(config.vocab_size, M),
-        LearnedPositions(config.positions, M, offset=config.offset),
-        segments=nn.Embedding(config.type_vocab_size, M),
-        norm=_norm(sizes),
-    )
-    return _encoder(sizes, embed, pooler=config.pooler, masked_words=config.masked_words)
 
 
 ROBERTA_NAMES = {
@@ -338,7 +318,7 @@ FAMILIES = {
     ),
     "roberta": Family(
         RobertaConfig,
-        _build_roberta,
+        _build_bert,
         ROBERTA_NAMES,
         complete_config=_complete_roberta,
         prefixes=("roberta.",),
