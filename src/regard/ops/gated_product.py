@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from regard.huge_pages import empty_like
+from regard.ops.cpu import launch, threads
+from regard.ops.cpu.arguments import struct_layout
+from regard.ops.cpu.library import entry
 from regard.ops.gemv import compiled_kernel_applies
-from regard.ops.jit import launch, openmp
-from regard.ops.jit.argument_structs import GATED_PRODUCT_STRUCT
-from regard.ops.jit.code_files import compiled_entry
 
-_entry = partial(compiled_entry, "gated_product_loops", "entry_address")
+_ARGUMENTS = struct_layout("GatedProduct")
 
 MIN_SIZE = 1 << 13
 """The smallest number of elements for which the compiled loop beats torch."""
@@ -45,8 +43,8 @@ def silu_product(gate: Tensor, up: Tensor) -> Tensor:
         gate, up = gate.contiguous(), up.contiguous()
         out, n = empty_like(gate, gate.shape), gate.numel()
         addresses = (launch.address(x, gate.dtype) for x in (gate, up, out))
-        record = GATED_PRODUCT_STRUCT.pack_numbers(n, *addresses)
-        workers = min(openmp.thread_count(), 1 + n // SIZE_PER_THREAD)
-        openmp.run_entry(_entry(gate.dtype), record, workers)
+        record = _ARGUMENTS.pack_numbers(n, *addresses)
+        workers = min(threads.thread_count(), 1 + n // SIZE_PER_THREAD)
+        threads.run_entry(entry("gated_product", gate.dtype), record, workers)
         return out
     return F.silu(gate) * up

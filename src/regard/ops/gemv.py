@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from regard.errors import ArgumentError, ArgumentTypeError
-from regard.ops.jit import has_numba, has_numba_in_graph, launch, openmp
-from regard.ops.jit.argument_structs import DTYPES, GEMV_STRUCT, MAX_RUNS
-from regard.ops.jit.code_files import compiled_entry
+from regard.ops.cpu import launch, threads
+from regard.ops.cpu.arguments import MAX_RUNS, struct_layout
+from regard.ops.cpu.library import DTYPES, entry, has_kernels, has_kernels_in_graph
 from regard.process_state import is_compiling, is_exporting, is_in_transform, is_transformed
 
 _MOST = {torch.float32: 4, torch.bfloat16: 4, torch.float16: 15}
@@ -22,7 +20,7 @@ MAX_VECTORS = {dtype: _MOST[dtype] for dtype in DTYPES}
 MIN_WEIGHT_SIZE = 1 << 14
 """The smallest number of elements of a weight for which the compiled loop beats torch."""
 
-_entry = partial(compiled_entry, "gemv_loops", "entry_address")
+_ARGUMENTS = struct_layout("Gemv")
 
 WEIGHTS_PER_THREAD = 1 << 17
 """The number of elements of the weight per additional thread, which pays for its start."""
@@ -121,12 +119,12 @@ def try_gemv(
         return None
     # a dispatch mode, such as torch's counter of FLOPs, sees torch's operations only
     observed = only_if_faster and torch._C._len_torch_dispatch_stack()
-    if observed or torch.is_autocast_enabled("cpu") or is_transformed() or not has_numba():
+    if observed or torch.is_autocast_enabled("cpu") or is_transformed() or not has_kernels():
         return None
     x = x.contiguous()
     y = launch.empty(*x.shape[:-1], N, dtype=dtype)
-    workers = min(openmp.thread_count(), 1 + N * M // weights_per_thread)
-    record = GEMV_STRUCT.pack_numbers(
+    workers = min(threads.thread_count(), 1 + N * M // weights_per_thread)
+    record = _ARGUMENTS.pack_numbers(
         element_count // M,
         M,
         N,
@@ -136,7 +134,7 @@ def try_gemv(
         launch.address(y, dtype),
         min(workers, MAX_RUNS),
     )
-    openmp.run_entry(_entry(dtype), record, workers)
+    threads.run_entry(entry("gemv", dtype), record, workers)
     return y
 
 
@@ -150,7 +148,7 @@ def _linear_operator(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor |
         or (torch.is_grad_enabled() and any(z.requires_grad for z in y))
         or x.dtype not in MAX_VECTORS
         or is_in_transform()
-        or not has_numba_in_graph()
+        or not has_kernels_in_graph()
     ):
         return None
     N, M = weight.shape
@@ -190,7 +188,7 @@ register_flop_formula(torch.ops.regard.linear, get_raw=True)(_linear_flops)
 
 
 def compiled_kernel_applies(x: object, weight: Tensor) -> bool:
-    """Return whether compiled code may read both tensors, and Numba is installed."""
+    """Return whether compiled code may read both tensors, and there are kernels."""
     return (
         isinstance(x, Tensor)
         and type(x) in _PLAIN_TENSOR_TYPES
@@ -203,7 +201,7 @@ def compiled_kernel_applies(x: object, weight: Tensor) -> bool:
         and not (torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad))
         and not torch.is_autocast_enabled("cpu")
         and not is_transformed()
-        and has_numba()
+        and has_kernels()
     )
 
 
@@ -220,7 +218,7 @@ def gemv(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
             f"gemv was given x {_dtype_name(x)} {tuple(x.shape)} and weight {_dtype_name(weight)} "
             f"{tuple(weight.shape)}; it supports "
             f"{', '.join(str(dtype).removeprefix('torch.') for dtype in MAX_VECTORS)} on a CPU, "
-            "contiguous, not empty, without gradients or autocast, and it needs Numba: use "
-            "regard.nn.weights.linear.linear"
+            "contiguous, not empty, without gradients or autocast, and it needs compiled kernels: "
+            "use regard.nn.weights.linear.linear"
         )
     return y

@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from regard.argument_checks import check_tensor
 from regard.errors import ArgumentError
+from regard.ops.cpu import launch, threads
+from regard.ops.cpu.arguments import struct_layout
+from regard.ops.cpu.library import entry
 from regard.ops.gemv import compiled_kernel_applies
-from regard.ops.jit import launch, openmp
-from regard.ops.jit.argument_structs import RMS_NORM_STRUCT
-from regard.ops.jit.code_files import compiled_entry
 from regard.process_state import is_tracing_onnx
 
 SIZE_PER_THREAD = 1 << 16
 """The number of elements per additional thread, which pays for its start."""
-_entry = partial(compiled_entry, "rms_norm_loops", "entry_address")
+_ARGUMENTS = struct_layout("RmsNorm")
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
@@ -40,9 +38,9 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tens
         x = x.contiguous()
         y, M = torch.empty_like(x), x.shape[-1]
         addresses = (launch.address(z, x.dtype) for z in (x, weight, y))
-        record = RMS_NORM_STRUCT.pack_numbers(x.numel() // M, M, *addresses, eps, offset)
-        workers = min(openmp.thread_count(), 1 + x.numel() // SIZE_PER_THREAD)
-        openmp.run_entry(_entry(x.dtype), record, workers)
+        record = _ARGUMENTS.pack_numbers(x.numel() // M, M, *addresses, eps, offset)
+        workers = min(threads.thread_count(), 1 + x.numel() // SIZE_PER_THREAD)
+        threads.run_entry(entry("rms_norm", x.dtype), record, workers)
         return y
     _check_sizes(x, weight)
     wide = torch.promote_types(x.dtype, torch.float32)

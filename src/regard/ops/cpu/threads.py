@@ -1,0 +1,169 @@
+"""Threads for compiled loops: torch's own OpenMP threads where they are found, otherwise Python
+threads.
+
+Between two operations torch's threads spin while they wait for work. Threads of another pool would
+lose up to a fifth of the memory bandwidth to them (LOG.md) and wake up a hundred times more slowly.
+A compiled loop is therefore run by torch's own threads, which call it through its address. This
+module is the only one that searches for OpenMP:
+
+1. `loaded_openmp_libraries` lists the OpenMP libraries that this process has loaded, torch's own
+first. It reads /proc/self/maps and so works on Linux only.
+2. `find_gomp_parallel` looks up `GOMP_parallel` in each of them; GNU's, LLVM's and Intel's
+libraries all have it.
+3. Where no library has it (another system, a torch without OpenMP), and in a forked process (a
+child has none of its parent's threads), `run_entry` falls back to `ThreadPool`: the same number of
+Python threads, with the same results.
+
+Numba's own threading layers are not used: one of them crashes when two Python threads call it,
+another after a fork, and all keep spinning threads beside torch's.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import re
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor, wait
+from functools import cache
+from pathlib import Path
+from threading import Lock
+from typing import Any
+
+import torch
+
+from regard.ops.cpu.arguments import PackedStruct
+
+ParallelFunction = Callable[[int, int, int, int], None]
+"""The type of `GOMP_parallel(function, argument of the function, threads, flags)`, with addresses
+as integers.
+"""
+
+PROC_MAPS = Path("/proc/self/maps")
+"""The file that lists what this process has loaded, on Linux."""
+
+
+class ThreadPool:
+    """Runs `work(part, parts)` for part = 0 ... parts - 1 at the same time, in Python threads; part
+    0 runs in the calling thread.
+
+    >>> done = []
+    >>> ThreadPool().run(lambda part, parts: done.append((part, parts)), 1)
+    >>> done
+    [(0, 1)]
+    """
+
+    def __init__(self) -> None:
+        self._lock = Lock()
+        self._executor: ThreadPoolExecutor | None = None
+        self._size = 0
+        if hasattr(os, "register_at_fork"):
+            os.register_at_fork(after_in_child=self._forget)
+
+    def run(self, work: Callable[[int, int], object], parts: int) -> None:
+        """Run all parts and return when they are finished; an exception in any of them is
+        raised.
+        """
+        if parts <= 1:
+            work(0, 1)
+            return
+        executor = self._at_least(parts - 1)
+        others = [executor.submit(work, part, parts) for part in range(1, parts)]
+        try:
+            work(0, parts)
+        finally:
+            wait(others)
+        for other in others:
+            other.result()
+
+    def _at_least(self, size: int) -> ThreadPoolExecutor:
+        """Return an executor of at least `size` threads, and keep it for later calls."""
+        with self._lock:
+            if self._executor is None or self._size < size:
+                self._executor = ThreadPoolExecutor(size, thread_name_prefix="regard")
+                self._size = size
+            return self._executor
+
+    def _forget(self) -> None:
+        """Reset the pool in a forked child, which has none of its parent's threads."""
+        self._lock, self._executor, self._size = Lock(), None, 0
+
+
+THREAD_POOL = ThreadPool()
+_EntryPrototype = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
+_forked = False
+
+
+def _mark_as_forked() -> None:
+    """Record that this process is a forked child, which must not use torch's OpenMP threads."""
+    global _forked
+    _forked = True
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_mark_as_forked)
+
+
+def thread_count() -> int:
+    """Return the number of threads that torch uses, `torch.get_num_threads()`."""
+    return torch.get_num_threads()
+
+
+def run_entry(entry: int, record: PackedStruct, workers: int) -> None:
+    """Call an entry with an argument struct in several threads at once, and return when all have
+    finished.
+
+    Args:
+        entry: the address of the compiled code, from `regard.ops.cpu.library.entry`.
+        record: the struct, from `regard.ops.cpu.arguments.StructLayout.pack`. The threads
+            share its counters; `take_task` of `csrc/tasks.h` assigns the tasks.
+        workers: the number of threads, including the calling thread.
+    """
+    address = record.buffer_info()[0]
+    if workers <= 1:
+        _callable_at(entry)(address)
+    elif not _forked and (parallel := torch_openmp()) is not None:
+        parallel(entry, address, workers, 0)
+    else:
+        function = _callable_at(entry)
+        THREAD_POOL.run(lambda _part, _of: function(address), workers)
+
+
+@cache
+def _callable_at(entry: int) -> Callable[[int], None]:
+    """Return the code at an address as a Python function, which releases the interpreter lock while
+    it runs.
+    """
+    return _EntryPrototype(entry)
+
+
+@cache
+def torch_openmp() -> ParallelFunction | None:
+    """Return `GOMP_parallel` of the OpenMP library that torch uses, or None if there is none."""
+    return find_gomp_parallel(loaded_openmp_libraries())
+
+
+def find_gomp_parallel(paths: Iterable[str]) -> ParallelFunction | None:
+    """Return `GOMP_parallel` of the first library that can be opened and has it, or None."""
+    for path in paths:
+        try:
+            symbol: Any = ctypes.CDLL(path).GOMP_parallel
+        except (OSError, AttributeError):
+            continue
+        symbol.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint]
+        symbol.restype = None
+        function: ParallelFunction = symbol
+        return function
+    return None
+
+
+def loaded_openmp_libraries(maps: Path = PROC_MAPS) -> list[str]:
+    """Return the paths of the OpenMP libraries that this process has loaded, torch's own first; an
+    empty list on systems other than Linux.
+    """
+    if not maps.exists():
+        return []
+    named = {x.split()[-1] for x in maps.read_text("utf-8", "replace").splitlines() if "omp" in x}
+    loaded = [x for x in sorted(named) if re.search(r"lib(gomp|omp|iomp5)[^/]*\.so", x)]
+    own = str(Path(torch.__file__).parent)
+    return sorted(loaded, key=lambda x: not x.startswith(own))
