@@ -1,7 +1,7 @@
 # Tasks of the project. `make check` is what a change must pass; .ci/run does the same in a fresh environment.
 PYTHON ?= python
 
-.PHONY: check test full coverage docs site lint types arrows bench format
+.PHONY: check test full kernels coverage docs site lint types arrows bench format
 
 check: lint types arrows full
 
@@ -19,6 +19,9 @@ docs:  ## the code blocks of README.md and docs/, and every doctest
 
 site:  ## the documentation site in both languages, in build/site
 	$(PYTHON) docs/build_site.py build/site
+
+kernels:  ## compile the C++ kernels of regard/ops/cpu again, after a change of them
+	$(PYTHON) src/regard/ops/cpu/csrc/build.py
 
 lint:
 	$(PYTHON) -m ruff check .

@@ -14,12 +14,13 @@ import regard
 from regard import huge_pages
 from regard.nn.weights.linear import Linear
 from regard.ops import rms_norm as rms_norm_module
+from regard.ops.cpu import threads
 from regard.ops.gemv import gemv, try_gemv
 from regard.ops.rms_norm import rms_norm
+from tests.kernels import require_kernels
 from tests.rules import assert_close_rule
 
-pytest.importorskip("numba", reason="gemv is compiled by Numba")
-from regard.ops.jit import openmp
+require_kernels()
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 NAN, INF = float("nan"), float("inf")
@@ -33,7 +34,7 @@ NAN, INF = float("nan"), float("inf")
 def test_gemv(
     dtype: torch.dtype, rows: int, M: int, N: int, workers: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(openmp, "thread_count", lambda: workers)
+    monkeypatch.setattr(threads, "thread_count", lambda: workers)
     make = torch.Generator().manual_seed(rows * M)
     x, w, b = (torch.randn(s, generator=make).to(dtype) for s in ((rows, M), (N, M), (N,)))
     for bias in (None, b):

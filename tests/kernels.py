@@ -1,0 +1,13 @@
+"""What tests of compiled CPU kernels share."""
+
+from __future__ import annotations
+
+import pytest
+
+from regard.ops.cpu.library import has_kernels, why_none
+
+
+def require_kernels() -> None:
+    """Skip the module that calls this where no compiled kernels run, with the reason."""
+    if not has_kernels():
+        pytest.skip(f"no compiled kernels: {why_none()}", allow_module_level=True)
