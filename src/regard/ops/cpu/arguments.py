@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from regard.ops.cpu.launch import address
-from regard.ops.cpu.library import SOURCES
+from regard.ops.cpu.instruction_sets import SOURCES
 
 PackedStruct: TypeAlias = array  # type: ignore[type-arg]  # array is not generic in Python 3.11
 """A struct in memory, as an array of 8-byte integers."""
