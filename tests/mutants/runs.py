@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
+from regard.ops.cpu.instruction_sets import instruction_set
 from tests.mutants import Mutant
 from tests.mutants.named_tests import VARIABLE
 
@@ -27,8 +28,10 @@ KILLED_BY_FULL = "killed by the full selection"
 NOT_APPLIED, NOT_RUN = "cannot be applied", "no test ran"
 EQUIVALENT = "equivalent"
 TIMED_OUT = 124
-IMPORTED_BEFORE = ("numpy", "torch._inductor", "beartype", "safetensors", "numba")
+IMPORTED_BEFORE = ("numpy", "torch._inductor", "beartype", "safetensors")
 """What takes long to import and is no plugin of pytest."""
+COMPILED = ("src/regard/ops/cpu/libraries", "build/kernels")
+"""What git ignores and a copy needs: the CPU kernels, and the objects that they are linked from."""
 
 
 @dataclass(frozen=True)
@@ -49,6 +52,17 @@ def copy_tree(root: Path, copy: Path) -> None:
         if (root / name).is_file():
             (copy / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(root / name, copy / name)
+    for name in COMPILED:
+        if (root / name).is_dir():
+            shutil.copytree(root / name, copy / name)
+
+
+def compile_kernels(copy: Path) -> str:
+    """Compile the CPU kernels of a copy for this processor, and return what the compiler refused."""
+    build = copy / "src/regard/ops/cpu/csrc/build.py"
+    command = [sys.executable, build, "--only", instruction_set()]
+    done = subprocess.run(command, cwd=copy, capture_output=True, text=True, check=False)
+    return done.stderr if done.returncode else ""
 
 
 def run_tests(
@@ -131,12 +145,17 @@ class MutantRuns:
         # Python knows compiled files by time and size: no two versions may share both
         self.changes += 1
         os.utime(path, (times.st_atime, int(times.st_mtime) + self.changes))
-        start = time.monotonic()
+        start, is_kernel = time.monotonic(), path.suffix in (".h", ".cpp")
         try:
-            status, why = self._verdict(mutant, full=full)
+            if is_kernel and (why := compile_kernels(self.copy)):
+                status = NOT_APPLIED
+            else:
+                status, why = self._verdict(mutant, full=full)
         finally:
             path.write_text(text, "utf-8")
             os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
+            if is_kernel:
+                compile_kernels(self.copy)
         return Verdict(status, why, round(time.monotonic() - start, 1), digest)
 
     def _verdict(self, mutant: Mutant, *, full: bool) -> tuple[str, str]:

@@ -59,7 +59,7 @@ def library() -> Any:
     path = FOLDER / f"{instruction_set()}.so"
     loaded = ctypes.CDLL(str(path))
     loaded.sources_hash.restype = ctypes.c_char_p
-    if loaded.sources_hash().decode() != _build().sources_hash():
+    if loaded.sources_hash().decode() != build_module().sources_hash():
         raise KernelLibraryError(
             "the compiled CPU kernels are not of the C++ sources beside them: compile them again "
             "with `make kernels`, or install regard again"
@@ -67,7 +67,7 @@ def library() -> Any:
     return loaded
 
 
-def _build() -> Any:
+def build_module() -> Any:
     """Return `csrc/build.py` as a module."""
     spec = importlib.util.spec_from_file_location("regard_kernel_build", SOURCES / "build.py")
     assert spec is not None
