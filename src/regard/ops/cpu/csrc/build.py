@@ -170,7 +170,9 @@ if __name__ == "__main__":
     parser.add_argument("--into", type=Path, help="the folder of the libraries")
     chosen = parser.parse_args()
     folder = chosen.into
-    if folder is None:  # libraries with sanitizers can only be loaded by a process prepared for them
+    if (
+        folder is None
+    ):  # libraries with sanitizers can only be loaded by a process prepared for them
         folder = Path("build/kernels-sanitized") if chosen.sanitize else LIBRARIES
     for path in build(only=tuple(chosen.only), sanitize=chosen.sanitize, into=folder):
         print(path)
