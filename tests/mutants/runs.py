@@ -58,7 +58,7 @@ def copy_tree(root: Path, copy: Path) -> None:
 
 
 def compile_kernels(copy: Path) -> str:
-    """Compile the CPU kernels of a copy for this processor, and return what the compiler refused."""
+    """Compile the CPU kernels of a copy for this processor; return why that failed, or ""."""
     build = copy / "src/regard/ops/cpu/csrc/build.py"
     command = [sys.executable, build, "--only", instruction_set()]
     done = subprocess.run(command, cwd=copy, capture_output=True, text=True, check=False)

@@ -27,7 +27,7 @@ ROOT = Path(__file__).parents[3]
 
 
 def usable() -> list[str]:
-    """The sets that this machine can be told to use, as the message about a wrong one lists them."""
+    """The sets that this machine can use, as the message about a wrong one lists them."""
     done = child("from regard.ops.cpu.instruction_sets import instruction_set as f; f()", "wrong")
     assert done.returncode == 1
     return done.stderr.strip().rpartition("it can be ")[2].split(", ")
@@ -181,7 +181,7 @@ def test_what_the_compiler_refuses_is_shown(
 ) -> None:
     monkeypatch.setenv("CXX", f"{sys.executable} -c 'raise SystemExit(\"cannot\")'")
     with pytest.raises(
-        BUILD.CompilationError, match="(?s)processor.cpp.*cannot|linear.cpp.*cannot"
+        BUILD.CompilationError, match=r"(?s)processor.cpp.*cannot|linear.cpp.*cannot"
     ):
         BUILD.build(into=tmp_path)
     monkeypatch.delenv("CXX")

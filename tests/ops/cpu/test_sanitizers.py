@@ -28,9 +28,14 @@ PACKAGE, ROOT = Path(regard.__file__).parent, Path(__file__).parents[3]
 
 def _files() -> list[str]:
     """The tests of compiled kernels: those that need some, but for the ones of this folder."""
-    found = [x for x in (ROOT / "tests").rglob("test_*.py") if x.parent != Path(__file__).parent]
-    calls = (x for x in found if re.search(r"^require_kernels\(\)", x.read_text("utf-8"), re.M))
-    return sorted(x.relative_to(ROOT).as_posix() for x in calls)
+    needs = re.compile(r"^require_kernels\(\)", re.MULTILINE)
+    found = [x for x in (ROOT / "tests").rglob("test_*.py") if needs.search(x.read_text("utf-8"))]
+    others = [x for x in found if x.parent != Path(__file__).parent]
+    return [*sorted(x.relative_to(ROOT).as_posix() for x in others), *WITHOUT_KERNELS_TOO]
+
+
+WITHOUT_KERNELS_TOO = ("tests/ops/test_gated_product.py",)
+"""Tests of compiled kernels that also pass without any."""
 
 
 @pytest.fixture(scope="module")

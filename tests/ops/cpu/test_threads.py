@@ -43,7 +43,8 @@ extern "C" __attribute__((visibility("default"))) void count_runs(void* given) {
   }
 }
 
-extern "C" __attribute__((visibility("default"))) int64_t next_task(void* call, int64_t tasks, int64_t thread, int64_t runs) {
+extern "C" __attribute__((visibility("default")))
+int64_t next_task(void* call, int64_t tasks, int64_t thread, int64_t runs) {
   return take_next(static_cast<TasksInRuns*>(call), tasks, thread, runs);
 }
 """
