@@ -27,7 +27,7 @@ def driver(command: list[str], flags: list[str], folder: Path) -> Path:
 
 @pytest.mark.full
 @pytest.mark.parametrize("name", BUILD.INSTRUCTION_SETS["x86_64"])
-@pytest.mark.parametrize("other", ["", "clang++"], ids=["default", "clang"])
+@pytest.mark.parametrize("other", ["", "clang++", "g++-11"], ids=["default", "clang", "gcc 11"])
 def test_this_processor(name: str, other: str, tmp_path: Path) -> None:
     if name not in usable():
         pytest.skip(f"no {name} on this machine")
