@@ -37,7 +37,7 @@ class Draw:
 
     def size(self, largest: int = 70) -> int:
         """A size: mostly a tail of vectors, sometimes several whole ones."""
-        if self.random.random() < 0.2:
+        if self.random.random() < 0.3:
             return self.random.choice((16, 32, 64, 128, 256, 512))
         return self.random.randint(1, largest)
 
@@ -67,7 +67,7 @@ class Draw:
 
 
 def gemv(draw: Draw) -> None:
-    R, M, N = draw.size(9), draw.size(), draw.size()
+    R, M, N = draw.random.choice((1, draw.size(9))), draw.size(), draw.size()
     x, w, y = draw.tensor(R, M), draw.tensor(N, M), draw.output(R, N)
     b = draw.tensor(N) if draw.random.random() < 0.5 else None
     draw.run("gemv", "Gemv", R, M, N, x, w, b, y, draw.random.randint(1, MAX_RUNS))

@@ -100,6 +100,7 @@ fuzz.main(["--cases", "12"])
 """
 
 
+@pytest.mark.full(keep=1)
 @pytest.mark.parametrize("name", INSTRUCTION_SETS)
 def test_every_set_computes_every_kernel(name: str) -> None:
     """Within the error rule, which `fuzz` applies to random arguments of each entry."""
