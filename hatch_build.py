@@ -1,4 +1,8 @@
-"""Hook of the build: the project's description on a package index, made from README.md.
+"""Hooks of the build: the compiled CPU kernels in a wheel, and the description on a package index.
+
+A wheel holds the libraries that the C++ compiler of this machine made of
+`src/regard/ops/cpu/csrc`. Where there is no compiler, or where it fails, the wheel is one of pure
+Python, for every machine, and torch computes what the kernels would have computed.
 
 README.md links to files of the repository, and an index has no such files. A relative link becomes
 its text and the path of the file, which is in the source distribution; a picture that is a file is
@@ -7,11 +11,67 @@ left out; links to addresses stay.
 
 from __future__ import annotations
 
+import importlib.util
+import os
 import re
+import shutil
+import tempfile
 from pathlib import Path
 from typing import Any
 
+from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 from hatchling.metadata.plugin.interface import MetadataHookInterface
+
+SOURCES = "src/regard/ops/cpu/csrc"
+LIBRARIES = "regard/ops/cpu/libraries"
+
+
+class KernelsHook(BuildHookInterface):  # type: ignore[type-arg, unused-ignore]
+    """Compiles the CPU kernels: into the wheel, or into the source tree of an editable install."""
+
+    folder: Path | None = None
+    """Where the libraries are compiled before they are put into the wheel."""
+
+    def initialize(self, version: str, build_data: dict[str, Any]) -> None:
+        """Compile, and say what that makes of the wheel.
+
+        Args:
+            version: "standard" or "editable".
+            build_data: what hatch knows of the wheel, which is changed.
+        """
+        build = _module(Path(self.root) / SOURCES / "build.py")
+        editable = version == "editable"
+        if not editable:
+            self.folder = Path(tempfile.mkdtemp())
+        try:
+            libraries = build.build(into=self.folder or build.LIBRARIES)
+        except (build.NoCompilerError, build.CompilationError, OSError) as error:
+            if os.environ.get("CIBUILDWHEEL"):  # a wheel that is published has them
+                raise
+            self.app.display_warning(
+                "regard is built without compiled CPU kernels, so that torch computes what they "
+                f"would compute faster: {error}"
+            )
+            return
+        if not editable:
+            platform = self.build_config.builder.get_best_matching_tag().rpartition("-")[2]
+            build_data |= {"pure_python": False, "tag": f"py3-none-{platform}"}
+            build_data["force_include"] |= {str(x): f"{LIBRARIES}/{x.name}" for x in libraries}
+
+    def finalize(self, version: str, build_data: dict[str, Any], artifact_path: str) -> None:
+        """Delete the folder in which the libraries were compiled."""
+        if self.folder is not None:
+            shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def _module(path: Path) -> Any:
+    """Return a Python file as a module, without the package that it is part of."""
+    spec = importlib.util.spec_from_file_location(f"regard_{path.stem}", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 class DescriptionHook(MetadataHookInterface):

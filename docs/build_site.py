@@ -87,6 +87,7 @@ SECTIONS = (
             "docs/extend.md",
             "docs/audit.md",
             "docs/parallel.md",
+            "docs/cpu.md",
             "docs/gpu.md",
         ),
     ),

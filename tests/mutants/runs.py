@@ -31,6 +31,8 @@ IMPORTED_BEFORE = ("numpy", "torch._inductor", "beartype", "safetensors")
 """What takes long to import and is no plugin of pytest."""
 KERNEL_SOURCES = Path("src/regard/ops/cpu/csrc")
 """The folder of the C++ sources, which are compiled again for a mutant in them."""
+COMPILED = ("src/regard/ops/cpu/libraries", "build/kernels")
+"""What git ignores and a copy needs: the CPU kernels, and the objects that they are linked from."""
 
 
 @dataclass(frozen=True)
@@ -51,6 +53,9 @@ def copy_tree(root: Path, copy: Path) -> None:
         if (root / name).is_file():
             (copy / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(root / name, copy / name)
+    for name in COMPILED:
+        if (root / name).is_dir():
+            shutil.copytree(root / name, copy / name)
 
 
 def compile_kernels(copy: Path) -> str:

@@ -1,5 +1,5 @@
 """Layers refuse what they were not built for, with one error: with and without a gradient, with and
-without Numba.
+without compiled kernels.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from regard.ops.gemv import gemv
 from regard.ops.rms_norm import rms_norm
 
 
-@pytest.fixture(params=["grad", "no_grad", "no_grad, no Numba"])
+@pytest.fixture(params=["grad", "no_grad", "no_grad, no kernels"])
 def ways(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    if "no Numba" in request.param:
-        monkeypatch.setattr(gemv_module, "has_numba", lambda: False)
+    if "no kernels" in request.param:
+        monkeypatch.setattr(gemv_module, "has_kernels", lambda: False)
     with torch.set_grad_enabled(request.param == "grad"):
         yield
 

@@ -14,6 +14,7 @@ import regard
 from regard.cli import app as application
 from regard.cli import main
 from regard.cli.app import COMMANDS
+from regard.ops.cpu.instruction_sets import describe_kernels
 
 FOLDER = Path(application.__file__).parent
 NAMES = sorted(COMMANDS)
@@ -64,7 +65,8 @@ def test_help_lists_the_commands_each_on_one_line(
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert code_of("--version") == 0
-    assert capsys.readouterr().out == f"regard {regard.__version__}\n"
+    lines = capsys.readouterr().out.splitlines()
+    assert lines == [f"regard {regard.__version__}", describe_kernels()]
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -18,6 +18,9 @@ from pathlib import Path
 import pytest
 import yaml
 
+from regard.ops.cpu.instruction_sets import instruction_set
+from regard.ops.cpu.library import build_module
+
 PROJECT = "pyproject.toml"
 
 
@@ -56,6 +59,12 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {"sdist": sdist, "wheel": wheel}
 
 
+def compiled_sets() -> set[str]:
+    """The instruction sets that the compiler makes libraries for on this machine."""
+    build = build_module()
+    return {*build.INSTRUCTION_SETS[build.machine()]}
+
+
 def metadata(wheel: Path) -> Message:
     with zipfile.ZipFile(wheel) as file:
         (name,) = (x for x in file.namelist() if x.endswith(".dist-info/METADATA"))
@@ -83,11 +92,17 @@ def test_the_wheel_has_the_whole_package_and_nothing_else(
     with zipfile.ZipFile(built["wheel"]) as file:
         names = set(file.namelist())
     package = {name for name in names if name.startswith("regard/")}
+    kernels = {name for name in package if name.startswith("regard/ops/cpu/libraries/")}
+    package -= kernels
+    if built["wheel"].name.endswith("-none-any.whl"):  # there was no compiler
+        assert not kernels
+    else:
+        assert {Path(x).stem for x in kernels} == {"processor", *compiled_sets()}
     assert {f"src/{name}" for name in package} == {
         name for name in tracked(root) if name.startswith("src/")
     }
     assert {"regard/py.typed", "regard/assets/tiny/model.safetensors"} < package
-    others = {name.partition("/")[2] for name in names - package}
+    others = {name.partition("/")[2] for name in names - package - kernels}
     assert others == {"METADATA", "WHEEL", "RECORD", "entry_points.txt", "licenses/LICENSE"}
 
 
@@ -126,10 +141,39 @@ def test_an_installed_copy_runs(kind: str, built: dict[str, Path], tmp_path: Pat
     regard = python.with_name("regard")
     assert "causal" in run(regard, "show", "causal & window(4)", cwd=tmp_path)
     assert "gqa" in run(regard, "describe", cwd=tmp_path)
+    assert f"compiled CPU kernels: {instruction_set()}" in run(regard, "--version", cwd=tmp_path)
     page = tmp_path / "page.html"
     explained = run(regard, "explain", "a fluffy blue creature", "--html", page, cwd=tmp_path)
     assert "page.html: " in explained
     assert page.stat().st_size > 10_000
+
+
+@pytest.mark.full
+def test_without_a_compiler_the_wheel_is_one_of_pure_python(tmp_path: Path) -> None:
+    pytest.importorskip("build")
+    root, empty = Path(__file__).parents[2], tmp_path / "programs"
+    empty.mkdir()
+    command = ["-m", "build", "--no-isolation", "--wheel", "--outdir", tmp_path, root]
+    clean = {k: v for k, v in os.environ.items() if k not in ("CXX", "CIBUILDWHEEL", "PYTHONPATH")}
+
+    def build(**more: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [sys.executable, *map(str, command)],
+            env={**clean, "PATH": str(empty), **more},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+
+    done = build()
+    assert done.returncode == 0, done.stderr
+    assert (done.stdout + done.stderr).count("without compiled CPU kernels") == 1
+    assert "no C++ compiler was found (c++, g++, clang++, or CXX)" in done.stdout + done.stderr
+    (wheel,) = tmp_path.glob("*.whl")
+    assert wheel.name.endswith("-py3-none-any.whl")
+    with zipfile.ZipFile(wheel) as file:
+        assert not [x for x in file.namelist() if "libraries" in x]
+    assert build(CIBUILDWHEEL="1").returncode != 0, "a published wheel has kernels"
 
 
 def test_the_citation_agrees_with_the_project(root: Path) -> None:

@@ -366,7 +366,10 @@ def _root(
     lang: Annotated[str | None, typer.Option(help=LANG, show_default=LOCALE)] = None,  # noqa: ARG001  (`run` has read it)
 ) -> None:
     if version:
+        from regard.ops.cpu.instruction_sets import describe_kernels
+
         typer.echo(f"regard {__version__}")
+        typer.echo(describe_kernels())
     elif context.invoked_subcommand is None:
         typer.echo(context.get_help())
     else:

@@ -16,7 +16,7 @@ from regard.errors import ArgumentError, ParallelError
 TIMEOUT = 60.0
 """The number of seconds after which a rank stops waiting for another."""
 
-PRELOADED = ("torch.distributed", "regard.parallel", "regard.ops.jit.preloaded")
+PRELOADED = ("torch.distributed", "regard.parallel")
 """The modules that the process from which the ranks are forked imports once for all of them."""
 
 

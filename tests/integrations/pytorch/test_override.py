@@ -27,6 +27,7 @@ import regard
 from regard.errors import ArgumentTypeError
 from regard.inspect import watch
 from regard.integrations.pytorch.torch_calls import as_attn_mask, mask_cache
+from tests.kernels import require_kernels
 from tests.rules import GRADIENT, assert_close_rule
 
 ORIGINAL = F.scaled_dot_product_attention
@@ -283,7 +284,7 @@ def test_attend_inside_is_not_counted() -> None:
 
 
 def test_long_decoding_leaves_torch_without_being_asked() -> None:
-    pytest.importorskip("numba")
+    require_kernels()
     q, k, v = torch.randn(1, 8, 1, 64), *torch.randn(2, 1, 2, 4096, 64).unbind(0)
     with torch.no_grad(), regard.accelerate() as calls:
         z = F.scaled_dot_product_attention(q, k, v, enable_gqa=True)
@@ -302,7 +303,7 @@ def counts(q: Tensor, k: Tensor, **options: Any) -> tuple[dict[str, int], dict[s
 
 
 def test_only_calls_that_pay_are_taken() -> None:
-    pytest.importorskip("numba")
+    require_kernels()
     torch.manual_seed(0)
     q, k = torch.randn(1, 8, 1, 64), torch.randn(1, 8, 8192, 64)
     half = {"q": q.bfloat16(), "k": k.bfloat16()}

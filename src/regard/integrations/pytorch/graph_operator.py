@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import register_flop_formula
 
 from regard.cost import attention_flops
-from regard.ops.jit import has_numba_in_graph
+from regard.ops.cpu.library import has_kernels_in_graph
 from regard.process_state import is_exporting, is_in_transform
 
 LIBRARY = torch.library.Library("regard", "FRAGMENT")
@@ -35,7 +35,7 @@ def suits_graph(
 ) -> bool:
     """Return whether a graph holds the operator for these arguments; exports do not."""
     tensors = (query, key, value) if mask is None else (query, key, value, mask)
-    if dropout > 0 or is_exporting() or is_in_transform() or not has_numba_in_graph():
+    if dropout > 0 or is_exporting() or is_in_transform() or not has_kernels_in_graph():
         return False
     if torch.is_autocast_enabled("cpu"):
         return False

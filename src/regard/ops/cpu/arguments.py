@@ -18,10 +18,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from regard.ops.cpu.instruction_sets import SOURCES
 from regard.ops.cpu.launch import address
-from regard.ops.cpu.library import SOURCES
 
-PackedStruct: TypeAlias = array  # type: ignore[type-arg]  # array is not generic in Python 3.11
+PackedStruct: TypeAlias = array
 """A struct in memory, as an array of 8-byte integers."""
 
 MAX_RUNS = 14
@@ -38,7 +38,7 @@ class Part(NamedTuple):
 
     name: str
     kind: str
-    count: int
+    count: int  # type: ignore[assignment]  # a tuple has a method of that name
 
 
 class Field(NamedTuple):

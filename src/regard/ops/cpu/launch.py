@@ -9,7 +9,7 @@ to the user (`torch.set_default_dtype`, `torch.device("meta")`), nor on inferenc
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -103,7 +103,7 @@ def array(x: Tensor, dtype: torch.dtype) -> FlatArray:
     address(x, dtype)
     x = x.detach()
     half = dtype in (torch.bfloat16, torch.float16)
-    memory: Any = (x.view(torch.uint16) if half else x).numpy()
+    memory: FlatArray = (x.view(torch.uint16) if half else x).numpy()
     return memory
 
 

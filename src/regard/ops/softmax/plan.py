@@ -10,6 +10,7 @@ from torch import Tensor
 
 from regard import units
 from regard.cost import attention_flops
+from regard.ops.cpu.instruction_sets import describe_kernels
 from regard.ops.softmax.call import AttentionOptions, Call, checked_call
 from regard.ops.softmax.definition import describe_second_derivatives
 from regard.ops.softmax.dispatch import (
@@ -50,6 +51,7 @@ class Plan:
         flops: the FLOPs of computing every query-key pair, 2 B H T S (D + E).
         title: one line that describes the call.
         notes: sentences on the call as a whole, such as on second derivatives.
+        compiled: on a CPU, the instruction set of the compiled kernels, or why there are none.
     """
 
     kernel: str
@@ -57,6 +59,7 @@ class Plan:
     flops: int
     title: str
     notes: tuple[str, ...] = ()
+    compiled: str = ""
 
     def __getitem__(self, kernel: str) -> KernelChoice:
         return {choice.kernel: choice for choice in self.choices}[kernel]
@@ -77,7 +80,7 @@ class Plan:
             share = choice.skipped / self.flops if self.flops else 0.0
             memory, flops = units.size(choice.work.bytes), units.count(choice.flops)
             lines.append(f"{mark}{choice.kernel:<11}{memory:>13}{flops:>9}{share:>9.1%}")
-        return "\n".join([*lines, *self.notes])
+        return "\n".join([*lines, *self.notes, *filter(None, [self.compiled])])
 
 
 def plan(
@@ -135,7 +138,8 @@ def plan(
     dtype = str(q.dtype).removeprefix("torch.")
     title = f"attend {sizes} {dtype} on {q.device.type}, mask {call.mask}"
     title += "" if call.score is None else f", score {call.score}"
-    return Plan(chosen.name, tuple(choices), total, title, notes)
+    compiled = describe_kernels() if q.is_cpu else ""
+    return Plan(chosen.name, tuple(choices), total, title, notes, compiled)
 
 
 def _notes(call: Call, kernel: Kernel, served: Call) -> tuple[str, ...]:

@@ -1,4 +1,4 @@
-"""Compile the CPU kernels: `python src/regard/ops/cpu/csrc/build.py`, which `pip install` calls.
+"""Compile the CPU kernels: `python src/regard/ops/cpu/csrc/build.py`; `pip install` does the same.
 
 Each source is compiled once for each instruction set; `regard.ops.cpu.library` chooses among the
 libraries at run time. Only Python's standard library is imported, because an installer has no more.
@@ -28,8 +28,9 @@ LIBRARIES = SOURCES.parent / "libraries"
 FLAGS = [
     *("-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", "-fno-exceptions", "-fno-rtti"),
     *("-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"),
-    # GCC 12 warns of uninitialized variables in its own headers of intrinsics
-    *("-Wall", "-Wextra", "-Wno-maybe-uninitialized"),
+    # GCC 12 warns of uninitialized variables in its own headers of intrinsics; Clang has no such
+    # warning to turn off
+    *("-Wall", "-Wextra", "-Wno-maybe-uninitialized", "-Wno-unknown-warning-option"),
 ]
 V3 = ["-mavx2", "-mfma", "-mf16c", "-mbmi", "-mbmi2", "-mlzcnt", "-mpopcnt"]
 V4 = [
@@ -43,15 +44,22 @@ INSTRUCTION_SETS = {
         "x86-64-v4": V4,
         "x86-64-v4-bf16": [*V4, "-mavx512vnni", "-mavx512bf16"],
     },
-    "aarch64": {"armv8": ["-march=armv8.2-a+fp16"]},
+    "aarch64": {"armv8": ["-march=armv8-a"]},
 }
 """The flags of each instruction set of a machine; later ones are faster."""
+
+LINK_FLAGS = ["-shared"] if sys.platform == "darwin" else ["-shared", "-Wl,--as-needed"]
+"""Linux: without --as-needed the libraries would need libstdc++, of which they use nothing."""
 
 SANITIZERS = ["-g", "-O1", "-fsanitize=address,undefined", "-fno-sanitize-recover=undefined"]
 
 
 class NoCompilerError(Exception):
     """There is no C++ compiler, or it cannot compile for this machine."""
+
+
+class CompilationError(Exception):
+    """A command of the compiler failed; the message has the command and what it printed."""
 
 
 def sources_hash() -> str:
@@ -62,9 +70,14 @@ def sources_hash() -> str:
     return digest.hexdigest()[:16]
 
 
+def apple_flags() -> list[str]:
+    """Return the flags that choose a processor on macOS, as installers give them in ARCHFLAGS."""
+    return shlex.split(os.environ.get("ARCHFLAGS", "")) if sys.platform == "darwin" else []
+
+
 def machine() -> str:
-    """Return the name of this machine's processors in `INSTRUCTION_SETS`."""
-    name = platform.machine().lower()
+    """Return the name of the processors to compile for, as in `INSTRUCTION_SETS`."""
+    name = [platform.machine().lower(), *apple_flags()][-1]
     return {"amd64": "x86_64", "arm64": "aarch64"}.get(name, name)
 
 
@@ -78,18 +91,34 @@ def compiler() -> list[str]:
     raise NoCompilerError("no C++ compiler was found (c++, g++, clang++, or CXX)")
 
 
-def build(*, only: tuple[str, ...] = (), sanitize: bool = False) -> list[Path]:
+def build(
+    *, only: tuple[str, ...] = (), sanitize: bool = False, into: Path = LIBRARIES
+) -> list[Path]:
     """Compile all libraries, or those of some instruction sets, and return their paths.
 
     Objects are kept in `build/kernels` of the checkout, so that only changed sources are compiled.
     """
-    command, sets = compiler(), INSTRUCTION_SETS.get(machine())
-    if sets is None:
-        raise NoCompilerError(f"there are no kernels for the processor {machine()}")
+    command, sets = [*compiler(), *apple_flags()], INSTRUCTION_SETS.get(machine())
+    if sets is None or sys.platform == "win32":
+        raise NoCompilerError(f"there are no kernels for {sys.platform} on {machine()}")
     root = next((x for x in SOURCES.parents if (x / "pyproject.toml").is_file()), None)
-    kept = Path(tempfile.gettempdir()) / "kernels" if root is None else root / "build" / "kernels"
+    if root is None or not os.access(root, os.W_OK):
+        with tempfile.TemporaryDirectory() as folder:
+            return _build(command, sets, only, sanitize, into, Path(folder))
+    return _build(command, sets, only, sanitize, into, root / "build" / "kernels")
+
+
+def _build(
+    command: list[str],
+    sets: dict[str, list[str]],
+    only: tuple[str, ...],
+    sanitize: bool,  # noqa: FBT001
+    into: Path,
+    kept: Path,
+) -> list[Path]:
+    """Compile the libraries with objects in the folder `kept`."""
     kept.mkdir(parents=True, exist_ok=True)
-    LIBRARIES.mkdir(exist_ok=True)
+    into.mkdir(parents=True, exist_ok=True)
     units = sorted(x for x in SOURCES.glob("*.cpp") if x.stem not in ("processor", "stamp"))
     chosen = {x: flags for x, flags in sets.items() if not only or x in only}
     extra = SANITIZERS if sanitize else []
@@ -106,11 +135,11 @@ def build(*, only: tuple[str, ...] = (), sanitize: bool = False) -> list[Path]:
         return target
 
     def linked(name: str, objects: list[Path], flags: list[str]) -> Path:
-        target = LIBRARIES / f"{name}.so"
+        target = into / f"{name}.so"
         part = target.with_suffix(f".{os.getpid()}.part")
         stamp = f'-DSOURCES_HASH="{sources_hash()}"'
         source = SOURCES / "stamp.cpp"
-        line = [*command, *FLAGS, *flags, *extra, stamp, "-shared", str(source)]
+        line = [*command, *FLAGS, *flags, *extra, *LINK_FLAGS, stamp, str(source)]
         _run([*line, *map(str, objects), "-o", str(part)])
         part.replace(target)
         return target
@@ -129,7 +158,7 @@ def build(*, only: tuple[str, ...] = (), sanitize: bool = False) -> list[Path]:
 def _run(line: list[str]) -> None:
     done = subprocess.run(line, capture_output=True, text=True, check=False)  # noqa: S603
     if done.returncode:
-        raise NoCompilerError(f"{shlex.join(line)}\n{done.stderr}")
+        raise CompilationError(f"{shlex.join(line)}\n{done.stderr}")
     if done.stderr:
         print(done.stderr, file=sys.stderr)
 
@@ -138,6 +167,12 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description="Compile the CPU kernels of regard.")
     parser.add_argument("--only", nargs="*", default=(), help="instruction sets; all by default")
     parser.add_argument("--sanitize", action="store_true", help="with ASan and UBSan")
+    parser.add_argument("--into", type=Path, help="the folder of the libraries")
     chosen = parser.parse_args()
-    for path in build(only=tuple(chosen.only), sanitize=chosen.sanitize):
+    folder = chosen.into
+    if (
+        folder is None
+    ):  # libraries with sanitizers can only be loaded by a process prepared for them
+        folder = Path("build/kernels-sanitized") if chosen.sanitize else LIBRARIES
+    for path in build(only=tuple(chosen.only), sanitize=chosen.sanitize, into=folder):
         print(path)

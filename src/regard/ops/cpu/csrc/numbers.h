@@ -29,7 +29,7 @@ inline float to_float(fp16 x) {
 #if defined(__F16C__)
   return _cvtsh_ss(x.bits);
 #else
-  return float(bits_as<_Float16>(x.bits));
+  return float(bits_as<__fp16>(x.bits));  // GCC 12 has no _Float16 for Arm in C++
 #endif
 }
 
@@ -54,7 +54,7 @@ inline fp16 rounded<fp16>(float x) {
 #if defined(__F16C__)
   return {uint16_t(_cvtss_sh(x, _MM_FROUND_TO_NEAREST_INT))};
 #else
-  return {bits_as<uint16_t>(_Float16(x))};
+  return {bits_as<uint16_t>(__fp16(x))};
 #endif
 }
 

@@ -5,6 +5,7 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <type_traits>
 
 #include "numbers.h"
 #if defined(__x86_64__)
@@ -19,6 +20,18 @@ constexpr int kLanes = 16;
 constexpr int kLanes = 8;
 #else
 constexpr int kLanes = 4;
+#endif
+
+#if defined(__GNUC__) && !defined(__clang__) && __GNUC__ < 12
+// GCC 11 has no __builtin_shufflevector.
+template <int... places, typename Vector>
+inline auto shuffle_lanes(Vector a, Vector b) {
+  constexpr int n = sizeof(a) / sizeof(a[0]);
+  using Number = std::remove_reference_t<decltype(a[0])>;
+  typedef Number Shuffled __attribute__((vector_size(sizeof(Number) * sizeof...(places))));
+  return Shuffled{(places < n ? a[places % n] : b[places % n])...};
+}
+#define __builtin_shufflevector(a, b, ...) shuffle_lanes<__VA_ARGS__>(a, b)
 #endif
 
 typedef float vf __attribute__((vector_size(4 * kLanes)));
