@@ -153,8 +153,6 @@ def server_table(ask: Callable[[str], bytes], pid: int, tokens: int) -> None:
     again = [f"/cell/0/0/{rows[-1]}/{j}" for j in below(rows[-1] + 1, 30)]
     say("cell of the same row", latencies(ask, pid, again), "30 ms")
     say("column", latencies(ask, pid, [f"/column/0/0/{j}" for j in below(tokens, 30)]))
-    top = json.loads(ask("/meta"))["places"][0]["top"]
-    say("preview of a head", latencies(ask, pid, [f"/preview/0/0/{top}/0/0"] * 5), "400 ms")
 
 
 def heap(tab: Tab) -> float:
