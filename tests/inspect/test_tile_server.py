@@ -21,7 +21,7 @@ import pytest
 import regard
 from regard.errors import ArgumentError
 from regard.inspect import Recording
-from regard.view.tile_page import catalogue, content_policy, tile_page
+from regard.view.page import catalogue, content_policy, tile_page
 
 starlette = pytest.importorskip("starlette")
 pytest.importorskip("httpx2")

@@ -297,15 +297,12 @@ def test_heads_are_filtered_and_opened_from_the_scatter(tab: Tab) -> None:
         tab.wait('document.querySelector("#atlas").dataset.drawn === "0"')
         tab.js('R.set({ least: "" })')
         tab.wait('document.querySelector("#scatter").dataset.drawn === "8"')
-        dot = tab.js("R.scatterDots().find(d => d.p === 3 && d.h === 1)")
-        size = tab.js(
-            '(b => [b.width, b.height])(document.querySelector("#scatter").getBoundingClientRect())'
-        )
-        tab.click("#scatter", (dot["x"] / size[0], dot["y"] / size[1]))
+        tab.click('.dot[data-head="3 1"]')
         assert tab.js("[R.state.place, R.state.head, R.state.view]") == [3, 1, "map"]
         tab.js('R.set({ view: "heads" })')
-        tab.js("""document.getElementById("atlas").dispatchEvent(new MouseEvent("click", {
-            shiftKey: true, clientX: document.getElementById("atlas").getBoundingClientRect().left,
-            clientY: document.getElementById("atlas").getBoundingClientRect().top }))""")
+        tab.js("""(node => { const { left, top } = node.getBoundingClientRect();
+            node.dispatchEvent(new MouseEvent("click",
+                { shiftKey: true, clientX: left + 2, clientY: top + 2 }));
+        })(document.getElementById("atlas"))""")
         assert tab.js("R.state.pins") == "0.0"
         assert tab.errors == []

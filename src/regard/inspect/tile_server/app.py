@@ -45,7 +45,7 @@ from regard.inspect.tile_server.page_answers import (
     row_weights,
 )
 from regard.inspect.tile_server.session import ViewSession
-from regard.view.report import to_page_value
+from regard.view.page import to_page_value
 
 
 class Limits(NamedTuple):

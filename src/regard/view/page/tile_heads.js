@@ -2,15 +2,16 @@
 // metrics; a click opens the head, with Shift it pins the head beside the map.
 {
   const { el, t } = R, SIDE = 64, GAP = 10, LABEL = 16;
-  let canvas, pen, sorter, tip, plot, counted, order = [], columns = 1, each = 84, loading = null, looked = "", sheet = null, done = 0;
+  let canvas, pen, sorter, scatter, counted, order = [], columns = 1, each = 84, loading = null, looked = "", sheet = null, done = 0;
+  const chosen = { x: "entropy", y: "previous_token" };
   const heads = []; // {p, h, metrics, rows, cols, mass, max}: the decoded blocks
+  const byName = new Map(); // place and head -> one of them
   const value = (n, name) => heads[n].metrics[name];
   const passes = n => R.state.least === "" || value(n, R.state.filterBy) >= Number(R.state.least); // NaN passes no limit
   const pick = (x, pin) => { R.hideTip(); if (pin) R.pin(x.p, x.h); else R.set({ place: x.p, head: x.h, view: "map" }); };
-  const facts = x => `${R.headName(x.p, x.h)}\n${R.meta.metricNames.map(m => `${t(`live.metric_${m}`)} ${R.num(x.metrics[m], 3)}`).join("\n")}`;
-  const list = () => R.meta.places.flatMap((x, p) => x.heads.map(h => [p, h]));
+  const facts = x => R.meta.metricNames.map(m => `${t(`live.metric_${m}`)} ${R.num(x.metrics[m], 3)}`).join("\n");
   const load = async () => {
-    const all = list();
+    const all = R.heads();
     while (heads.length < all.length) {
       const buffer = await source.bytes(`/heads/${heads.length}`), view = new DataView(buffer), n = view.getUint32(0, true), m = view.getUint32(4, true);
       let at = 8;
@@ -19,7 +20,9 @@
         R.meta.metricNames.forEach((name, x) => { metrics[name] = view.getFloat32(at + 4 * x, true); });
         at += 4 * m;
         const blocks = source.decode(buffer, at);
-        heads.push({ p, h, metrics, ...blocks });
+        const one = { p, h, metrics, ...blocks };
+        heads.push(one);
+        byName.set(`${p} ${h}`, one);
         at += blocks.size;
       }
       arrange();
@@ -32,7 +35,7 @@
     each = width < 600 ? 56 : 76;
     columns = Math.max(1, Math.floor((width + GAP) / (each + GAP)));
     order = heads.map((_, n) => n).filter(passes);
-    counted.textContent = t("live.heads_shown", { n: order.length, of: list().length });
+    counted.textContent = t("live.heads_shown", { n: order.length, of: R.heads().length });
     if (name !== "layers") order.sort((a, b) => (heads[b].metrics[name] || 0) - (heads[a].metrics[name] || 0));
     const rows = Math.ceil(order.length / columns);
     canvas.width = Math.round(width * dpr);
@@ -43,7 +46,7 @@
   };
   const draw = () => {
     const since = performance.now(), dpr = devicePixelRatio || 1, { ramp, at } = R.SCALES[R.state.scale === "lift" ? "log" : R.state.scale], look = `${R.theme()} ${R.state.scale} ${R.state.stat}`;
-    if (looked !== look || !sheet || sheet.height < Math.ceil(heads.length / 32) * SIDE) { looked = look; sheet = el("canvas", { width: 32 * SIDE, height: Math.ceil(list().length / 32) * SIDE }); done = 0; }
+    if (looked !== look || !sheet || sheet.height < Math.ceil(heads.length / 32) * SIDE) { looked = look; sheet = el("canvas", { width: 32 * SIDE, height: Math.ceil(R.heads().length / 32) * SIDE }); done = 0; }
     const ink = sheet.getContext("2d");
     for (; done < heads.length; done++) { // every picture once, on one sheet
       const { rows, cols } = heads[done], plane = heads[done][R.state.stat];
@@ -66,62 +69,10 @@
       pen.fillText(`${R.meta.places[p].label}.${h}${R.state.sortBy === "layers" ? "" : ` ${R.num(heads[n].metrics[R.state.sortBy], 2)}`}`, x, y + w + 3 * dpr);
     });
     R.atlasTook = performance.now() - since;
-    drawScatter();
+    scatter.update();
     canvas.dataset.drawn = order.length;
     R.refreshTip();
   };
-  // ---- the scatter: one point for each head that passes the filter, filled where it is selected
-  let dots = [];
-  const drawScatter = () => {
-    if (!plot || !plot.isConnected || !plot.parentElement.open) return;
-    const dpr = devicePixelRatio || 1, width = Math.min(640, plot.parentElement.clientWidth - 30), height = 300, [x0, y0, x1, y1] = [62, 10, width - 14, height - 40], ink = plot.getContext("2d"), names = [R.state.scatterX, R.state.scatterY];
-    if (width < 120) return;
-    plot.width = Math.round(width * dpr);
-    plot.height = Math.round(height * dpr);
-    plot.style.width = `${width}px`;
-    plot.style.height = `${height}px`;
-    ink.scale(dpr, dpr);
-    const known = order.filter(n => names.every(name => Number.isFinite(value(n, name)))), span = name => {
-      const all = known.map(n => value(n, name)), low = Math.min(...all), high = Math.max(...all);
-      return high > low ? [low, high] : [low - 0.5, low + 0.5];
-    };
-    const [xs, ys] = names.map(span);
-    ink.font = "11px system-ui, sans-serif";
-    ink.strokeStyle = R.css("--line");
-    ink.fillStyle = R.css("--soft");
-    ink.strokeRect(x0, y0, x1 - x0, y1 - y0);
-    for (const u of [0, 0.25, 0.5, 0.75, 1]) {
-      ink.textAlign = u === 0 ? "left" : u === 1 ? "right" : "center";
-      ink.fillText(R.num(xs[0] + u * (xs[1] - xs[0]), 3), x0 + u * (x1 - x0), y1 + 14);
-      ink.textAlign = "right";
-      ink.fillText(R.num(ys[0] + u * (ys[1] - ys[0]), 3), x0 - 5, y1 - u * (y1 - y0) + 4);
-    }
-    ink.textAlign = "center";
-    ink.fillText(`${t(`live.metric_${names[0]}`)} →`, (x0 + x1) / 2, y1 + 31);
-    ink.save();
-    ink.translate(12, (y0 + y1) / 2);
-    ink.rotate(-Math.PI / 2);
-    ink.fillText(`${t(`live.metric_${names[1]}`)} →`, 0, 0);
-    ink.restore();
-    dots = known.map(n => ({ n, x: x0 + (value(n, names[0]) - xs[0]) / (xs[1] - xs[0]) * (x1 - x0), y: y1 - (value(n, names[1]) - ys[0]) / (ys[1] - ys[0]) * (y1 - y0) }));
-    for (const { n, x, y } of dots) {
-      const { p, h } = heads[n], here = p === R.state.place && h === R.state.head;
-      ink.globalAlpha = here ? 1 : 0.55;
-      ink.fillStyle = R.css(R.meta.places[p].source ? "--k" : "--s");
-      ink.beginPath();
-      ink.arc(x, y, here ? 6 : 4, 0, 7);
-      ink.fill();
-      if (here) { ink.strokeStyle = R.css("--ink"); ink.stroke(); }
-    }
-    ink.globalAlpha = 1;
-    plot.dataset.drawn = dots.length;
-  };
-  const dotAt = e => {
-    const box = plot.getBoundingClientRect(), far = d => Math.hypot(box.left + d.x - e.clientX, box.top + d.y - e.clientY);
-    const best = dots.reduce((a, b) => !a || far(b) < far(a) ? b : a, null);
-    return best && far(best) < 12 ? heads[best.n] : null;
-  };
-  R.scatterDots = () => dots.map(d => ({ ...d, p: heads[d.n].p, h: heads[d.n].h }));
   const at = e => {
     const box = canvas.getBoundingClientRect(), c = Math.floor((e.clientX - box.left) / (each + GAP)), r = Math.floor((e.clientY - box.top) / (each + GAP + LABEL)), k = r * columns + c;
     return c < columns && k < order.length ? heads[order[k]] : null;
@@ -133,16 +84,14 @@
       pen = canvas.getContext("2d");
       sorter = el("select", { id: "sortBy", onchange: e => R.set({ sortBy: e.target.value }) }, el("option", { value: "layers" }, t("atlas.by_layers")), ...R.meta.metricNames.map(m => el("option", { value: m }, t(`live.metric_${m}`))));
       sorter.value = R.state.sortBy;
-      plot = el("canvas", { id: "scatter", tabIndex: 0, role: "img", ariaLabel: t("live.scatter") });
-      for (const [node, hit] of [[canvas, at], [plot, dotAt]]) {
-        node.addEventListener("pointermove", e => { const place = { clientX: e.clientX, clientY: e.clientY }; R.showTip(() => { const x = node.offsetParent && hit(place); return x ? facts(x) : ""; }, e.clientX, e.clientY); });
-        node.addEventListener("pointerleave", R.hideTip);
-        node.addEventListener("click", e => { const x = hit(e); if (x) pick(x, e.shiftKey); });
-      }
-      plot.addEventListener("keydown", e => { // through the points from left to right
-        const by = { ArrowLeft: -1, ArrowRight: 1, ArrowUp: -1, ArrowDown: 1 }[e.key], across = [...dots].sort((a, b) => a.x - b.x || b.y - a.y), here = across.findIndex(d => heads[d.n].p === R.state.place && heads[d.n].h === R.state.head);
-        if (by && across.length) { const next = heads[across[Math.min(Math.max(here + by, 0), across.length - 1)].n]; R.set({ place: next.p, head: next.h }); e.preventDefault(); } else if (e.key === "Enter") R.set({ view: "map" });
+      scatter = R.scatter({ names: R.meta.metricNames, title: m => t(`live.metric_${m}`), value: (m, p, h) => byName.get(`${p} ${h}`).metrics[m],
+        heads: () => order.map(n => [heads[n].p, heads[n].h]), facts: (p, h) => facts(byName.get(`${p} ${h}`)), pick: (p, h, pin) => pick({ p, h }, pin), chosen, open: true });
+      canvas.addEventListener("pointermove", e => {
+        const place = { clientX: e.clientX, clientY: e.clientY };
+        R.showTip(() => { const x = canvas.offsetParent && at(place); return x ? `${R.headName(x.p, x.h)}\n${facts(x)}` : ""; }, e.clientX, e.clientY);
       });
+      canvas.addEventListener("pointerleave", R.hideTip);
+      canvas.addEventListener("click", e => { const x = at(e); if (x) pick(x, e.shiftKey); });
       canvas.addEventListener("keydown", e => {
         const by = { ArrowLeft: -1, ArrowRight: 1, ArrowUp: -columns, ArrowDown: columns }[e.key], here = order.findIndex(n => heads[n].p === R.state.place && heads[n].h === R.state.head);
         if (by && here >= 0) { const next = heads[order[Math.min(Math.max(here + by, 0), order.length - 1)]]; R.set({ place: next.p, head: next.h }); e.preventDefault(); } else if (e.key === "Enter") R.set({ view: "map" });
@@ -152,7 +101,7 @@
       const least = el("input", { type: "number", id: "least", step: "any", ariaLabel: t("live.least"), placeholder: "–", value: R.state.least, oninput: e => R.set({ least: e.target.value }) });
       node.append(el("p", { class: "soft" }, t("live.heads_intro", { rows: SIDE }), R.meta.notKept ? ` ${t("live.not_kept", { n: R.meta.notKept })}` : ""),
         el("div", { class: "controls" }, el("label", {}, t("atlas.sort"), " ", sorter), metrics("filterBy", "live.filter"), el("span", {}, "≥"), least, counted),
-        el("details", { id: "scatterbox", class: "card", open: true, ontoggle: () => drawScatter() }, el("summary", {}, t("live.scatter")), el("div", { class: "controls" }, metrics("scatterX", "live.across"), metrics("scatterY", "live.upwards")), plot), el("div", {}, canvas));
+        scatter.node, el("div", {}, canvas));
     },
     update(changed) {
       if (!loading) loading = load().catch(error => { document.getElementById("view-heads").append(el("p", { class: "bad" }, error.message)); });

@@ -96,7 +96,8 @@
       grid = el("div", { class: "grid", onkeydown: walk });
       const legend = el("div", { class: "legendbox" });
       all.forEach(([p, h]) => button(p, h));
-      scatter = R.scatter();
+      scatter = R.scatter({ names, title: m => R.word(`metric.${m}`, m), value: R.metric, heads: R.heads, pick: (place, h) => R.set({ place, head: h, view: "map" }),
+        chosen: { x: names.includes("sink") ? "sink" : names[0], y: names.includes("entropy") ? "entropy" : names[names.length - 1] } });
       node.append(
         el("p", { class: "soft" }, R.exactHeads().length === all.length ? t("atlas.intro_all", { all: all.length }) : t("atlas.intro", { exact: R.exactHeads().length, all: all.length })),
         el("div", { class: "controls" },

@@ -50,6 +50,10 @@ R.rowName = (p, i) => `${R.math.qPosition(p, i)} ${R.rowToken(p, i)}`;
 R.keyName = (p, j) => `${R.math.kPosition(p, j)} ${R.keyToken(p, j)}`;
 R.headName = (p, h) => (R.meta.sources.length > 1 ? `${"①②"[R.meta.places[p].source]} ` : "") + R.t(/^\d+$/.test(R.meta.places[p].label) ? "core.head_name" : "core.place_head", { layer: R.meta.places[p].label, place: R.meta.places[p].label, head: h });
 R.heads = () => R.meta.places.flatMap((x, p) => x.heads.map(h => [p, h]));
+R.stepHead = by => {
+  const all = R.heads(), at = all.findIndex(([p, h]) => p === R.state.place && h === R.state.head), [place, head] = all[(at + by + all.length) % all.length];
+  R.set({ place, head });
+};
 R.exactHeads = () => R.heads().filter(([p, h]) => R.math.has(p, h));
 R.metric = (name, p, h) => R.meta.metrics[name].of[p][R.meta.places[p].heads.indexOf(h)];
 R.notExact = (p, h) => R.el("p", { class: "card" }, R.t("core.not_exact", { head: R.headName(p, h) }), " ", R.el("code", {}, R.command(p, h)));
