@@ -43,9 +43,9 @@ FRAMES = """(seconds, move) => new Promise(done => {
     };
     requestAnimationFrame(step);
 })"""  # noqa: E501
-PANNING = """n => { const v = R.map.view, w = R.map.shape().width;
+PANNING = """n => { const v = R.map.view;
     if (n % 600 === 0) R.map.center(Math.floor(Math.random() * R.place().T), Math.floor(Math.random() * R.place().N), 2 ** (Math.floor(n / 600) % 4));
-    else R.map.center(v.y + R.map.shape().height * v.s / 2 + 3 * v.s, v.x + w * v.s / 2 + 5 * v.s); }"""  # noqa: E501
+    else R.map.center((v.i0 + v.i1) / 2 + 3 * v.s, (v.j0 + v.j1) / 2 + 5 * v.s); }"""  # noqa: E501
 ZOOMING = """n => R.map.zoom(n % 120 < 60 ? 1 / 1.06 : 1.06, Math.floor(R.place().T / 2), Math.floor(R.place().N / 3))"""  # noqa: E501
 
 

@@ -38,6 +38,7 @@ SHARED = ("core.js", "panels.js", "paint.js", "ui.js", "heat.js", "scatter.js")
 ARRAY_SCRIPTS = (
     "math.js",
     "pixels.js",
+    "array_heat.js",
     "export.js",
     "whatif.js",
     "atlas.js",

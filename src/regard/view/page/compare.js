@@ -120,9 +120,9 @@
       amount = el("input", { type: "number", id: "compare-amount", min: 0, step: "any", ariaLabel: t("compare.amount"), onchange: e => { const v = Number(e.target.value); if (v >= 0 && v < 1e6) R.set({ m: `${R.state.m.split(":")[0]}:${v}` }); } });
       const act = { view, mark: () => ({ i: R.state.i, j: R.state.j }), pick: (i, j) => R.set({ i, j }), open: () => R.set({ view: "map" }), label, names: { row: i => R.rowName(R.state.place, i), col: j => R.keyName(R.state.place, j) }, moved: paint, side: 600 };
       plots = [
-        heat({ ...act, field: () => cut(fieldA()), scale: plainScale, alt: () => `A: ${R.headName(R.state.place, R.state.head)}` }),
-        heat({ ...act, field: () => cut(fieldB()), scale: plainScale, alt: () => `B: ${nameB()}`, names: { row: i => R.rowName(B().place, i), col: j => R.keyName(B().place, j) } }),
-        heat({ ...act, field: third, scale: thirdScale, alt: () => t(`compare.${how}`), drawn: drawnOne }),
+        arrayHeat({ ...act, field: () => cut(fieldA()), scale: plainScale, alt: () => `A: ${R.headName(R.state.place, R.state.head)}` }),
+        arrayHeat({ ...act, field: () => cut(fieldB()), scale: plainScale, alt: () => `B: ${nameB()}`, names: { row: i => R.rowName(B().place, i), col: j => R.keyName(B().place, j) } }),
+        arrayHeat({ ...act, field: third, scale: thirdScale, alt: () => t(`compare.${how}`), drawn: drawnOne }),
       ];
       R.plots.compare = plots;
       const choose = el("select", { id: "compare-how", onchange: e => { how = e.target.value; R.redraw(); } }, ...["difference", "ratio"].map(x => el("option", { value: x, selected: x === how }, t(`compare.${x}`))));

@@ -1,247 +1,204 @@
-// A heatmap on a canvas: rulers with tokens, marginals, zoom, pan, crosshair, keyboard. The map view has one heatmap; the compare view has three, which zoom and pan together.
+// A heat map on a canvas: rulers with tokens, the hatch of masked cells, crosshair, tooltip, zoom, pan, pinch, keyboard. What is inside, a feed
+// paints: array_heat.js from numbers in the page, tile_map.js from tiles of a server.
 
 // options:
-//   field() -> the field to draw (pixels.js); scale() -> a name of R.SCALES
-//   view: the visible rows and columns {i0, i1, j0, j1}; heatmaps that zoom and pan together share this object
-//   mark() -> {i, j}, the selected cell; pick(i, j) selects a cell; open() opens it
-//   label(i, j) -> text of the tooltip; alt() -> description for screen readers; names: {row(i), col(j)} -> text of a token
-//   side: largest width in pixels; marginals: whether to draw them; moved() is called after zooming and panning
+//   view: the visible rows and columns {i0, i1, j0, j1}, real numbers; heat maps that zoom and pan together share this object
+//   size() -> [T, N], the rows and columns of the head; mark() -> {i, j}, the selected cell
+//   body(): paints the picture; over(): paints on the picture, below the crosshair; after(): paints outside of it
+//   show(i0, j0, rows, cols): moves the view, within bounds; limit(by) -> a factor of zoom that is allowed
+//   pick(i, j) selects a cell; open(i, j) opens it; label(i, j) -> text of the tooltip; beside(e) -> tooltip outside of the cells
+//   names: {row(i), col(j)} -> text of a token, for rulers; null draws none; hits() -> rows or columns that the rulers tick; axes: whether they are named
+//   steps() -> [rows of an arrow key with Shift, rows of PageUp]; walked(i, j) is called after an arrow key; twice(i, j) after a double click
+//   group: {pointer, hover}, shared by heat maps that mark the cell under one pointer; target: the heat map that gestures move
+//   redraw(): draws all heat maps of the group
 const heat = options => {
-  const { el } = R, canvas = el("canvas", { tabIndex: 0, role: "application", class: "heat" }), pen = canvas.getContext("2d"), view = options.view;
-  let shape = null, base = null, pointer = null, hover = null, turn = 0, progress = 1;
-  const LABELLED = 10; // pixels that a token label needs
-  const MONO = 'ui-monospace, Menlo, Consolas, "DejaVu Sans Mono", monospace';
+  const { el } = R, canvas = el("canvas", { tabIndex: options.names ? 0 : -1, class: "heat", ...options.canvas }), pen = canvas.getContext("2d");
+  const { view, group = { pointer: null, hover: null } } = options, LABELLED = 10; // pixels that a token label needs
+  const MONO = 'ui-monospace, Menlo, Consolas, "DejaVu Sans Mono", "Noto Sans Mono CJK SC", monospace';
+  const rows = () => view.i1 - view.i0, cols = () => view.j1 - view.j0;
+  const x = j => (j - view.j0) / cols() * plot.shape.width, y = i => (i - view.i0) / rows() * plot.shape.height;
+  const redraw = () => (options.redraw || draw)();
 
-  const layout = () => {
-    const around = options.around ? options.around() : canvas.parentElement, beside = innerWidth > 860 && options.beside ? options.beside : 0;
-    const room = around ? around.clientWidth - beside : 0, narrow = room < 520;
-    const bar = options.marginals ? (narrow ? 16 : 30) : 0, tall = Math.max(360, innerHeight - 250);
-    const rows = view.i1 - view.i0, cols = Math.max(1, view.j1 - view.j0), most = Math.min(room, options.side || 720, tall * Math.max(1, cols / rows));
-    const named = (most - (narrow ? 56 : 92) - bar) / cols >= LABELLED, left = named ? (narrow ? 56 : 92) : 38, top = named ? (narrow ? 44 : 66) : 20;
-    const width = Math.max(80, most - left - bar - 2), height = Math.round(width * Math.min(1, Math.max(cols > 4 * rows ? 0.1 : 0.3, rows / cols)));
-    const dpr = devicePixelRatio || 1;
-    shape = { left, top, bar, width, height, dpr };
-    return room > 0;
-  };
-  const x = j => (j - view.j0) / (view.j1 - view.j0) * shape.width, y = i => (i - view.i0) / (view.i1 - view.i0) * shape.height;
-
-  // at most one block per pixel; block sizes are powers of two
-  const blocking = (cells, pixels) => { let n = 1; while (cells / n > pixels) n *= 2; return n; };
-  const pooled = () => { // pools the rows that are computed so far
-    const field = options.field(), { width, height, dpr } = shape;
-    const a = blocking(view.i1 - view.i0, height * dpr), b = blocking(view.j1 - view.j0, width * dpr), found = field.blocks(view, a, b, fields.look());
-    progress = field.sampled(view);
-    base = { found, picture: fields.image(found, options.scale()), a, b, field };
-    if (options.drawn) options.drawn({ a, b, progress, field });
-  };
-  // computes a slice of the rows in each frame; the picture is redrawn less and less often, because that takes time as well
-  const compute = () => {
-    let done = options.field().work(view, 14), wait = 60, last = performance.now();
-    pooled();
-    turn += 1;
-    const mine = turn, more = () => {
-      if (mine !== turn || !canvas.isConnected || !canvas.offsetParent) return;
-      done = options.field().work(view, 14);
-      if (done || performance.now() - last > wait) {
-        pooled();
-        draw();
-        wait *= 2;
-        last = performance.now();
-      }
-      if (!done) requestAnimationFrame(more);
-    };
-    if (!done) requestAnimationFrame(more);
-  };
-
+  // ---- rulers: tokens where they have room, else numbers at round places
   const clipped = (text, room) => {
     if (pen.measureText(text).width <= room) return text;
-    let shown = [...text];
+    let shown = [...text].slice(0, 24);
     while (shown.length > 1 && pen.measureText(`${shown.join("")}…`).width > room) shown.pop();
     return `${shown.join("")}…`;
   };
-  const ruler = (count, from, size, name, mark, across) => {
-    const { left, top, dpr } = shape, each = size / count, every = each >= LABELLED ? 1 : 2 ** Math.ceil(Math.log2((across ? 34 : 16) / each));
-    pen.font = `${Math.min(11, Math.max(9, each)) * dpr}px ${MONO}`;
+  const spacing = (each, across) => { // 1, 5, 10, 50, 100, ...
+    if (each >= LABELLED) return 1;
+    const every = 10 ** Math.ceil(Math.log10((across ? 56 : 26) / each));
+    return every * each > (across ? 130 : 70) ? Math.max(1, every / 2) : Math.max(1, every);
+  };
+  const ruler = across => {
+    const { left, top, width, height, dpr } = plot.shape, [T, N] = options.size(), length = across ? width : height, from = across ? view.j0 : view.i0;
+    const each = length / (across ? cols() : rows()), end = Math.min(across ? N : T, from + length / each), named = each >= LABELLED, every = spacing(each, across);
+    const name = across ? options.names.col : options.names.row, { i, j } = options.mark(), marked = across ? j : i, ink = across ? "--k" : "--q";
+    pen.font = `${(named ? Math.min(12, Math.max(10, each * 0.8)) : 11) * dpr}px ${named ? MONO : "system-ui, sans-serif"}`;
     pen.textBaseline = "middle";
-    for (let n = Math.ceil(from / every) * every; n < from + count; n += every) {
-      const at = (n - from + 0.5) * each;
-      pen.fillStyle = R.css(mark === n ? (across ? "--k" : "--q") : "--soft");
-      const text = every === 1 ? name(n) : String(n);
+    for (let n = Math.ceil(from / every) * every; n < end; n += every) {
+      const at = (n + (named ? 0.5 : 0) - from) * each, text = named ? name(n) || String(n) : n.toLocaleString("en");
+      pen.fillStyle = R.css(marked === n ? ink : "--soft");
       pen.save();
       if (across) {
-        pen.translate((left + at) * dpr, (top - 6) * dpr);
-        if (every === 1) pen.rotate(-Math.PI / 2);
-        pen.textAlign = every === 1 ? "left" : "center";
-        pen.fillText(every === 1 ? clipped(text, (top - 10) * dpr) : text, 0, every === 1 ? 0 : -4 * dpr);
+        pen.translate((left + at) * dpr, (top - 5) * dpr);
+        if (named) pen.rotate(-Math.PI / 2);
+        pen.textAlign = named ? "left" : "center";
+        if (!named) pen.fillRect(-0.5 * dpr, 0, dpr, 4 * dpr);
+        pen.fillText(named ? clipped(text, (top - 8) * dpr) : text, 0, named ? 0 : -7 * dpr);
       } else {
         pen.textAlign = "right";
-        pen.fillText(clipped(text, (left - 10) * dpr), (left - 6) * dpr, (top + at) * dpr);
+        if (!named) pen.fillRect((left - 5) * dpr, (top + at) * dpr - 0.5 * dpr, 4 * dpr, dpr);
+        pen.fillText(clipped(text, (left - 10) * dpr), (left - 7) * dpr, (top + at) * dpr);
       }
       pen.restore();
     }
-  };
-  // below: mean weight that a key receives from the visible rows; right: entropy of each row
-  const marginals = () => {
-    const { left, top, bar, width, height, dpr } = shape, { found, field } = base;
-    const columns = new Float64Array(found.cols), seen = new Float64Array(found.cols);
-    for (let I = 0; I < found.rows; I++) for (let J = 0; J < found.cols; J++) {
-      const w = found.values[I * found.cols + J];
-      if (w >= 0) { columns[J] += w; seen[J]++; }
+    pen.save(); // ticks of the search, and a pointer to the selected row or column; x runs along the ruler, y away from the map
+    pen.translate(left * dpr, top * dpr);
+    pen.scale(dpr, dpr);
+    if (across) pen.scale(1, -1); else { pen.rotate(Math.PI / 2); }
+    const hits = options.hits ? options.hits() : [];
+    pen.fillStyle = R.css("--z");
+    for (let n = lower(hits, from); n < hits.length && hits[n] < end; n++) pen.fillRect((hits[n] - from) * each, 0, Math.max(1, each), 4);
+    pen.fillStyle = R.css(ink);
+    const at = (marked + 0.5 - from) * each;
+    if (at >= 0 && at <= length) {
+      pen.beginPath();
+      [[at, 0], [at - 4, 6], [at + 4, 6]].forEach(([u, v], n) => n ? pen.lineTo(u, v) : pen.moveTo(u, v));
+      pen.fill();
     }
-    const means = columns.map((s, J) => seen[J] ? s / seen[J] : 0);
-    base.means = means;
-    const most = means.reduce((m, v) => Math.max(m, v), 0) || 1;
-    pen.fillStyle = R.css("--k");
-    means.forEach((m, J) => { // drawn below the picture
-      const h = bar * m / most * dpr, from = x(view.j0 + J * base.b), to = x(Math.min(view.j0 + (J + 1) * base.b, view.j1));
-      pen.fillRect((left + from) * dpr, (top + height + 2) * dpr, Math.max(1, (to - from) * dpr - (to - from > 5 ? 1 : 0)), h);
-    });
-    if (!field.spread) return;
-    pen.fillStyle = R.css("--q");
-    const step = Math.max(1, Math.floor((view.i1 - view.i0) / (height * dpr)));
-    for (let i = view.i0; i < view.i1; i += step) {
-      if (!field.have[i]) continue;
-      const each = (y(i + step) - y(i)) * dpr;
-      pen.fillRect((left + width + 2) * dpr, (top + y(i)) * dpr, bar * field.spread[i] * dpr, Math.max(1, each - (each > 5 ? 1 : 0)));
+    pen.restore();
+  };
+  const lower = (sorted, value) => {
+    let a = 0, b = sorted.length;
+    while (a < b) {
+      const m = a + b >> 1;
+      if (sorted[m] < value) a = m + 1; else b = m;
+    }
+    return a;
+  };
+  const axes = () => {
+    const { left, top, dpr } = plot.shape, narrow = left < 60; // the names of the axes then begin at the edge, above the numbers of the ruler
+    pen.font = `${10.5 * dpr}px system-ui, sans-serif`;
+    pen.textAlign = narrow ? "left" : "right";
+    for (const [key, ink, up] of [["live.keys_axis", "--k", narrow ? 33 : 26], ["live.queries_axis", "--q", narrow ? 21 : 11]]) {
+      pen.fillStyle = R.css(ink);
+      pen.fillText(R.t(key), (narrow ? 1 : left - 8) * dpr, (top - up) * dpr);
     }
   };
-  const line = (i, j, ink, whole) => {
-    const { left, top, width, height, dpr } = shape;
+
+  // ---- drawing
+  const outline = (ink, from, to, a, b) => {
+    const { left, top, dpr } = plot.shape;
     pen.strokeStyle = R.css(ink);
     pen.lineWidth = Math.max(1, 1.5 * dpr);
-    const box = (from, to, a, b) => pen.strokeRect((left + from) * dpr, (top + a) * dpr, Math.max((to - from) * dpr, 1), Math.max((b - a) * dpr, 1));
-    if (whole) {
-      pen.strokeStyle = R.css("--q");
-      if (i >= view.i0 && i < view.i1) box(0, width, y(i), y(i + 1));
-      pen.strokeStyle = R.css("--k");
-      if (j >= view.j0 && j < view.j1) box(x(j), x(j + 1), 0, height);
-    } else {
-      box(x(j), x(j + 1), y(i), y(i + 1));
-    }
+    pen.strokeRect((left + from) * dpr, (top + a) * dpr, Math.max((to - from) * dpr, 1), Math.max((b - a) * dpr, 1));
+  };
+  const fit = () => { // the canvas has the size of the picture, its rulers and what is beside it
+    const { left, top, bar = 0, width, height, dpr } = plot.shape, W = Math.round((left + width + bar + 2) * dpr), H = Math.round((top + height + bar + 2) * dpr);
+    if (canvas.width === W && canvas.height === H) return;
+    canvas.width = W;
+    canvas.height = H;
+    canvas.style.width = `${W / dpr}px`;
+    canvas.style.height = `${H / dpr}px`;
   };
   const draw = () => {
-    if (!base || !shape) return;
-    hover = pointer && cellAt(pointer); // the cell under a pointer that rests changes with the view
-    const { left, top, bar, width, height, dpr } = shape, W = Math.round((left + width + bar + 2) * dpr), H = Math.round((top + height + bar + 2) * dpr);
-    if (canvas.width !== W || canvas.height !== H) {
-      canvas.width = W;
-      canvas.height = H;
-      canvas.style.width = `${W / dpr}px`;
-      canvas.style.height = `${H / dpr}px`;
-    }
-    pen.clearRect(0, 0, W, H);
-    pen.fillStyle = fields.hatch(pen, dpr);
-    pen.fillRect(left * dpr, top * dpr, width * dpr, height * dpr);
-    pen.imageSmoothingEnabled = false;
-    const { picture, a, b } = base;
+    if (!plot.shape) return;
+    group.hover = group.pointer && group.pointer.plot.cellAt(group.pointer.at); // the cell under a pointer that rests changes with the view
+    fit();
+    const { left, top, width, height, dpr } = plot.shape, [T, N] = options.size(), { i, j } = options.mark();
+    const from = Math.max(0, x(0)), to = Math.min(width, x(N)), high = Math.max(0, y(0)), low = Math.min(height, y(T)), box = [left + from, top + high, Math.max(0, to - from), Math.max(0, low - high)].map(n => n * dpr);
+    pen.clearRect(0, 0, canvas.width, canvas.height);
     pen.save();
     pen.beginPath();
-    pen.rect(left * dpr, top * dpr, width * dpr, height * dpr);
+    pen.rect(...box);
     pen.clip();
-    pen.drawImage(picture, left * dpr, top * dpr, x(view.j0 + picture.width * b) * dpr, y(view.i0 + picture.height * a) * dpr);
-    const mark = options.mark();
-    line(mark.i, mark.j, "--ink", true);
-    if (hover) line(hover[0], hover[1], "--ink", false);
+    pen.fillStyle = R.hatch(pen, dpr);
+    pen.fillRect(...box);
+    pen.imageSmoothingEnabled = false;
+    options.body();
+    if (options.over) options.over();
+    outline("--q", -4, width + 4, y(i), y(i + 1));
+    outline("--k", x(j), x(j + 1), -4, height + 4);
+    if (group.hover) outline("--ink", x(group.hover[1]), x(group.hover[1] + 1), y(group.hover[0]), y(group.hover[0] + 1));
     pen.restore();
     pen.strokeStyle = R.css("--line");
     pen.lineWidth = dpr;
-    pen.strokeRect(left * dpr, top * dpr, width * dpr, height * dpr);
-    ruler(view.i1 - view.i0, view.i0, height, options.names.row, mark.i, false);
-    ruler(view.j1 - view.j0, view.j0, width, options.names.col, mark.j, true);
-    if (bar) marginals();
-  };
-  const paint = () => {
-    if (!layout()) return;
-    canvas.setAttribute("aria-label", options.alt());
-    canvas.style.touchAction = zoomed() ? "none" : "pan-y";
-    compute();
-    draw();
+    pen.strokeRect(...box);
+    if (options.names) [false, true].forEach(ruler);
+    if (options.axes) axes();
+    if (options.after) options.after();
   };
 
   // ---- pan and zoom
-  const zoomed = () => { const f = options.field(); return view.i1 - view.i0 < f.T || view.j1 - view.j0 < f.N; };
-  const show = (i0, j0, rows, cols) => {
-    const f = options.field();
-    rows = Math.round(Math.min(Math.max(rows, Math.min(4, f.T)), f.T));
-    cols = Math.round(Math.min(Math.max(cols, Math.min(4, f.N)), f.N));
-    view.i0 = Math.round(Math.min(Math.max(i0, 0), f.T - rows));
-    view.j0 = Math.round(Math.min(Math.max(j0, 0), f.N - cols));
-    view.i1 = view.i0 + rows;
-    view.j1 = view.j0 + cols;
-    options.moved();
+  const target = () => options.target ? options.target() : plot;
+  const zoomed = () => { const [T, N] = options.size(); return rows() < 0.999 * T || cols() < 0.999 * N; };
+  const zoom = (factor, i, j) => {
+    const by = options.limit ? options.limit(factor) : factor;
+    if (by !== 1) options.show(i - (i - view.i0) * by, j - (j - view.j0) * by, rows() * by, cols() * by);
   };
-  const zoom = (by, i, j) => {
-    const rows = (view.i1 - view.i0) * by, cols = (view.j1 - view.j0) * by;
-    show(i - (i - view.i0) * by, j - (j - view.j0) * by, rows, cols);
-  };
-  const whole = () => { const f = options.field(); show(0, 0, f.T, f.N); };
+  const whole = () => { const [T, N] = options.size(); options.show(0, 0, T, N); };
   const reveal = (i, j) => { // moves only as far as needed
-    const rows = view.i1 - view.i0, cols = view.j1 - view.j0;
-    const i0 = i < view.i0 ? i : i >= view.i1 ? i - rows + 1 : view.i0, j0 = j < view.j0 ? j : j >= view.j1 ? j - cols + 1 : view.j0;
-    if (i0 !== view.i0 || j0 !== view.j0) show(i0, j0, rows, cols);
+    const i0 = i < view.i0 ? i : i >= view.i1 ? i - rows() + 1 : view.i0, j0 = j < view.j0 ? j : j >= view.j1 ? j - cols() + 1 : view.j0;
+    if (i0 !== view.i0 || j0 !== view.j0) options.show(i0, j0, rows(), cols()); else redraw();
+  };
+  const share = e => { // the place of a pointer as shares of the height and width of the map
+    const box = canvas.getBoundingClientRect(), { left, top, width, height } = plot.shape;
+    return [(e.clientY - box.top - top) / height, (e.clientX - box.left - left) / width];
   };
   const cellAt = e => {
-    if (!shape) return null;
-    const box = canvas.getBoundingClientRect(), u = (e.clientX - box.left - shape.left) / shape.width, v = (e.clientY - box.top - shape.top) / shape.height;
-    if (u < 0 || v < 0 || u >= 1 || v >= 1) return null;
-    return [Math.floor(view.i0 + v * (view.i1 - view.i0)), Math.floor(view.j0 + u * (view.j1 - view.j0))];
+    if (!plot.shape) return null;
+    const [v, u] = share(e), [T, N] = options.size(), i = Math.floor(view.i0 + v * rows()), j = Math.floor(view.j0 + u * cols());
+    return u >= 0 && v >= 0 && u < 1 && v < 1 && i >= 0 && j >= 0 && i < T && j < N ? [i, j] : null;
   };
-  // the tooltip of the marginal of a row or a column
-  const beside = e => {
-    if (!shape || !shape.bar || !base) return "";
-    const box = canvas.getBoundingClientRect(), u = (e.clientX - box.left - shape.left) / shape.width, v = (e.clientY - box.top - shape.top) / shape.height;
-    const j = Math.floor(view.j0 + u * (view.j1 - view.j0)), i = Math.floor(view.i0 + v * (view.i1 - view.i0));
-    if (u >= 0 && u < 1 && v >= 1 && base.means) return `${options.names.col(j)}\n${R.t("map.margin_key", { mean: R.num(base.means[Math.floor((j - view.j0) / base.b)]) })}`;
-    if (v >= 0 && v < 1 && u >= 1 && base.field.spread && base.field.have[i]) return `${options.names.row(i)}\n${R.t("map.margin_row", { spread: R.num(base.field.spread[i], 3) })}`;
-    return "";
-  };
-  // the tooltip of what lies under a place of the screen: a cell, or the marginal of a row or a column
+  // the tooltip of what lies under a place of the screen
   const under = at => () => {
     if (!canvas.offsetParent) return "";
     const cell = cellAt(at);
-    return cell ? options.label(...cell) : beside(at);
+    return cell ? options.label(...cell) : options.beside ? options.beside(at) : "";
   };
   const see = e => {
-    pointer = e && { clientX: e.clientX, clientY: e.clientY };
-    draw();
-    if (e) R.showTip(under(pointer), e.clientX, e.clientY); else R.hideTip();
-    if (options.hovered) options.hovered(hover);
+    group.pointer = e && { plot, at: { clientX: e.clientX, clientY: e.clientY } };
+    redraw();
+    if (e) R.showTip(under(group.pointer.at), e.clientX, e.clientY); else R.hideTip();
   };
 
   const fingers = new Map();
   let drag = null;
   canvas.addEventListener("pointerdown", e => {
     fingers.set(e.pointerId, e);
-    drag = { x: e.clientX, y: e.clientY, i0: view.i0, j0: view.j0, moved: false };
-    if (fingers.size > 1 || zoomed()) canvas.setPointerCapture(e.pointerId);
+    drag = { x: e.clientX, y: e.clientY, i0: target().view.i0, j0: target().view.j0, moved: false };
+    if (fingers.size > 1 || target().zoomed()) canvas.setPointerCapture(e.pointerId);
   });
   canvas.addEventListener("pointermove", e => {
-    const before = fingers.get(e.pointerId);
-    if (!before) {
+    if (!fingers.has(e.pointerId)) {
       see(e);
       return;
     }
+    const apart = () => { const [a, b] = [...fingers.values()]; return Math.hypot(a.clientX - b.clientX, a.clientY - b.clientY); };
     if (fingers.size === 2) { // pinch: the cell between the fingers keeps its place
-      const [a, b] = [...fingers.values()], was = Math.hypot(a.clientX - b.clientX, a.clientY - b.clientY);
+      const was = apart();
       fingers.set(e.pointerId, e);
-      const [c, d] = [...fingers.values()], now = Math.hypot(c.clientX - d.clientX, c.clientY - d.clientY);
-      const middle = cellAt({ clientX: (c.clientX + d.clientX) / 2, clientY: (c.clientY + d.clientY) / 2 });
+      const [c, d] = [...fingers.values()], middle = cellAt({ clientX: (c.clientX + d.clientX) / 2, clientY: (c.clientY + d.clientY) / 2 });
       drag.moved = true;
-      if (middle && now > 0) zoom(was / now, middle[0], middle[1]);
+      if (middle && apart() > 0) target().zoom(was / apart(), ...middle);
       return;
     }
     fingers.set(e.pointerId, e);
-    const dx = e.clientX - drag.x, dy = e.clientY - drag.y;
+    const dx = e.clientX - drag.x, dy = e.clientY - drag.y, { width, height } = plot.shape;
     if (Math.hypot(dx, dy) < 5 && !drag.moved) return;
     drag.moved = true;
+    group.pointer = null;
     R.hideTip();
-    if (zoomed()) show(drag.i0 - dy / shape.height * (view.i1 - view.i0), drag.j0 - dx / shape.width * (view.j1 - view.j0), view.i1 - view.i0, view.j1 - view.j0);
+    if (target().zoomed()) target().show(drag.i0 - dy / height * rows(), drag.j0 - dx / width * cols());
   });
   const lift = e => {
     fingers.delete(e.pointerId);
     if (e.type === "pointerup" && drag && !drag.moved) {
       const cell = cellAt(e);
-      if (cell) { options.pick(...cell); see(e); }
+      if (options.clicked && options.clicked(e)) R.hideTip();
+      else if (cell) { options.pick(...cell); see(e); }
     }
     if (!fingers.size) drag = null;
   };
@@ -249,28 +206,53 @@ const heat = options => {
   canvas.addEventListener("pointercancel", lift);
   canvas.addEventListener("pointerleave", () => { if (!fingers.size) see(null); });
   canvas.addEventListener("blur", () => see(null));
-  canvas.addEventListener("dblclick", e => { if (cellAt(e)) options.open(); });
+  canvas.addEventListener("dblclick", e => { const cell = cellAt(e); if (cell) options.twice(...cell); });
   canvas.addEventListener("wheel", e => {
     const cell = cellAt(e);
-    if (!cell || (!e.ctrlKey && !zoomed() && e.deltaY > 0)) return;
+    if (!cell || (!e.ctrlKey && !target().zoomed() && e.deltaY > 0)) return;
     e.preventDefault();
-    zoom(2 ** (Math.max(-120, Math.min(120, e.deltaY)) / 240), ...cell);
+    target().zoom(2 ** (Math.max(-120, Math.min(120, e.deltaY)) / 240), ...cell);
   }, { passive: false });
   canvas.addEventListener("keydown", e => {
-    const { i, j } = options.mark(), f = options.field(), far = e.shiftKey ? 10 : 1;
-    const to = { ArrowUp: [i - far, j], ArrowDown: [i + far, j], ArrowLeft: [i, j - far], ArrowRight: [i, j + far], Home: [i, 0], End: [i, f.N - 1], PageUp: [i - 16, j], PageDown: [i + 16, j] }[e.key];
-    if (to) {
-      const row = clip(to[0], f.T), col = clip(to[1], f.N);
-      options.pick(row, col);
-      reveal(row, col);
-      const box = canvas.getBoundingClientRect();
-      R.showTip(() => canvas.offsetParent ? options.label(options.mark().i, options.mark().j) : "", box.left + shape.left + x(col + 0.5), box.top + shape.top + y(row + 0.5));
+    const { i, j } = options.mark(), [T, N] = options.size(), [shifted, screen] = options.steps(), far = e.shiftKey ? shifted : 1;
+    const to = { ArrowUp: [i - far, j], ArrowDown: [i + far, j], ArrowLeft: [i, j - far], ArrowRight: [i, j + far], Home: [i, 0], End: [i, N - 1], PageUp: [i - screen, j], PageDown: [i + screen, j] }[e.key];
+    if (to && !e.ctrlKey && !e.metaKey && !e.altKey) {
+      const cell = [clip(to[0], T), clip(to[1], N)];
+      options.pick(...cell);
+      reveal(...cell);
+      options.walked(...cell);
     } else if (e.key === "+" || e.key === "=") zoom(0.5, i, j);
     else if (e.key === "-") zoom(2, i, j);
     else if (e.key === "0") whole();
-    else if (e.key === "Enter") options.open();
+    else if (e.key === "Enter") options.open(i, j);
     else return;
     e.preventDefault();
   });
-  return { canvas, paint, draw, zoom, whole, reveal, show, state: () => ({ ...base, shape, progress }) };
+  const show = (i0, j0, height = rows(), width = cols()) => options.show(i0, j0, height, width);
+  const plot = { canvas, pen, view, shape: null, x, y, draw, show, zoom, zoomed, whole, reveal, share, cellAt };
+  return plot;
+};
+
+// ---- a small picture of the whole pattern, with a frame around what a heat map shows; a click moves the heat map.
+// picture() -> an image or null; wide: its width in pixels; tall: its largest height, as a multiple of the width
+const miniature = (plot, { size, picture, wide, tall, id = null }) => {
+  const canvas = R.el("canvas", { class: "mini hatched", id, tabIndex: -1, ariaHidden: "true" }), pen = canvas.getContext("2d");
+  const draw = () => {
+    const [T, N] = size(), image = picture(), { i0, i1, j0, j1 } = plot.view, part = (from, to, n, length) => [from / n * length + 1, Math.max(3, (Math.min(to, n) - from) / n * length - 2)];
+    canvas.width = wide;
+    canvas.height = Math.max(16, Math.round(wide * Math.min(tall, T / N)));
+    pen.imageSmoothingEnabled = false;
+    if (image) pen.drawImage(image, 0, 0, canvas.width, canvas.height);
+    pen.strokeStyle = R.css("--ink");
+    pen.lineWidth = 2;
+    const [left, width] = part(j0, j1, N, canvas.width), [top, height] = part(i0, i1, T, canvas.height);
+    pen.strokeRect(left, top, width, height);
+  };
+  const go = e => {
+    const box = canvas.getBoundingClientRect(), [T, N] = size(), { i0, i1, j0, j1 } = plot.view;
+    plot.show((e.clientY - box.top) / box.height * T - (i1 - i0) / 2, (e.clientX - box.left) / box.width * N - (j1 - j0) / 2);
+  };
+  canvas.addEventListener("pointerdown", go);
+  canvas.addEventListener("pointermove", e => { if (e.buttons) go(e); });
+  return { canvas, draw };
 };

@@ -47,29 +47,12 @@
       shown: say("recipe.part", { i0: view.i0, i1: view.i1 - 1, j0: view.j0, j1: view.j1 - 1 }), ...(progress < 1 ? { rows_sampled: R.percent(progress) } : {}) };
   };
 
-  // ---- a small picture of the whole pattern, with a frame around the visible part; a click moves it
-  const minimap = () => {
-    const canvas = el("canvas", { class: "mini hatched", tabIndex: -1, ariaHidden: "true" }), pen = canvas.getContext("2d");
-    let key = "", picture = null;
-    const draw = () => {
-      const { place: p, head: h } = R.state, field = fields.small(p, h), now = `${p} ${h} ${R.state.stat} ${R.state.scale} ${R.theme()}`;
-      if (now !== key) picture = fields.image(field.blocks({ i0: 0, i1: field.T, j0: 0, j1: field.N }, ...field.size, { ...fields.look(), sinks: true }), R.state.scale);
-      key = now;
-      canvas.width = 128;
-      canvas.height = Math.max(16, Math.round(128 * Math.min(2, field.T / field.N)));
-      pen.imageSmoothingEnabled = false;
-      pen.drawImage(picture, 0, 0, canvas.width, canvas.height);
-      pen.strokeStyle = R.css("--ink");
-      pen.lineWidth = 2;
-      pen.strokeRect(view.j0 / field.N * canvas.width + 1, view.i0 / field.T * canvas.height + 1, (view.j1 - view.j0) / field.N * canvas.width - 2, (view.i1 - view.i0) / field.T * canvas.height - 2);
-    };
-    const go = e => {
-      const box = canvas.getBoundingClientRect(), field = fields.small(R.state.place, R.state.head), rows = view.i1 - view.i0, cols = view.j1 - view.j0;
-      plot.show((e.clientY - box.top) / box.height * field.T - rows / 2, (e.clientX - box.left) / box.width * field.N - cols / 2, rows, cols);
-    };
-    canvas.addEventListener("pointerdown", go);
-    canvas.addEventListener("pointermove", e => { if (e.buttons) go(e); });
-    return { canvas, draw };
+  let whole = null, wholeOf = "";
+  const picture = () => { // of the whole pattern
+    const { place: p, head: h } = R.state, field = fields.small(p, h), now = `${p} ${h} ${R.state.stat} ${R.state.scale} ${R.theme()}`;
+    if (now !== wholeOf) whole = fields.image(field.blocks({ i0: 0, i1: field.T, j0: 0, j1: field.N }, ...field.size, { ...fields.look(), sinks: true }), R.state.scale);
+    wholeOf = now;
+    return whole;
   };
 
   const current = () => {
@@ -119,13 +102,13 @@
       sinks = el("p", { class: "z", id: "map-sinks-note" });
       caption = el("p", { class: "soft recipe", id: "map-recipe" });
       readout = el("div", { id: "map-cell" });
-      mini = minimap();
-      plot = heat({
+      plot = arrayHeat({
         view, side: 900, marginals: true, around: () => plot.canvas.closest(".mapsplit"), beside: 276, field: () => fields.get(R.state.place, R.state.head), scale: () => R.state.scale, mark: () => ({ i: R.state.i, j: R.state.j }),
         pick: (i, j) => R.set({ i, j }), open, label: words, drawn: found => R.badge(badge, found), names: { row: i => R.rowName(R.state.place, i), col: j => R.keyName(R.state.place, j) },
         alt: () => t("map.alt", { head: R.headName(R.state.place, R.state.head), rows: R.place().T, columns: R.place().N }),
         moved: () => { views.set(R.state.place, { ...view }); plot.paint(); mini.draw(); showCaption(); },
       });
+      mini = miniature(plot, { size: () => [R.place().T, R.place().N], picture, wide: 128, tall: 2 });
       R.plots.map = plot;
       const press = (id, label, act) => el("button", { type: "button", id: `map-${id}`, ariaLabel: t(`map.${id}`), title: t(`map.${id}`), onclick: act }, label);
       const center = () => [Math.min(Math.max(R.state.i, view.i0), view.i1), Math.min(Math.max(R.state.j, view.j0), view.j1)];

@@ -38,6 +38,45 @@ R.lut = which => Uint32Array.from(RAMPS[which][R.theme()], packed);
 const hex = name => { const x = R.css(name); return [1, 3, 5].map(n => parseInt(x.slice(n, n + 2), 16)); };
 R.pixel = name => packed(hex(name));
 
+// returns an image of blocks; `unit(n)` gives the place of a block in the ramp, 0 to 1, NaN for a wrong number, null for a masked block, through
+// which the hatch shows, or "hidden" for one that is left out
+R.paintBlocks = (rows, cols, ramp, unit) => {
+  const image = new ImageData(Math.max(cols, 1), Math.max(rows, 1)), pixels = new Uint32Array(image.data.buffer), lut = R.lut(ramp), wrong = R.pixel("--bad"), away = R.pixel("--page");
+  for (let n = 0; n < rows * cols; n++) {
+    const u = unit(n);
+    if (u === null) continue;
+    pixels[n] = u === "hidden" ? away : Number.isNaN(u) ? wrong : lut[u <= 0 ? 0 : u >= 1 ? 255 : Math.round(255 * u)];
+  }
+  return image;
+};
+R.picture = (rows, cols, ramp, unit, canvas = document.createElement("canvas")) => { // the same on a canvas
+  const image = R.paintBlocks(rows, cols, ramp, unit);
+  canvas.width = image.width;
+  canvas.height = image.height;
+  canvas.getContext("2d").putImageData(image, 0, 0);
+  return canvas;
+};
+let hatchTile = null, hatchOf = "";
+R.hatch = (pen, dpr) => { // the pattern of masked cells
+  const now = `${R.theme()} ${dpr}`, n = Math.round(8 * dpr);
+  if (hatchOf !== now) {
+    hatchTile = R.el("canvas", { width: n, height: n });
+    hatchOf = now;
+    const ink = hatchTile.getContext("2d");
+    ink.fillStyle = R.css("--card");
+    ink.fillRect(0, 0, n, n);
+    ink.strokeStyle = R.css("--line");
+    ink.lineWidth = 1.5 * dpr;
+    for (const shift of [-n, 0, n]) {
+      ink.beginPath();
+      ink.moveTo(shift, n);
+      ink.lineTo(shift + n, 0);
+      ink.stroke();
+    }
+  }
+  return pen.createPattern(hatchTile, "repeat");
+};
+
 // ---- scales: a number -> 0..1 on a fixed domain, and the labels of its ends
 // log: 2^-16..1; linear: 0..1; lift: weight times the keys that the query sees, 2^-8..2^8; signed: -1..1, linear or by the logarithm of its size; ratio: log2 of a ratio, -8..8
 R.SCALES = {

@@ -164,38 +164,9 @@ const MASKED = -2, HIDDEN = -3, fields = (() => {
     return found;
   };
 
-  // converts numbers to pixels in the colours of a scale; masked cells are transparent, so that the hatch shows; NaN has the colour of errors
-  const image = ({ rows, cols, values }, scale) => {
-    const canvas = document.createElement("canvas");
-    canvas.width = Math.max(cols, 1);
-    canvas.height = Math.max(rows, 1);
-    const pen = canvas.getContext("2d"), picture = pen.createImageData(canvas.width, canvas.height), pixels = new Uint32Array(picture.data.buffer);
-    const { ramp, at } = R.SCALES[scale], lut = R.lut(ramp), wrong = R.pixel("--bad"), away = R.pixel("--page");
-    for (let n = 0; n < values.length; n++) {
-      const v = values[n];
-      if (v === MASKED) continue;
-      if (v === HIDDEN) pixels[n] = away;
-      else if (Number.isNaN(v)) pixels[n] = wrong;
-      else pixels[n] = lut[Math.round(255 * Math.min(1, Math.max(0, at(v))))];
-    }
-    pen.putImageData(picture, 0, 0);
-    return canvas;
+  const image = ({ rows, cols, values }, scale) => { // numbers in the colours of a scale
+    const { ramp, at } = R.SCALES[scale];
+    return R.picture(rows, cols, ramp, n => values[n] === MASKED ? null : values[n] === HIDDEN ? "hidden" : at(values[n]));
   };
-  const hatch = (pen, dpr) => {
-    const tile = document.createElement("canvas"), n = Math.round(8 * dpr);
-    tile.width = tile.height = n;
-    const ink = tile.getContext("2d");
-    ink.fillStyle = R.css("--card");
-    ink.fillRect(0, 0, n, n);
-    ink.strokeStyle = R.css("--line");
-    ink.lineWidth = 1.5 * dpr;
-    for (const shift of [-n, 0, n]) {
-      ink.beginPath();
-      ink.moveTo(shift, n);
-      ink.lineTo(shift + n, 0);
-      ink.stroke();
-    }
-    return pen.createPattern(tile, "repeat");
-  };
-  return { get, small, pair, image, hatch, look, FIRST };
+  return { get, small, pair, image, look, FIRST };
 })();

@@ -1,83 +1,64 @@
-// The map: tiles at any zoom on one canvas, rulers with tokens, a crosshair, the largest cells, an inset of the whole, keyboard; and
-// pinned heads beside it, which show the same rows and columns, or the difference to the selected head.
+// The map of tiles: any zoom on one canvas, the largest cells, a small picture of the whole; and pinned heads beside it, which show the same
+// rows and columns, or the difference to the selected head.
 {
-  const { el, t } = R, SIDE = 256, LABELLED = 10, MOST_PANES = 7, MONO = 'ui-monospace, Menlo, Consolas, "DejaVu Sans Mono", "Noto Sans Mono CJK SC", monospace';
-  let canvas, pen, inset, insetPen, badge, live, legend, peaksList, minusButton, shape = { left: 70, top: 54, width: 100, height: 100, dpr: 1 }, pointer = null, hover = null, asked = "", waiting = false;
-  const view = { x: 0, y: 0, s: 1 }; // first column, first row, cells per pixel
-  // what is drawn: the selected head on the large map, or a pinned head in a pane (p, h, canvas, pen, view, shape)
-  const main = { view, get p() { return R.state.place; }, get h() { return R.state.head; }, get canvas() { return canvas; }, get pen() { return pen; }, get shape() { return shape; } };
-  const place = (m = main) => R.meta.places[m.p];
-  const code = (level, i, j, m = main) => source.name(m.p, m.h, level, i, j);
+  const { el, t } = R, SIDE = 256, MOST_PANES = 7, FINEST = 1 / 40; // cells per pixel at the largest zoom
+  const MONO = 'ui-monospace, Menlo, Consolas, "DejaVu Sans Mono", "Noto Sans Mono CJK SC", monospace';
+  let main = null, shape = null, mini, badge, live, legend, peaksList, minusButton, maps, panes = [], asked = "", waiting = false;
+  const view = { i0: 0, i1: 1, j0: 0, j1: 1, s: 1 }, group = { pointer: null, hover: null }; // s: cells per pixel
+  // the large map shows the selected head, a pane its pin: m.pin is [place, head]
+  const headOf = m => m.pin || [R.state.place, R.state.head];
+  const place = (m = main) => R.meta.places[headOf(m)[0]];
+  const code = (level, i, j, m = main) => source.name(...headOf(m), level, i, j);
   const levelNow = (m = main) => Math.min(Math.max(0, Math.ceil(Math.log2(m.view.s / m.shape.dpr) - 1e-9)), place(m).top);
   const fit = () => Math.max(place().N / shape.width, place().T / shape.height);
-  const bound = () => {
-    const { T, N } = place(), most = fit();
-    view.s = Math.min(Math.max(view.s, 1 / 40), most);
+  const look = (i0, j0, s) => { // moves the view within the bounds of the head
+    const { T, N } = place();
+    view.s = Math.min(Math.max(s, FINEST), fit());
     const w = shape.width * view.s, h = shape.height * view.s;
-    view.x = w >= N ? (N - w) / 2 : Math.min(Math.max(view.x, 0), N - w);
-    view.y = h >= T ? (T - h) / 2 : Math.min(Math.max(view.y, 0), T - h);
-    if (w >= N) view.x = 0;
-    if (h >= T) view.y = 0;
+    view.j0 = w >= N ? 0 : Math.min(Math.max(j0, 0), N - w);
+    view.i0 = h >= T ? 0 : Math.min(Math.max(i0, 0), T - h);
+    view.j1 = view.j0 + w;
+    view.i1 = view.i0 + h;
+  };
+  const sized = (m, left, top, least) => {
+    const box = m.canvas.parentElement.getBoundingClientRect();
+    m.shape = { left, top, width: Math.max(least[0], Math.floor(box.width) - left - 2), height: Math.max(least[1], Math.floor(box.height) - top - 2), dpr: devicePixelRatio || 1 };
+    return m.shape;
   };
   const layout = () => {
-    const box = canvas.parentElement.getBoundingClientRect(), narrow = innerWidth < 700, dpr = devicePixelRatio || 1;
-    const left = narrow ? 46 : 84, top = narrow ? 40 : 62, width = Math.max(120, Math.floor(box.width) - left - 2), height = Math.max(160, Math.floor(box.height) - top - 2);
-    const changed = shape.width !== width || shape.height !== height || shape.dpr !== dpr, wasWhole = view.s >= fit() * 0.999;
-    shape = { left, top, width, height, dpr };
-    if (changed && wasWhole) view.s = fit();
-    if (changed || canvas.width !== Math.round((left + width + 2) * dpr)) {
-      canvas.width = Math.round((left + width + 2) * dpr);
-      canvas.height = Math.round((top + height + 2) * dpr);
-      canvas.style.width = `${left + width + 2}px`;
-      canvas.style.height = `${top + height + 2}px`;
-    }
+    const narrow = innerWidth < 700, wasWhole = !shape || view.s >= fit() * 0.999;
+    shape = sized(main, narrow ? 46 : 84, narrow ? 40 : 62, [120, 160]);
+    look(view.i0, view.j0, wasWhole ? fit() : view.s);
   };
 
   // ---- colours: once per tile and look
   R.weightText = (w, digits) => w === 0 ? "< 1.2e−38" : R.num(w, digits); // the smallest weight that the server can send
-  // returns blocks as a picture; `unit` gives the place of a block in the ramp, 0 to 1, NaN for a wrong number, null for a masked block
-  R.paintBlocks = (rows, cols, ramp, unit) => {
-    const image = new ImageData(cols, rows), pixels = new Uint32Array(image.data.buffer), lut = R.lut(ramp), wrong = R.pixel("--bad");
-    for (let n = 0; n < pixels.length; n++) {
-      const u = unit(n);
-      if (u === null) continue; // masked: the hatch shows
-      pixels[n] = Number.isNaN(u) ? wrong : lut[u <= 0 ? 0 : u >= 1 ? 255 : Math.round(255 * u)];
-    }
-    return image;
-  };
-  const asCanvas = (image, canvas = document.createElement("canvas")) => {
-    canvas.width = image.width;
-    canvas.height = image.height;
-    canvas.getContext("2d").putImageData(image, 0, 0);
-    return canvas;
-  };
   const lookNow = () => `${R.state.stat} ${R.state.scale} ${R.theme()}`;
   const paintTile = tile => {
-    const look = lookNow();
-    if (tile.look === look) return tile.picture;
+    const now = lookNow();
+    if (tile.look === now) return tile.picture;
     const { stat } = R.state, { ramp, at } = R.SCALES[R.state.scale], { cols } = tile, plane = tile[stat], size = 2 ** tile.level, isLift = R.state.scale === "lift";
     const uniform = n => tile.keys[Math.floor(n / cols)] / (stat === "mass" ? (tile.visible ? tile.visible[n] : 1) * size : 1); // 1 / what a block has if all visible keys are equal
-    tile.picture = asCanvas(R.paintBlocks(tile.rows, cols, ramp, n => plane[n] < 0 ? null : at(isLift ? plane[n] * uniform(n) : plane[n])), tile.picture || undefined);
-    tile.look = look;
+    tile.picture = R.picture(tile.rows, cols, ramp, n => plane[n] < 0 ? null : at(isLift ? plane[n] * uniform(n) : plane[n]), tile.picture || undefined);
+    tile.look = now;
     return tile.picture;
   };
 
   // ---- the difference of two heads, block by block: the selected head minus the pinned one; a masked block counts as 0
   const paintDifference = (from, tile) => {
-    const look = `${lookNow()} ${from.key} ${from.at} ${tile.at}`;
-    if (tile.difference?.look === look) return tile.difference.picture;
+    const now = `${lookNow()} ${from.key} ${from.at} ${tile.at}`;
+    if (tile.difference?.look === now) return tile.difference.picture;
     const { rows, cols } = tile.empty ? from : tile, { at } = R.SCALES[signedScale()];
-    const read = x => x.empty ? () => -1 : n => x[R.state.stat][n];
-    const a = read(from), b = read(tile), part = w => w < 0 ? 0 : w;
-    const image = R.paintBlocks(rows, cols, "signed", n => a(n) < 0 && b(n) < 0 ? null : at(part(a(n)) - part(b(n))));
-    tile.difference = { look, picture: asCanvas(image, tile.difference?.picture) };
-    return tile.difference.picture;
+    const read = x => x.empty ? () => -1 : n => x[R.state.stat][n], a = read(from), b = read(tile), part = w => w < 0 ? 0 : w;
+    const picture = R.picture(rows, cols, "signed", n => a(n) < 0 && b(n) < 0 ? null : at(part(a(n)) - part(b(n))), tile.difference?.picture);
+    tile.difference = { look: now, picture };
+    return picture;
   };
   const signedScale = () => R.state.scale === "linear" ? "signed" : "signedlog";
 
   // ---- pinned heads, beside the large map; all show the same rows and columns
-  let panes = [], maps = null;
-  const comparable = m => place(m).T === place().T && place(m).N === place().N && (m.p !== main.p || m.h !== main.h);
+  const isSelected = m => headOf(m).join() === headOf(main).join();
+  const comparable = m => place(m).T === place().T && place(m).N === place().N && !isSelected(m);
   const pinned = () => R.state.pins.split("_").filter(Boolean).map(x => x.split(".").map(Number)).filter(([p, h]) => R.meta.places[p]?.heads.includes(h));
   R.pin = (p = R.state.place, h = R.state.head) => { // pins a head, or takes it away
     const name = `${p}.${h}`, all = pinned().map(x => x.join(".")), next = all.includes(name) ? all.filter(x => x !== name) : [...all, name].slice(-MOST_PANES);
@@ -86,44 +67,31 @@
   const makePanes = () => {
     for (const m of panes) m.node.remove();
     panes = pinned().map(([p, h]) => {
-      const one = el("canvas", { class: "heat", role: "img", ariaLabel: R.headName(p, h) }), note = el("span", { class: "soft" });
-      const node = el("div", { class: "pane", "data-pin": `${p}.${h}` }, el("div", { class: "panetitle" },
-        el("button", { type: "button", class: "small", title: t("live.open_pin"), onclick: () => R.set({ place: p, head: h }) }, R.headName(p, h)), note,
-        el("button", { type: "button", class: "small unpin", ariaLabel: t("live.unpin"), title: t("live.unpin"), onclick: () => R.pin(p, h) }, "×")), el("div", { class: "panebox" }, one));
-      const m = { p, h, node, note, canvas: one, pen: one.getContext("2d"), view: { x: 0, y: 0, s: 1 }, shape: { left: 1, top: 1, width: 100, height: 100, dpr: 1 } };
-      listen(m);
-      maps.append(node);
+      const m = tiles({ pin: [p, h], names: null, axes: false, canvas: { role: "img", ariaLabel: R.headName(p, h) }, view: { i0: 0, i1: 1, j0: 0, j1: 1, s: 1 }, target: () => main });
+      m.note = el("span", { class: "soft" });
+      m.node = el("div", { class: "pane", "data-pin": `${p}.${h}` }, el("div", { class: "panetitle" },
+        el("button", { type: "button", class: "small", title: t("live.open_pin"), onclick: () => R.set({ place: p, head: h }) }, R.headName(p, h)), m.note,
+        el("button", { type: "button", class: "small unpin", ariaLabel: t("live.unpin"), title: t("live.unpin"), onclick: () => R.pin(p, h) }, "×")), el("div", { class: "panebox" }, m.canvas));
+      maps.append(m.node);
       return m;
     });
     const n = panes.length + 1, columns = innerWidth < 700 || n === 1 ? 1 : n <= 4 ? 2 : 3;
     maps.style.gridTemplateColumns = `repeat(${columns}, minmax(0, 1fr))`;
     maps.dataset.panes = panes.length;
-    canvas.closest(".mapbox").classList.toggle("shared", panes.length > 0);
-  };
-  const layoutPanes = () => {
-    const dpr = devicePixelRatio || 1;
-    for (const m of panes) {
-      const box = m.canvas.parentElement.getBoundingClientRect(), width = Math.max(60, Math.floor(box.width) - 2), height = Math.max(60, Math.floor(box.height) - 2);
-      m.shape = { left: 1, top: 1, width, height, dpr };
-      if (m.canvas.width === Math.round((width + 2) * dpr) && m.canvas.height === Math.round((height + 2) * dpr)) continue;
-      m.canvas.width = Math.round((width + 2) * dpr);
-      m.canvas.height = Math.round((height + 2) * dpr);
-      m.canvas.style.width = `${width + 2}px`;
-      m.canvas.style.height = `${height + 2}px`;
-    }
+    main.canvas.closest(".mapbox").classList.toggle("shared", panes.length > 0);
   };
   const linkPanes = () => { // the centre of the large map, at the zoom at which all that it shows has room
     for (const m of panes) {
       const { width, height } = m.shape, s = Math.max(shape.width / width, shape.height / height) * view.s;
-      m.view = { s, x: view.x + (shape.width * view.s - width * s) / 2, y: view.y + (shape.height * view.s - height * s) / 2 };
-      if (view.x === 0 && shape.width * view.s >= place().N) m.view.x = 0;
-      if (view.y === 0 && shape.height * view.s >= place().T) m.view.y = 0;
+      const start = (from, length, n, room) => from === 0 && length >= n ? 0 : from + (length - room) / 2;
+      const i0 = start(view.i0, shape.height * view.s, place().T, height * s), j0 = start(view.j0, shape.width * view.s, place().N, width * s);
+      Object.assign(m.view, { s, i0, i1: i0 + height * s, j0, j1: j0 + width * s });
     }
   };
   const drawPane = m => {
-    m.pen.clearRect(0, 0, m.canvas.width, m.canvas.height);
-    const found = drawTiles(m), words = [found.computed < 1 ? t("live.short_preview", { share: R.percent(found.computed, 2) }) : t("live.exact")];
-    if (R.state.diff) words.unshift(t(comparable(m) ? "live.difference_of" : m.p === main.p && m.h === main.h ? "live.same_head" : "live.other_size"));
+    m.draw();
+    const { found } = m, words = [found.computed < 1 ? t("live.short_preview", { share: R.percent(found.computed, 2) }) : t("live.exact")];
+    if (R.state.diff) words.unshift(t(comparable(m) ? "live.difference_of" : isSelected(m) ? "live.same_head" : "live.other_size"));
     if (!found.known) words.push(t("live.loading"));
     if (m.note.textContent !== words.join(" · ")) m.note.textContent = words.join(" · ");
     m.node.dataset.known = found.known;
@@ -132,12 +100,10 @@
 
   // ---- which tiles are visible, nearest to the pointer first; then those one level up
   const visible = (level, m = main) => {
-    const size = SIDE * 2 ** level, { T, N } = place(m), found = [], { view, shape } = m;
-    const i0 = Math.max(0, Math.floor(view.y / size)), i1 = Math.min(Math.ceil(T / size) - 1, Math.floor((view.y + shape.height * view.s) / size));
-    const j0 = Math.max(0, Math.floor(view.x / size)), j1 = Math.min(Math.ceil(N / size) - 1, Math.floor((view.x + shape.width * view.s) / size));
-    for (let i = i0; i <= i1; i++) for (let j = j0; j <= j1; j++) found.push([i, j]);
-    const [y, x] = hover || [view.y + shape.height * view.s / 2, view.x + shape.width * view.s / 2];
-    return found.sort((a, b) => Math.hypot((a[0] + 0.5) * size - y, (a[1] + 0.5) * size - x) - Math.hypot((b[0] + 0.5) * size - y, (b[1] + 0.5) * size - x));
+    const size = SIDE * 2 ** level, { T, N } = place(m), found = [], { i0, i1, j0, j1 } = m.view, first = from => Math.max(0, Math.floor(from / size)), last = (to, n) => Math.min(Math.ceil(n / size) - 1, Math.floor(to / size));
+    for (let i = first(i0); i <= last(i1, T); i++) for (let j = first(j0); j <= last(j1, N); j++) found.push([i, j]);
+    const [y, x] = group.hover || [(view.i0 + view.i1) / 2, (view.j0 + view.j1) / 2], far = ([i, j]) => Math.hypot((i + 0.5) * size - y, (j + 0.5) * size - x);
+    return found.sort((a, b) => far(a) - far(b));
   };
   const request = () => {
     linkPanes();
@@ -153,149 +119,67 @@
     if (now !== asked || keys.some(k => !source.get(k) || source.get(k).computed < 1)) source.want(keys);
     asked = now;
   };
-  const px = (j, m = main) => (j - m.view.x) / m.view.s, py = (i, m = main) => (i - m.view.y) / m.view.s;
 
-  const drawTiles = (m = main) => {
-    const { shape, view, pen } = m, { left, top, width, height, dpr } = shape, level = levelNow(m), { T, N } = place(m), minus = m !== main && R.state.diff && comparable(m);
-    let computed = 1, sampled = 0, known = true, seen = 0;
-    pen.save();
-    pen.beginPath();
-    const x0 = Math.max(0, px(0, m)), y0 = Math.max(0, py(0, m));
-    pen.rect((left + x0) * dpr, (top + y0) * dpr, Math.max(0, Math.min(width, px(N, m)) - x0) * dpr, Math.max(0, Math.min(height, py(T, m)) - y0) * dpr);
-    pen.clip();
-    pen.fillStyle = hatch(pen);
-    pen.fillRect(left * dpr, top * dpr, width * dpr, height * dpr);
-    pen.imageSmoothingEnabled = false;
-    const peaks = [];
+  // paints the tiles of a map, coarser ones where those of its level are not here; returns what the badge says about them
+  const drawTiles = m => {
+    const { pen, view, x, y } = m, { left, top, width, height, dpr } = m.shape, level = levelNow(m), { T, N } = place(m), minus = m.pin && R.state.diff && comparable(m), size = SIDE * 2 ** level;
+    const found = { level, computed: 1, sampled: 0, known: true, peaks: [] };
     for (const [i, j] of visible(level, m)) {
       let tile = source.touch(code(level, i, j, m)), up = level, a = i, b = j;
       while (!tile && !minus && up < place(m).top) { up++; a >>= 1; b >>= 1; tile = source.get(code(up, a, b, m)); }
-      const size = SIDE * 2 ** level, x0 = Math.round((left + px(j * size, m)) * dpr), y0 = Math.round((top + py(i * size, m)) * dpr);
-      const x1 = Math.round((left + px(Math.min((j + 1) * size, N), m)) * dpr), y1 = Math.round((top + py(Math.min((i + 1) * size, T), m)) * dpr), from = minus ? source.touch(code(level, i, j)) : null;
-      seen++;
-      if (!tile || minus && !from) { known = false; pen.fillStyle = R.css("--hint"); pen.fillRect(x0, y0, x1 - x0, y1 - y0); continue; }
-      if (up !== level) known = false;
-      for (const x of minus ? [tile, from] : [tile]) { computed = Math.min(computed, x.computed); if (x.computed < 1) sampled = Math.max(sampled, x.sampled); }
-      if (minus ? tile.empty && from.empty : tile.empty) continue;
-      if (!minus) peaks.push(...tile.peaks);
-      const picture = minus ? paintDifference(from, tile) : paintTile(tile), block = 2 ** up, rows = (Math.min((i + 1) * size, T) - i * size) / block, cols = (Math.min((j + 1) * size, N) - j * size) / block;
-      pen.drawImage(picture, (j * size - b * SIDE * block) / block, (i * size - a * SIDE * block) / block, cols, rows, x0, y0, x1 - x0, y1 - y0);
+      const i1 = Math.min((i + 1) * size, T), j1 = Math.min((j + 1) * size, N), from = minus ? source.touch(code(level, i, j)) : null;
+      const x0 = Math.round((left + x(j * size)) * dpr), y0 = Math.round((top + y(i * size)) * dpr), box = [x0, y0, Math.round((left + x(j1)) * dpr) - x0, Math.round((top + y(i1)) * dpr) - y0];
+      if (up !== level || !tile || (minus && !from)) found.known = false;
+      if (!tile || (minus && !from)) { pen.fillStyle = R.css("--hint"); pen.fillRect(...box); continue; }
+      for (const one of minus ? [tile, from] : [tile]) {
+        found.computed = Math.min(found.computed, one.computed);
+        if (one.computed < 1) found.sampled = Math.max(found.sampled, one.sampled);
+      }
+      if (tile.empty && (!minus || from.empty)) continue;
+      if (!minus) found.peaks.push(...tile.peaks);
+      const block = 2 ** up, cells = n => n / block;
+      pen.drawImage(minus ? paintDifference(from, tile) : paintTile(tile), cells(j * size - b * SIDE * block), cells(i * size - a * SIDE * block), cells(j1 - j * size), cells(i1 - i * size), ...box);
     }
-    if (view.s <= 1 / 14 && !minus) drawNumbers(m);
-    drawMarks(peaks, m);
-    pen.restore();
-    return { level, computed, sampled, known, peaks, seen };
+    if (view.s <= 1 / 34 && !minus) drawNumbers(m);
+    return found;
   };
-  let pattern = null, patternOf = "";
-  const hatch = pen => {
-    const now = `${R.theme()} ${shape.dpr}`;
-    if (patternOf === now) return pattern;
-    patternOf = now;
-    const n = Math.round(8 * shape.dpr), one = el("canvas", { width: n, height: n }), ink = one.getContext("2d");
-    ink.fillStyle = R.css("--card");
-    ink.fillRect(0, 0, n, n);
-    ink.strokeStyle = R.css("--line");
-    ink.lineWidth = shape.dpr;
-    for (const shift of [-n, 0, n]) { ink.beginPath(); ink.moveTo(shift, n); ink.lineTo(shift + n, 0); ink.stroke(); }
-    return pattern = pen.createPattern(one, "repeat");
-  };
-  const drawNumbers = m => { // weights as numbers where a cell has room for them
-    const { view, shape, pen } = m, { left, top, dpr } = shape, each = 1 / view.s;
-    if (each < 34) return;
-    pen.font = `${Math.min(12, each / 3.4) * dpr}px ${MONO}`;
+  const drawNumbers = m => { // weights as numbers, because a cell has room for them
+    const { view, pen, x, y } = m, { left, top, dpr } = m.shape, { T, N } = place(m);
+    pen.font = `${Math.min(12, 1 / view.s / 3.4) * dpr}px ${MONO}`;
     pen.textAlign = "center";
     pen.textBaseline = "middle";
-    const { T, N } = place(m);
-    for (let i = Math.max(0, Math.floor(view.y)); i < Math.min(T, view.y + shape.height * view.s); i++) for (let j = Math.max(0, Math.floor(view.x)); j < Math.min(N, view.x + shape.width * view.s); j++) {
+    for (let i = Math.floor(view.i0); i < Math.min(T, view.i1); i++) for (let j = Math.floor(view.j0); j < Math.min(N, view.j1); j++) {
       const v = value(i, j, m);
       if (!v || v.masked || v.level > 0) continue;
       const u = R.SCALES[R.state.scale].at(v.max);
-      pen.fillStyle = (R.theme() === "dark") === (u > 0.6) ? "#15171c" : "#f7f7f5";
-      if (u <= 0.6) pen.fillStyle = R.css("--ink");
-      pen.fillText(R.num(v.max, 2), (left + px(j + 0.5, m)) * dpr, (top + py(i + 0.5, m)) * dpr);
+      pen.fillStyle = u <= 0.6 ? R.css("--ink") : R.theme() === "dark" ? "#15171c" : "#f7f7f5";
+      pen.fillText(R.num(v.max, 2), (left + x(j + 0.5)) * dpr, (top + y(i + 0.5)) * dpr);
     }
   };
-  const drawMarks = (peaks, m) => {
-    const { view, shape, pen } = m, { left, top, width, height, dpr } = shape, { i, j } = R.state;
+  const isRing = (peak, m) => m.view.s > 1 / 3 && peak.w >= 0.02;
+  const drawRings = m => { // around each of the largest cells
+    const { pen, x, y } = m, { left, top, dpr } = m.shape;
+    pen.strokeStyle = R.css("--bad");
     pen.lineWidth = 1.5 * dpr;
-    const line = (ink, x, y, w, h) => { pen.strokeStyle = R.css(ink); pen.strokeRect((left + x) * dpr, (top + y) * dpr, w * dpr, h * dpr); };
-    const wide = Math.max(1 / view.s, 1);
-    pen.globalAlpha = 0.75;
-    line("--q", -4, py(i, m), width + 8, wide);
-    line("--k", px(j, m), -4, wide, height + 8);
-    pen.globalAlpha = 1;
-    if (view.s > 1 / 3) for (const peak of peaks.filter(x => x.w >= 0.02)) { // a ring around each of the largest cells
-      pen.strokeStyle = R.css("--bad");
+    for (const peak of m.found.peaks.filter(one => isRing(one, m))) {
       pen.beginPath();
-      pen.arc((left + px(peak.j + 0.5, m)) * dpr, (top + py(peak.i + 0.5, m)) * dpr, 6 * dpr, 0, 7);
+      pen.arc((left + x(peak.j + 0.5)) * dpr, (top + y(peak.i + 0.5)) * dpr, 6 * dpr, 0, 7);
       pen.stroke();
     }
-    if (hover) line("--ink", px(hover[1], m), py(hover[0], m), Math.max(1 / view.s, 1), Math.max(1 / view.s, 1));
   };
-
-  // ---- rulers
-  const clipped = (text, room) => {
-    if (pen.measureText(text).width <= room) return text;
-    let shown = [...text].slice(0, 24);
-    while (shown.length > 1 && pen.measureText(`${shown.join("")}…`).width > room) shown.pop();
-    return `${shown.join("")}…`;
+  const openRing = (e, m) => { // opens the cell whose ring is under the pointer, if there is one
+    const box = m.canvas.getBoundingClientRect(), { left, top } = m.shape, far = one => Math.hypot(m.x(one.j + 0.5) + left - e.clientX + box.left, m.y(one.i + 0.5) + top - e.clientY + box.top);
+    const peak = (m.found?.peaks || []).find(one => isRing(one, m) && far(one) < 9);
+    if (peak) open(peak.i, peak.j);
+    return Boolean(peak);
   };
-  const ruler = across => {
-    const { left, top, width, height, dpr } = shape, { T, N } = place(), p = R.state.place, length = across ? width : height, from = across ? view.x : view.y, count = across ? N : T;
-    const each = 1 / view.s, named = each >= LABELLED, every = named ? 1 : 10 ** Math.ceil(Math.log10((across ? 56 : 26) * view.s)), half = !named && every * each > (across ? 130 : 70) ? every / 2 : every;
-    const step = Math.max(1, half);
-    pen.font = `${(named ? Math.min(12, Math.max(10, each * 0.8)) : 11) * dpr}px ${named ? MONO : "system-ui, sans-serif"}`;
-    pen.textBaseline = "middle";
-    const marked = across ? R.state.j : R.state.i;
-    for (let n = Math.ceil(from / step) * step; n < Math.min(count, from + length * view.s); n += step) {
-      const at = (n + (named ? 0.5 : 0) - from) * each, text = named ? (across ? R.keyToken(p, n) : R.rowToken(p, n)) || String(n) : n.toLocaleString("en");
-      pen.fillStyle = R.css(marked === n ? (across ? "--k" : "--q") : "--soft");
-      pen.save();
-      if (across) {
-        pen.translate((left + at) * dpr, (top - 5) * dpr);
-        if (named) pen.rotate(-Math.PI / 2);
-        pen.textAlign = named ? "left" : "center";
-        if (!named) { pen.fillRect(-0.5 * dpr, 0, dpr, 4 * dpr); pen.fillText(text, 0, -7 * dpr); } else pen.fillText(clipped(text, (top - 8) * dpr), 0, 0);
-      } else {
-        pen.textAlign = "right";
-        if (!named) pen.fillRect((left - 5) * dpr, (top + at) * dpr - 0.5 * dpr, 4 * dpr, dpr);
-        pen.fillText(clipped(text, (left - 10) * dpr), (left - 7) * dpr, (top + at) * dpr);
-      }
-      pen.restore();
-    }
-    const hits = R.hits || []; // hits of the search tick both rulers
-    pen.fillStyle = R.css("--z");
-    for (let n = lower(hits, from); n < hits.length && hits[n] < from + length * view.s; n++) {
-      const at = (hits[n] - from) * each;
-      if (across) pen.fillRect((left + at) * dpr, (top - 4) * dpr, Math.max(dpr, each * dpr), 4 * dpr); else pen.fillRect((left - 4) * dpr, (top + at) * dpr, 4 * dpr, Math.max(dpr, each * dpr));
-    }
-    pen.fillStyle = R.css(across ? "--k" : "--q");
-    const at = ((across ? R.state.j : R.state.i) + 0.5 - from) * each;
-    if (at >= 0 && at <= length) { pen.beginPath(); if (across) { pen.moveTo((left + at) * dpr, top * dpr); pen.lineTo((left + at - 4) * dpr, (top - 6) * dpr); pen.lineTo((left + at + 4) * dpr, (top - 6) * dpr); } else { pen.moveTo(left * dpr, (top + at) * dpr); pen.lineTo((left - 6) * dpr, (top + at - 4) * dpr); pen.lineTo((left - 6) * dpr, (top + at + 4) * dpr); } pen.fill(); }
-  };
-  const lower = (sorted, x) => { let a = 0, b = sorted.length; while (a < b) { const m = a + b >> 1; if (sorted[m] < x) a = m + 1; else b = m; } return a; };
 
   const draw = () => {
     waiting = false;
-    if (!canvas || !canvas.isConnected || !canvas.offsetParent) return;
-    const { left, top, width, height, dpr } = shape;
-    hover = pointer && cellAt(pointer.at, pointer.m); // the cell under a pointer that rests changes with the view
-    pen.clearRect(0, 0, canvas.width, canvas.height);
-    const found = drawTiles();
-    pen.strokeStyle = R.css("--line");
-    pen.lineWidth = dpr;
-    pen.strokeRect(left * dpr, top * dpr, Math.min(width, place().N / view.s) * dpr, Math.min(height, place().T / view.s) * dpr);
-    ruler(false);
-    ruler(true);
-    pen.font = `${10.5 * dpr}px system-ui, sans-serif`;
-    const narrow = left < 60; // the names of the axes then begin at the edge, above the numbers of the ruler
-    pen.textAlign = narrow ? "left" : "right";
-    pen.fillStyle = R.css("--k");
-    pen.fillText(t("live.keys_axis"), (narrow ? 1 : left - 8) * dpr, (top - (narrow ? 33 : 26)) * dpr);
-    pen.fillStyle = R.css("--q");
-    pen.fillText(t("live.queries_axis"), (narrow ? 1 : left - 8) * dpr, (top - (narrow ? 21 : 11)) * dpr);
-    drawInset();
-    say(found);
+    if (!main || !main.canvas.offsetParent) return;
+    main.draw();
+    mini.draw();
+    say(main.found);
     linkPanes();
     panes.forEach(drawPane);
     R.refreshTip();
@@ -317,18 +201,6 @@
     document.documentElement.dataset.computed = computed;
     document.documentElement.dataset.known = known;
   };
-  const drawInset = () => {
-    const tile = source.get(code(place().top, 0, 0)), { T, N } = place(), w = 132, h = Math.max(20, Math.round(w * Math.min(1.5, T / N)));
-    inset.width = w;
-    inset.height = h;
-    insetPen.imageSmoothingEnabled = false;
-    insetPen.clearRect(0, 0, w, h);
-    if (tile && !tile.empty) insetPen.drawImage(paintTile(tile), 0, 0, w, h);
-    insetPen.strokeStyle = R.css("--ink");
-    insetPen.lineWidth = 1.5;
-    insetPen.strokeRect(view.x / N * w + 0.5, view.y / T * h + 0.5, Math.max(4, Math.min(1, shape.width * view.s / N) * w - 1), Math.max(4, Math.min(1, shape.height * view.s / T) * h - 1));
-  };
-
   // ---- the number under the pointer: of the finest tile that is here
   const value = (i, j, m = main) => {
     for (let level = levelNow(m); level <= place(m).top; level++) {
@@ -342,8 +214,8 @@
     return null;
   };
   const label = (i, j, m = main) => {
-    const v = value(i, j, m), p = m.p, lines = [`${t("map.query")} ${R.rowName(p, i)}`, `${t("map.key")} ${R.keyName(p, j)}`];
-    if (m !== main) lines.unshift(R.headName(m.p, m.h));
+    const v = value(i, j, m), [p, h] = headOf(m), lines = [`${t("map.query")} ${R.rowName(p, i)}`, `${t("map.key")} ${R.keyName(p, j)}`];
+    if (m.pin) lines.unshift(R.headName(p, h));
     if (!v) lines.push(t("live.loading"));
     else if (v.masked) lines.push(t("map.masked"));
     else if (v.level === 0) lines.push(`${t("map.weight")} ${R.weightText(v.max, 4)}`);
@@ -352,113 +224,31 @@
   };
 
   // ---- pan and zoom
-  const moved = () => { bound(); canvas.style.cursor = "crosshair"; request(); redraw(); remember(); };
+  const moved = () => { request(); redraw(); remember(); };
   let later = 0;
-  const remember = () => { clearTimeout(later); later = setTimeout(() => { if (canvas) R.set({ z: `${Math.round(view.y)}.${Math.round(view.x)}.${Math.round(view.s * 1000)}` }); }, 250); };
-  const zoom = (by, i, j) => {
-    const before = view.s, x = px(j), y = py(i);
-    view.s *= by;
-    view.s = Math.min(Math.max(view.s, 1 / 40), fit());
-    if (view.s === before) return;
-    view.x = j - x * view.s;
-    view.y = i - y * view.s;
-    moved();
-  };
-  const whole = () => { view.s = fit(); view.x = view.y = 0; moved(); };
-  const center = (i, j, s = view.s) => { view.s = s; view.x = j + 0.5 - shape.width * s / 2; view.y = i + 0.5 - shape.height * s / 2; moved(); };
-  const open = (i, j) => { R.set({ i, j, tab: "cell" }); center(i, j, 1 / 24); canvas.focus({ preventScroll: true }); };
-  const reveal = (i, j) => {
-    const w = shape.width * view.s, h = shape.height * view.s;
-    if (j < view.x || j >= view.x + w || i < view.y || i >= view.y + h) center(i, j); else redraw();
-  };
-  const cellAt = (e, m = main) => {
-    const { shape, view } = m, box = m.canvas.getBoundingClientRect(), u = e.clientX - box.left - shape.left, v = e.clientY - box.top - shape.top;
-    if (u < 0 || v < 0 || u >= shape.width || v >= shape.height) return null;
-    const i = Math.floor(view.y + v * view.s), j = Math.floor(view.x + u * view.s);
-    return i >= 0 && j >= 0 && i < place(m).T && j < place(m).N ? [i, j] : null;
-  };
-  const nearPeak = (e, m) => {
-    const { shape, view } = m;
-    if (view.s <= 1 / 3) return null;
-    const box = m.canvas.getBoundingClientRect(), u = e.clientX - box.left - shape.left, v = e.clientY - box.top - shape.top, level = levelNow(m);
-    const all = visible(level, m).flatMap(([i, j]) => source.get(code(level, i, j, m))?.peaks || []).filter(x => x.w >= 0.02);
-    return all.find(x => Math.hypot(px(x.j + 0.5, m) - u, py(x.i + 0.5, m) - v) < 9) || null;
-  };
-  const listen = m => { // pan, zoom and choice of a cell, on the large map and in every pane
-    const fingers = new Map(), { canvas } = m;
-    let drag = null;
-    canvas.addEventListener("pointerdown", e => { fingers.set(e.pointerId, e); drag = { x: e.clientX, y: e.clientY, vx: view.x, vy: view.y, moved: false }; canvas.setPointerCapture(e.pointerId); });
-    canvas.addEventListener("pointermove", e => {
-      if (!fingers.has(e.pointerId)) {
-        const at = { clientX: e.clientX, clientY: e.clientY };
-        pointer = { at, m };
-        R.showTip(() => { const cell = m.canvas.offsetParent && cellAt(at, m); return cell ? label(...cell, m) : ""; }, at.clientX, at.clientY);
-        redraw();
-        return;
-      }
-      if (fingers.size === 2) {
-        const [a, b] = [...fingers.values()], was = Math.hypot(a.clientX - b.clientX, a.clientY - b.clientY);
-        fingers.set(e.pointerId, e);
-        const [c, d] = [...fingers.values()], now = Math.hypot(c.clientX - d.clientX, c.clientY - d.clientY), middle = cellAt({ clientX: (c.clientX + d.clientX) / 2, clientY: (c.clientY + d.clientY) / 2 }, m);
-        if (drag) drag.moved = true;
-        if (middle && now > 0) zoom(was / now, ...middle);
-        return;
-      }
-      fingers.set(e.pointerId, e);
-      const dx = e.clientX - drag.x, dy = e.clientY - drag.y;
-      if (!drag.moved && Math.hypot(dx, dy) < 5) return;
-      drag.moved = true;
-      pointer = null;
-      R.hideTip();
-      view.x = drag.vx - dx * m.view.s;
-      view.y = drag.vy - dy * m.view.s;
-      moved();
+  const remember = () => { clearTimeout(later); later = setTimeout(() => R.set({ z: `${Math.round(view.i0)}.${Math.round(view.j0)}.${Math.round(view.s * 1000)}` }), 250); };
+  const show = (i0, j0, rows, cols) => { look(i0, j0, Math.max(rows / shape.height, cols / shape.width)); moved(); };
+  const center = (i, j, s = view.s) => show(i + 0.5 - shape.height * s / 2, j + 0.5 - shape.width * s / 2, shape.height * s, shape.width * s);
+  const open = (i, j) => { R.set({ i, j, tab: "cell" }); center(i, j, 1 / 24); main.canvas.focus({ preventScroll: true }); };
+  const reveal = (i, j) => { if (j < view.j0 || j >= view.j1 || i < view.i0 || i >= view.i1) center(i, j); else redraw(); };
+  const tiles = options => { // a heat map of tiles: the large map, or a pane
+    const m = heat({
+      group, redraw, show, open, size: () => [place(m).T, place(m).N], mark: () => ({ i: R.state.i, j: R.state.j }), pick: (i, j) => R.set({ i, j }), label: (i, j) => label(i, j, m),
+      limit: by => Math.min(Math.max(view.s * by, FINEST), fit()) / view.s, twice: (i, j) => main.zoom(1 / 8, i, j), clicked: e => openRing(e, m),
+      body: () => { m.found = drawTiles(m); }, over: () => drawRings(m), steps: () => Array(2).fill(Math.max(1, Math.floor(shape.width * view.s * 0.9))),
+      walked: (i, j) => { live.textContent = label(i, j).replaceAll("\n", ", "); }, ...options,
     });
-    const lift = e => {
-      fingers.delete(e.pointerId);
-      if (e.type === "pointerup" && drag && !drag.moved) {
-        const peak = nearPeak(e, m), cell = cellAt(e, m);
-        if (peak) open(peak.i, peak.j); else if (cell) R.set({ i: cell[0], j: cell[1] });
-      }
-      if (!fingers.size) drag = null;
-    };
-    canvas.addEventListener("pointerup", lift);
-    canvas.addEventListener("pointercancel", lift);
-    canvas.addEventListener("pointerleave", () => { pointer = null; R.hideTip(); redraw(); });
-    canvas.addEventListener("dblclick", e => { const cell = cellAt(e, m); if (cell) zoom(1 / 8, ...cell); });
-    canvas.addEventListener("wheel", e => {
-      const cell = cellAt(e, m);
-      if (!cell) return;
-      e.preventDefault();
-      zoom(2 ** (Math.max(-120, Math.min(120, e.deltaY)) / 200), ...cell);
-    }, { passive: false });
-  };
-  const listenToKeys = () => {
-    canvas.addEventListener("keydown", e => {
-      const { i, j } = R.state, screen = Math.max(1, Math.floor(shape.width * view.s * 0.9)), far = e.shiftKey ? screen : 1, { T, N } = place();
-      const to = { ArrowUp: [i - far, j], ArrowDown: [i + far, j], ArrowLeft: [i, j - far], ArrowRight: [i, j + far], Home: [i, 0], End: [i, N - 1], PageUp: [i - screen, j], PageDown: [i + screen, j] }[e.key];
-      if (to && !e.ctrlKey && !e.metaKey && !e.altKey) {
-        R.set({ i: clip(to[0], T), j: clip(to[1], N) });
-        reveal(R.state.i, R.state.j);
-        live.textContent = label(R.state.i, R.state.j).replaceAll("\n", ", ");
-      } else if (e.key === "+" || e.key === "=") zoom(0.5, i, j);
-      else if (e.key === "-") zoom(2, i, j);
-      else if (e.key === "0") whole();
-      else if (e.key === "Enter") open(i, j);
-      else return;
-      e.preventDefault();
-    });
-    inset.addEventListener("pointerdown", e => jump(e));
-    inset.addEventListener("pointermove", e => { if (e.buttons) jump(e); });
-    const jump = e => { const box = inset.getBoundingClientRect(); center((e.clientY - box.top) / box.height * place().T, (e.clientX - box.left) / box.width * place().N); };
+    m.pin = options.pin;
+    return m;
   };
 
-  R.map = { view, zoom, whole, center, open, reveal, redraw, request, value, shape: () => shape, level: levelNow, panes: () => panes };
+  R.map = { view, center, open, reveal, redraw, request, value, zoom: (...at) => main.zoom(...at), whole: () => main.whole(), shape: () => shape, level: () => levelNow(), panes: () => panes };
   R.mapPanel = () => {
-    canvas = el("canvas", { id: "map", tabIndex: 0, role: "img", class: "heat" });
-    pen = canvas.getContext("2d");
-    inset = el("canvas", { class: "mini", id: "inset", ariaHidden: "true" });
-    insetPen = inset.getContext("2d");
+    const names = { row: i => R.rowToken(R.state.place, i), col: j => R.keyToken(R.state.place, j) };
+    main = tiles({ view, names, axes: true, canvas: { id: "map", role: "img" }, hits: () => R.hits || [] });
+    main.shape = shape;
+    const whole = () => { const tile = source.get(code(place().top, 0, 0)); return tile && !tile.empty ? paintTile(tile) : null; };
+    mini = miniature(main, { id: "inset", size: () => [place().T, place().N], picture: whole, wide: 132, tall: 1.5 });
     badge = el("span", { class: "badge", id: "badge", role: "status" });
     live = el("p", { class: "hidden", role: "status", ariaLive: "polite", id: "live" });
     legend = el("div", { class: "legendbox" });
@@ -467,14 +257,12 @@
     const heads = el("select", { id: "head", ariaLabel: t("map.head"), onchange: e => { const [p, h] = e.target.value.split(" ").map(Number); R.set({ place: p, head: h }); } },
       ...R.meta.places.map((x, p) => el("optgroup", { label: x.name }, ...x.heads.map(h => el("option", { value: `${p} ${h}` }, R.headName(p, h))))));
     const press = (id, label, act) => el("button", { type: "button", id, class: "tool", ariaLabel: t(`map.${id}`), title: t(`map.${id}`), onclick: act }, label);
-    const middle = () => [view.y + shape.height * view.s / 2, view.x + shape.width * view.s / 2];
+    const middle = () => [(view.i0 + view.i1) / 2, (view.j0 + view.j1) / 2];
     const node = el("section", { class: "mappanel", ariaLabel: t("map.title") },
       el("div", { class: "controls" }, heads, select("stat", [["max", t("stat.max")], ["mass", t("stat.mass")]]), select("scale", ["log", "linear", "lift"].map(x => [x, t(`scale.${x}`)])),
-        el("span", { class: "controls" }, press("in", "+", () => zoom(0.5, ...middle())), press("out", "−", () => zoom(2, ...middle())), press("whole", t("map.fit"), whole)),
+        el("span", { class: "controls" }, press("in", "+", () => main.zoom(0.5, ...middle())), press("out", "−", () => main.zoom(2, ...middle())), press("whole", t("map.fit"), main.whole)),
         el("span", { class: "controls" }, el("button", { type: "button", id: "pin", title: t("live.pin_title"), onclick: () => R.pin() }, t("live.pin")), minusButton = el("button", { type: "button", id: "diff", title: t("live.minus_title"), onclick: () => R.set({ diff: R.state.diff ? "" : "1" }) }, t("live.minus")))),
-      el("div", { class: "controls" }, badge, legend), maps = el("div", { class: "maps" }, el("div", { class: "mapbox" }, canvas, inset)), el("div", { class: "controls under" }, el("span", { class: "soft" }, t("live.largest")), peaksList), live);
-    listen(main);
-    listenToKeys();
+      el("div", { class: "controls" }, badge, legend), maps = el("div", { class: "maps" }, el("div", { class: "mapbox" }, main.canvas, mini.canvas)), el("div", { class: "controls under" }, el("span", { class: "soft" }, t("live.largest")), peaksList), live);
     said = "";
     asked = "";
     panes = [];
@@ -487,16 +275,16 @@
     if (["scale", "theme", "lang", "start", "diff", "pins"].some(x => changed.has(x)) || !legend.childElementCount) legend.replaceChildren(R.legend(R.state.scale, t(R.state.scale === "log" ? "live.log_means" : `scale.${R.state.scale}.means`)),
       R.state.diff && panes.length ? R.legend(signedScale(), t("live.difference_means")) : "");
     layout();
-    layoutPanes();
+    for (const m of panes) sized(m, 1, 1, [60, 60]);
     if (first || changed.has("start")) {
       first = false;
       const z = (R.state.z || "").match(/^(\d+)\.(\d+)\.(\d+)$/);
-      if (z) Object.assign(view, { y: Number(z[1]), x: Number(z[2]), s: Number(z[3]) / 1000 }); else Object.assign(view, { x: 0, y: 0, s: fit() });
+      if (z) look(Number(z[1]), Number(z[2]), Number(z[3]) / 1000); else look(0, 0, fit());
     }
     const size = `${place().T} ${place().N}`; // a place of the same size keeps the rows and columns that are shown
-    if (changed.has("place") && size !== shownSize) Object.assign(view, { x: 0, y: 0, s: fit() });
+    if (changed.has("place") && size !== shownSize) look(0, 0, fit());
     shownSize = size;
-    bound();
+    look(view.i0, view.j0, view.s);
     if (changed.has("head") || changed.has("place")) said = "";
     if (["place", "head", "size", "start", "lang", "pins", "diff"].some(x => changed.has(x))) request();
     document.getElementById("head").value = `${R.state.place} ${R.state.head}`;
@@ -504,7 +292,7 @@
     document.getElementById("pin").setAttribute("aria-pressed", pinned().some(([p, h]) => p === R.state.place && h === R.state.head));
     minusButton.hidden = !panes.length;
     minusButton.setAttribute("aria-pressed", R.state.diff !== "");
-    canvas.setAttribute("aria-label", t("map.alt", { head: R.headName(R.state.place, R.state.head), rows: place().T, columns: place().N }));
+    main.canvas.setAttribute("aria-label", t("map.alt", { head: R.headName(R.state.place, R.state.head), rows: place().T, columns: place().N }));
     redraw();
   };
 }
