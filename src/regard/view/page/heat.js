@@ -26,19 +26,18 @@ const heat = options => {
     while (shown.length > 1 && pen.measureText(`${shown.join("")}…`).width > room) shown.pop();
     return `${shown.join("")}…`;
   };
-  const spacing = (each, across) => { // 1, 5, 10, 50, 100, ...
-    if (each >= LABELLED) return 1;
-    const every = 10 ** Math.ceil(Math.log10((across ? 56 : 26) / each));
-    return every * each > (across ? 130 : 70) ? Math.max(1, every / 2) : Math.max(1, every);
+  const spacing = (each, across, end) => { // 1, 2, 5, 10, 20, ...: the first at which the numbers have room
+    const room = (each >= LABELLED ? 0 : across ? 14 + 7 * Math.ceil(end).toLocaleString("en").length : 22) / each, power = 10 ** Math.floor(Math.log10(Math.max(1, room)));
+    return [1, 2, 5, 10].find(n => n * power >= room) * power;
   };
   const ruler = across => {
     const { left, top, width, height, dpr } = plot.shape, [T, N] = options.size(), length = across ? width : height, from = across ? view.j0 : view.i0;
-    const each = length / (across ? cols() : rows()), end = Math.min(across ? N : T, from + length / each), named = each >= LABELLED, every = spacing(each, across);
+    const each = length / (across ? cols() : rows()), end = Math.min(across ? N : T, from + length / each), named = each >= LABELLED, every = spacing(each, across, end);
     const name = across ? options.names.col : options.names.row, { i, j } = options.mark(), marked = across ? j : i, ink = across ? "--k" : "--q";
     pen.font = `${(named ? Math.min(12, Math.max(10, each * 0.8)) : 11) * dpr}px ${named ? MONO : "system-ui, sans-serif"}`;
     pen.textBaseline = "middle";
     for (let n = Math.ceil(from / every) * every; n < end; n += every) {
-      const at = (n + (named ? 0.5 : 0) - from) * each, text = named ? name(n) || String(n) : n.toLocaleString("en");
+      const at = (n + 0.5 - from) * each, text = named ? name(n) || String(n) : n.toLocaleString("en");
       pen.fillStyle = R.css(marked === n ? ink : "--soft");
       pen.save();
       if (across) {

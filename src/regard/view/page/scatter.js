@@ -3,7 +3,7 @@
 // names: metrics; title(name) -> its words; value(name, p, h) -> a number, or null or NaN where there is none
 // heads() -> [[p, h], ...] that are shown; facts(p, h) -> more lines of the tooltip; pick(p, h, shift) opens a head; chosen: {x, y}, names of metrics
 R.scatter = ({ names, title, value, heads, facts, pick, chosen, open = false }) => {
-  const { el, t } = R, { svg } = R.ui, W = 620, H = 380, PAD = { left: 64, right: 14, top: 12, bottom: 40 };
+  const { el, t } = R, { svg } = R.ui, W = Math.min(620, Math.max(300, innerWidth - 70)), H = 380, PAD = { left: 64, right: 14, top: 12, bottom: 40 };
   const box = el("div", { class: "scatter" });
   const choose = axis => el("label", {}, t(`scatter.${axis}`), " ", el("select", { id: `scatter-${axis}`, onchange: e => { chosen[axis] = e.target.value; draw(); } },
     ...names.map(m => el("option", { value: m, selected: chosen[axis] === m }, title(m)))));

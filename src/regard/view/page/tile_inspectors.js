@@ -1,6 +1,6 @@
 // The inspectors of the selected row, column and cell: numbers in fp64 from the server, the strongest first.
 {
-  const { el, t, num } = R;
+  const { el, t, num } = R, { line, curve } = R.ui;
   let body, tabs, turn = null, drawn = "";
   const cache = new Map();
   const ask = async (path, signal) => {
@@ -11,39 +11,25 @@
     return found;
   };
   const go = (i, j) => { R.set({ i, j }); R.map.reveal(i, j); };
-  const line = (name, weight, share, act, kind, here) => {
-    const mark = el("span", { class: `mark ${kind}` });
-    mark.style.width = `${Math.max(0.5, 100 * Math.min(1, share))}%`;
-    return el("button", { type: "button", class: `listrow${here ? " here" : ""}`, onclick: act }, el("bdi", { class: "token" }, name), el("span", { class: "num" }, num(weight, 4)), el("span", { class: "track s" }, mark));
-  };
   const fact = (name, value, kind = "") => [el("dt", { class: "soft" }, name), el("dd", { class: kind }, value)];
-  const svg = (tag, properties, ...children) => { const node = document.createElementNS("http://www.w3.org/2000/svg", tag); for (const [k, v] of Object.entries(properties)) node.setAttribute(k, v); node.append(...children); return node; };
-  const bars = (values, names, label) => {
-    const most = Math.max(...values, 1e-12), n = values.length, chart = svg("svg", { class: "bars s", viewBox: `0 0 ${Math.max(n, 1)} 100`, preserveAspectRatio: "none", role: "img", "aria-label": label });
-    values.forEach((v, k) => {
-      const rect = svg("rect", { x: k + 0.08, y: 100 - 98 * v / most, width: 0.84, height: Math.max(0.5, 98 * v / most), class: "up" });
-      rect.append(svg("title", {}, `${names(k)}: ${num(v, 3)}`));
-      chart.append(rect);
-    });
-    return el("figure", { class: "vector" }, el("figcaption", {}, label), chart, el("div", { class: "ends num soft" }, el("span", {}, names(0)), el("span", {}, names(n - 1))));
-  };
   const thousands = n => Number(n).toLocaleString("en");
+  const steps = (values, name, label) => curve(values, { label, steps: true, text: k => `${name(k)}: ${num(values[k], 3)}`, low: name(0), high: name(values.length - 1) });
   const row = found => {
     const p = R.state.place, top = found.top.length ? found.top[0].weight : 1;
     return [
       el("p", { class: "says" }, t("live.row_says", { n: thousands(found.seen) }), " ", el("bdi", { class: "q token" }, R.rowName(p, found.i))),
-      ...found.top.map(x => line(R.keyName(p, x.j), x.weight, x.weight / top, () => go(found.i, x.j), "s", x.j === R.state.j)),
+      ...found.top.map(x => line(R.keyName(p, x.j), num(x.weight), x.weight / top, { pick: () => go(found.i, x.j), here: x.j === R.state.j })),
       found.others ? el("p", { class: "soft" }, t("live.others", { n: thousands(found.others), mass: num(found.rest, 4) })) : null,
       el("dl", {}, ...fact(t("map.row_sum"), found.sink ? t("map.row_sum_sink", { sum: num(found.sum, 6), sink: num(found.sink, 3) }) : num(found.sum, 8), "num"), ...fact("lse", num(found.lse, 7), "num"),
         ...fact(t("live.entropy"), `${num(found.entropy, 4)} · ${t("live.effective", { n: num(Math.exp(found.entropy), 3) })}`, "num")),
-      found.cumulative.length > 1 ? bars(found.cumulative.map(x => x[1]), k => thousands(found.cumulative[k][0]), t("live.cumulative")) : null,
-      found.distance.length > 1 ? bars(found.distance, k => thousands(2 ** k - 1), t("live.distance")) : null];
+      found.cumulative.length > 1 ? steps(found.cumulative.map(x => x[1]), k => thousands(found.cumulative[k][0]), t("live.cumulative")) : null,
+      found.distance.length > 1 ? steps(found.distance, k => thousands(2 ** k - 1), t("live.distance")) : null];
   };
   const column = found => {
     const p = R.state.place, top = found.top.length ? found.top[0].weight : 1;
     return [
       el("p", { class: "says" }, t("live.column_says", { n: thousands(found.seen) }), " ", el("bdi", { class: "k token" }, R.keyName(p, found.j))),
-      ...found.top.map(x => line(R.rowName(p, x.i), x.weight, x.weight / top, () => go(x.i, found.j), "s", x.i === R.state.i)),
+      ...found.top.map(x => line(R.rowName(p, x.i), num(x.weight), x.weight / top, { pick: () => go(x.i, found.j), here: x.i === R.state.i })),
       found.others ? el("p", { class: "soft" }, t("live.other_readers", { n: thousands(found.others), mass: num(found.rest, 4) })) : null,
       el("dl", {}, ...fact(t("live.received"), num(found.sum, 6), "num"), ...fact(t("live.mean_received"), num(found.mean, 4), "num"))];
   };
@@ -58,7 +44,7 @@
         ...(found.softcap ? step("softcap", `${num(found.softcap, 4)} tanh(s / ${num(found.softcap, 4)})`, num(found.capped, 7)) : []), ...(found.bias ? step("bias", "+", num(found.bias, 7)) : []),
         ...step(t("map.score"), "s", num(found.score, 8)), ...step(t("live.denominator"), "L", num(found.denominator, 8)), ...step(t("map.weight"), "exp(s − L)", masked ? "0" : num(found.weight, 8))),
       el("h3", {}, t("live.products", { n: found.products.length })),
-      ...order.map(([d, v]) => line(`${d}`, v, Math.abs(v) / most, () => {}, v < 0 ? "s negative" : "s", false)),
+      ...order.map(([d, v]) => line(`${d}`, num(v), v / most)),
       el("p", { class: "soft" }, `${t("live.kernel")} ${found.kernel}`)];
   };
   const KINDS = { cell: [() => `/cell/${R.state.place}/${R.state.head}/${R.state.i}/${R.state.j}`, cell], row: [() => `/row/${R.state.place}/${R.state.head}/${R.state.i}`, row], column: [() => `/column/${R.state.place}/${R.state.head}/${R.state.j}`, column] };
