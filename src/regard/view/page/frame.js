@@ -1,31 +1,59 @@
-// The frame of the page: header, tabs, views, footer and keyboard; it opens what the address names. A feed, arrays or tiles, gives
+// The frame of the page: header, tabs, views, footer and keyboard; it opens what the address names. A feed gives
 //   load(): fetches what the page draws, fills R.meta and R.math; false where there is nothing to show
 //   switches(), facts(), footer(): nodes of the header and of the footer; more(): nodes after it
 //   shown(changed): called after a view is drawn; keys: key -> function
-
 R.frame = () => {
-  const page = document.getElementById("page"), { el, t } = R;
+  const page = document.getElementById("page"),
+    { el, t } = R;
   page.replaceChildren();
   document.title = `regard: ${R.meta.title}`;
-  const tab = view => el("button", { class: "tab", type: "button", role: "tab", "data-view": view.name, onclick: () => R.set({ view: view.name }) }, t(view.title));
+  const tab = view =>
+    el(
+      "button",
+      { class: "tab", type: "button", role: "tab", "data-view": view.name, onclick: () => R.set({ view: view.name }) },
+      t(view.title),
+    );
   const languages = { en: "English", zh: "简体中文" };
-  const choose = (name, options) => el("select", { ariaLabel: t(`core.${name}`), id: name, onchange: e => R.set({ [name]: e.target.value }) },
-    ...options.map(([value, label]) => el("option", { value, selected: R.state[name] === value }, label)));
+  const choose = (name, options) =>
+    el(
+      "select",
+      { ariaLabel: t(`core.${name}`), id: name, onchange: e => R.set({ [name]: e.target.value }) },
+      ...options.map(([value, label]) => el("option", { value, selected: R.state[name] === value }, label)),
+    );
   const section = view => {
     view.node = el("section", { id: `view-${view.name}`, class: "view", hidden: true, role: "tabpanel" });
     view.fresh = true;
     return view.node;
   };
   page.append(
-    el("header", {},
-      el("div", { class: "line" },
+    el(
+      "header",
+      {},
+      el(
+        "div",
+        { class: "line" },
         el("h1", {}, el("span", { class: "name" }, "regard"), " ", el("bdi", { class: "title" }, R.meta.title)),
-        el("div", { class: "switches" }, ...feed.switches(),
-          choose("lang", Object.keys(R.meta.strings).map(x => [x, languages[x] || x])), choose("theme", ["auto", "light", "dark"].map(x => [x, t(`core.theme_${x}`)])))),
-      ...feed.facts()),
+        el(
+          "div",
+          { class: "switches" },
+          ...feed.switches(),
+          choose(
+            "lang",
+            Object.keys(R.meta.strings).map(x => [x, languages[x] || x]),
+          ),
+          choose(
+            "theme",
+            ["auto", "light", "dark"].map(x => [x, t(`core.theme_${x}`)]),
+          ),
+        ),
+      ),
+      ...feed.facts(),
+    ),
     el("nav", { role: "tablist", ariaLabel: t("core.views") }, ...R.views.map(tab)),
     el("main", { id: "views" }, ...R.views.map(section)),
-    el("footer", {}, ...feed.footer()), ...feed.more());
+    el("footer", {}, ...feed.footer()),
+    ...feed.more(),
+  );
 };
 
 R.show = changed => {
@@ -47,13 +75,21 @@ R.show = changed => {
 };
 
 R.stepView = by => {
-  const at = R.views.findIndex(view => view.name === R.state.view), n = R.views.length;
+  const at = R.views.findIndex(view => view.name === R.state.view),
+    n = R.views.length;
   R.set({ view: R.views[(at + by + n) % n].name });
   document.querySelector(`.tab[data-view="${R.state.view}"]`).focus();
 };
 const pressed = e => {
   if (e.key === "Escape") R.hideTip();
-  if (e.altKey || e.ctrlKey || e.metaKey || /^(INPUT|SELECT|TEXTAREA)$/.test(e.target.tagName) || (e.target.closest?.("dialog") && e.key !== "Escape")) return;
+  if (
+    e.altKey ||
+    e.ctrlKey ||
+    e.metaKey ||
+    /^(INPUT|SELECT|TEXTAREA)$/.test(e.target.tagName) ||
+    (e.target.closest?.("dialog") && e.key !== "Escape")
+  )
+    return;
   if (e.target.dataset?.view && /^Arrow(Left|Right)$/.test(e.key)) R.stepView(e.key === "ArrowLeft" ? -1 : 1);
   const act = feed.keys[e.key];
   if (!act) return;
@@ -63,7 +99,7 @@ const pressed = e => {
 
 const start = async () => {
   look();
-  if (await feed.load() === false) {
+  if ((await feed.load()) === false) {
     document.documentElement.dataset.ready = "no";
     return;
   }
@@ -75,7 +111,10 @@ const start = async () => {
   R.show(new Set(["start"]));
   new ResizeObserver(R.redraw).observe(document.getElementById("page"));
   addEventListener("resize", R.redraw);
-  system.addEventListener("change", () => { look(); R.draw(new Set(["theme"])); });
+  system.addEventListener("change", () => {
+    look();
+    R.draw(new Set(["theme"]));
+  });
   addEventListener("hashchange", () => R.set({ ...R.defaults, ...readHash() }));
   addEventListener("keydown", pressed);
   R.ready = performance.now();
@@ -83,7 +122,15 @@ const start = async () => {
 };
 window.R = R;
 start().catch(error => {
-  document.getElementById("page").append(R.el("p", { class: "card bad" }, error.status === 403 ? R.t("live.no_token") : `${error.status ? error.message : error}`));
+  document
+    .getElementById("page")
+    .append(
+      R.el(
+        "p",
+        { class: "card bad" },
+        error.status === 403 ? R.t("live.no_token") : `${error.status ? error.message : error}`,
+      ),
+    );
   document.documentElement.dataset.ready = "failed";
   if (!error.status) throw error;
 });
