@@ -36,10 +36,8 @@
         `${name}\n${Object.keys(R.meta.metrics)
           .map(m => `${R.word(`metric.${m}`, m)} ${R.num(R.metric(m, p, h))}`)
           .join("\n")}\n${t(R.math.has(p, h) ? "atlas.exact" : "atlas.thumb_only")}`;
-    const node = el(
-      "button",
+    const node = R.button(
       {
-        type: "button",
         class: "thumb",
         tabIndex: -1,
         "data-head": key(p, h),
@@ -159,18 +157,7 @@
       paintedKey = "";
       const all = R.heads(),
         names = Object.keys(R.meta.metrics);
-      const select = (name, options, label) =>
-        el(
-          "label",
-          {},
-          t(label),
-          " ",
-          el(
-            "select",
-            { id: `atlas-${name}`, onchange: e => R.set({ [name]: e.target.value }) },
-            ...options.map(([value, text]) => el("option", { value, selected: R.state[name] === value }, text)),
-          ),
-        );
+      const select = (name, options, label) => R.labelled(t(label), R.chooser(name, options, { id: `atlas-${name}` }));
       topSlider = el("input", {
         type: "range",
         id: "atlas-top",
@@ -236,7 +223,7 @@
             ["log", "linear", "lift"].map(x => [x, t(`scale.${x}`)]),
             "map.scale",
           ),
-          el("label", {}, t("atlas.show"), " ", topSlider, topLabel),
+          R.labelled(t("atlas.show"), topSlider, topLabel),
           el(
             "label",
             {},

@@ -63,10 +63,8 @@
         ? el(
             "div",
             { class: "controls" },
-            el(
-              "button",
+            R.button(
               {
-                type: "button",
                 id: "cell-rotary",
                 ariaPressed: String(beforeRotation),
                 onclick: () => {
@@ -322,7 +320,7 @@
         },
       },
       el("summary", {}, t("cell.online")),
-      el("div", { class: "controls" }, el("label", {}, t("cell.block"), " ", choose)),
+      el("div", { class: "controls" }, R.labelled(t("cell.block"), choose)),
       table([t("cell.keys"), "m", "l", "m + ln l", "‖o / l‖"], rows, t("cell.online")),
       el("p", {}, t("cell.ends_in", { mine: num(end.lse, 9), kernel: num(row.denominator, 9) })),
     );
@@ -380,10 +378,10 @@
         el(
           "div",
           { class: "controls" },
-          el("button", { type: "button", id: "cell-back", onclick: () => go(shown - 1) }, t("cell.back")),
+          R.button({ id: "cell-back", onclick: () => go(shown - 1) }, t("cell.back")),
           steps,
-          el("button", { type: "button", id: "cell-next", onclick: () => go(shown + 1) }, t("cell.next")),
-          el("button", { type: "button", id: "cell-all", onclick: () => go(0) }, t("cell.show_all")),
+          R.button({ id: "cell-next", onclick: () => go(shown + 1) }, t("cell.next")),
+          R.button({ id: "cell-all", onclick: () => go(0) }, t("cell.show_all")),
           el("span", { class: "soft" }, t("cell.keyboard")),
         ),
         body,

@@ -145,10 +145,8 @@
       el("h3", {}, t("compare.rows")),
       el("p", { class: "soft" }, t("compare.mean", { mean: R.num(mean, 3), n: found.length })),
       ...order.map(n =>
-        el(
-          "button",
+        R.button(
           {
-            type: "button",
             class: "small wide",
             onclick: () => {
               R.set({ i: from[n] });
@@ -209,23 +207,9 @@
       most = el("div", { class: "card aside" });
       legends = [el("div"), el("div"), el("div")];
       headings = [el("h3", {}), el("h3", {}), el("h3", {})];
-      mechanism = el(
-        "select",
-        {
-          id: "compare-mechanism",
-          onchange: e =>
-            R.set({
-              m:
-                e.target.value === ""
-                  ? ""
-                  : MECHANISMS[e.target.value] === null
-                    ? e.target.value
-                    : `${e.target.value}:${MECHANISMS[e.target.value]}`,
-            }),
-        },
-        el("option", { value: "" }, t("mechanism.none")),
-        ...Object.keys(MECHANISMS).map(x => el("option", { value: x }, t(`mechanism.${x}`))),
-      );
+      const withAmount = name => (name === "" || MECHANISMS[name] === null ? name : `${name}:${MECHANISMS[name]}`);
+      const mechanisms = ["", ...Object.keys(MECHANISMS)].map(x => [x, t(`mechanism.${x || "none"}`)]);
+      mechanism = R.select("compare-mechanism", mechanisms, "", name => R.set({ m: withAmount(name) }));
       amount = el("input", {
         type: "number",
         id: "compare-amount",
@@ -264,27 +248,20 @@
         arrayHeat({ ...act, field: third, scale: thirdScale, alt: () => t(`compare.${how}`), drawn: drawnOne }),
       ];
       R.plots.compare = plots;
-      const choose = el(
-        "select",
-        {
-          id: "compare-how",
-          onchange: e => {
-            how = e.target.value;
-            R.redraw();
-          },
-        },
-        ...["difference", "ratio"].map(x => el("option", { value: x, selected: x === how }, t(`compare.${x}`))),
-      );
+      const pickHow = name => {
+        how = name;
+        R.redraw();
+      };
+      const hows = ["difference", "ratio"].map(x => [x, t(`compare.${x}`)]);
+      const choose = R.select("compare-how", hows, how, pickHow);
       node.append(
         el(
           "div",
           { class: "controls" },
           el("span", { class: "controls" }, el("b", {}, "A"), a.node),
           el("span", { class: "controls" }, el("b", {}, "B"), b.node),
-          el(
-            "button",
+          R.button(
             {
-              type: "button",
               id: "compare-swap",
               onclick: () =>
                 R.set({ place: B().place, head: B().head, b: { place: R.state.place, head: R.state.head } }),
@@ -295,11 +272,11 @@
         el(
           "div",
           { class: "controls" },
-          el("label", {}, t("compare.mechanism"), " ", mechanism),
+          R.labelled(t("compare.mechanism"), mechanism),
           amount,
-          el("label", {}, t("compare.show"), " ", choose),
+          R.labelled(t("compare.show"), choose),
           ...rest.node,
-          el("button", { type: "button", onclick: () => plots[0].whole() }, t("map.fit")),
+          R.button({ onclick: () => plots[0].whole() }, t("map.fit")),
         ),
         el("div", { class: "controls" }, badge),
         notes,

@@ -22,6 +22,19 @@ R.el = (tag, properties = {}, ...children) => {
   return node;
 };
 
+// options: [value, text]; pick(value) is called with what a reader chooses
+R.select = (id, options, value, pick, properties = {}) =>
+  R.el(
+    "select",
+    { id, onchange: e => pick(e.target.value), ...properties },
+    ...options.map(([name, text]) => R.el("option", { value: name, selected: String(name) === String(value) }, text)),
+  );
+R.chooser = (name, options, { id = name, ...properties } = {}) =>
+  // chooses a part of the state
+  R.select(id, options, R.state[name], value => R.set({ [name]: value }), properties);
+R.button = (properties, ...children) => R.el("button", { type: "button", ...properties }, ...children);
+R.labelled = (text, ...nodes) => R.el("label", {}, text, " ", ...nodes);
+
 // ---- texts: every visible sentence comes from the catalogue of the language
 R.t = (key, values = {}) => R.tIn(R.state.lang, key, values);
 R.tIn = (lang, key, values = {}) => {

@@ -161,10 +161,8 @@ const figures = (() => {
       "span",
       { class: "controls" },
       ...["png", "svg"].map(kind =>
-        el(
-          "button",
+        R.button(
           {
-            type: "button",
             id: `save-${name}-${kind}`,
             onclick: () => make[kind](canvases).then(blob => save(blob, `regard-${name}.${kind}`)),
           },

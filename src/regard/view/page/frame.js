@@ -14,12 +14,7 @@ R.frame = () => {
       t(view.title),
     );
   const languages = { en: "English", zh: "简体中文" };
-  const choose = (name, options) =>
-    el(
-      "select",
-      { ariaLabel: t(`core.${name}`), id: name, onchange: e => R.set({ [name]: e.target.value }) },
-      ...options.map(([value, label]) => el("option", { value, selected: R.state[name] === value }, label)),
-    );
+  const choose = (name, options) => R.chooser(name, options, { ariaLabel: t(`core.${name}`) });
   const section = view => {
     view.node = el("section", { id: `view-${view.name}`, class: "view", hidden: true, role: "tabpanel" });
     view.fresh = true;

@@ -71,9 +71,7 @@
     }
     readout.replaceChildren(
       el("dl", {}, ...rows),
-      R.math.has(p, h)
-        ? el("button", { type: "button", id: "map-explain", onclick: open }, t("map.explain"))
-        : R.notExact(p, h),
+      R.math.has(p, h) ? R.button({ id: "map-explain", onclick: open }, t("map.explain")) : R.notExact(p, h),
     );
   };
   const open = () => {
@@ -113,82 +111,6 @@
     if (!views.has(p)) views.set(p, { i0: 0, i1: T, j0: 0, j1: N });
     return views.get(p);
   };
-  R.headSelect = (id, get, set) => {
-    // every head; those that are embedded exactly are marked
-    const select = el("select", { id, onchange: e => set(...e.target.value.split(" ").map(Number)) });
-    const fill = () => {
-      const [p, h] = get(),
-        value = `${p} ${h}`;
-      if (select.dataset.filled !== R.state.lang) {
-        select.dataset.filled = R.state.lang;
-        select.replaceChildren(
-          ...R.meta.places.map((place, n) =>
-            el(
-              "optgroup",
-              { label: `${R.meta.sources.length > 1 ? `${"①②"[place.source]} · ` : ""}${place.name}` },
-              ...place.heads.map(k =>
-                el("option", { value: `${n} ${k}` }, `${R.headName(n, k)}${R.math.has(n, k) ? " ●" : ""}`),
-              ),
-            ),
-          ),
-        );
-      }
-      select.value = value;
-    };
-    const step = by => {
-      const all = R.heads(),
-        at = all.findIndex(([p, h]) => p === get()[0] && h === get()[1]);
-      set(...all[(at + by + all.length) % all.length]);
-    };
-    const node = el(
-      "span",
-      { class: "controls" },
-      el("button", { type: "button", class: "small", ariaLabel: t("map.head_before"), onclick: () => step(-1) }, "‹"),
-      select,
-      el("button", { type: "button", class: "small", ariaLabel: t("map.head_after"), onclick: () => step(1) }, "›"),
-    );
-    return { node, fill };
-  };
-  R.lookControls = (prefix, scales = ["log", "linear", "lift"]) => {
-    // statistic, scale, sinks
-    const select = (name, options) =>
-      el(
-        "label",
-        {},
-        t(`map.${name}`),
-        " ",
-        el(
-          "select",
-          { id: `${prefix}-${name}`, onchange: e => R.set({ [name]: e.target.value }) },
-          ...options.map(([value, text]) => el("option", { value }, text)),
-        ),
-      );
-    const box = el("input", {
-      type: "checkbox",
-      id: `${prefix}-sinks`,
-      onchange: e => R.set({ sinks: !e.target.checked }),
-    });
-    const node = [
-      select("stat", [
-        ["mass", t("stat.mass")],
-        ["max", t("stat.max")],
-      ]),
-      scales.length
-        ? select(
-            "scale",
-            scales.map(x => [x, t(`scale.${x}`)]),
-          )
-        : null,
-      el("label", {}, box, t("map.hide_sinks", { n: fields.FIRST })),
-    ];
-    const fill = () => {
-      node[0].querySelector("select").value = R.state.stat;
-      if (scales.length) node[1].querySelector("select").value = R.state.scale;
-      box.checked = !R.state.sinks;
-    };
-    return { node, fill };
-  };
-
   R.view({
     name: "map",
     title: "map.title",
@@ -231,11 +153,7 @@
       mini = miniature(plot, { size: () => [R.place().T, R.place().N], picture, wide: 128, tall: 2 });
       R.plots.map = plot;
       const press = (id, label, act) =>
-        el(
-          "button",
-          { type: "button", id: `map-${id}`, ariaLabel: t(`map.${id}`), title: t(`map.${id}`), onclick: act },
-          label,
-        );
+        R.button({ id: `map-${id}`, ariaLabel: t(`map.${id}`), title: t(`map.${id}`), onclick: act }, label);
       const center = () => [
         Math.min(Math.max(R.state.i, view.i0), view.i1),
         Math.min(Math.max(R.state.j, view.j0), view.j1),

@@ -48,11 +48,8 @@
       el(
         "div",
         { class: "controls" },
-        el(
-          "label",
-          {},
+        R.labelled(
           t("row.how_many"),
-          " ",
           el(
             "select",
             {

@@ -10,24 +10,14 @@ R.scatter = ({ names, title, value, heads, facts, pick, chosen, open = false }) 
     H = 380,
     PAD = { left: 64, right: 14, top: 12, bottom: 40 };
   const box = el("div", { class: "scatter" });
-  const choose = axis =>
-    el(
-      "label",
-      {},
-      t(`scatter.${axis}`),
-      " ",
-      el(
-        "select",
-        {
-          id: `scatter-${axis}`,
-          onchange: e => {
-            chosen[axis] = e.target.value;
-            draw();
-          },
-        },
-        ...names.map(m => el("option", { value: m, selected: chosen[axis] === m }, title(m))),
-      ),
-    );
+  const choose = axis => {
+    const pick = name => {
+      chosen[axis] = name;
+      draw();
+    };
+    const options = names.map(m => [m, title(m)]);
+    return R.labelled(t(`scatter.${axis}`), R.select(`scatter-${axis}`, options, chosen[axis], pick));
+  };
   const node = el(
     "details",
     { class: "card", id: "scatter", open, ontoggle: () => draw() },

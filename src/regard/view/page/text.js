@@ -286,10 +286,8 @@
     mount: node => {
       bar = R.ui.bar("text", false);
       const side = which =>
-        el(
-          "button",
+        R.button(
           {
-            type: "button",
             id: `text-side-${which}`,
             onclick: () => {
               now.side = which;

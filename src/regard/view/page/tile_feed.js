@@ -61,7 +61,7 @@ const helpDialog = () => {
     el("dl", { class: "keys" }, ...t("live.help_keys").split("\n").flatMap(line)),
     el("p", {}, t("live.help_reading")),
     el("p", { class: "soft" }, t("live.help_error")),
-    el("button", { type: "button", id: "help-close", onclick: () => help(false) }, t("live.close")),
+    R.button({ id: "help-close", onclick: () => help(false) }, t("live.close")),
   );
 };
 const both = (letter, act) => ({ [letter]: act, [letter.toUpperCase()]: act });
@@ -99,11 +99,7 @@ const feed = {
     return true;
   },
   switches: () => [
-    R.el(
-      "button",
-      { type: "button", class: "small", id: "help-open", ariaLabel: R.t("live.help"), onclick: () => help(true) },
-      "?",
-    ),
+    R.button({ class: "small", id: "help-open", ariaLabel: R.t("live.help"), onclick: () => help(true) }, "?"),
   ],
   facts: () => [],
   footer: () => {

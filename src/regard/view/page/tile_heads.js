@@ -134,13 +134,8 @@
     mount(node) {
       canvas = el("canvas", { id: "atlas", tabIndex: 0, role: "img", ariaLabel: t("live.heads") });
       pen = canvas.getContext("2d");
-      sorter = el(
-        "select",
-        { id: "sortBy", onchange: e => R.set({ sortBy: e.target.value }) },
-        el("option", { value: "layers" }, t("atlas.by_layers")),
-        ...R.meta.metricNames.map(m => el("option", { value: m }, t(`live.metric_${m}`))),
-      );
-      sorter.value = R.state.sortBy;
+      const named = R.meta.metricNames.map(m => [m, t(`live.metric_${m}`)]);
+      sorter = R.chooser("sortBy", [["layers", t("atlas.by_layers")], ...named]);
       scatter = R.scatter({
         names: R.meta.metricNames,
         title: m => t(`live.metric_${m}`),
@@ -176,20 +171,6 @@
           e.preventDefault();
         } else if (e.key === "Enter") R.set({ view: "map" });
       });
-      const metrics = (id, label) =>
-        el(
-          "label",
-          {},
-          t(label),
-          " ",
-          el(
-            "select",
-            { id, onchange: e => R.set({ [id]: e.target.value }) },
-            ...R.meta.metricNames.map(m =>
-              el("option", { value: m, selected: m === R.state[id] }, t(`live.metric_${m}`)),
-            ),
-          ),
-        );
       counted = el("span", { class: "soft num", id: "heads-shown", role: "status" });
       const least = el("input", {
         type: "number",
@@ -210,8 +191,8 @@
         el(
           "div",
           { class: "controls" },
-          el("label", {}, t("atlas.sort"), " ", sorter),
-          metrics("filterBy", "live.filter"),
+          R.labelled(t("atlas.sort"), sorter),
+          R.labelled(t("live.filter"), R.chooser("filterBy", named)),
           el("span", {}, "≥"),
           least,
           counted,

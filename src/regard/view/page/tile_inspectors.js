@@ -161,11 +161,7 @@
       "div",
       { class: "tabs", role: "tablist" },
       ...Object.keys(KINDS).map(x =>
-        el(
-          "button",
-          { type: "button", class: "tab", role: "tab", id: `tab-${x}`, onclick: () => R.set({ tab: x }) },
-          t(`live.tab_${x}`),
-        ),
+        R.button({ class: "tab", role: "tab", id: `tab-${x}`, onclick: () => R.set({ tab: x }) }, t(`live.tab_${x}`)),
       ),
     );
     return el("aside", { class: "card inspect", ariaLabel: t("live.inspectors") }, tabs, body);

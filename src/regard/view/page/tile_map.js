@@ -14,6 +14,7 @@
     legend,
     peaksList,
     minusButton,
+    heads,
     maps,
     panes = [],
     asked = "",
@@ -140,21 +141,13 @@
         el(
           "div",
           { class: "panetitle" },
-          el(
-            "button",
-            { type: "button", class: "small", title: t("live.open_pin"), onclick: () => R.set({ place: p, head: h }) },
+          R.button(
+            { class: "small", title: t("live.open_pin"), onclick: () => R.set({ place: p, head: h }) },
             R.headName(p, h),
           ),
           m.note,
-          el(
-            "button",
-            {
-              type: "button",
-              class: "small unpin",
-              ariaLabel: t("live.unpin"),
-              title: t("live.unpin"),
-              onclick: () => R.pin(p, h),
-            },
+          R.button(
+            { class: "small unpin", ariaLabel: t("live.unpin"), title: t("live.unpin"), onclick: () => R.pin(p, h) },
             "×",
           ),
         ),
@@ -349,9 +342,8 @@
     badge.className = `badge ${computed < 1 ? "sampled" : size > 1 ? "pooled" : "exact"}`;
     peaksList.replaceChildren(
       ...best.map(x =>
-        el(
-          "button",
-          { type: "button", class: "small peak", onclick: () => open(x.i, x.j) },
+        R.button(
+          { class: "small peak", onclick: () => open(x.i, x.j) },
           el("span", { class: "num s" }, R.num(x.w, 3)),
           " ",
           el("bdi", { class: "token q" }, R.rowName(R.state.place, x.i)),
@@ -474,37 +466,17 @@
     live = el("p", { class: "hidden", role: "status", ariaLive: "polite", id: "live" });
     legend = el("div", { class: "legendbox" });
     peaksList = el("div", { class: "peaks", id: "peaks", role: "group", ariaLabel: t("live.largest") });
-    const select = (name, options) =>
-      el(
-        "label",
-        { title: t(`map.${name}`) },
-        el("span", { class: "hidden" }, t(`map.${name}`)),
-        el(
-          "select",
-          { id: `${name}`, onchange: e => R.set({ [name]: e.target.value }) },
-          ...options.map(([value, text]) => el("option", { value, selected: R.state[name] === value }, text)),
-        ),
-      );
-    const heads = el(
-      "select",
-      {
-        id: "head",
-        ariaLabel: t("map.head"),
-        onchange: e => {
-          const [p, h] = e.target.value.split(" ").map(Number);
-          R.set({ place: p, head: h });
-        },
-      },
-      ...R.meta.places.map((x, p) =>
-        el("optgroup", { label: x.name }, ...x.heads.map(h => el("option", { value: `${p} ${h}` }, R.headName(p, h)))),
-      ),
+    const hiddenLabel = (name, node) =>
+      el("label", { title: t(`map.${name}`) }, el("span", { class: "hidden" }, t(`map.${name}`)), node);
+    const [stat, scale] = R.lookSelects(name => name);
+    heads = R.headSelect(
+      "head",
+      () => headOf(main),
+      (p, h) => R.set({ place: p, head: h }),
+      { ariaLabel: t("map.head") },
     );
-    const press = (id, label, act) =>
-      el(
-        "button",
-        { type: "button", id, class: "tool", ariaLabel: t(`map.${id}`), title: t(`map.${id}`), onclick: act },
-        label,
-      );
+    const press = (id, label, onclick) =>
+      R.button({ id, class: "tool", ariaLabel: t(`map.${id}`), title: t(`map.${id}`), onclick }, label);
     const middle = () => [(view.i0 + view.i1) / 2, (view.j0 + view.j1) / 2];
     const node = el(
       "section",
@@ -512,15 +484,9 @@
       el(
         "div",
         { class: "controls" },
-        heads,
-        select("stat", [
-          ["max", t("stat.max")],
-          ["mass", t("stat.mass")],
-        ]),
-        select(
-          "scale",
-          ["log", "linear", "lift"].map(x => [x, t(`scale.${x}`)]),
-        ),
+        heads.select,
+        hiddenLabel("stat", stat),
+        hiddenLabel("scale", scale),
         el(
           "span",
           { class: "controls" },
@@ -531,19 +497,9 @@
         el(
           "span",
           { class: "controls" },
-          el(
-            "button",
-            { type: "button", id: "pin", title: t("live.pin_title"), onclick: () => R.pin() },
-            t("live.pin"),
-          ),
-          (minusButton = el(
-            "button",
-            {
-              type: "button",
-              id: "diff",
-              title: t("live.minus_title"),
-              onclick: () => R.set({ diff: R.state.diff ? "" : "1" }),
-            },
+          R.button({ id: "pin", title: t("live.pin_title"), onclick: () => R.pin() }, t("live.pin")),
+          (minusButton = R.button(
+            { id: "diff", title: t("live.minus_title"), onclick: () => R.set({ diff: R.state.diff ? "" : "1" }) },
             t("live.minus"),
           )),
         ),
@@ -587,7 +543,7 @@
     look(view.i0, view.j0, view.s);
     if (changed.has("head") || changed.has("place")) said = "";
     if (["place", "head", "size", "start", "lang", "pins", "diff"].some(x => changed.has(x))) request();
-    document.getElementById("head").value = `${R.state.place} ${R.state.head}`;
+    heads.fill();
     for (const name of ["stat", "scale"]) document.getElementById(name).value = R.state[name];
     document.getElementById("pin").setAttribute(
       "aria-pressed",

@@ -185,10 +185,8 @@
     });
     note = el("span", { class: "soft num", id: "hits", role: "status" });
     const choose = (value, label) =>
-      el(
-        "button",
+      R.button(
         {
-          type: "button",
           class: `small side-${value}`,
           "data-side": value,
           title: t(`${label}_title`),
@@ -204,12 +202,8 @@
         "div",
         { class: "controls searchline" },
         box,
-        el(
-          "button",
-          { type: "button", class: "small", ariaLabel: t("live.before"), onclick: () => R.nextHit(-1) },
-          "↑",
-        ),
-        el("button", { type: "button", class: "small", ariaLabel: t("live.after"), onclick: () => R.nextHit(1) }, "↓"),
+        R.button({ class: "small", ariaLabel: t("live.before"), onclick: () => R.nextHit(-1) }, "↑"),
+        R.button({ class: "small", ariaLabel: t("live.after"), onclick: () => R.nextHit(1) }, "↓"),
         note,
       ),
       room,

@@ -38,20 +38,14 @@ R.ui = (() => {
       });
       const said = el("b", { class: `token ${kind}`, dir: "auto" });
       const go = (by, sign, label) =>
-        el(
-          "button",
-          {
-            type: "button",
-            class: "small",
-            ariaLabel: t(label),
-            onclick: () => R.set({ [name]: Math.max(0, R.state[name] + by) }),
-          },
+        R.button(
+          { class: "small", ariaLabel: t(label), onclick: () => R.set({ [name]: Math.max(0, R.state[name] + by) }) },
           sign,
         );
       const node = el(
         "span",
         { class: "pick" },
-        el("label", {}, t(words[0]), " ", go(-1, "‹", words[1]), input, go(1, "›", words[2])),
+        R.labelled(t(words[0]), go(-1, "‹", words[1]), input, go(1, "›", words[2])),
         said,
       );
       const update = () => {
@@ -74,7 +68,7 @@ R.ui = (() => {
     const node = el(
       "div",
       { class: "controls pickbar" },
-      el("label", {}, t("panel.head"), " ", heads),
+      R.labelled(t("panel.head"), heads),
       query.node,
       withKey ? key.node : null,
     );
@@ -304,6 +298,61 @@ R.ui = (() => {
   return { soft, mono, card, cards, svg, bar, strip, hover, bars, curve, line, others, table, tr, run };
 })();
 
+// ---- controls of the maps: every head, of which those that are embedded exactly are marked; the value of a block, the
+// scale, the sinks
+R.headSelect = (id, get, set, properties = {}) => {
+  const { el, t } = R;
+  const select = el("select", { id, ...properties, onchange: e => set(...e.target.value.split(" ").map(Number)) });
+  const option = (p, h) => el("option", { value: `${p} ${h}` }, `${R.headName(p, h)}${R.math.has?.(p, h) ? " ●" : ""}`);
+  const group = (place, p) => {
+    const source = R.meta.sources.length > 1 ? `${"①②"[place.source]} · ` : "";
+    return el("optgroup", { label: `${source}${place.name}` }, ...place.heads.map(h => option(p, h)));
+  };
+  const fill = () => {
+    if (select.dataset.filled !== R.state.lang) select.replaceChildren(...R.meta.places.map(group));
+    select.dataset.filled = R.state.lang;
+    select.value = get().join(" ");
+  };
+  const step = by => {
+    const all = R.heads(),
+      at = all.findIndex(([p, h]) => p === get()[0] && h === get()[1]);
+    set(...all[(at + by + all.length) % all.length]);
+  };
+  const arrow = (by, sign, key) => R.button({ class: "small", ariaLabel: t(key), onclick: () => step(by) }, sign);
+  const node = el(
+    "span",
+    { class: "controls" },
+    arrow(-1, "‹", "map.head_before"),
+    select,
+    arrow(1, "›", "map.head_after"),
+  );
+  return { node, select, fill };
+};
+R.lookSelects = (ids, scales = ["log", "linear", "lift"]) => {
+  const stats = ["mass", "max"].map(x => [x, R.t(`stat.${x}`)]),
+    names = scales.map(x => [x, R.t(`scale.${x}`)]);
+  return [R.chooser("stat", stats, { id: ids("stat") }), R.chooser("scale", names, { id: ids("scale") })];
+};
+R.lookControls = (prefix, scales) => {
+  const { el, t } = R,
+    selects = R.lookSelects(name => `${prefix}-${name}`, scales);
+  const box = el("input", {
+    type: "checkbox",
+    id: `${prefix}-sinks`,
+    onchange: e => R.set({ sinks: !e.target.checked }),
+  });
+  const node = [
+    R.labelled(t("map.stat"), selects[0]),
+    R.labelled(t("map.scale"), selects[1]),
+    el("label", {}, box, t("map.hide_sinks", { n: fields.FIRST })),
+  ];
+  const fill = () => {
+    selects[0].value = R.state.stat;
+    selects[1].value = R.state.scale;
+    box.checked = !R.state.sinks;
+  };
+  return { node, fill };
+};
 // Keyboard of the panels: q and Q for the next and previous query, k and K for the key; ignored in input fields
 addEventListener("keydown", e => {
   if (!["cell", "row", "text", "diagnostics"].includes(R.state.view) || e.altKey || e.ctrlKey || e.metaKey) return;

@@ -209,10 +209,8 @@
     const names = Object.keys(all),
       head = ["mechanism", "dial", "p", "top", "effective", "divergence", "z"].map(x => t(`whatif.${x}`));
     const rows = names.map(name => {
-      const pick = el(
-        "button",
+      const pick = R.button(
         {
-          type: "button",
           class: "small",
           "data-whatif": name,
           onclick: () => {
