@@ -6,9 +6,9 @@
 R.scatter = ({ names, title, value, heads, facts, pick, chosen, open = false }) => {
   const { el, t } = R,
     { svg } = R.ui,
-    W = Math.min(620, Math.max(300, innerWidth - 70)),
     H = 380,
     PAD = { left: 64, right: 14, top: 12, bottom: 40 };
+  let W = 620; // at most; it follows the width of the window
   const box = el("div", { class: "scatter" });
   const choose = axis => {
     const pick = name => {
@@ -84,8 +84,9 @@ R.scatter = ({ names, title, value, heads, facts, pick, chosen, open = false }) 
   let drawn = "";
   const draw = () => {
     // redraws only if the content changes, so that the keyboard focus stays on its point
+    W = Math.min(620, Math.max(300, innerWidth - 70));
     const all = heads(),
-      now = `${chosen.x} ${chosen.y} ${R.state.place} ${R.state.head} ${all.join(" ")}`;
+      now = `${W} ${chosen.x} ${chosen.y} ${R.state.place} ${R.state.head} ${all.join(" ")}`;
     if (!node.open || now === drawn) return;
     drawn = now;
     const points = all
