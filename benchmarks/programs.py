@@ -310,7 +310,7 @@ def _page(sizes: PageSizes) -> str:
     from regard.masks import Causal
     from regard.ops.softmax import attend
     from regard.tracing import named_scope
-    from regard.view.report import page
+    from regard.view.page import report_page
 
     generator = torch.Generator().manual_seed(0)
     with torch.inference_mode(), Recorder() as recorder:
@@ -319,7 +319,9 @@ def _page(sizes: PageSizes) -> str:
             q, k, v = (torch.randn(shape, generator=generator) for _ in range(3))
             with named_scope("layers"), named_scope(str(layer)):
                 attend(q, k, v, mask=Causal())
-    return page(report(recorder.recording(pieces=tuple(f"t{i}" for i in range(sizes.tokens)))))
+    return report_page(
+        report(recorder.recording(pieces=tuple(f"t{i}" for i in range(sizes.tokens))))
+    )
 
 
 def find_browser() -> str | None:

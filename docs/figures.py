@@ -1,4 +1,4 @@
-"""The figures of the documentation, computed by the library: `python docs/figures.py FOLDER`, with
+"""The figures of the documentation, computed by the library: `python -m docs.figures FOLDER`, with
 labels in English, or with `--lang zh` in Chinese.
 
 A figure is a function without arguments in `FIGURES`; its name is the name of the file. They are
@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from docs import block_diagrams
 from regard import attend, attention_weights, masks
 from regard.biases import alibi_slopes
 from regard.configs.suggested_sizes import BaseModel, mechanism_costs
@@ -32,7 +33,7 @@ from regard.language import (
 from regard.positions import NTK, LinearScaling, YaRN, rope_frequencies, sinusoidal
 from regard.span import Span
 from regard.standard_output import run_program
-from regard.view import attention_diagram, charts
+from regard.view import charts
 from regard.view.charts import Chart, Line, Picture
 from regard.view.heads_figure import CachedHeads, HeadsFigure, MaskFigure, MaskPanels
 from regard.view.heatmaps import EffectMap, HeadWeights
@@ -307,9 +308,9 @@ FIGURES: dict[str, Callable[[], Chart]] = {
 
 
 DIAGRAMS: dict[str, Callable[[], str]] = {
-    "blocks": attention_diagram.svg,
-    "transformer-block": attention_diagram.block_svg,
-    "two-forms": attention_diagram.two_forms_svg,
+    "blocks": block_diagrams.svg,
+    "transformer-block": block_diagrams.block_svg,
+    "two-forms": block_diagrams.two_forms_svg,
 }
 """The name of each block diagram, and the function that returns it as SVG text."""
 FIGURE_FILES = tuple(f"{name}.svg" for name in (*DIAGRAMS, *FIGURES))
@@ -326,7 +327,7 @@ def figure_texts() -> dict[str, str]:
     return diagrams | {f"{name}.svg": charts.svg(make()) for name, make in FIGURES.items()}
 
 
-USAGE = f"usage: python docs/figures.py FOLDER [--lang {'|'.join(LANGUAGES)}]; FOLDER must exist"
+USAGE = f"usage: python -m docs.figures FOLDER [--lang {'|'.join(LANGUAGES)}]; FOLDER must exist"
 
 
 def _arguments(arguments: list[str]) -> tuple[Path | None, str]:

@@ -14,7 +14,7 @@ import regard
 from regard.errors import ArgumentError
 from regard.inspect import Recording, explain, record, report
 from regard.view.explanation_text import page as text_page
-from regard.view.report import page
+from regard.view.page import report_page
 
 WORDS, FRAMES = [f"word{i}" for i in range(6)], [f"frame{i}" for i in range(9)]
 CROSS = "decoder.layers.0.multihead_attn"
@@ -114,7 +114,7 @@ def test_a_bias_is_a_step() -> None:
 def test_a_page_holds_the_labels_and_the_explanation(recording: Recording) -> None:
     row = explain(recording, place=CROSS, head=2, query="word3")
     data = report(recording, choice=(CROSS, 2), query=3, explanation=row.as_dict())
-    html = page(data)
+    html = report_page(data)
     assert "frame5" in html
     assert data["meta"]["texts"] == [FRAMES, WORDS]
     assert data["meta"]["start"]["j"] == row.key

@@ -29,7 +29,7 @@ from regard.inspect.report.page_data import (
 )
 from regard.inspect.report.page_rules import split_by_pool
 from regard.tracing import named_scope
-from regard.view.report import page
+from regard.view.page import report_page
 from tests.view.report.cases import CASES, Case, defined, recorded
 
 
@@ -161,7 +161,7 @@ def test_a_page_of_8192_tokens_keeps_its_budget() -> None:
     recording = run(layers=1, H=1, G=1, T=8192, D=64)
     data = report(recording)
     assert {"p0.q0", "p0.k0", "p0.v0"} <= set(data["arrays"])
-    assert len(page(data).encode()) < PAGE_BUDGET
+    assert len(report_page(data).encode()) < PAGE_BUDGET
 
 
 def test_bytes_of_a_cache_by_hand() -> None:

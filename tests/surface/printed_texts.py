@@ -28,7 +28,7 @@ import regard.errors
 from benchmarks import __main__ as benchmarks_program
 from benchmarks.cases import CASES
 from benchmarks.render import COLUMNS
-from docs import figures
+from docs import block_diagrams, figures
 from experiments import __main__ as experiments_program
 from experiments.claim import VERDICTS, Role
 from regard.audit import FAULTS
@@ -42,10 +42,13 @@ from regard.nn.variants.registry import GROUPS
 from regard.nn.variants.symbols import equation_symbols
 from regard.notation import GLOSSARY
 from regard.train.tasks import TASKS
-from regard.view import attention_diagram, cost_text, layer_text
+from regard.view import cost_text, layer_text
 
 PACKAGE = Path(regard.__file__).parent
-OUTSIDE = (Path(figures.__file__), *(Path(x.__file__).parent for x in (benchmarks, experiments)))
+OUTSIDE = (
+    *(Path(x.__file__) for x in (figures, block_diagrams)),
+    *(Path(x.__file__).parent for x in (benchmarks, experiments)),
+)
 """The programs outside of the package that print texts in both languages."""
 RESULTS = (
     "audit",
@@ -125,7 +128,7 @@ def data_texts() -> Iterator[str]:
         yield from (f"{group.family} attention", group.title)
     yield from STEP_NAMES
     yield from AXES
-    yield from (name for name, _ in attention_diagram.HEAD)
+    yield from (name for name, _ in block_diagrams.HEAD)
     yield from (entry.meaning for entry in GLOSSARY.values())
     yield from (text for fault in FAULTS.values() for text in (fault.summary, fault.look_at))
     yield from (task.description for task in TASKS.values())

@@ -71,6 +71,7 @@ def test_the_checks_would_find_an_offender(tmp_path: Path) -> None:
 ROOT_FILES = {
     ".ci",
     ".gitignore",
+    ".prettierrc.json",
     "CHANGELOG.md",
     "CITATION.cff",
     "CONTRIBUTING.md",

@@ -43,9 +43,9 @@ FRAMES = """(seconds, move) => new Promise(done => {
     };
     requestAnimationFrame(step);
 })"""  # noqa: E501
-PANNING = """n => { const v = R.map.view, w = R.map.shape().width;
+PANNING = """n => { const v = R.map.view;
     if (n % 600 === 0) R.map.center(Math.floor(Math.random() * R.place().T), Math.floor(Math.random() * R.place().N), 2 ** (Math.floor(n / 600) % 4));
-    else R.map.center(v.y + R.map.shape().height * v.s / 2 + 3 * v.s, v.x + w * v.s / 2 + 5 * v.s); }"""  # noqa: E501
+    else R.map.center((v.i0 + v.i1) / 2 + 3 * v.s, (v.j0 + v.j1) / 2 + 5 * v.s); }"""  # noqa: E501
 ZOOMING = """n => R.map.zoom(n % 120 < 60 ? 1 / 1.06 : 1.06, Math.floor(R.place().T / 2), Math.floor(R.place().N / 3))"""  # noqa: E501
 
 
@@ -153,8 +153,6 @@ def server_table(ask: Callable[[str], bytes], pid: int, tokens: int) -> None:
     again = [f"/cell/0/0/{rows[-1]}/{j}" for j in below(rows[-1] + 1, 30)]
     say("cell of the same row", latencies(ask, pid, again), "30 ms")
     say("column", latencies(ask, pid, [f"/column/0/0/{j}" for j in below(tokens, 30)]))
-    top = json.loads(ask("/meta"))["places"][0]["top"]
-    say("preview of a head", latencies(ask, pid, [f"/preview/0/0/{top}/0/0"] * 5), "400 ms")
 
 
 def heap(tab: Tab) -> float:

@@ -8,7 +8,7 @@ from xml.etree import ElementTree as ET
 
 import pytest
 
-from regard.view.attention_diagram import block_svg, svg, two_forms_svg
+from docs.block_diagrams import block_svg, svg, two_forms_svg
 
 IMAGE = Path(__file__).parents[2] / "docs" / "images" / "blocks.svg"
 

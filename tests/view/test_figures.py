@@ -51,7 +51,7 @@ def test_the_stored_figures_are_those_of_the_library(lang: str) -> None:
     assert set(texts) == set(FIGURE_FILES)
     for name, text in texts.items():
         stored = (folder / name).read_text(encoding="utf-8")
-        assert structure(stored) == structure(text), f"{name}: run python docs/figures.py again"
+        assert structure(stored) == structure(text), f"{name}: run python -m docs.figures again"
 
 
 @pytest.mark.full
@@ -142,6 +142,6 @@ def test_lines_have_the_numbers_of_the_library() -> None:
 
 def test_the_command_needs_a_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([]) == main([str(tmp_path / "none")]) == 2
-    assert capsys.readouterr().err.startswith("usage: python docs/figures.py FOLDER")
+    assert capsys.readouterr().err.startswith("usage: python -m docs.figures FOLDER")
     assert main([str(tmp_path), "--lang", "fr"]) == 2
     assert "heads" in FIGURES

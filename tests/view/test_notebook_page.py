@@ -17,6 +17,7 @@ from regard.inspect import Recording, record
 from regard.inspect import widget as page_widget
 from regard.inspect.record.export import MAX_PAGE_WEIGHTS
 from regard.view.notebook_page import VIEWS
+from regard.view.page import ARRAY_SCRIPTS
 from tests.inspect.small_model import TEXT, model
 from tests.view.browser import CHROMIUM, WHY_NOT, chromium
 
@@ -77,8 +78,8 @@ def test_with_anywidget_it_is_a_widget() -> None:
 
 
 def test_the_views_are_those_of_the_page() -> None:
-    scripts = resources.files("regard.view.report").iterdir()
-    texts = "".join(x.read_text("utf-8") for x in scripts if x.name.endswith(".js"))
+    folder = resources.files("regard.view.page")
+    texts = "".join(folder.joinpath(name).read_text("utf-8") for name in ARRAY_SCRIPTS)
     found = re.findall(r"R\.view\(\{\s*name: \"(\w+)\"", texts)
     assert {*found} == {*VIEWS}
 

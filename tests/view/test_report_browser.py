@@ -18,7 +18,7 @@ from regard.inspect.record import Recorder, record
 from regard.inspect.record.recording import Recording
 from regard.inspect.report import report
 from regard.language import PLACEHOLDER
-from regard.view.report import catalogue, page
+from regard.view.page import catalogue, report_page
 from tests.view.browser import CHROMIUM, HOSTILE, WHY_NOT, Browser, Tab
 
 pytestmark = [pytest.mark.skipif(CHROMIUM is None, reason=WHY_NOT), pytest.mark.full]
@@ -74,22 +74,22 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
     recording = record(model, TEXT)
     recordings = {"page": recording}
     data = report(recording, model=model)
-    (folder / "page.html").write_text(page(data), "utf-8")
+    (folder / "page.html").write_text(report_page(data), "utf-8")
     few = report(recording, model=model, choice=(LAYER, HEAD), budget=0)
-    (folder / "few.html").write_text(page(few, "zh"), "utf-8")
+    (folder / "few.html").write_text(report_page(few, "zh"), "utf-8")
     pieces = tuple(HOSTILE[n % len(HOSTILE)] for n in range(len(recording.pieces)))
     hostile = report(
         replace(recording, pieces=pieces, metadata={"model": HOSTILE[0], HOSTILE[1]: HOSTILE[2]}),
         model=model,
         title=HOSTILE[0],
     )
-    (folder / "hostile.html").write_text(page(hostile), "utf-8")
+    (folder / "hostile.html").write_text(report_page(hostile), "utf-8")
     for name, made in (("raw", raw()), ("decoded", record(model, "to be or not to be", tokens=4))):
-        (folder / f"{name}.html").write_text(page(report(made, model=model)), "utf-8")
+        (folder / f"{name}.html").write_text(report_page(report(made, model=model)), "utf-8")
         recordings[name] = made
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("regard.view.report.catalogue", pseudo)
-        (folder / "pseudo.html").write_text(page(data), "utf-8")
+        patch.setattr("regard.view.page.catalogue", pseudo)
+        (folder / "pseudo.html").write_text(report_page(data), "utf-8")
     return Made(recording, recordings, folder)
 
 

@@ -22,7 +22,7 @@ from regard.span import Span
 
 NODE = shutil.which("node")
 pytestmark = pytest.mark.skipif(NODE is None, reason="no node on the PATH")
-PANELS = resources.files("regard.view.report") / "panels.js"
+PANELS = resources.files("regard.view.page") / "panels.js"
 
 
 def node(expression: str, **given: Any) -> Any:

@@ -11,11 +11,11 @@ import pytest
 
 from regard.errors import ArgumentError
 from regard.language import LANGUAGES, PLACEHOLDER, check_language, language_of_locale
-from regard.view.report import catalogue
+from regard.view.page import catalogue
 
 SCRIPTS = {
     file.name: file.read_text("utf-8")
-    for file in resources.files("regard.view.report").iterdir()
+    for file in resources.files("regard.view.page").iterdir()
     if file.name.endswith(".js")
 }
 KEY = r"[a-z]+\.[a-z_0-9]+"
@@ -61,6 +61,7 @@ def test_no_sentence_is_forgotten_in_the_catalogue() -> None:
     beginnings = tuple(re.findall(r"`([a-z]+\.[a-z_]*)\$\{", text))
     unused = [x for x in catalogue("en") if f'"{x}"' not in text and not x.startswith(beginnings)]
     groups = {"about", "cost", "metric", "stat", "step", "why"}  # named by data
+    unused = [x for x in unused if not x.endswith("_title")]  # named by the key before it
     assert [x for x in unused if x.partition(".")[0] not in groups] == []
 
 

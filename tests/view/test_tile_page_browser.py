@@ -94,7 +94,7 @@ def test_the_tooltip_says_what_is_under_the_pointer_now(tab: Tab) -> None:
     a, _ = two_runs()
     a = replace(a, pieces=tuple(f" w{n}" for n in range(400)), ids=torch.arange(400)[None])
     server = open_page(tab, a)
-    cell = "(({ x, y, s }) => [Math.floor(y + 100 * s), Math.floor(x + 90 * s)])(R.map.view)"
+    cell = "(({ i0, j0, s }) => [Math.floor(i0 + 100 * s), Math.floor(j0 + 90 * s)])(R.map.view)"
 
     def told() -> str:
         """What the tooltip says: the cell under the pointer, and its weight in the recording."""
@@ -254,15 +254,10 @@ def test_pinned_heads_move_with_the_map_and_show_differences(tab: Tab) -> None:
         tab.js("R.set({ place: 0, head: 1 }); R.map.open(300, 120)")
         tab.wait("R.map.panes().length === 1 && R.map.panes()[0].node.dataset.known === 'true'")
         tab.wait('location.hash.includes("pins=2.1")')
-        main, pane = (
-            tab.js(
-                f"(({{ view, shape }}) => [view.x + shape.width * view.s / 2, view.y + "
-                f"shape.height * view.s / 2])({which})"
-            )
-            for which in ("{ view: R.map.view, shape: R.map.shape() }", "R.map.panes()[0]")
-        )
+        centre = "(({ i0, i1, j0, j1 }) => [(j0 + j1) / 2, (i0 + i1) / 2])"
+        main, pane = (tab.js(f"{centre}({x}.view)") for x in ("R.map", "R.map.panes()[0]"))
         assert pane == pytest.approx(main), "the same centre"
-        before = tab.js("R.map.view.x")
+        before = tab.js("R.map.view.j0")
         box = tab.js(
             '(b => [b.left + 60, b.top + 60])(document.querySelector(".pane canvas")'
             ".getBoundingClientRect())"
@@ -270,7 +265,7 @@ def test_pinned_heads_move_with_the_map_and_show_differences(tab: Tab) -> None:
         path = (("mouseMoved", 0), ("mousePressed", 0), ("mouseMoved", 40), ("mouseReleased", 40))
         for kind, by in path:
             tab.press(kind, box[0] + by, box[1])
-        assert tab.js("R.map.view.x") < before, "dragging a pane moves the large map"
+        assert tab.js("R.map.view.j0") < before, "dragging a pane moves the large map"
         tab.key("d")
         tab.wait("R.state.diff === '1' && source.get('2/1/0/1/0')?.difference")
         drawn, wanted = tab.js(f"""(() => {{
@@ -297,15 +292,12 @@ def test_heads_are_filtered_and_opened_from_the_scatter(tab: Tab) -> None:
         tab.wait('document.querySelector("#atlas").dataset.drawn === "0"')
         tab.js('R.set({ least: "" })')
         tab.wait('document.querySelector("#scatter").dataset.drawn === "8"')
-        dot = tab.js("R.scatterDots().find(d => d.p === 3 && d.h === 1)")
-        size = tab.js(
-            '(b => [b.width, b.height])(document.querySelector("#scatter").getBoundingClientRect())'
-        )
-        tab.click("#scatter", (dot["x"] / size[0], dot["y"] / size[1]))
+        tab.click('.dot[data-head="3 1"]')
         assert tab.js("[R.state.place, R.state.head, R.state.view]") == [3, 1, "map"]
         tab.js('R.set({ view: "heads" })')
-        tab.js("""document.getElementById("atlas").dispatchEvent(new MouseEvent("click", {
-            shiftKey: true, clientX: document.getElementById("atlas").getBoundingClientRect().left,
-            clientY: document.getElementById("atlas").getBoundingClientRect().top }))""")
+        tab.js("""(node => { const { left, top } = node.getBoundingClientRect();
+            node.dispatchEvent(new MouseEvent("click",
+                { shiftKey: true, clientX: left + 2, clientY: top + 2 }));
+        })(document.getElementById("atlas"))""")
         assert tab.js("R.state.pins") == "0.0"
         assert tab.errors == []

@@ -162,7 +162,7 @@ def module_page(
     """Return the page of a recorded module, opened at the explained query."""
     from regard.inspect.report import report
     from regard.language import language
-    from regard.view.report import page as page_of
+    from regard.view.page import report_page as page_of
 
     report_data = report(
         run.recording,

@@ -481,7 +481,7 @@ def page(
     from regard.inspect.explain.captured_run import record_run
     from regard.inspect.report import report
     from regard.language import language
-    from regard.view.report import page as page_of
+    from regard.view.page import report_page as page_of
 
     recording = record_run(read)
     names = [

@@ -2,7 +2,7 @@
 
 A page has a title, facts, the command that reproduces it, and sections. A section has sentences,
 tables and charts. All text is escaped. The page of a recording, which has scripts, is made by
-`regard.view.report`.
+`regard.view.page`.
 """
 
 from __future__ import annotations

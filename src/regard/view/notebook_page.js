@@ -6,8 +6,12 @@ const render = ({ model, el }) => {
   frame.title = "regard";
   frame.style.cssText = "display:block;width:100%;border:0";
   let url = null;
-  const size = () => { frame.style.height = `${model.get("height")}px`; };
-  const open = () => { frame.src = `${url}#${model.get("address")}`; };
+  const size = () => {
+    frame.style.height = `${model.get("height")}px`;
+  };
+  const open = () => {
+    frame.src = `${url}#${model.get("address")}`;
+  };
   const load = () => {
     if (url) URL.revokeObjectURL(url);
     url = URL.createObjectURL(new Blob([model.get("page")], { type: "text/html" }));

@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import regard
-from regard.view.report import pack, to_page_value
+from regard.view.page import pack, to_page_value
 
 NODE = shutil.which("node")
 WHY_NOT = "no node on the PATH: math.js runs in a browser only"
-MATH = Path(regard.__file__).parent / "view" / "report" / "math.js"
+MATH = Path(regard.__file__).parent / "view" / "page" / "math.js"
 WORDS = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 

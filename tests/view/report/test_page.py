@@ -9,6 +9,7 @@ import json
 import re
 from base64 import b64decode
 from html.parser import HTMLParser
+from importlib import resources
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,7 @@ from regard.errors import ArgumentError, ArgumentTypeError
 from regard.inspect.report import report
 from regard.view import palette
 from regard.view.html_page import content_hash
-from regard.view.report import SCRIPTS, STYLES, pack, page
+from regard.view.page import ARRAY_SCRIPTS, SHARED, STYLES, TILE_SCRIPTS, pack, report_page
 from tests.inspect.test_report import run
 from tests.view.report.cases import CASES, recorded
 
@@ -41,7 +42,7 @@ def data() -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def text(data: dict[str, Any]) -> str:
-    return page(data)
+    return report_page(data)
 
 
 class Page(HTMLParser):
@@ -119,19 +120,18 @@ def test_nothing_parses_markup(text: str, way: str) -> None:
 
 
 def test_every_script_is_there_and_ends_what_it_begins() -> None:
-    script = page(report(run(layers=1, H=1, T=2))).split("<script>")[1]
-    assert len(SCRIPTS) == len(set(SCRIPTS))
-    from importlib import resources
-
-    for name in (*SCRIPTS, *STYLES):
-        assert resources.files("regard.view.report").joinpath(name).is_file(), name
+    script = report_page(report(run(layers=1, H=1, T=2))).split("<script>")[1]
+    names = [*SHARED, *ARRAY_SCRIPTS, *TILE_SCRIPTS, "frame.js"]
+    folder = resources.files("regard.view.page")
+    assert sorted(names) == sorted(x.name for x in folder.iterdir() if x.name.endswith(".js"))
+    assert all(folder.joinpath(name).is_file() for name in STYLES)
     assert script.count('"use strict"') >= 1
 
 
 def test_hostile_texts_are_data(data: dict[str, Any]) -> None:
     bad = {**data, "meta": {**data["meta"], "texts": [list(HOSTILE)], "title": HOSTILE[0]}}
-    found = page(bad)
-    assert [tag for tag, _ in Page(found).tags] == [tag for tag, _ in Page(page(data)).tags]
+    found = report_page(bad)
+    assert [tag for tag, _ in Page(found).tags] == [tag for tag, _ in Page(report_page(data)).tags]
     raw = re.search(r'id="data">(.*?)</script>', found, re.DOTALL)
     assert raw is not None
     assert raw[1].isascii()
@@ -160,17 +160,17 @@ def test_arrays_arrive_bit_for_bit(data: dict[str, Any], text: str) -> None:
 
 
 def test_the_same_recording_gives_the_same_page(text: str) -> None:
-    assert page(report(run())) == text
+    assert report_page(report(run())) == text
 
 
 def test_the_page_opens_in_the_language_asked_for_and_carries_both(data: dict[str, Any]) -> None:
-    found = page(data, "zh")
+    found = report_page(data, "zh")
     assert '<html lang="zh">' in found
     content = carried(found)
     assert content["start"]["lang"] == "zh"
     assert set(content["strings"]) == {"en", "zh"}
     with pytest.raises(ArgumentError, match="lang is 'fr'; it must be one of en"):
-        page(data, "fr")
+        report_page(data, "fr")
 
 
 def test_an_array_of_another_type_is_refused() -> None:
@@ -185,7 +185,7 @@ def test_an_array_of_another_type_is_refused() -> None:
 def test_numbers_that_json_lacks_become_null() -> None:
     data = report(recorded(CASES[8]))
     data["meta"]["places"][0]["audit"]["residual"] = float("nan")
-    assert carried(page(data))["places"][0]["audit"]["residual"] is None
+    assert carried(report_page(data))["places"][0]["audit"]["residual"] is None
 
 
 def test_colours_follow_the_switch() -> None:
@@ -193,3 +193,11 @@ def test_colours_follow_the_switch() -> None:
     assert ":root:not([data-theme])" in css
     assert ':root[data-theme="dark"]' in css
     assert "data-theme" not in palette.css()
+
+
+def test_scripts_have_lines_of_120_columns_at_most() -> None:
+    """They are formatted by prettier with the settings of `.prettierrc.json`."""
+    folder = resources.files("regard.view.page")
+    scripts = [x for x in folder.iterdir() if x.name.endswith(".js")]
+    long = [x.name for x in scripts for y in x.read_text("utf-8").splitlines() if len(y) > 120]
+    assert long == []

@@ -16,7 +16,7 @@ from regard import masks
 from regard.inspect import Recorder, Recording
 from regard.inspect.report import report
 from regard.tracing import named_scope
-from regard.view.report import page
+from regard.view.page import report_page
 from tests.inspect.test_report import run
 from tests.view.browser import CHROMIUM, WHY_NOT, Tab
 
@@ -57,12 +57,13 @@ def recording() -> Recording:
 @pytest.fixture(scope="module")
 def folder(recording: Recording, tmp_path_factory: pytest.TempPathFactory) -> Path:
     at = tmp_path_factory.mktemp("pages")
-    (at / "all.html").write_text(page(report(recording, choice=(1, 1))), "utf-8")
-    (at / "few.html").write_text(page(report(recording, choice=(1, 1), budget=0)), "utf-8")
+    (at / "all.html").write_text(report_page(report(recording, choice=(1, 1))), "utf-8")
+    (at / "few.html").write_text(report_page(report(recording, choice=(1, 1), budget=0)), "utf-8")
     (at / "two.html").write_text(
-        page(report(recording, run(layers=2, H=H, T=80, D=16, seed=5), choice=(0, 2))), "utf-8"
+        report_page(report(recording, run(layers=2, H=H, T=80, D=16, seed=5), choice=(0, 2))),
+        "utf-8",
     )
-    (at / "broken.html").write_text(page(report(broken())), "utf-8")
+    (at / "broken.html").write_text(report_page(report(broken())), "utf-8")
     return at
 
 
@@ -353,7 +354,7 @@ def test_a_page_of_144_heads_has_8_megabytes_at_most_and_shows_each(
     tab: Tab, tmp_path: Path
 ) -> None:
     """How soon it is drawn is measured by `python -m benchmarks draw-page`."""
-    text = page(report(whole_model()))
+    text = report_page(report(whole_model()))
     assert len(text.encode()) <= 8_000_000
     (tmp_path / "large.html").write_text(text, "utf-8")
     opened(tab, tmp_path, "large")

@@ -21,7 +21,7 @@ from regard.language import language_of_locale
 from regard.units import plural
 from regard.view.notebook_page import HEIGHT, PagePlace, frame, has_widgets
 from regard.view.notebook_page import widget as page_widget
-from regard.view.report import page
+from regard.view.page import report_page
 
 FORMATS = ("numpy", "bertviz", "circuitsvis")
 """The formats in memory."""
@@ -203,7 +203,7 @@ def widget(recording: Recording, *, height: int = HEIGHT) -> Any:
         PagePlace(place["name"], tuple(place["heads"]), place["T"], place["N"])
         for place in data["meta"]["places"]
     ]
-    return page_widget(page(data, language_of_locale()), places, height)
+    return page_widget(report_page(data, language_of_locale()), places, height)
 
 
 def notebook_bundle(recording: Recording) -> Mapping[str, Any]:
@@ -213,6 +213,6 @@ def notebook_bundle(recording: Recording) -> Mapping[str, Any]:
     if weights > MAX_PAGE_WEIGHTS:
         return {**text, "text/html": recording._repr_html_()}
     if not has_widgets():
-        return {**text, "text/html": frame(page(report(recording), language_of_locale()))}
+        return {**text, "text/html": frame(report_page(report(recording), language_of_locale()))}
     shown: Mapping[str, Any] = widget(recording)._repr_mimebundle_()[0]
     return {**shown, **text}

@@ -473,7 +473,7 @@ def report(
     budget: int = PAGE_BUDGET,
     explanation: Mapping[str, object] | None = None,
 ) -> dict[str, Any]:
-    """Convert one or two recordings to the data that `regard.view.report.page` draws.
+    """Convert one or two recordings to the data that `regard.view.page.report_page` draws.
 
     Args:
         b: a second recording to compare with: of another prompt, model or kernel.

@@ -43,10 +43,9 @@ from regard.inspect.tile_server.page_answers import (
     encode_weights,
     page_facts,
     row_weights,
-    search_text,
 )
 from regard.inspect.tile_server.session import ViewSession
-from regard.view.report import to_page_value
+from regard.view.page import to_page_value
 
 
 class Limits(NamedTuple):
@@ -234,14 +233,12 @@ class Endpoints:
             Route("/", self._answer_page),
             Route("/meta", self._meta),
             Route(f"/tile/{tile}", self._answer_tile),
-            Route(f"/preview/{tile}", self._preview),
             Route(f"/row/{one}", self._row),
             Route(f"/column/{one}", self._column),
             Route(f"/row-weights/{one}", self._row_weights),
             Route(f"/column-weights/{one}", self._column_weights),
             Route(f"/cell/{cell}", self._cell),
             Route("/heads/{first:int}", self._heads),
-            Route("/search", self._search),
             Route("/audit/{place:int}", self._audit),
         ]
 
@@ -277,18 +274,6 @@ class Endpoints:
         return await self._answer(
             request, lambda: encode_tile(self._session.tile(place, head, level, i, j), level)
         )
-
-    async def _preview(self, request: Request) -> Response:
-        """Answer with a preview of exact rows, whatever else is known."""
-        place, head = self._head(request)
-        level, i, j = self._tile(request, place, head)
-
-        def make() -> bytes:
-            tiles = self._session.head(place, head)
-            empty = tiles.is_empty(tiles.range(level, i, j))
-            return encode_tile(None if empty else tiles.preview(level, i, j), level)
-
-        return await self._answer(request, make)
 
     async def _row(self, request: Request) -> Response:
         """Answer with the largest keys of a query, and the rest."""
@@ -330,15 +315,6 @@ class Endpoints:
             return b"".join(parts)
 
         return await self._answer(request, make)
-
-    async def _search(self, request: Request) -> Response:
-        """Answer with the tokens in which a plain text begins."""
-        query = request.query_params.get("q", "")
-        if not 0 < len(query) <= MAX_QUERY:
-            raise HTTPException(400, f"q has {len(query)} characters; 1 to {MAX_QUERY} are allowed")
-        return await self._answer(
-            request, lambda: _json(search_text(self._session, query)), "application/json"
-        )
 
     async def _audit(self, request: Request) -> Response:
         """Answer with the audit of a place."""

@@ -35,8 +35,6 @@ from regard.inspect.tile_server.head_overviews import METRICS, HeadOverview, mea
 from regard.inspect.tile_server.session import KeptResults, ViewSession
 from regard.masks import Mask
 
-MAX_HITS = 10_000
-
 
 def page_facts(session: ViewSession) -> dict[str, Any]:
     """Return the places and texts of a session as plain data."""
@@ -102,30 +100,6 @@ def _positions(positions: list[int]) -> list[int] | None:
 def _rule(place: Place) -> str:
     """Return the masks of a place as text."""
     return "; ".join(dict.fromkeys(str(step.mask) for step in place.steps))
-
-
-def search_text(session: ViewSession, query: str) -> dict[str, Any]:
-    """Return the tokens in which a text begins, ignoring case; matches may span tokens."""
-    place = session.places[0]
-    recording = replace(session.recordings[0], places={place.name: place})
-    pieces = recording.labels(place.name)[1]
-    starts: list[int] = []
-    text: list[str] = []
-    length = 0
-    for piece in pieces:
-        starts.append(length)
-        text.append(piece.lower())
-        length += len(text[-1])
-    whole, offset = "".join(text), -1
-    hits: list[int] = []
-    wanted = query.lower()
-    token = 0
-    while len(hits) < MAX_HITS and (offset := whole.find(wanted, offset + 1)) >= 0:
-        while token + 1 < len(starts) and starts[token + 1] <= offset:
-            token += 1
-        if not hits or hits[-1] != token:
-            hits.append(token)
-    return {"hits": hits, "complete": len(hits) < MAX_HITS}
 
 
 TOP = 20

@@ -16,7 +16,7 @@ from regard.errors import ArgumentError
 from regard.inspect.record.recording import Recording
 from regard.inspect.record.recording_file import load
 from regard.inspect.tile_server.head_overviews import Overviews
-from regard.view.tile_page import content_policy, tile_page
+from regard.view.page import content_policy, tile_page
 
 if TYPE_CHECKING:
     from regard.inspect.tile_server.app import Limits

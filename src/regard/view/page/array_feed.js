@@ -1,0 +1,43 @@
+// The feed of a report: arrays in the page itself, from which every number is computed.
+
+const unpack = async () => {
+  const text = document.getElementById("arrays").textContent.trim(),
+    raw = atob(text),
+    bytes = new Uint8Array(raw.length);
+  for (let n = 0; n < raw.length; n++) bytes[n] = raw.charCodeAt(n);
+  const stream = new Blob([bytes]).stream().pipeThrough(new DecompressionStream("gzip"));
+  return new Response(stream).arrayBuffer();
+};
+
+const feed = {
+  load: async () => {
+    Object.assign(R.arrays, readArrays(R.meta.arrays, await unpack()));
+    R.math = makeMath(R.meta, R.arrays);
+  },
+  switches: () => [],
+  facts: () => {
+    const { el } = R,
+      several = R.meta.sources.length > 1;
+    return [
+      el(
+        "ul",
+        { class: "facts" },
+        ...R.meta.sources.flatMap((source, n) =>
+          Object.entries(source.metadata).map(([name, value]) =>
+            el(
+              "li",
+              {},
+              several ? `${"①②"[n]} · ` : "",
+              el("span", { class: "soft" }, `${R.word(`metadata.${name}`, name)} `),
+              el("b", {}, String(value)),
+            ),
+          ),
+        ),
+      ),
+    ];
+  },
+  footer: () => ["core.caution", "core.keys"].map(key => R.el("p", { class: "soft" }, R.t(key))),
+  more: () => [],
+  shown: () => {},
+  keys: { "[": () => R.stepView(-1), "]": () => R.stepView(1) },
+};
