@@ -415,7 +415,7 @@ def test_sums_in_whole_numbers(rows: int, n: int, D: int) -> None:
     assert (error <= bound + rounding).all()
     q[1, D // 2] = float("nan")
     found = scores_of(q, codes, scale, zero, 8)
-    assert found[1].isneginf().all(), "the lse of no key: its only weight is NaN"
+    assert found[1].isnan().all()
     assert found[[0, 2, 3]].isfinite().all()
 
 
