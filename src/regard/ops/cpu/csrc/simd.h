@@ -59,6 +59,19 @@ inline vh lower_halves(vu x) {
 #endif
 }
 
+// kLanes bytes as 32-bit numbers.
+inline vu widen_bytes(const uint8_t* p) {
+#if defined(__AVX512F__)
+  return (vu)_mm512_cvtepu8_epi32(load_bits<__m128i>(p));
+#elif defined(__AVX2__)
+  return (vu)_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)p));
+#else
+  vu x;
+  for (int i = 0; i < kLanes; i++) x[i] = p[i];
+  return x;
+#endif
+}
+
 inline vf from_bits(vh h, bf16) { return (vf)(widen(h) << 16); }
 inline vf from_bits(vh h, fp16) {
 #if defined(__AVX512F__)
