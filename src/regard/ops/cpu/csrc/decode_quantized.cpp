@@ -102,26 +102,31 @@ void sum_bytes(const Lines<T>& lines, const uint8_t* first, int64_t bytes, const
   const float* w = weights.scaled.data() + r * weights.distance;
   vf total[kRows * kCodes] = {};  // of row i / kCodes and code i % kCodes of each byte
   for (int64_t line = 0; line < lines.count; line++) {
-    uint8_t read[kLanes] = {};
-    std::memcpy(read, first + line * lines.step, kBytes ? kBytes : bytes);
-    vu wide = widen_bytes(read);
+    vu wide;
+    if constexpr (kBytes) {
+      wide = widen_bytes<kBytes>(first + line * lines.step);
+    } else {
+      uint8_t read[kLanes] = {};
+      std::memcpy(read, first + line * lines.step, bytes);
+      wide = widen_bytes(read);
+    }
     vf code[kCodes];
     for (int i = 0; i < kCodes; i++) {
       code[i] = __builtin_convertvector((vi)((wide >> (kBits * i)) & ((1 << kBits) - 1)) - (1 << (kBits - 1)), vf);
     }
-    for (int i = 0; i < kRows * kCodes; i++) {
+    unroll<kRows * kCodes>([&](auto i) {
       total[i] = fma(splat(w[i / kCodes * weights.distance + line]), code[i % kCodes], total[i]);
-    }
+    });
   }
-  for (int a = 0; a < kRows; a++) {
+  unroll<kRows>([&](auto a) {
     float numbers[kCodes * kLanes];
     vf parts[kCodes];
-    for (int i = 0; i < kCodes; i++) parts[i] = total[a * kCodes + i] + weights.added[r + a];
+    unroll<kCodes>([&](auto i) { parts[i] = total[a * kCodes + i] + weights.added[r + a]; });
     write_in_order(parts, numbers);
     float* z = out + (r + a) * distance;
     int64_t columns = (kBytes ? kBytes : bytes) * kCodes;
     for (int64_t c = 0; c < columns; c++) z[c] = overwrite ? numbers[c] : z[c] + numbers[c];
-  }
+  });
 }
 
 template <int kBits, int kRows, typename T>
@@ -205,15 +210,16 @@ void sum_columns(const Lines<T>& lines, int64_t c, const LineWeights& weights, c
     __m512i first = _mm512_unpacklo_epi16(a, b), second = _mm512_unpackhi_epi16(a, b);
     __m512i code[4] = {_mm512_and_si512(first, low), _mm512_srli_epi16(first, 8), _mm512_and_si512(second, low),
                        _mm512_srli_epi16(second, 8)};
-    for (int i = 0; i < 16; i++) {
+    unroll<16>([&](auto i) {
       __m512i pair = _mm512_set1_epi32(load_bits<int32_t>(w + i / 4 * weights.distance + line));
       total[i] = _mm512_add_epi32(total[i], _mm512_madd_epi16(code[i % 4], pair));
-    }
+    });
   }
-  for (int a = 0; a < 4; a++) {
-    const __m512i* x = total + 4 * a;
-    __m512i fours[4] = {_mm512_unpacklo_epi32(x[0], x[1]), _mm512_unpackhi_epi32(x[0], x[1]), _mm512_unpacklo_epi32(x[2], x[3]),
-                        _mm512_unpackhi_epi32(x[2], x[3])};  // columns 4 i to 4 i + 3 of each 16
+  unroll<4>([&](auto a) {
+    __m512i even = total[4 * a], odd = total[4 * a + 1], even_after = total[4 * a + 2], odd_after = total[4 * a + 3];
+    __m512i fours[4] = {_mm512_unpacklo_epi32(even, odd), _mm512_unpackhi_epi32(even, odd),
+                        _mm512_unpacklo_epi32(even_after, odd_after),
+                        _mm512_unpackhi_epi32(even_after, odd_after)};  // columns 4 i to 4 i + 3 of each 16
     int32_t in_order[64];
     for (int q = 0; q < 4; q++) {
       for (int i = 0; i < 4; i++) std::memcpy(in_order + 16 * q + 4 * i, (const int32_t*)&fours[i] + 4 * q, 16);
@@ -225,7 +231,7 @@ void sum_columns(const Lines<T>& lines, int64_t c, const LineWeights& weights, c
              weights.added[r + a];
       store(z + i, overwrite ? y : load(z + i) + y);
     }
-  }
+  });
 }
 #endif
 
