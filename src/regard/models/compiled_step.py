@@ -27,6 +27,7 @@ from regard.caches.quantization import CodedSlots
 from regard.models.step_reader import ModelReader, Unsupported
 from regard.nn.module_calls import classes_of, methods_of
 from regard.nn.weights.stored import StoredWeightMixin
+from regard.ops.cpu.decode import is_readable
 from regard.ops.decode_step import (
     DecodeStep,
     KeyPlace,
@@ -36,7 +37,6 @@ from regard.ops.decode_step import (
     StepLayer,
 )
 from regard.ops.jit import has_numba, launch
-from regard.ops.jit.decode import is_readable
 from regard.ops.softmax.cpu import causal_positions, visible_ranges
 from regard.ops.softmax.dispatch import KERNELS, all_kernels
 from regard.positions import Rotary

@@ -19,6 +19,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from regard.ops.cpu.decode import (
+    ELEMENTS_PER_THREAD,
+    quantized_numbers,
+    split_count,
+)
 from regard.ops.jit import launch, openmp
 from regard.ops.jit.argument_structs import (
     DECODE_QUANTIZED_STRUCT,
@@ -35,11 +40,6 @@ from regard.ops.jit.argument_structs import (
     QuantizedField,
 )
 from regard.ops.jit.code_files import compiled_entry
-from regard.ops.jit.decode import (
-    ELEMENTS_PER_THREAD,
-    quantized_numbers,
-    split_count,
-)
 from regard.ops.stored_slots import QuantizedSlots
 from regard.ops.stored_weights import StoredWeight
 
@@ -448,7 +448,7 @@ class DecodeStep:
             codes["k_positions_shape"][layers] = _shape_4d(positions)
 
     def _set_splits(self, B: int, workers: int) -> None:
-        """Divide the keys into splits, exactly as `regard.ops.jit.decode` does."""
+        """Divide the keys into splits, exactly as `regard.ops.cpu.decode` does."""
         several = zip(self._attention, self._codes, self.model.layers, strict=True)
         for record, layer in ((x, layer) for *both, layer in several for x in both):
             heads, S = B * layer.G, int(record["S"])

@@ -30,7 +30,8 @@ FLAGS = [
     *("-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"),
     # GCC 12 warns of uninitialized variables in its own headers of intrinsics; Clang has no such
     # warning to turn off
-    *("-Wall", "-Wextra", "-Wno-maybe-uninitialized", "-Wno-unknown-warning-option"),
+    *("-Wall", "-Wextra", "-Wno-uninitialized", "-Wno-maybe-uninitialized"),
+    "-Wno-unknown-warning-option",
 ]
 V3 = ["-mavx2", "-mfma", "-mf16c", "-mbmi", "-mbmi2", "-mlzcnt", "-mpopcnt"]
 V4 = [

@@ -2,44 +2,32 @@
 
 `DecodeArgs` holds the arguments as contiguous tensors. `decode` attends to keys and values in full
 precision, of any strides; `decode_quantized` attends to keys and values that a cache stores as
-codes. Both pack an argument struct (`regard.ops.jit.argument_structs`), look up the compiled entry
-for the dtype (`decode_loops`, `decode_quantized_loops`) and run it in torch's threads (`openmp`).
-`join_splits` joins the results of the two functions, and `apply_sinks` adds attention sinks.
-Compiled code checks no argument: the caller has checked sizes, dtypes and devices. Numba is
-imported only where the code is not on the disk.
+codes. `join_splits` joins the results of the two functions, and `apply_sinks` adds attention sinks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from regard.ops.jit import launch, openmp
-from regard.ops.jit.argument_structs import (
-    DECODE_QUANTIZED_STRUCT,
-    DECODE_STRUCT,
-    DTYPES,
-    StructLayout,
-)
-from regard.ops.jit.code_files import compiled_entry
+from regard.ops.cpu import launch, threads
+from regard.ops.cpu.arguments import struct_layout
+from regard.ops.cpu.library import DTYPES, entry
 from regard.ops.stored_slots import QuantizedSlots, coded_memory
 
 TILE_KEYS = 64
-"""The number of keys in a tile; it must be equal to `decode_loops.TILE`."""
+"""The number of keys in a tile, as `kTile` of `csrc/decode.cpp`."""
 
 ELEMENTS_PER_THREAD = 1 << 17
 """The number of elements of keys and values per thread. For fewer, starting a thread takes longer
 than it saves.
 """
-
-_plain_entry = partial(compiled_entry, "decode_loops", "entry_address")
-_quantized_entry = partial(compiled_entry, "decode_quantized_loops", "entry_address")
 
 
 @dataclass(frozen=True, eq=False)
@@ -194,8 +182,8 @@ def decode(args: DecodeArgs, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     (k, k_argument), (v, v_argument) = strided_argument(k), strided_argument(v)
     return _run_decode(
         args,
-        DECODE_STRUCT,
-        _plain_entry,
+        "DecodePlain",
+        "decode",
         k.dtype,
         (k_argument, v_argument),
         k.shape[2],
@@ -235,27 +223,31 @@ def decode_quantized(args: DecodeArgs, segment: QuantizedSegment, E: int) -> tup
     """
     fields = segment.k, segment.v
     return _run_decode(
-        args, DECODE_QUANTIZED_STRUCT, _quantized_entry, segment.dtype, fields, segment.slots, E
+        args,
+        "DecodeQuantized",
+        "decode_quantized",
+        segment.dtype,
+        fields,
+        segment.slots,
+        E,
     )
 
 
 def _run_decode(
     args: DecodeArgs,
-    record: StructLayout,
-    entry: Callable[[torch.dtype], int],
+    struct: str,
+    kernel: str,
     dtype: torch.dtype,
     memory: tuple[Sequence[int], Sequence[int]],
     S: int,
     E: int,
     more: Mapping[str, Any] = MappingProxyType({}),
 ) -> tuple[Tensor, Tensor]:
-    """Pack the argument struct, run the entry in one or more threads, and return the output and the
-    lse.
+    """Pack the struct, run the kernel in one or more threads, and return the output and the lse.
 
     Args:
         args: the queries, the mask and the terms that are added to the scores.
-        record: the layout of the struct.
-        entry: a function from a dtype to the address of the compiled entry.
+        struct, kernel: the names of the struct and of the kernel.
         dtype: the dtype of the keys and values, or of the scales of their codes.
         memory: the values of the struct fields `k` and `v`.
         S: the number of keys.
@@ -263,11 +255,11 @@ def _run_decode(
         more: the other fields of the struct.
     """
     B, G, R, D = args.q.shape
-    workers = min(openmp.thread_count(), max(1, B * G * S * (D + E) // ELEMENTS_PER_THREAD))
+    workers = min(threads.thread_count(), max(1, B * G * S * (D + E) // ELEMENTS_PER_THREAD))
     P = split_count(B * G, S, workers) if workers > 1 else 1
     out = launch.empty(B * G, P, R, E, dtype=torch.float32)
     lse = launch.empty(B, G, P, R, dtype=torch.float32)
-    packed = record.pack(
+    packed = struct_layout(struct).pack(
         T=args.T,
         origin=args.origin,
         softcap=args.softcap,
@@ -288,24 +280,24 @@ def _run_decode(
         v=memory[1],
         **more,
     )
-    openmp.run_entry(entry(dtype), packed, workers)
+    threads.run_entry(entry(kernel, dtype), packed, workers)
     return out[:, 0].view(B, G, R, E), lse[:, :, 0]
 
 
 def join_splits(outs: Iterable[Tensor], lses: Iterable[Tensor]) -> tuple[Tensor, Tensor]:
     """Join two or more results over disjoint keys, out `[B, G, R, E]` and lse `[B, G, R]`, into
-    one.
+    one, in fp64.
     """
-    from regard.ops.jit.decode_loops import join_splits
-
-    out, lse = torch.stack(list(outs), 2), torch.stack(list(lses), 2)
-    join_splits(*(launch.array(x, torch.float32) for x in (out, lse)))
-    return out[:, :, 0], lse[:, :, 0]
+    out, lse = torch.stack(list(outs)).double(), torch.stack(list(lses)).double()
+    joined = lse.logsumexp(0)
+    share = (lse - joined.masked_fill(joined == -math.inf, 0)).exp()[..., None]
+    # a part that adds nothing may hold NaN
+    return torch.where(share == 0, 0, out * share).sum(0).float(), joined.float()
 
 
 def apply_sinks(out: Tensor, lse: Tensor, sink: Tensor, T: int) -> Tensor:
-    """Return the output `[B, G, R, E]` with exp(sink) added to each softmax denominator; it may be
-    the changed `out` itself.
+    """Return the output `[B, G, R, E]` with exp(sink) added to each softmax denominator: times
+    sigmoid(lse - sink), in fp64; a row that sees no key keeps its output of 0.
 
     Args:
         out: the output without the sink `[B, G, R, E]` in fp32.
@@ -313,8 +305,7 @@ def apply_sinks(out: Tensor, lse: Tensor, sink: Tensor, T: int) -> Tensor:
         sink: one logit per head `[H]`.
         T: the number of queries; row r of key/value head g belongs to head g H/G + r // T.
     """
-    from regard.ops.jit.decode_loops import apply_sinks
-
-    out, sink = out.contiguous(), sink.detach().float().contiguous()
-    apply_sinks(*(launch.array(x, torch.float32) for x in (out, lse.contiguous(), sink)), T)
-    return out
+    logits = sink.detach().double().view(1, out.shape[1], -1, 1)  # [1,G,H/G,1]
+    share = (lse.double().view(*lse.shape[:2], -1, T) - logits).sigmoid().view(lse.shape)
+    share = share.masked_fill(lse == -math.inf, 1)
+    return out * share.float()[..., None]
