@@ -88,6 +88,10 @@ class StructLayout:
                 numbers.append(value)
         return array("q", self._struct.pack(*numbers))
 
+    def place(self, name: str) -> int:
+        """Return the index of a field in a packed struct."""
+        return self.dtype.fields[name][1] // 8
+
     def pack_numbers(self, *numbers: float) -> PackedStruct:
         """Return a struct whose fields are all numbers, given in the order of the fields.
 
