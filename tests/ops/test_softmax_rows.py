@@ -1,5 +1,5 @@
-"""The softmax of a row of prefill, and its gradient, against numpy in fp64: queries, keys and values
-are chosen so that the results are the numbers of the row.
+"""The softmax of a row of prefill, and its gradient, against numpy in fp64: queries, keys and
+values are chosen so that the results are the numbers of the row.
 """
 
 from __future__ import annotations
@@ -117,7 +117,9 @@ def test_what_lies_outside_of_the_ranges_is_hidden(starts: list[int], stops: lis
 
 def gradient_of(args: PrefillArgs, d_out: Tensor, d_lse: float) -> tuple[Tensor, ...]:
     out, *saved = prefill(args)
-    return prefill_gradient(args, out, (saved[0], saved[1]), d_out, torch.full_like(saved[0], d_lse))
+    return prefill_gradient(
+        args, out, (saved[0], saved[1]), d_out, torch.full_like(saved[0], d_lse)
+    )
 
 
 def test_the_gradient_of_a_row() -> None:
