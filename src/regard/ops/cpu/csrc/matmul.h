@@ -52,20 +52,22 @@ inline vf add_product(const bf16* a, vf b, vf sum) {
 #endif
 
 // c = a b, or c += a b, for a [kRows, k], whose rows are a_step numbers apart, a panel b [k, kPanel] and c [kRows, columns].
-// k is a multiple of kEach<F>. The fewest registers that hold the columns are used.
+// k is a multiple of kEach<F>, and not 0. The fewest registers that hold the columns are used.
 template <bool Adds, int R = kRegisters, typename F>
 inline void multiply(const F* a, int64_t a_step, const F* b, int64_t k, float* c, int64_t c_step, int64_t columns = kPanel) {
   if constexpr (R > 1) {
     if (columns <= (R - 1) * kLanes) return multiply<Adds, R - 1>(a, a_step, b, k, c, c_step, columns);
   }
   vf sums[kRows][R] = {};
-  for (int64_t i = 0; i < k; i += kEach<F>) {
+  int64_t i = 0;
+  do {  // at least once: otherwise the compiler keeps the sums in memory, too
     vf y[R];
     for (int v = 0; v < R; v++) y[v] = load_bits<vf>(b + i * kPanel + v * kLanes * kEach<F>);
     for (int r = 0; r < kRows; r++) {
       for (int v = 0; v < R; v++) sums[r][v] = add_product(a + r * a_step + i, y[v], sums[r][v]);
     }
-  }
+    i += kEach<F>;
+  } while (i < k);
   for (int r = 0; r < kRows; r++) {
     for (int v = 0; v < R; v++) {
       float* to = c + r * c_step + v * kLanes;
