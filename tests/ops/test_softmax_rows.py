@@ -115,6 +115,17 @@ def test_what_lies_outside_of_the_ranges_is_hidden(starts: list[int], stops: lis
     np.testing.assert_array_equal(out.flatten() > 0, inside)
 
 
+@pytest.mark.parametrize("shared", ["starts", "stops"])
+def test_a_bound_may_be_shared_by_all_queries(shared: str) -> None:
+    at = torch.arange(300)
+    one = torch.tensor([0 if shared == "starts" else UNBOUNDED]).view(1, 1, 1, 1)
+    args = attention_of(torch.zeros(300), [at, at + 1], T=300, **{shared: one})
+    seen = at[:, None] >= at if shared == "starts" else at[:, None] <= at
+    out, _, total = prefill(args)
+    assert torch.equal(total[0, 0], seen.sum(-1).float())
+    assert torch.equal(out[0, 0] > 0, seen)
+
+
 def gradient_of(args: PrefillArgs, d_out: Tensor, d_lse: float) -> tuple[Tensor, ...]:
     out, *saved = prefill(args)
     return prefill_gradient(

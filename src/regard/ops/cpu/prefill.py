@@ -95,7 +95,7 @@ def prefill_with_gradient(
         differentiable_gradients: computes the gradients where they must be differentiable
             themselves (`create_graph=True`), which those of the compiled loops are not.
     """
-    results: tuple[Tensor, Tensor] = _PrefillFunction.apply(
+    results: tuple[Tensor, Tensor] = _PrefillFunction.apply(  # type: ignore[no-untyped-call]
         args, differentiable_gradients, args.q, args.k, args.v
     )
     return results
