@@ -16,6 +16,7 @@ from torch import Tensor
 from regard.ops.softmax import dispatch, mask_lowering, sdpa, tiled
 from regard.ops.softmax.call import Call
 from regard.ops.softmax.kernel import Kernel
+from tests.kernels import require_kernels
 from tests.ops.softmax.cases import CONTRACT, Case, Made, make
 from tests.oracles.plain import plain_attention, several_plains
 from tests.rules import GRADIENT, assert_close_rule
@@ -119,7 +120,7 @@ def test_each_kernel_runs_its_cells(name: str, gradient: bool) -> None:
         assert not cells
         pytest.skip(f"{name} has no gradient")
     if name in ("cpu", "gemm"):
-        pytest.importorskip("numba", reason=f"the kernel {name} is compiled by Numba")
+        require_kernels()
     refused = [
         why for (kernel, _), *cell in cells if (why := reasons(kernel, *cell, gradient=gradient))
     ]

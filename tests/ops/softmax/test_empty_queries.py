@@ -19,6 +19,7 @@ from regard.ops.softmax.call import make_call
 from regard.ops.softmax.dispatch import KERNELS
 from regard.ops.softmax.kernel import Kernel
 from regard.span import Positions
+from tests.kernels import require_kernels
 
 B, H, G, T, S, D = 2, 4, 2, 20, 40, 8
 EMPTY_ROWS = torch.zeros(B, T, dtype=torch.bool)
@@ -149,7 +150,7 @@ LEAST_GRADIENTS = {"sdpa": 26, "tiled": 26, "gemm": 16, "reference": 26}
 def test_each_kernel_runs_its_masks(kernel: Kernel, gradient: bool) -> None:
     least = (LEAST_GRADIENTS if gradient else LEAST).get(kernel.name, 0)
     if kernel.name in ("cpu", "gemm"):
-        pytest.importorskip("numba", reason=f"the kernel {kernel.name} is compiled by Numba")
+        require_kernels()
     rows = slice(6, 12) if kernel.name == "cpu" else slice(None)
     small = gradient and kernel.name == "sdpa"
     q, k, v = inputs(gradient=gradient, size=0.5 if small else 1.0)

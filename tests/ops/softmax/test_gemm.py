@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -14,25 +12,22 @@ from torch import Tensor
 import regard
 from regard import biases, masks
 from regard.errors import KernelRefusal
-from regard.ops.jit import matmul
-from regard.ops.jit.amx import CONFIGURATION_BYTES, configure_tiles, restore_tiles
-from regard.ops.jit.compile import njit_fastmath
-from regard.ops.jit.exp_tanh import tanh
-from regard.ops.jit.half_precision import from_float32
-from regard.ops.jit.prefill import prefill
-from regard.ops.jit.softmax_rows import weigh_scores
+from regard.ops.cpu.prefill import PrefillArgs, prefill
 from regard.ops.softmax import gemm
 from regard.ops.softmax.call import make_call
 from regard.ops.softmax.gemm import GemmKernel
 from regard.ops.softmax.kernel import UNREADABLE
 from regard.span import Span
+from tests.kernels import require_kernels
 from tests.oracles.plain import plain_attention, several_plains
 from tests.rules import assert_close_rule
+
+require_kernels()
 
 KERNEL = GemmKernel()
 HALVES = (torch.bfloat16, torch.float16)
 DTYPES = (torch.float32, *HALVES)
-"""Three compilations: each dtype is another kernel."""
+"""Each dtype is another kernel."""
 
 
 def qkv(
@@ -217,88 +212,92 @@ def test_all_scores_minus_infinity_are_no_visible_keys_either() -> None:
     assert lse.isneginf().all()
 
 
-@pytest.mark.parametrize("workers", [1, 2, 3])
-def test_threads_share_the_work(monkeypatch: pytest.MonkeyPatch, workers: int) -> None:
-    q, k, v = qkv(B=2, T=50, S=80)
-    right = KERNEL.run(make_call(q, k, v, mask=masks.Causal())).out
-    monkeypatch.setattr("regard.ops.jit.openmp.thread_count", lambda: workers)
-    found = KERNEL.run(make_call(q, k, v, mask=masks.Causal())).out
-    torch.testing.assert_close(found, right, rtol=1e-6, atol=1e-6)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("workers", [2, 3, 7])
+def test_threads_share_the_work(
+    monkeypatch: pytest.MonkeyPatch, workers: int, dtype: torch.dtype
+) -> None:
+    q, k, v = qkv(B=2, T=50, S=80, dtype=dtype)
+    found = []
+    for threads in (1, workers):
+        monkeypatch.setattr("regard.ops.cpu.threads.thread_count", lambda n=threads: n)
+        found.append(KERNEL.run(make_call(q, k, v, mask=masks.Causal(), wants_lse=True)))
+    assert torch.equal(found[0].out, found[1].out), "not even in a rounding"
+    assert torch.equal(found[0].lse, found[1].lse)
 
 
-def packed(x: Tensor, each: int, *, values: bool = False) -> Tensor:
-    """Panels of keys [panels,D,PANEL], or of values [panels,S,PANEL], from plain loops; S and D are
-    not padded up.
+def one_key_each(q: Tensor, k: Tensor, v: Tensor, scale: float = 1.0, **more: Any) -> PrefillArgs:
+    """Arguments in which query t sees key t only."""
+    n = q.shape[2]
+    at = torch.arange(n)
+    options = {"softcap": 0.0, "symmetric": False, "slopes": torch.zeros(0), "out_dtype": q.dtype}
+    options |= {"q_positions": at[None], "k_positions": at[None]}
+    options |= {"starts": at.view(1, 1, n, 1), "stops": at.view(1, 1, n, 1) + 1}
+    return PrefillArgs(q, k, v, scale, **(options | more))
+
+
+@pytest.mark.parametrize("D, E", [(1, 1), (3, 70), (31, 33), (64, 64), (65, 130)])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_products_of_whole_numbers_are_exact(dtype: torch.dtype, D: int, E: int) -> None:
+    """Whole numbers and their sums are exact in every form of factors, so that any number of a key
+    or a value that is packed in another place is found.
     """
-    S, D = x.shape
-    inner, across = (S, D) if values else (D, S)
-    out = torch.zeros(
-        -(-across // matmul.PANEL_COLUMNS),
-        -(-inner // each),
-        matmul.PANEL_COLUMNS,
-        each,
-        dtype=x.dtype,
-    )
-    for s in range(S):
-        for d in range(D):
-            i, j = (s, d) if values else (d, s)
-            out[j // matmul.PANEL_COLUMNS, i // each, j % matmul.PANEL_COLUMNS, i % each] = x[s, d]
-    return out.flatten()
+    draw = torch.Generator().manual_seed(0)
+    shapes = ((2, 4, 133, D), (2, 2, 133, D), (2, 2, 133, E))
+    q, k, v = (torch.randint(-8, 9, x, generator=draw).to(dtype) for x in shapes)
+    out, top, total = prefill(one_key_each(q, k, v))
+    keys, values = (x.repeat_interleave(2, 1) for x in (k, v))
+    assert torch.equal(out, values)
+    assert torch.equal(top.double(), (q.double() * keys.double()).sum(-1))
+    assert torch.equal(total, torch.ones_like(total))
 
 
-@pytest.mark.parametrize("each", [1, 2])
-def test_packing(each: int) -> None:
-    x = torch.randn(matmul.PANEL_COLUMNS, matmul.PANEL_COLUMNS + 3)
-    D = x.shape[1] + x.shape[1] % each
-    keys = torch.zeros(matmul.PANEL_COLUMNS * D)
-    matmul.pack_keys(
-        (x.flatten().numpy(), 0, x.shape[1], np.int8(0)),
-        (0, len(x)),
-        x.shape[1],
-        each,
-        keys.numpy(),
-        0,
-    )
-    assert torch.equal(keys, packed(x, each))
-    values = torch.zeros(2 * len(x) * matmul.PANEL_COLUMNS)
-    matmul.pack_values(
-        (x.flatten().numpy(), 0, x.shape[1], np.int8(0)),
-        (0, len(x)),
-        x.shape[1],
-        each,
-        values.numpy(),
-        0,
-        len(x) * matmul.PANEL_COLUMNS,
-    )
-    assert torch.equal(values, packed(x, each, values=True))
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_nothing_outside_the_tensors_is_written(dtype: torch.dtype) -> None:
+    q, k, v = qkv(T=7, S=7, D=5, E=3, dtype=dtype)
+    out = prefill(one_key_each(q, k, v))[0]
+    around = torch.full((out.numel() + 128,), 3.0, dtype=dtype)
+    inside = around[64:-64].view(out.shape)
+    original = torch.empty
+
+    def empty(shape: Any, **options: Any) -> Tensor:
+        return inside if tuple(shape) == tuple(out.shape) else original(shape, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "empty", empty)
+        prefill(one_key_each(q, k, v))
+    assert torch.equal(inside, out)
+    assert (around[:64] == 3).all()
+    assert (around[-64:] == 3).all()
 
 
 @pytest.mark.parametrize("x", [0.0, 1e-6, 0.3, 0.6249, 0.6251, 1.7, 9.0, 80.0, math.inf])
 def test_tanh(x: float) -> None:
-    for sign in (1, -1):
-        found = tanh(np.float32(sign * x))
-        exact = math.tanh(float(np.float32(sign * x)))
+    """The softcap of 1 of a score is its tanh."""
+    q = torch.tensor([x, -x]).view(1, 1, 2, 1)
+    one = torch.ones_like(q)
+    top = prefill(one_key_each(q, one, one, softcap=1.0))[1].flatten().tolist()
+    for sign, found in zip((1, -1), top, strict=True):
+        exact = math.tanh(float(q[0, 0, 0, 0]) * sign)
         assert abs(found - exact) <= 4 * 2**-24 * abs(exact), "four roundings"
-    assert math.isnan(tanh(np.float32(math.nan)))
+    out = prefill(one_key_each(q * math.nan, one, one, softcap=1.0))[0]
+    assert out.isnan().all()
 
 
-def test_bits_of_halves_are_rounded_as_torch_rounds() -> None:
+@pytest.mark.parametrize("dtype", HALVES)
+def test_results_are_rounded_as_torch_rounds(dtype: torch.dtype) -> None:
+    """The mean of two values, each with the weight 1, is rounded once."""
     draw = torch.Generator().manual_seed(0)
-    x = torch.randint(-(2**31), 2**31 - 1, (4000,), generator=draw, dtype=torch.int32)
-    x = torch.cat([x.view(torch.float32), torch.tensor([0.0, -0.0, math.inf, -math.inf, math.nan])])
-    for dtype, tag in ((torch.bfloat16, np.int8(0)), (torch.float16, np.int16(0))):
-        like = torch.zeros(1, dtype=torch.int16).view(torch.uint16).numpy()
-        found = [int(_narrow(value, tag, like)) for value in x.numpy()]
-        again = torch.tensor(found, dtype=torch.int32).to(torch.int16).view(dtype)
-        want = x.to(dtype)
-        assert torch.equal(again.isnan(), want.isnan())
-        seen = ~want.isnan()
-        assert torch.equal(again[seen].view(torch.int16), want[seen].view(torch.int16))
-
-
-@njit_fastmath
-def _narrow(x: Any, tag: Any, like: Any) -> Any:
-    return from_float32(x, tag, like)
+    bits = torch.randint(-(2**15), 2**15, (1, 1, 2, 4000), generator=draw, dtype=torch.int16)
+    v = bits.view(dtype)
+    q = torch.zeros(1, 1, 2, 1, dtype=dtype)
+    all_keys = {"starts": torch.zeros(1, 1, 1, 1).long(), "stops": torch.full((1, 1, 1, 1), 2)}
+    out = prefill(one_key_each(q, q, v, **all_keys))[0]
+    want = ((v[:, :, :1].float() + v[:, :, 1:].float()) * 0.5).to(dtype).expand_as(out)
+    assert torch.equal(out.isnan(), want.isnan())
+    seen = (want.abs() > 1e-30) & ~want.isnan()  # products of subnormal bf16 numbers are 0
+    assert seen.sum() > 2000
+    assert torch.equal(out[seen].view(torch.int16), want[seen].view(torch.int16))
 
 
 def refusal(*tensors: Tensor, **options: Any) -> str:
@@ -319,8 +318,9 @@ def test_refusals(monkeypatch: pytest.MonkeyPatch) -> None:
         assert "does not expose ['pattern']" in refusal(q, k, v)
     meta = make_call(*(x.to("meta") for x in (q, k, v)))
     assert KERNEL.why_not(meta) == ["runs on a CPU only"]
-    monkeypatch.setattr(gemm, "has_numba", lambda: False)
-    assert "Numba is not installed: pip install numba" in refusal(q, k, v)
+    monkeypatch.setattr(gemm, "has_kernels", lambda: False)
+    monkeypatch.setattr(gemm, "why_none", lambda: "REGARD_CPU_ISA=none")
+    assert "no compiled kernels: REGARD_CPU_ISA=none" in refusal(q, k, v)
 
 
 def test_a_compiled_graph_is_refused() -> None:
@@ -387,7 +387,6 @@ def test_beside_amx_it_is_the_first_choice_where_torch_computes_more(
 
     monkeypatch.setattr(gemm, "_processor_suits", lambda: True)
     monkeypatch.setattr(gemm, "_processor_has_amx", lambda: True)
-    monkeypatch.setattr(gemm, "_processor_has_float16_amx", lambda: False)
     window = masks.Causal() & masks.Window(64)
     for dtype in (torch.bfloat16, torch.float32):
         assert first(1, 8, 1024, 64, dtype=dtype) == "sdpa"
@@ -396,122 +395,8 @@ def test_beside_amx_it_is_the_first_choice_where_torch_computes_more(
         assert first(8, 8, 256, 64, dtype=dtype, mask=window) == "sdpa", "too few keys"
         assert first(1, 16, 1024, 64, dtype=dtype, softcap=30.0) == "gemm", "sdpa refuses it"
     assert first(1, 8, 1024, 64, mask=masks.Causal(), bias=biases.ALiBi(8)) == "gemm"
-    assert first(1, 8, 1024, 64, mask=masks.Causal(), trained=True) == "gemm"
-    assert first(8, 8, 256, 64, mask=masks.Causal(), trained=True) == "sdpa", "too few rows"
-    assert first(1, 8, 1024, 64, dtype=torch.float32, trained=True) == "sdpa"
-    assert first(1, 16, 1024, 64, dtype=torch.float16) == "gemm", "torch has no AMX for it"
-    assert first(8, 8, 256, 64, dtype=torch.float16) == "sdpa", "too few keys"
-    monkeypatch.setattr(gemm, "_processor_has_float16_amx", lambda: True)
+    assert first(1, 8, 1024, 64, mask=window, trained=True) == "gemm"
+    for dtype in DTYPES:
+        assert first(1, 8, 1024, 64, dtype=dtype, mask=masks.Causal(), trained=True) == "sdpa"
     assert first(1, 16, 1024, 64, dtype=torch.float16) == "sdpa"
-
-
-FORMS = {"tiles": matmul.BF16_TILES, "pairs": matmul.BF16_PAIRS, "float32": matmul.FP32_FACTORS}
-"""The forms in which bfloat16 numbers are multiplied; a process has some of them."""
-
-
-def form_or_skip(form: str) -> matmul.Factors:
-    """Return a form of factors, and skip the test where this process cannot multiply it."""
-    if FORMS[form] not in matmul.bfloat16_factors():
-        pytest.skip(f"this process cannot multiply bfloat16 numbers as {form}")
-    return FORMS[form]
-
-
-@pytest.mark.full(keep=["tiles"])
-@pytest.mark.parametrize("form", FORMS)
-def test_every_form_of_factors_is_right(form: str) -> None:
-    """The same call with each form that this processor has: with AMX all three run."""
-    factors = form_or_skip(form)
-    # 3 heads of 85 queries are 255 rows, which fill no tile, and 150 keys end within a panel
-    for D, E in ((33, 70), (64, 32)):
-        q, k, v = qkv(H=3, G=1, T=85, S=150, D=D, E=E, dtype=torch.bfloat16)
-        i, j = grid(85, 150)
-        seen = (j <= i) & (i - j < 40)
-        right, right_lse = plain_attention(q.double(), k.double(), v.double(), visible=seen)[:2]
-        outs, lses = zip(*several_plains(q, k, v, visible=seen), strict=True)
-        args = gemm.prefill_args(make_call(q, k, v, mask=masks.Causal() & masks.Window(40)))
-        out, top, total = prefill(replace(args, factors=factors))
-        assert_close_rule(out, list(outs), right, what="out")
-        assert_close_rule(top + total.log(), [x.float() for x in lses], right_lse, what="lse")
-        wrong = prefill(replace(args, factors=factors, k=k.roll(1, 2)))[0]
-        with pytest.raises(AssertionError, match="out error"):
-            assert_close_rule(wrong, list(outs), right, what="out")
-
-
-@pytest.mark.parametrize("form", FORMS)
-def test_a_product_of_whole_numbers_is_exact(form: str) -> None:
-    """Whole numbers up to 8 and their sums are exact in every form, and rows of c that do not
-    belong to the product keep what they held.
-    """
-    factors = form_or_skip(form)
-    depth, columns, draw = 2 * factors.depth, matmul.PANEL_COLUMNS, torch.Generator().manual_seed(0)
-    a = torch.randint(-8, 9, (factors.rows, depth), generator=draw)
-    b = torch.randint(-8, 9, (depth, columns), generator=draw)
-    c = torch.randint(-8, 9, (factors.rows + 1, columns), generator=draw).float()
-
-    def stored(x: Tensor) -> Any:
-        half = factors.each == 2
-        flat = (x.bfloat16() if half else x.float()).contiguous().flatten()
-        return (flat.view(torch.int16) if half else flat).numpy().view(factors.dtype)
-
-    pairs = b.view(-1, factors.each, columns).mT
-    found = c.clone().flatten().numpy()
-    memory = np.zeros(2 * CONFIGURATION_BYTES, np.uint8)
-    multiply_once(stored(a), stored(pairs), depth, found, columns, memory)
-    right = c.double()
-    right[:-1] = 2 * (a.double() @ b.double())
-    assert torch.equal(torch.from_numpy(found).view_as(c).double(), right)
-    assert not memory[:CONFIGURATION_BYTES].any(), "before, the thread had configured no tiles"
-
-
-@njit_fastmath
-def multiply_once(a, b, depth, c, columns, memory):  # type: ignore[no-untyped-def]
-    """Compute c = a b and then c += a b, and leave the tiles as they were."""
-    configure_tiles(a, memory)
-    matmul.matmul(a, 0, depth, b, 0, depth, c, 0, columns)
-    matmul.matmul_add(a, 0, depth, b, 0, depth, c, 0, columns)
-    restore_tiles(a, memory)
-
-
-@njit_fastmath
-def configure_twice(a, outer, inner):  # type: ignore[no-untyped-def]
-    """Configure tiles within a part that has configured them already."""
-    configure_tiles(a, outer)
-    configure_tiles(a, inner)
-    restore_tiles(a, inner)
-    restore_tiles(a, outer)
-
-
-def test_tiles_are_given_back_as_they_were() -> None:
-    form_or_skip("tiles")
-    outer, inner, after = (np.zeros(2 * CONFIGURATION_BYTES, np.uint8) for _ in range(3))
-    a = np.zeros(1, np.int16)
-    configure_twice(a, outer, inner)
-    configure_twice(a, after, after.copy())
-    own = slice(CONFIGURATION_BYTES, None)
-    assert not outer[:CONFIGURATION_BYTES].any()
-    assert np.array_equal(inner[:CONFIGURATION_BYTES], outer[own]), "what the outer part had loaded"
-    assert not after[:CONFIGURATION_BYTES].any(), "nothing is left of the first time"
-
-
-def test_the_exponentials_of_a_row() -> None:
-    draw = np.random.default_rng(0)
-    edges = [0, -86.99, -87.01, -88, -1e30, -math.inf]
-    x = np.concatenate([-draw.exponential(10, 1018), edges]).astype(np.float32)
-    out = np.empty_like(x)
-    total = weights_of(x.copy(), np.float32(0), out)
-    right = np.where(x >= -87, np.exp(x.astype(np.float64)), 0)
-    assert (np.abs(out - right) <= 2 * 2.0**-24 * right).all(), "two roundings"
-    assert abs(total - right.sum()) <= 64 * 2.0**-24 * right.sum()
-    x[5] = math.nan
-    assert math.isnan(weights_of(x.copy(), np.float32(0), out))
-    assert np.isnan(out).tolist() == np.isnan(x).tolist()
-    if matmul.HAS_BF16_DOT:
-        weights_of(x.copy(), np.float32(0), halves := np.empty(1024, np.uint16))
-        rounded = torch.from_numpy(out).bfloat16()
-        found = torch.from_numpy(halves.view(np.int16)).view(torch.bfloat16)
-        torch.testing.assert_close(found, rounded, rtol=0, atol=0, equal_nan=True)
-
-
-@njit_fastmath
-def weights_of(x, base, out):  # type: ignore[no-untyped-def]
-    return weigh_scores(x, out, x.shape[0], np.float32(1), base)
+    assert first(1, 16, 1024, 64, dtype=torch.float16, mask=window) == "gemm"

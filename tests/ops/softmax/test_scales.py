@@ -17,6 +17,7 @@ from regard import biases, masks
 from regard.errors import KernelRefusal
 from regard.ops.softmax import dispatch, gemm, tiled
 from regard.ops.softmax.call import SMALL_SCORE_BOUND, make_call
+from tests.kernels import require_kernels
 from tests.oracles.plain import plain_attention, several_plains
 from tests.rules import GRADIENT, assert_close_rule
 
@@ -101,7 +102,7 @@ def test_every_scale(
     backend: str, dtype: torch.dtype, power: float, seed: int, shape: tuple[int, ...], causal: bool
 ) -> None:
     if backend in ("cpu", "gemm"):
-        pytest.importorskip("numba", reason=f"the kernel {backend} is compiled by Numba")
+        require_kernels()
     inputs = draw(seed, shape, 10.0**power, dtype)
     if backend == "cpu":  # made for few queries
         inputs[0] = inputs[0][:, :, :6]
@@ -157,7 +158,7 @@ def test_where_the_borders_lie() -> None:
         ].name
 
     assert chosen(SMALL_SCORE_BOUND * 0.999) == "sdpa"
-    compiled = {"gemm", "tiled"} if not gemm.has_numba() else {"gemm"}
+    compiled = {"gemm", "tiled"} if not gemm.has_kernels() else {"gemm"}
     assert chosen(SMALL_SCORE_BOUND * 1.001) in compiled
     assert chosen(gemm.MAX_TRAINING_SCORE * 0.999) in compiled
     assert chosen(gemm.MAX_TRAINING_SCORE * 1.001) == "tiled"

@@ -7,6 +7,7 @@ fills a struct; `StructLayout.dtype` is the same layout for an array of structs.
 
 from __future__ import annotations
 
+import itertools
 import re
 import struct
 from array import array
@@ -65,6 +66,8 @@ class StructLayout:
         self.dtype = np.dtype(
             [(x.name, x.kind) if x.count == 1 else (x.name, x.kind, (x.count,)) for x in parts]
         )
+        ends = itertools.accumulate(x.count for x in parts)
+        self._places = {x.name: end - x.count for x, end in zip(parts, ends, strict=True)}
         given = fields[sum(x.name in _COUNTERS for x in fields) :]
         self._arguments = [(x.name, x.dtype, len(x.parts) + x.parts[0].count > 2) for x in given]
 
@@ -87,6 +90,10 @@ class StructLayout:
             else:
                 numbers.append(value)
         return array("q", self._struct.pack(*numbers))
+
+    def place(self, name: str) -> int:
+        """Return the index of a field in a packed struct."""
+        return self._places[name]
 
     def pack_numbers(self, *numbers: float) -> PackedStruct:
         """Return a struct whose fields are all numbers, given in the order of the fields.

@@ -13,14 +13,13 @@ from regard import masks
 from regard.biases import ALiBi
 from regard.masks import Causal, Full, Mask, Padding
 from regard.masks.tiling import UNBOUNDED
-from regard.ops.jit import has_numba, launch
-from regard.ops.jit.argument_structs import why_not_dtype
-from regard.ops.jit.prefill import (
+from regard.ops.cpu import launch
+from regard.ops.cpu.library import has_kernels, why_none, why_not_dtype
+from regard.ops.cpu.prefill import (
     PrefillArgs,
     prefill,
     prefill_gradient,
     prefill_with_gradient,
-    round_up,
 )
 from regard.ops.softmax.call import Call, Partial
 from regard.ops.softmax.definition import differentiable_gradients
@@ -69,15 +68,12 @@ MIN_TRAINING_HEAD_DIMS = {torch.float32: 128, torch.bfloat16: 128, torch.float16
 MIN_KEYS_WITH_AMX = 512
 """The fewest keys to be the first choice beside AMX, where torch's kernel is faster."""
 
-MIN_TRAINING_ROWS_WITH_AMX = 512
-"""The fewest rows H/G T to be chosen beside AMX for bfloat16 with a gradient."""
-
 
 class GemmKernel(Kernel):
-    """The kernel "gemm": blocks of queries against packed keys and values, compiled by Numba.
+    """The kernel "gemm": blocks of queries against packed keys and values, in compiled C++.
 
-    With AMX or AVX512-BF16, bfloat16 is multiplied as it is, with sums and softmax in fp32 and
-    weights rounded to bfloat16, as in torch's kernel; otherwise it is converted to fp32.
+    With AVX512-BF16, bfloat16 is multiplied as it is, with sums and softmax in fp32 and weights
+    rounded to bfloat16, as in torch's kernel; otherwise it is converted to fp32.
     """
 
     name = "gemm"
@@ -103,8 +99,8 @@ class GemmKernel(Kernel):
             reasons.append(f"nothing to compute (B {call.B}, T {call.T}, S {call.S}, E {call.E})")
         if not call.readable and not call.q.is_meta:
             reasons.append(UNREADABLE)
-        elif not reasons and not has_numba():
-            reasons.append("Numba is not installed: pip install numba")
+        elif not reasons and not has_kernels():
+            reasons.append(f"no compiled kernels: {why_none()}")
         elif not reasons and visible_position_ranges(call, slice(0, 1)) is None:
             reasons.append(f"the mask has no ranges of positions ({call.mask})")
         elif (
@@ -154,13 +150,9 @@ class GemmKernel(Kernel):
 
     def work(self, call: Call) -> WorkEstimate:
         """Return the pairs in the panels of keys that some query sees, and the bytes of packing."""
-        # the constants of ops/jit, which is not imported here because it imports Numba
-        block_rows, panel, group_size = (
-            258,
-            64,
-            call.H // call.G,
-        )
-        step, pairs = max(1, block_rows // group_size), 0
+        # a block and a panel with AVX-512 (`kMaxBlockRows`, `kPanel`); other panels are narrower
+        block_rows, panel = 258, 64
+        step, pairs = max(1, block_rows // (call.H // call.G)), 0
         for start in range(0, call.T, step):
             block = slice(start, min(start + step, call.T))
             visible = call.mask.tile_row(call.q_positions, call.k_positions, block, panel) > 0
@@ -169,15 +161,15 @@ class GemmKernel(Kernel):
             heads = (visible * sizes).sum(-1).expand(call.B, call.H).sum()
             pairs += (block.stop - block.start) * int(heads)
         item_size = 2 if call.q.dtype == torch.bfloat16 else 4
-        kv_heads, length, dims = call.B * call.G, round_up(call.S, panel), call.D + call.E
-        packed_bytes = kv_heads * length * (call.D + round_up(call.E, panel)) * item_size
-        block_bytes = block_rows * (call.D + 2 * 256 + round_up(call.E, panel)) * 4
+        kv_heads, length, dims = call.B * call.G, _round_up(call.S, panel), call.D + call.E
+        packed_bytes = kv_heads * length * (call.D + _round_up(call.E, panel)) * item_size
+        block_bytes = block_rows * (call.D + 2 * 256 + _round_up(call.E, panel)) * 4
         if call.has_gradient:  # keys twice, values once, and the sums of both gradients
             packed_bytes = (
-                kv_heads * length * ((dims + round_up(call.D, panel)) * item_size + dims * 4)
+                kv_heads * length * ((dims + _round_up(call.D, panel)) * item_size + dims * 4)
             )
             block_bytes = block_rows * (
-                2 * dims * item_size + round_up(call.D, panel) * 4 + 2 * panel * 4
+                2 * dims * item_size + _round_up(call.D, panel) * 4 + 2 * panel * 4
             )
         return WorkEstimate(pairs, packed_bytes + block_bytes + 2 * call.B * call.H * call.T * 4)
 
@@ -187,21 +179,19 @@ def prefer_gemm(call: Call) -> bool:
     rows = call.H // call.G * call.T
     if rows < MIN_ROWS or call.compiling or not _processor_suits():
         return False
-    if _processor_has_amx() and not _prefer_beside_amx(call, rows):
+    if _processor_has_amx() and not _prefer_beside_amx(call):
         return False
     return _prefer_in_training(call, rows) if call.has_gradient else _prefer_forward(call, rows)
 
 
-def _prefer_beside_amx(call: Call, rows: int) -> bool:
-    """Return whether the kernel was measured to be faster where torch's multiplies with AMX."""
-    if call.S < MIN_KEYS_WITH_AMX:
-        return False
-    if call.q.dtype == torch.float16 and not _processor_has_float16_amx():
-        return True
-    if call.has_gradient and call.q.dtype == torch.bfloat16 and rows >= MIN_TRAINING_ROWS_WITH_AMX:
-        return True
+def _prefer_beside_amx(call: Call) -> bool:
+    """Return whether the kernel may be preferred where torch's multiplies with AMX, which this one
+    does not: only for calls of which torch's computes more pairs, or that it refuses, because they
+    have a softcap or a bias. It was not measured there.
+    """
     has_rule = call.softcap is not None or call.bias is not None
-    return has_rule or _skips_pairs(call.mask) or _is_padded_causal(call.mask)
+    skips = _skips_pairs(call.mask) or _is_padded_causal(call.mask)
+    return call.S >= MIN_KEYS_WITH_AMX and (has_rule or skips)
 
 
 def _prefer_forward(call: Call, rows: int) -> bool:
@@ -264,17 +254,15 @@ def _processor_suits() -> bool:
 
 
 @cache
-def _processor_has_float16_amx() -> bool:
-    """Return whether torch multiplies float16 numbers with AMX, too."""
-    amx = getattr(torch.cpu, "_is_amx_fp16_supported", lambda: False)
-    return bool(amx())
-
-
-@cache
 def _processor_has_amx() -> bool:
     """Return whether the processor has AMX, with which torch multiplies bfloat16 numbers."""
     amx = getattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
     return bool(amx())
+
+
+def _round_up(n: int, step: int) -> int:
+    """Return the smallest multiple of `step` that is at least `n`."""
+    return -(-n // step) * step
 
 
 def visible_position_ranges(call: Call, rows: slice) -> tuple[Tensor, Tensor] | None:

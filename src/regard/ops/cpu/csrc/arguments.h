@@ -142,3 +142,50 @@ struct GatedProduct : Tasks {
   const void* up;    // [n]
   void* out;         // [n]
 };
+
+// Attention of many queries, and what their keys are. In the shapes b, h and t are B, H and T, or 1.
+struct Prefill : Tasks {
+  int64_t B;
+  int64_t H;
+  int64_t G;
+  int64_t T;
+  int64_t S;
+  int64_t D;
+  int64_t E;
+  double scale;
+  double softcap;              // 0: none
+  int64_t symmetric;           // whether ALiBi is symmetric
+  Strided q;                   // [B,H,T,D]
+  Strided k;                   // [B,G,S,D]
+  Strided v;                   // [B,G,S,E]
+  Array<float> slopes;         // [H], the slopes of ALiBi, or [0]
+  Array<int64_t> q_positions;  // [b,T], below 0 for empty slots, like those of the keys
+  Array<int64_t> k_positions;  // [b,S]
+  Array<int64_t> starts;       // [b,h,t,n]: starts of the ranges of positions that a query sees
+  Array<int64_t> stops;        // [b,h,t,n]: one past the ends of these ranges
+  int64_t threads;             // how many threads run the call
+  int64_t is_wide;             // whether the output is fp32; otherwise it has the type of q
+  int64_t bytes;               // how much memory the threads share, written by a call without memory
+  void* memory;                // this memory, or nullptr
+};
+
+// Attention of many queries without a gradient.
+struct PrefillForward : Prefill {
+  void* out;                // [B,H,T,E]
+  Array<float> max_score;   // [B,H,T], an output: the largest score of each query, 0 if it sees no key
+  Array<float> scaled_sum;  // [B,H,T], an output: the sum of e^(score - largest)
+};
+
+// The gradients of the queries, keys and values.
+struct PrefillGradient : Prefill {
+  Strided out;              // [B,H,T,E]
+  Strided d_out;            // [B,H,T,E], the gradient of the output
+  int64_t d_out_is_wide;    // whether it is fp32
+  Array<float> max_score;   // [B,H,T], as a call without a gradient returned them
+  Array<float> scaled_sum;  // [B,H,T]
+  Array<float> d_lse;       // [B,H,T], the gradient of the lse
+  int64_t results_are_wide;  // whether the gradients are fp32
+  void* d_q;                // [B,H,T,D], an output
+  void* d_k;                // [B,G,S,D], an output
+  void* d_v;                // [B,G,S,E], an output
+};

@@ -4,15 +4,15 @@
 #include <cstdlib>
 #include <cstring>
 
-// n numbers that begin at a cache line, all zero; they are freed at the end of the scope.
+// n numbers that begin at a cache line, all zero unless they are written first; they are freed at the end of the scope.
 template <typename T>
 class Scratch {
  public:
-  explicit Scratch(int64_t n) : size_(n) {
+  explicit Scratch(int64_t n, bool zeros = true) : size_(n) {
     int64_t bytes = (n * int64_t(sizeof(T)) + 127) / 64 * 64;
     data_ = static_cast<T*>(std::aligned_alloc(64, bytes));
     if (data_ == nullptr) std::abort();
-    std::memset(data_, 0, bytes);
+    if (zeros) std::memset(data_, 0, bytes);
   }
   ~Scratch() { std::free(data_); }
   Scratch(const Scratch&) = delete;
