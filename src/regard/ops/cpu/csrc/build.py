@@ -29,7 +29,7 @@ FLAGS = [
     *("-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", "-fno-exceptions", "-fno-rtti"),
     *("-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"),
     # GCC 12 warns of uninitialized variables in its own headers of intrinsics
-    *("-Wall", "-Wextra", "-Wno-maybe-uninitialized"),
+    *("-Wall", "-Wextra", "-Wno-uninitialized", "-Wno-maybe-uninitialized"),
 ]
 V3 = ["-mavx2", "-mfma", "-mf16c", "-mbmi", "-mbmi2", "-mlzcnt", "-mpopcnt"]
 V4 = [

@@ -18,6 +18,7 @@ class Scratch {
   Scratch(const Scratch&) = delete;
   Scratch& operator=(const Scratch&) = delete;
   operator T*() { return data_; }
+  T* data() { return data_; }
   int64_t size() const { return size_; }
 
  private:
