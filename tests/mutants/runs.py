@@ -27,8 +27,10 @@ KILLED_BY_FULL = "killed by the full selection"
 NOT_APPLIED, NOT_RUN = "cannot be applied", "no test ran"
 EQUIVALENT = "equivalent"
 TIMED_OUT = 124
-IMPORTED_BEFORE = ("numpy", "torch._inductor", "beartype", "safetensors", "numba")
+IMPORTED_BEFORE = ("numpy", "torch._inductor", "beartype", "safetensors")
 """What takes long to import and is no plugin of pytest."""
+KERNEL_SOURCES = Path("src/regard/ops/cpu/csrc")
+"""The folder of the C++ sources, which are compiled again for a mutant in them."""
 
 
 @dataclass(frozen=True)
@@ -49,6 +51,13 @@ def copy_tree(root: Path, copy: Path) -> None:
         if (root / name).is_file():
             (copy / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(root / name, copy / name)
+
+
+def compile_kernels(copy: Path) -> str:
+    """Compile the CPU kernels of a copy, of which git has only the sources; "" or what failed."""
+    script = copy / KERNEL_SOURCES / "build.py"
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, check=False)
+    return "" if done.returncode == 0 else done.stderr[-500:]
 
 
 def run_tests(
@@ -108,6 +117,7 @@ class MutantRuns:
         self.root, self.copy, self.limit = root, copy, limit
         self.changes = 0
         copy_tree(root, copy)
+        compile_kernels(copy)
         os.environ["OMP_NUM_THREADS"] = "1"  # a process with threads cannot be forked
         for name in IMPORTED_BEFORE:
             importlib.import_module(name)
@@ -131,12 +141,16 @@ class MutantRuns:
         # Python knows compiled files by time and size: no two versions may share both
         self.changes += 1
         os.utime(path, (times.st_atime, int(times.st_mtime) + self.changes))
-        start = time.monotonic()
+        start, compiled = time.monotonic(), self.copy / KERNEL_SOURCES in path.parents
         try:
+            if compiled and (why := compile_kernels(self.copy)):
+                return Verdict(NOT_APPLIED, why, 0.0, digest)
             status, why = self._verdict(mutant, full=full)
         finally:
             path.write_text(text, "utf-8")
             os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
+            if compiled:
+                compile_kernels(self.copy)
         return Verdict(status, why, round(time.monotonic() - start, 1), digest)
 
     def _verdict(self, mutant: Mutant, *, full: bool) -> tuple[str, str]:

@@ -203,3 +203,13 @@ def test_torch_counts_the_flops_of_a_linear_map() -> None:
         assert counter.get_total_flops() == 2 * 2 * 256 * 130
     with FlopCounterMode(display=False):
         assert gemv(x, layer.weight).shape == (1, 2, 130)
+
+
+@pytest.mark.parametrize("dtype", DTYPES[1:])
+def test_a_result_is_rounded_to_nearest(dtype: torch.dtype) -> None:
+    """The product of two 16-bit numbers is exact in fp32, so that one rounding remains."""
+    w = torch.randn(300, 1, generator=torch.Generator().manual_seed(2)).to(dtype)
+    w[:3, 0] = torch.tensor([NAN, INF, -INF])
+    x = torch.tensor([[1.7]]).to(dtype)
+    exact = (w.float() * x.float()).view(1, -1)
+    torch.testing.assert_close(gemv(x, w), exact.to(dtype), rtol=0, atol=0, equal_nan=True)
