@@ -4,14 +4,10 @@ memory, its exponential.
 
 from __future__ import annotations
 
-import math
 import multiprocessing
 import os
-import subprocess
-import sys
 import threading
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,15 +17,16 @@ from torch import Tensor
 
 import regard
 from regard import biases, masks
+from regard.ops.cpu import decode, threads
+from regard.ops.cpu.library import SOURCES
 from regard.ops.softmax import cpu
 from regard.ops.softmax.call import Call, make_call
 from regard.span import Span
+from tests.kernels import require_kernels
 from tests.oracles.plain import plain_attention, several_plains
 from tests.rules import assert_close_rule
 
-pytest.importorskip("numba", reason="the cpu kernel is compiled by Numba")
-from regard.ops.jit import decode, decode_loops, openmp
-from regard.ops.jit.exp_tanh import exp
+require_kernels()
 
 KERNEL = cpu.CpuKernel()
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -169,7 +166,7 @@ def test_a_query_that_sees_nothing() -> None:
 def test_parts_and_threads_change_roundings_only(
     workers: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(openmp, "thread_count", lambda: workers)
+    monkeypatch.setattr(threads, "thread_count", lambda: workers)
     S = 64 * 90 + 5
     assert 2 * S * (40 + 24) >= 5 * decode.ELEMENTS_PER_THREAD, "work for 5 threads"
     q, k, v = inputs(S, B=1)
@@ -213,14 +210,14 @@ def test_many_threads_of_python_at_once() -> None:
 
 def _child(queue: Any, q: Tensor, k: Tensor, v: Tensor) -> None:
     torch.set_num_threads(1)
-    openmp.thread_count = lambda: 2  # type: ignore[assignment]  # this process is ours
+    threads.thread_count = lambda: 2  # type: ignore[assignment]  # this process is ours
     queue.put(regard.attend(q, k, v, backend="cpu").numpy())
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 def test_after_a_fork(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(openmp, "thread_count", lambda: 2)
+    monkeypatch.setattr(threads, "thread_count", lambda: 2)
     q, k, v = inputs(2 * decode.ELEMENTS_PER_THREAD // 128, B=1)  # work for two threads
     here = regard.attend(q, k, v, backend="cpu")  # the parent's threads are there now
     context = multiprocessing.get_context("fork")
@@ -233,10 +230,10 @@ def test_after_a_fork(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_threads_of_our_own_where_torch_has_no_team(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(openmp, "thread_count", lambda: 3)
+    monkeypatch.setattr(threads, "thread_count", lambda: 3)
     q, k, v = inputs(3 * decode.ELEMENTS_PER_THREAD // 128, B=1)  # work for three threads
     with_team = regard.attend(q, k, v, backend="cpu")
-    monkeypatch.setattr(openmp, "torch_openmp", lambda: None)
+    monkeypatch.setattr(threads, "torch_openmp", lambda: None)
     assert torch.equal(regard.attend(q, k, v, backend="cpu"), with_team)
 
 
@@ -246,18 +243,24 @@ def test_an_exception_of_a_part_is_raised() -> None:
             raise ValueError("part 1")
 
     with pytest.raises(ValueError, match="part 1"):
-        openmp.ThreadPool().run(work, 3)
+        threads.ThreadPool().run(work, 3)
 
 
 def test_the_exponential() -> None:
-    """Two roundings of fp32 at most, 0 where fp32 has no normal numbers, and NaN stays NaN."""
-    x = np.concatenate([np.linspace(-87, 0, 40001), -np.logspace(-30, 1, 4001)]).astype(np.float32)
-    exact = np.exp(x.astype(np.float64))
-    found = np.array([exp(y) for y in x], dtype=np.float64)
-    assert np.max(np.abs(found / exact - 1)) < 2 * np.finfo(np.float32).eps
-    assert exp(np.float32(0)) == 1
-    assert exp(np.float32(-88)) == 0 == exp(np.float32(-np.inf))
-    assert math.isnan(exp(np.float32(NAN)))
+    """Two roundings of fp32 at most, 0 where fp32 has no normal numbers, and NaN stays NaN: the
+    softmax of the scores 0 and x, with the values 0 and 1.
+    """
+    x = torch.cat([torch.linspace(-87, 0, 40001), -torch.logspace(-30, 1, 4001)])
+    x = torch.cat([x, torch.tensor([-88.0, -INF, NAN])])
+    k = torch.stack([torch.zeros_like(x), x], 1)[:, None, :, None]  # [B,1,2,1]
+    v = torch.tensor([0.0, 1.0])[:, None].expand(len(x), 1, 2, 1)
+    call = make_call(torch.ones(len(x), 1, 1, 1), k, v, scale=1.0)
+    found = KERNEL.run(call).out.flatten().double()
+    exact = x.double().sigmoid()
+    near = (found / exact - 1).abs()[:-3]
+    assert near.max() < 4 * torch.finfo(torch.float32).eps, "of e^x, of the sum and of the division"
+    assert found[-3:-1].eq(0).all()
+    assert found[-1].isnan()
 
 
 def test_what_it_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -279,9 +282,10 @@ def test_what_it_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
         assert KERNEL.why_not(call) == [reason]
     with regard.Trace("pattern", missing="ignore"):
         assert regard.plan(q, k, v)["cpu"].reasons == ("does not expose ['pattern']",)
-    monkeypatch.setattr(cpu, "has_numba", lambda: False)
-    assert KERNEL.why_not(make_call(q, k, v)) == ["Numba is not installed: pip install numba"]
-    with pytest.raises(regard.KernelRefusal, match="Numba is not installed"):
+    monkeypatch.setattr(cpu, "has_kernels", lambda: False)
+    monkeypatch.setattr(cpu, "why_none", lambda: "REGARD_CPU_ISA=none")
+    assert KERNEL.why_not(make_call(q, k, v)) == ["no compiled kernels: REGARD_CPU_ISA=none"]
+    with pytest.raises(regard.KernelRefusal, match="no compiled kernels"):
         regard.attend(q, k, v, backend="cpu")
     assert regard.plan(*inputs(1100)).kernel == "sdpa", "and somebody else serves"
 
@@ -298,27 +302,9 @@ def test_work_counts_the_tiles_that_are_visited() -> None:
     q, k, v = inputs(640, H=4, G=2)
     call = make_call(q, k, v, mask=masks.Causal() & (masks.Window(65) | masks.Sinks(1)))
     assert KERNEL.work(call).pairs == 2 * 4 * (64 + 2 * 64)
-    assert decode_loops.TILE == cpu.TILE_KEYS
+    source = (SOURCES / "decode.cpp").read_text("utf-8")
+    assert f"constexpr int64_t kTile = {cpu.TILE_KEYS};" in source
     assert KERNEL.work(make_call(q, k[:, :, :70], v[:, :, :70])).pairs == 2 * 4 * 70
-
-
-@pytest.mark.full
-def test_numba_is_imported_by_the_first_call_that_needs_it(tmp_path: Path) -> None:
-    """The folder of compiled code is empty; with that code no call needs Numba."""
-    code = """
-import sys, torch, regard
-q, k = torch.randn(1, 2, 1, 64), torch.randn(1, 2, 1024, 64)
-print(regard.plan(q, k, k).kernel)
-regard.attend(q, k[:, :, :100], k[:, :, :100])
-print("numba" in sys.modules)
-regard.attend(q, k, k)
-print("numba" in sys.modules)
-"""
-    root = Path(__file__).parents[3]
-    environment = os.environ | {"NUMBA_CACHE_DIR": str(tmp_path)}
-    command = [sys.executable, "-c", code]
-    child = subprocess.run(command, capture_output=True, text=True, cwd=root, env=environment)
-    assert (child.stdout.split(), child.returncode) == (["cpu", "False", "True"], 0), child.stderr
 
 
 def test_a_rule_of_numbers_is_asked_once_a_step(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,17 +16,15 @@ import regard
 from regard import biases, masks
 from regard.caches import Growing, Quantized, quantization
 from regard.nn import Attention, HeadProjection, SeparateQKV
+from regard.ops.cpu import decode, launch, threads
 from regard.ops.softmax import cpu
 from regard.ops.softmax.call import Call, make_call
 from regard.span import Positions, Span
+from tests.kernels import require_kernels
 from tests.oracles.plain import plain_attention, several_plains
 from tests.rules import assert_close_rule
 
-pytest.importorskip("numba", reason="the cpu kernel is compiled by Numba")
-import numpy as np
-
-from regard.ops.jit import decode, decode_quantized_loops, int_dot, openmp
-from regard.ops.jit.half_precision import BF16
+require_kernels()
 
 KERNEL = cpu.CpuKernel()
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -260,7 +258,7 @@ def test_threads_and_memory_in_any_order(monkeypatch: pytest.MonkeyPatch) -> Non
     given = make_call(query(1, B=1, D=64), keys, values, wants_lse=True)
     wide, out = meant(cache), []
     for workers in (3, 1):
-        monkeypatch.setattr(openmp, "thread_count", lambda n=workers: n)
+        monkeypatch.setattr(threads, "thread_count", lambda n=workers: n)
         assert_right(wide, given, f"{workers} threads")
         out.append(KERNEL.run(given).out)
     held = dict(cache.contents())
@@ -342,104 +340,95 @@ def test_what_is_not_read_as_codes_is_widened(name: str, opened: list[str]) -> N
     assert torch.equal(found, right)
 
 
-@pytest.mark.parametrize("rows, columns, bits", decode_quantized_loops.VARIANTS)
-def test_sums_of_lines(rows: int, columns: int, bits: int) -> None:
-    """Each loop by itself, anew and added, against numpy in fp64; what stands beside the columns
-    stays.
+def scores_of(q: Tensor, codes: Tensor, scale: Tensor, zero: Tensor, bits: int) -> Tensor:
+    """The scores `[R, n]` of rows of q `[R, D]` with a group of n keys: codes `[D, n bits / 8]`,
+    scales and zeros `[D]`. The lse of a row that sees a single key is its score.
     """
-    rng, n, per = np.random.default_rng(0), 37, 8 // bits
-    codes = rng.integers(0, 256, (n, columns // per + 3)).astype(np.uint8)
-    scales, zeros = (torch.randn(n, 3).bfloat16() for _ in range(2))
-    w = rng.standard_normal((rows, n)).astype(np.float32)
-    wide = [x[:, 1].double().numpy() for x in (scales, zeros)]
-    code = (codes[:, 2:-1, None] >> np.arange(0, 8, bits).astype(np.uint8)) & (2**bits - 1)
-    x = wide[1][:, None] + code.reshape(n, columns) * wide[0][:, None]
-    flat = [y.view(torch.uint16).numpy().ravel() for y in (scales, zeros)]
-    memory = (codes.ravel(), codes.shape[1], (*flat, 3, BF16), columns, bits, n)
-    out = np.full((rows, columns + 9), np.nan, np.float32)
-    scratch = scratch_of(rows, n, rounded=False)
-    for times, fresh in ((1, True), (2, False)):
-        decode_quantized_loops.weighted_line_sums(
-            rows, memory, (2, 1, 2), w, scratch, (out, 5, fresh)
-        )
-        bound = 2e-6 * times * (np.abs(w) @ np.abs(x)).max()
-        assert np.abs(out[:, 5:-4] - times * (w @ x)).max() < bound
-    assert np.isnan(out[:, :5]).all()
-    assert np.isnan(out[:, -4:]).all()
-
-
-def scratch_of(rows: int, n: int, *, rounded: bool) -> tuple[Any, ...]:
-    """What a call works in, full of NaN."""
-    lines = [np.full(shape, np.nan, np.float32) for shape in ((rows, n), (n,), (n,), (rows,))]
-    short = (
-        np.zeros((rows, n), np.int16),
-        np.full(rows, np.nan, np.float32),
-        np.full(rows, -7, np.int32),
+    R, n = len(q), codes.shape[1] * 8 // bits
+    values = torch.zeros(1, 1, n, 1, 1, dtype=torch.uint8)
+    of_values = torch.ones(1, 1, n, 1, 1, dtype=scale.dtype)
+    keys = (codes[None, None, None], *(x[None, None, None, :, None] for x in (scale, zero)))
+    segment = decode.QuantizedSegment(
+        decode.quantized_numbers(*keys, bits),
+        decode.quantized_numbers(values, of_values, of_values, 8),
+        scale.dtype,
+        n,
+        (q[:0], q[:0]),
+        (*keys, values, of_values),
     )
-    return (*lines, short, rounded)
-
-
-@pytest.mark.skipif(not int_dot.HAS_INT_DOT, reason="the processor has no AVX-512BW")
-@pytest.mark.parametrize("rows, columns, n", [(4, 32, 2), (4, 64, 128), (8, 96, 38), (4, 128, 256)])
-@pytest.mark.parametrize("fresh", [True, False])
-def test_sums_in_whole_numbers(rows: int, columns: int, n: int, *, fresh: bool) -> None:
-    """Weights are off by half of what a whole number of 16 bits is worth, and no more; one that is
-    not finite shows.
-    """
-    rng = np.random.default_rng(1)
-    codes = rng.integers(0, 256, (n, columns + 3)).astype(np.uint8)
-    scales, zeros = (torch.randn(n).bfloat16() for _ in range(2))
-    scale, zero = (x.double().numpy() for x in (scales, zeros))
-    w = (rng.standard_normal((rows, n)) * np.logspace(-6, 0, n)).astype(np.float32)
-    x = zero[:, None] + codes[:, 2:-1] * scale[:, None]
-    flat = [y.view(torch.uint16).numpy() for y in (scales, zeros)]
-    memory = (codes.ravel(), codes.shape[1], (*flat, 1, BF16), columns, 8, n)
-    old = rng.standard_normal((rows, columns)).astype(np.float32)
-
-    def summed(w: Any) -> Any:
-        out = old.copy()
-        scratch = scratch_of(rows, n, rounded=True)
-        decode_quantized_loops.weighted_line_sums(
-            rows, memory, (2, 0, 2), w, scratch, (out, 0, fresh)
+    found = torch.empty(R, n)
+    for c in range(n):
+        visible = torch.zeros(1, 1, 1, n, dtype=torch.bool)
+        visible[..., c] = True
+        args = decode.DecodeArgs(
+            q=q[None, None].contiguous(),
+            scale=1.0,
+            T=R,
+            k_positions=launch.NO_POSITIONS,
+            origin=0,
+            starts=launch.NO_RANGES,
+            stops=launch.NO_RANGES,
+            visible=visible,
+            softcap=0.0,
+            symmetric=False,
+            slopes=launch.NO_SLOPES,
+            bias=launch.NO_BIAS,
+            q_positions=torch.zeros(1, R, dtype=torch.int64),
         )
-        return out
+        found[:, c] = decode.decode_quantized(args, segment, 1)[1][0, 0]
+    return found
 
-    half = np.abs(w * scale).max(1) / 32767 / 2
-    bound = half[:, None] * np.abs(codes[:, 2:-1].astype(float) - 128).sum(0)
-    rounding = 2e-6 * (np.abs(w) @ np.abs(x) + np.abs(old))
-    error = np.abs(summed(w) - (w @ x + (0 if fresh else old)))
+
+def draw_lines(R: int, D: int, n: int, bits: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
+    """Rows of q, codes, scales and zeros that are no neighbours in memory; and the keys in fp64."""
+    make = torch.Generator().manual_seed(n)
+    codes = torch.randint(0, 256, (D, n * bits // 8 + 3), generator=make, dtype=torch.uint8)
+    codes = codes[:, 2:-1]
+    scale, zero = (torch.randn(D, 3, generator=make).to(dtype)[:, 1] for _ in range(2))
+    code = (codes[..., None].int() >> torch.arange(0, 8, bits)) % 2**bits
+    keys = zero.double()[:, None] + code.reshape(D, n) * scale.double()[:, None]
+    return torch.randn(R, D, generator=make), codes, scale, zero, keys
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("rows", [1, 3, 8])
+@pytest.mark.parametrize("bits, n", [(8, 5), (8, 96), (4, 2), (4, 96), (2, 4), (2, 32), (2, 72)])
+def test_sums_of_lines(rows: int, bits: int, n: int, dtype: torch.dtype) -> None:
+    """Each loop over the codes against fp64, in an odd number of lines."""
+    q, codes, scale, zero, keys = draw_lines(rows, 37, n, bits, dtype)
+    bound = 2e-6 if dtype == torch.float32 else 2**-14
+    error = scores_of(q, codes, scale, zero, bits) - q.double() @ keys
+    assert error.abs().max() < bound * (q.abs().double() @ keys.abs()).max()
+
+
+@pytest.mark.parametrize("rows, n, D", [(4, 32, 2), (4, 64, 128), (8, 96, 38), (4, 128, 256)])
+def test_sums_in_whole_numbers(rows: int, n: int, D: int) -> None:
+    """Of scales in 16 bits weights are off by half of what a whole number of 16 bits is worth, and
+    no more; one that is not finite shows.
+    """
+    q, codes, scale, zero, keys = draw_lines(rows, D, n, 8, torch.bfloat16)
+    q = q * torch.logspace(-6, 0, D)
+    half = (q * scale.float()).abs().amax(1).double() / 32767 / 2
+    bound = half[:, None] * (codes.double() - 128).abs().sum(0)
+    rounding = 2e-6 * (q.abs().double() @ keys.abs())
+    error = (scores_of(q, codes, scale, zero, 8) - q.double() @ keys).abs()
     assert (error <= bound + rounding).all()
-    assert (error > rounding).any(), "it did round the weights"
-    w[1, n // 2] = np.nan
-    assert np.isnan(summed(w)[1]).all()
-    assert np.isfinite(summed(w)[[0, 2, 3]]).all()
-    w[1, n // 2] = np.inf
-    assert not np.isfinite(summed(w)[1]).any()
+    q[1, D // 2] = float("nan")
+    found = scores_of(q, codes, scale, zero, 8)
+    assert found[1].isneginf().all(), "the lse of no key: its only weight is NaN"
+    assert found[[0, 2, 3]].isfinite().all()
 
 
-@pytest.mark.parametrize("n", [510, 576])
-def test_the_largest_sums_of_whole_numbers_do_not_wrap(n: int) -> None:
+@pytest.mark.parametrize("D", [510, 576])
+def test_the_largest_sums_of_whole_numbers_do_not_wrap(D: int) -> None:
     """Every weight and every code at its end: 576 such lines would leave 32 bits, and are summed
     another way.
     """
-    codes = np.zeros((n, 67), np.uint8)
-    scales, zeros = (torch.full((n,), x).bfloat16() for x in (1.0, 0.0))
-    flat = [y.view(torch.uint16).numpy() for y in (scales, zeros)]
-    out, w = np.zeros((4, 64), np.float32), np.ones((4, n), np.float32)
-    memory = (codes.ravel(), codes.shape[1], (*flat, 1, BF16), 64, 8, n)
+    scale, zero = (torch.full((D,), x).bfloat16() for x in (1.0, 0.0))
     for code in (0, 255):
-        codes[:] = code
-        decode_quantized_loops.weighted_line_sums(
-            4, memory, (2, 0, 2), w, scratch_of(4, n, rounded=True), (out, 0, True)
-        )
-        assert np.allclose(out, code * n, atol=0.02 * n)
-
-
-def test_rows_begin_at_lines_of_the_cache() -> None:
-    made = decode_quantized_loops._aligned_rows(3, 32)
-    assert made.shape == (3, 32)
-    assert made.ctypes.data % 64 == 0
-    assert not made.any()
+        codes = torch.full((D, 64), code, dtype=torch.uint8)
+        found = scores_of(torch.ones(4, D), codes, scale, zero, 8)
+        assert torch.allclose(found, torch.tensor(float(code * D)), atol=0.02 * D)
 
 
 def coded(axis: str, *, slots: int = 16, kind: torch.dtype = torch.float32) -> Any:

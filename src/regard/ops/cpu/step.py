@@ -18,7 +18,7 @@ from torch import Tensor
 
 from regard.ops.cpu import launch, threads
 from regard.ops.cpu.arguments import MAX_RUNS, struct_layout
-from regard.ops.jit.decode import ELEMENTS_PER_THREAD, split_count
+from regard.ops.cpu.decode import ELEMENTS_PER_THREAD, split_count
 from regard.ops.cpu.library import entry
 from regard.ops.stored_slots import QuantizedSlots
 from regard.ops.stored_weights import StoredWeight

@@ -7,7 +7,7 @@ each rank half a second of processor time.
 
 from numba.core.registry import cpu_target
 
-import regard.ops.jit.decode
+import regard.ops.jit.decode_loops
 import regard.ops.jit.prefill  # noqa: F401
 
 cpu_target.typing_context.refresh()

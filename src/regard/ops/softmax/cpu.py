@@ -10,17 +10,17 @@ from torch import Tensor
 from regard import masks
 from regard.biases import ALiBi, Bias
 from regard.masks.tiling import UNBOUNDED
-from regard.ops.jit import has_numba, launch
-from regard.ops.jit.argument_structs import why_not_dtype
-from regard.ops.jit.decode import (
+from regard.ops.cpu import launch
+from regard.ops.cpu.decode import (
     TILE_KEYS,
     DecodeArgs,
     apply_sinks,
     decode,
     decode_quantized,
-    join_splits,
+    join_parts,
     quantized_segment,
 )
+from regard.ops.cpu.library import has_kernels, why_none, why_not_dtype
 from regard.ops.softmax.call import Call
 from regard.ops.softmax.kernel import UNREADABLE, Kernel, KernelResult, WorkEstimate
 from regard.ops.softmax.packed_call import unpackable_parts
@@ -149,7 +149,7 @@ class CpuKernel(Kernel):
     wide_output = True
 
     def why_not(self, call: Call) -> list[str]:
-        """Refuse other devices, gradients, dropout, taps, many queries, no Numba, and graphs."""
+        """Refuse other devices, gradients, dropout, taps, many queries, no kernels, and graphs."""
         reasons = [
             *(["runs on a CPU only"] if call.q.device.type != "cpu" else []),
             *(["has no gradient"] if call.has_gradient else []),
@@ -169,12 +169,12 @@ class CpuKernel(Kernel):
             reasons.append("nothing to compute")
         if not call.readable and not call.q.is_meta:
             reasons.append(UNREADABLE)
-        elif not reasons and not has_numba():
-            reasons.append("Numba is not installed: pip install numba")
+        elif not reasons and not has_kernels():
+            reasons.append(f"no compiled kernels: {why_none()}")
         return reasons
 
     def priority(self, call: Call) -> float | None:
-        """Return 100 where reading keys and values dominates; else 50: importing Numba is slow."""
+        """Return 100 where reading keys and values dominates; else 50: torch is as fast."""
         if not (call.readable and call.q.is_cpu):
             return None
         is_large = call.k.numel() + call.v.numel() >= MIN_ELEMENTS and not call.has_gradient
@@ -190,7 +190,7 @@ class CpuKernel(Kernel):
             args = args.after_slots(coded_slots)
         if coded_slots < call.S:
             results.append(decode(args, k, v))
-        out, lse = results[0] if len(results) == 1 else join_splits(*zip(*results, strict=True))
+        out, lse = results[0] if len(results) == 1 else join_parts(*zip(*results, strict=True))
         if call.sink is not None:
             out = apply_sinks(out, lse, call.sink, call.T)
         z = out.reshape(call.B, call.H, call.T, call.E)

@@ -55,7 +55,8 @@ enum class Coverage { none, some, all };
 // Which rows see which keys of a tile at contiguous positions: every row all of them, no row any, or some.
 inline Coverage tile_coverage(const Decode& call, const Head& head, const Tile& tile) {
   int64_t p0 = call.origin + tile.first, p1 = call.origin + tile.last;
-  bool every = true, some = false, shared = call.starts.shape[1] == 1 && call.starts.shape[2] == 1;
+  auto is_shared = [](const Array<int64_t>& x) { return x.shape[1] == 1 && x.shape[2] == 1; };
+  bool every = true, some = false, shared = is_shared(call.starts) && is_shared(call.stops);
   Head judged{head.b, head.g, shared ? 1 : head.heads, shared ? 1 : head.T};
   judged.each_row([&](int64_t, int64_t h, int64_t t) {
     const int64_t *start = row_of(call.starts, head.b, h, t), *stop = row_of(call.stops, head.b, h, t);

@@ -2,44 +2,39 @@
 
 `DecodeArgs` holds the arguments as contiguous tensors. `decode` attends to keys and values in full
 precision, of any strides; `decode_quantized` attends to keys and values that a cache stores as
-codes. Both pack an argument struct (`regard.ops.jit.argument_structs`), look up the compiled entry
-for the dtype (`decode_loops`, `decode_quantized_loops`) and run it in torch's threads (`openmp`).
-`join_splits` joins the results of the two functions, and `apply_sinks` adds attention sinks.
-Compiled code checks no argument: the caller has checked sizes, dtypes and devices. Numba is
-imported only where the code is not on the disk.
+codes. Both pack an argument struct and run its kernel (`csrc/decode.cpp`,
+`csrc/decode_quantized.cpp`) in torch's threads. `join_parts` joins the results of the two
+functions, and `apply_sinks` adds attention sinks. Compiled code checks no argument: the caller has
+checked sizes, dtypes and devices.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from regard.ops.jit import launch, openmp
-from regard.ops.jit.argument_structs import (
-    DECODE_QUANTIZED_STRUCT,
-    DECODE_STRUCT,
-    DTYPES,
-    StructLayout,
-)
-from regard.ops.jit.code_files import compiled_entry
+from regard.ops.cpu import launch, threads
+from regard.ops.cpu.arguments import struct_layout
+from regard.ops.cpu.library import DTYPES, entry
 from regard.ops.stored_slots import QuantizedSlots, coded_memory
 
 TILE_KEYS = 64
-"""The number of keys in a tile; it must be equal to `decode_loops.TILE`."""
+"""The number of keys in a tile; it must be equal to `kTile` of `decode.cpp`."""
 
 ELEMENTS_PER_THREAD = 1 << 17
 """The number of elements of keys and values per thread. For fewer, starting a thread takes longer
 than it saves.
 """
 
-_plain_entry = partial(compiled_entry, "decode_loops", "entry_address")
-_quantized_entry = partial(compiled_entry, "decode_quantized_loops", "entry_address")
+_LAYOUTS = {
+    "decode": struct_layout("DecodePlain"),
+    "decode_quantized": struct_layout("DecodeQuantized"),
+}
 
 
 @dataclass(frozen=True, eq=False)
@@ -102,7 +97,7 @@ class QuantizedSegment(NamedTuple):
     stored as codes, and the recent slots that follow them.
 
     Args:
-        k: the codes of the keys: addresses, strides and sizes, as a `QuantizedField` takes them.
+        k: the codes of the keys: addresses, strides and sizes, `Quantized` of `arguments.h`.
         v: the same for the values.
         dtype: the dtype of the scales.
         slots: the number of slots that are stored as codes.
@@ -147,7 +142,7 @@ def quantized_segment(k: Tensor, v: Tensor) -> QuantizedSegment | None:
 
 
 def _quantized_argument(x: QuantizedSlots) -> tuple[tuple[int, ...], tuple[Tensor, ...]]:
-    """Return the numbers of a `QuantizedField`, and the tensors whose memory they refer to."""
+    """Return the numbers of a `Quantized` field, and the tensors whose memory they refer to."""
     codes, scale, zero = x.groups.codes, x.groups.scale, x.groups.zero
     if not is_readable(x):
         codes, scale, zero = codes.contiguous(), scale.contiguous(), zero.contiguous()
@@ -163,7 +158,7 @@ def is_readable(x: QuantizedSlots) -> bool:
 
 
 def quantized_numbers(codes: Tensor, scale: Tensor, zero: Tensor, bits: int) -> tuple[int, ...]:
-    """Return the numbers of a `QuantizedField`.
+    """Return the numbers of a `Quantized` of `arguments.h`.
 
     Args:
         codes, scale, zero: the codes, their scales and zeros, as in `QuantizedCodes`.
@@ -192,21 +187,13 @@ def decode(args: DecodeArgs, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         v: values `[B, G, S, E]`.
     """
     (k, k_argument), (v, v_argument) = strided_argument(k), strided_argument(v)
-    return _run_decode(
-        args,
-        DECODE_STRUCT,
-        _plain_entry,
-        k.dtype,
-        (k_argument, v_argument),
-        k.shape[2],
-        v.shape[3],
-        {"pages": launch.NO_POSITIONS, "page_size": 1},
-    )
+    more = {"k": k_argument, "v": v_argument, "pages": launch.NO_POSITIONS, "page_size": 1}
+    return _run(args, "decode", k.dtype, k.shape[2], v.shape[3], more)
 
 
 def strided_argument(x: Tensor) -> tuple[Tensor, tuple[int, ...]]:
     """Return a tensor `[B, G, S, d]`, copied only if its last dimension is not contiguous, and
-    the numbers of its `StridedField`.
+    the numbers of its `Strided` of `arguments.h`.
     """
     x = x.detach()
     if x.stride(-1) != 1 and x.shape[-1] != 1:
@@ -233,79 +220,52 @@ def decode_quantized(args: DecodeArgs, segment: QuantizedSegment, E: int) -> tup
     """Attend to the slots of a segment that are stored as codes; return the output `[B, G, R, E]`
     and the lse `[B, G, R]` in fp32, where E is the dimension of the values.
     """
-    fields = segment.k, segment.v
-    return _run_decode(
-        args, DECODE_QUANTIZED_STRUCT, _quantized_entry, segment.dtype, fields, segment.slots, E
-    )
+    more = {"k": segment.k, "v": segment.v}
+    return _run(args, "decode_quantized", segment.dtype, segment.slots, E, more)
 
 
-def _run_decode(
-    args: DecodeArgs,
-    record: StructLayout,
-    entry: Callable[[torch.dtype], int],
-    dtype: torch.dtype,
-    memory: tuple[Sequence[int], Sequence[int]],
-    S: int,
-    E: int,
-    more: Mapping[str, Any] = MappingProxyType({}),
+def _run(
+    args: DecodeArgs, name: str, dtype: torch.dtype, S: int, E: int, more: dict[str, Any]
 ) -> tuple[Tensor, Tensor]:
-    """Pack the argument struct, run the entry in one or more threads, and return the output and the
-    lse.
+    """Run a kernel in one or more threads, and return the output and the lse.
 
     Args:
         args: the queries, the mask and the terms that are added to the scores.
-        record: the layout of the struct.
-        entry: a function from a dtype to the address of the compiled entry.
+        name: the name of the kernel.
         dtype: the dtype of the keys and values, or of the scales of their codes.
-        memory: the values of the struct fields `k` and `v`.
         S: the number of keys.
         E: the dimension of the values.
-        more: the other fields of the struct.
+        more: the fields of the struct that `args` does not have.
     """
     B, G, R, D = args.q.shape
-    workers = min(openmp.thread_count(), max(1, B * G * S * (D + E) // ELEMENTS_PER_THREAD))
+    workers = min(threads.thread_count(), max(1, B * G * S * (D + E) // ELEMENTS_PER_THREAD))
     P = split_count(B * G, S, workers) if workers > 1 else 1
     out = launch.empty(B * G, P, R, E, dtype=torch.float32)
     lse = launch.empty(B, G, P, R, dtype=torch.float32)
-    packed = record.pack(
-        T=args.T,
-        origin=args.origin,
-        softcap=args.softcap,
-        symmetric=args.symmetric,
-        scale=args.scale,
-        q=args.q,
-        out=out,
-        lse=lse,
-        k_positions=args.k_positions,
-        starts=args.starts,
-        stops=args.stops,
-        visible=args.visible,
-        slopes=args.slopes,
-        bias=args.bias,
-        q_positions=args.q_positions,
-        S=S,
-        k=memory[0],
-        v=memory[1],
-        **more,
-    )
-    openmp.run_entry(entry(dtype), packed, workers)
+    record = _LAYOUTS[name].pack(**vars(args), **more, out=out, lse=lse, S=S)
+    threads.run_entry(entry(name, dtype), record, workers)
     return out[:, 0].view(B, G, R, E), lse[:, :, 0]
 
 
-def join_splits(outs: Iterable[Tensor], lses: Iterable[Tensor]) -> tuple[Tensor, Tensor]:
-    """Join two or more results over disjoint keys, out `[B, G, R, E]` and lse `[B, G, R]`, into
-    one.
-    """
-    from regard.ops.jit.decode_loops import join_splits
+def join_parts(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    """Join results over disjoint keys, out `[B, G, R, E]` and lse `[B, G, R]`, into one.
 
-    out, lse = torch.stack(list(outs), 2), torch.stack(list(lses), 2)
-    join_splits(*(launch.array(x, torch.float32) for x in (out, lse)))
-    return out[:, :, 0], lse[:, :, 0]
+    Sums are in fp64, as where the kernels join splits; a part that a row sees nothing of may hold
+    NaN there.
+    """
+    lse = torch.stack(tuple(lses)).double()  # [P,B,G,R]
+    top = lse.amax(0)
+    weights = torch.exp(lse - top.masked_fill(top == -math.inf, 0))
+    total = weights.sum(0)
+    out = torch.zeros_like(outs[0], dtype=torch.float64)
+    for weight, part in zip(weights[..., None], outs, strict=True):
+        out += torch.where(weight == 0, 0, weight * part)
+    seen = total.masked_fill(total == 0, 1)  # a row that sees no key has the output 0
+    return (out / seen[..., None]).float(), (top + seen.log()).float()
 
 
 def apply_sinks(out: Tensor, lse: Tensor, sink: Tensor, T: int) -> Tensor:
-    """Return the output `[B, G, R, E]` with exp(sink) added to each softmax denominator; it may be
-    the changed `out` itself.
+    """Return the output `[B, G, R, E]` with exp(sink) added to each softmax denominator.
 
     Args:
         out: the output without the sink `[B, G, R, E]` in fp32.
@@ -313,8 +273,7 @@ def apply_sinks(out: Tensor, lse: Tensor, sink: Tensor, T: int) -> Tensor:
         sink: one logit per head `[H]`.
         T: the number of queries; row r of key/value head g belongs to head g H/G + r // T.
     """
-    from regard.ops.jit.decode_loops import apply_sinks
-
-    out, sink = out.contiguous(), sink.detach().float().contiguous()
-    apply_sinks(*(launch.array(x, torch.float32) for x in (out, lse.contiguous(), sink)), T)
-    return out
+    logits = sink.detach().double().repeat_interleave(T).view(lse.shape[1:])  # [H T] -> [G,R]
+    # a row that sees no key has the output 0, whatever its share is
+    share = torch.sigmoid(lse.double().masked_fill(lse == -math.inf, 0) - logits)
+    return out * share.float()[..., None]
