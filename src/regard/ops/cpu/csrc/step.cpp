@@ -33,6 +33,8 @@ constexpr int64_t kHeadTaskBytes = 1 << 18;  // the same for the head
 constexpr int64_t kVectorBlock = 128;  // sizes of vectors in fp32 are multiples of it, as codes may be padded; the numbers
                                        // behind a vector are 0
 
+constexpr int64_t kStoredRows = 256;  // the rows of a stored matrix that are multiplied at a time
+
 enum HeadKind { kQueries, kKeys, kValues };
 
 // R vectors of M numbers in fp32, `distance` apart.
@@ -71,7 +73,8 @@ class StepThread {
         joined_(R * step->flat),
         wide_(Vectors::size(R, step->width)),
         few_(Vectors::size(R, step->width)),
-        products_(R, Vectors::padded_width(step->width)) {}
+        stored_(R, Vectors::padded_width(step->width)),
+        sums_(R * kStoredRows) {}
 
   void run() {
     const StepLayer* last = nullptr;
@@ -105,7 +108,8 @@ class StepThread {
   Scratch<T> joined_;      // queries and keys after a norm over all heads
   Scratch<float> wide_;    // the vectors of a product
   Scratch<float> few_;     // those of an expert, and sums over experts
-  StoredRows<T> products_;
+  StoredRows stored_;     // products with a matrix that is stored in fewer bits
+  Scratch<float> sums_;   // [R,kStoredRows]
 
   // Codes have at least 4 bits, so that a block has at most this number of rows.
   int64_t block_size() const { return std::max(step_.head, 2 * kStepTaskBytes / M + 1); }
@@ -150,10 +154,16 @@ class StepThread {
   template <typename Out>
   void map_rows(const StepMap& map, int64_t first, int64_t last, const Vectors& x, Out* y, int64_t distance) {
     auto w = static_cast<const T*>(map.w), b = static_cast<const T*>(map.b);
-    if (map.stored == nullptr) {
-      multiply_rows(w, b, first, last, x.data, x.distance, x.R, x.M, y, distance);
-    } else {
-      products_.multiply(*map.stored, b, first, last, x.data, x.distance, x.R, y, distance);
+    if (map.stored == nullptr) return multiply_rows(w, b, first, last, x.data, x.distance, x.R, x.M, y, distance);
+    for (int64_t n = first; n < last; n += kStoredRows) {
+      int64_t rows = std::min(kStoredRows, last - n);
+      stored_.multiply(*map.stored, n, n + rows, x.R, x.data, x.distance, sums_, kStoredRows);
+      for (int64_t r = 0; r < x.R; r++) {
+        for (int64_t i = 0; i < rows; i++) {
+          float bias = b == nullptr ? 0.0f : to_float(b[n + i]);
+          y[r * distance + n - first + i] = rounded<Out>(sums_[r * kStoredRows + i] + bias);
+        }
+      }
     }
   }
 
@@ -169,7 +179,7 @@ class StepThread {
 
   void write_vectors(const T* x, const Vectors& vectors) {
     for (int64_t r = 0; r < vectors.R; r++) vectors.write(r, x + r * vectors.M);
-    products_.vectors_changed();
+    stored_.vectors_changed();
   }
 
   // ---- hidden states
@@ -326,7 +336,7 @@ class StepThread {
         for_each_vector(E, [&](auto get, auto put) { put(y, rounded_lanes<T>(get(out) * share)); });
       }
       for (int64_t r = 0; r < R; r++) std::fill(vectors.row(r) + H * E, vectors.row(r) + vectors.distance, 0.0f);
-      products_.vectors_changed();
+      stored_.vectors_changed();
     });
   }
 
@@ -422,7 +432,7 @@ class StepThread {
       if (is_other && !all) {
         for (int64_t j = 0; j < expert.n; j++) copy_row(vectors.row(tokens[expert.pair + j]), own.row(j), own.distance);
       }
-      if (is_other && R > 1) products_.vectors_changed();
+      if (is_other && R > 1) stored_.vectors_changed();
       int64_t rows = rows_per_task(expert.network, M), first = block * rows;
       T* hidden = static_cast<T*>(step_.hidden) + expert.pair * width;
       open_rows(expert.network, first, std::min(expert.network.F, first + rows), own, hidden);
