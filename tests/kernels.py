@@ -8,6 +8,6 @@ from regard.ops.cpu.library import has_kernels, why_none
 
 
 def require_kernels() -> None:
-    """Skip the module that calls this where no compiled kernels run, with the reason."""
+    """Skip the module or test that calls this where no compiled kernels run, with the reason."""
     if not has_kernels():
         pytest.skip(f"no compiled kernels: {why_none()}", allow_module_level=True)

@@ -38,8 +38,7 @@ from regard.inspect.explain.prepared_run import prepare_run
 from regard.models.checkpoint.tensors import CheckpointTensors
 from regard.models.tokenizer import Tokenizer
 from regard.nn.projections import dynamic_rotary
-from regard.ops.cpu import decode
-from regard.ops.cpu import threads as kernel_threads
+from regard.ops.cpu import decode, threads
 from regard.ops.gemv import gemv
 from regard.ops.rms_norm import rms_norm
 from regard.ops.softmax import cpu, flex
@@ -186,9 +185,9 @@ def test_compiled_maps_and_norms() -> None:
 def test_several_workers_for_each_caller(own: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Callers share one team."""
     if own:
-        monkeypatch.setattr(kernel_threads, "torch_openmp", lambda: None)
+        monkeypatch.setattr(threads, "torch_openmp", lambda: None)
     count = threading.local()
-    monkeypatch.setattr(kernel_threads, "thread_count", lambda: getattr(count, "n", 2))
+    monkeypatch.setattr(threads, "thread_count", lambda: getattr(count, "n", 2))
     q, k, v = inputs(1, 4 * decode.ELEMENTS_PER_THREAD // 64)  # work for four threads
     alone = {}
     for n in (2, 3, 4):
@@ -206,7 +205,7 @@ def test_several_workers_for_each_caller(own: bool, monkeypatch: pytest.MonkeyPa
 
 def test_a_pool_grows_while_others_wait_for_it() -> None:
     """Every part of every caller runs once, while the callers ask for more and more threads."""
-    pool = kernel_threads.ThreadPool()
+    pool = threads.ThreadPool()
 
     def work(i: int) -> list[int]:
         done: list[int] = []

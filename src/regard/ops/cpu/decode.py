@@ -2,17 +2,15 @@
 
 `DecodeArgs` holds the arguments as contiguous tensors. `decode` attends to keys and values in full
 precision, of any strides; `decode_quantized` attends to keys and values that a cache stores as
-codes. Both pack an argument struct and run its kernel (`csrc/decode.cpp`,
-`csrc/decode_quantized.cpp`) in torch's threads. `join_parts` joins the results of the two
-functions, and `apply_sinks` adds attention sinks. Compiled code checks no argument: the caller has
-checked sizes, dtypes and devices.
+codes. `join_splits` joins the results of the two functions, and `apply_sinks` adds attention sinks.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -24,17 +22,12 @@ from regard.ops.cpu.library import DTYPES, entry
 from regard.ops.stored_slots import QuantizedSlots, coded_memory
 
 TILE_KEYS = 64
-"""The number of keys in a tile; it must be equal to `kTile` of `decode.cpp`."""
+"""The number of keys in a tile, as `kTile` of `csrc/decode.cpp`."""
 
 ELEMENTS_PER_THREAD = 1 << 17
 """The number of elements of keys and values per thread. For fewer, starting a thread takes longer
 than it saves.
 """
-
-_LAYOUTS = {
-    "decode": struct_layout("DecodePlain"),
-    "decode_quantized": struct_layout("DecodeQuantized"),
-}
 
 
 @dataclass(frozen=True, eq=False)
@@ -187,8 +180,16 @@ def decode(args: DecodeArgs, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         v: values `[B, G, S, E]`.
     """
     (k, k_argument), (v, v_argument) = strided_argument(k), strided_argument(v)
-    more = {"k": k_argument, "v": v_argument, "pages": launch.NO_POSITIONS, "page_size": 1}
-    return _run(args, "decode", k.dtype, k.shape[2], v.shape[3], more)
+    return _run_decode(
+        args,
+        "DecodePlain",
+        "decode",
+        k.dtype,
+        (k_argument, v_argument),
+        k.shape[2],
+        v.shape[3],
+        {"pages": launch.NO_POSITIONS, "page_size": 1},
+    )
 
 
 def strided_argument(x: Tensor) -> tuple[Tensor, tuple[int, ...]]:
@@ -220,18 +221,33 @@ def decode_quantized(args: DecodeArgs, segment: QuantizedSegment, E: int) -> tup
     """Attend to the slots of a segment that are stored as codes; return the output `[B, G, R, E]`
     and the lse `[B, G, R]` in fp32, where E is the dimension of the values.
     """
-    more = {"k": segment.k, "v": segment.v}
-    return _run(args, "decode_quantized", segment.dtype, segment.slots, E, more)
+    fields = segment.k, segment.v
+    return _run_decode(
+        args,
+        "DecodeQuantized",
+        "decode_quantized",
+        segment.dtype,
+        fields,
+        segment.slots,
+        E,
+    )
 
 
-def _run(
-    args: DecodeArgs, name: str, dtype: torch.dtype, S: int, E: int, more: dict[str, Any]
+def _run_decode(
+    args: DecodeArgs,
+    struct: str,
+    kernel: str,
+    dtype: torch.dtype,
+    memory: tuple[Sequence[int], Sequence[int]],
+    S: int,
+    E: int,
+    more: Mapping[str, Any] = MappingProxyType({}),
 ) -> tuple[Tensor, Tensor]:
-    """Run a kernel in one or more threads, and return the output and the lse.
+    """Pack the struct, run the kernel in one or more threads, and return the output and the lse.
 
     Args:
         args: the queries, the mask and the terms that are added to the scores.
-        name: the name of the kernel.
+        struct, kernel: the names of the struct and of the kernel.
         dtype: the dtype of the keys and values, or of the scales of their codes.
         S: the number of keys.
         E: the dimension of the values.
@@ -242,30 +258,45 @@ def _run(
     P = split_count(B * G, S, workers) if workers > 1 else 1
     out = launch.empty(B * G, P, R, E, dtype=torch.float32)
     lse = launch.empty(B, G, P, R, dtype=torch.float32)
-    record = _LAYOUTS[name].pack(**vars(args), **more, out=out, lse=lse, S=S)
-    threads.run_entry(entry(name, dtype), record, workers)
+    packed = struct_layout(struct).pack(
+        T=args.T,
+        origin=args.origin,
+        softcap=args.softcap,
+        symmetric=args.symmetric,
+        scale=args.scale,
+        q=args.q,
+        out=out,
+        lse=lse,
+        k_positions=args.k_positions,
+        starts=args.starts,
+        stops=args.stops,
+        visible=args.visible,
+        slopes=args.slopes,
+        bias=args.bias,
+        q_positions=args.q_positions,
+        S=S,
+        k=memory[0],
+        v=memory[1],
+        **more,
+    )
+    threads.run_entry(entry(kernel, dtype), packed, workers)
     return out[:, 0].view(B, G, R, E), lse[:, :, 0]
 
 
-def join_parts(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    """Join results over disjoint keys, out `[B, G, R, E]` and lse `[B, G, R]`, into one.
-
-    Sums are in fp64, as where the kernels join splits; a part that a row sees nothing of may hold
-    NaN there.
+def join_splits(outs: Iterable[Tensor], lses: Iterable[Tensor]) -> tuple[Tensor, Tensor]:
+    """Join two or more results over disjoint keys, out `[B, G, R, E]` and lse `[B, G, R]`, into
+    one, in fp64.
     """
-    lse = torch.stack(tuple(lses)).double()  # [P,B,G,R]
-    top = lse.amax(0)
-    weights = torch.exp(lse - top.masked_fill(top == -math.inf, 0))
-    total = weights.sum(0)
-    out = torch.zeros_like(outs[0], dtype=torch.float64)
-    for weight, part in zip(weights[..., None], outs, strict=True):
-        out += torch.where(weight == 0, 0, weight * part)
-    seen = total.masked_fill(total == 0, 1)  # a row that sees no key has the output 0
-    return (out / seen[..., None]).float(), (top + seen.log()).float()
+    out, lse = torch.stack(list(outs)).double(), torch.stack(list(lses)).double()
+    joined = lse.logsumexp(0)
+    share = (lse - joined.masked_fill(joined == -math.inf, 0)).exp()[..., None]
+    # a part that adds nothing may hold NaN
+    return torch.where(share == 0, 0, out * share).sum(0).float(), joined.float()
 
 
 def apply_sinks(out: Tensor, lse: Tensor, sink: Tensor, T: int) -> Tensor:
-    """Return the output `[B, G, R, E]` with exp(sink) added to each softmax denominator.
+    """Return the output `[B, G, R, E]` with exp(sink) added to each softmax denominator: times
+    sigmoid(lse - sink), in fp64; a row that sees no key keeps its output of 0.
 
     Args:
         out: the output without the sink `[B, G, R, E]` in fp32.
@@ -273,7 +304,7 @@ def apply_sinks(out: Tensor, lse: Tensor, sink: Tensor, T: int) -> Tensor:
         sink: one logit per head `[H]`.
         T: the number of queries; row r of key/value head g belongs to head g H/G + r // T.
     """
-    logits = sink.detach().double().repeat_interleave(T).view(lse.shape[1:])  # [H T] -> [G,R]
-    # a row that sees no key has the output 0, whatever its share is
-    share = torch.sigmoid(lse.double().masked_fill(lse == -math.inf, 0) - logits)
+    logits = sink.detach().double().view(1, out.shape[1], -1, 1)  # [1,G,H/G,1]
+    share = (lse.double().view(*lse.shape[:2], -1, T) - logits).sigmoid().view(lse.shape)
+    share = share.masked_fill(lse == -math.inf, 1)
     return out * share.float()[..., None]

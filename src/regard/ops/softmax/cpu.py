@@ -20,7 +20,7 @@ from regard.ops.cpu.decode import (
     join_parts,
     quantized_segment,
 )
-from regard.ops.cpu.library import has_kernels, why_none, why_not_dtype
+from regard.ops.cpu.library import why_none, why_not_dtype
 from regard.ops.softmax.call import Call
 from regard.ops.softmax.kernel import UNREADABLE, Kernel, KernelResult, WorkEstimate
 from regard.ops.softmax.packed_call import unpackable_parts
@@ -149,7 +149,7 @@ class CpuKernel(Kernel):
     wide_output = True
 
     def why_not(self, call: Call) -> list[str]:
-        """Refuse other devices, gradients, dropout, taps, many queries, no kernels, and graphs."""
+        """Refuse other devices, gradients, dropout, taps, many queries, and graphs."""
         reasons = [
             *(["runs on a CPU only"] if call.q.device.type != "cpu" else []),
             *(["has no gradient"] if call.has_gradient else []),
@@ -169,12 +169,12 @@ class CpuKernel(Kernel):
             reasons.append("nothing to compute")
         if not call.readable and not call.q.is_meta:
             reasons.append(UNREADABLE)
-        elif not reasons and not has_kernels():
-            reasons.append(f"no compiled kernels: {why_none()}")
+        elif not reasons and (none := why_none()) is not None:
+            reasons.append(f"no compiled kernels: {none}")
         return reasons
 
     def priority(self, call: Call) -> float | None:
-        """Return 100 where reading keys and values dominates; else 50: torch is as fast."""
+        """Return 100 where reading keys and values dominates, else 50."""
         if not (call.readable and call.q.is_cpu):
             return None
         is_large = call.k.numel() + call.v.numel() >= MIN_ELEMENTS and not call.has_gradient

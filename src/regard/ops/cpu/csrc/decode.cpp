@@ -79,8 +79,8 @@ template <int kRows, typename T>
 void score_rows(const Queries& q, int64_t r, const Tokens<T>& keys, const int64_t* places, int64_t n, float scale, float* s) {
   constexpr int kKeys = kLanes / kRows;
   constexpr int64_t kLine = 64 / sizeof(T);  // the numbers of a cache line
-  const float* x = const_cast<Queries&>(q).floats.data() + r * q.width;
-  const bf16* words = const_cast<Queries&>(q).pairs.data() + r * q.width;
+  const float* x = q.floats.data() + r * q.width;
+  const bf16* words = q.pairs.data() + r * q.width;
   int64_t ahead = keys.step * kTile, D = q.D, width = q.width;
   for (int64_t j = 0; j < n; j += kKeys) {
     const T* k[kKeys];

@@ -42,6 +42,12 @@ const N* row_of(const Array<N>& x, int64_t b, int64_t h, int64_t t) {
   return x.data + ((b * x.shape[1] + h) * x.shape[2] + t) * x.shape[3];
 }
 
+// Whether all queries of a row of the batch share one row of an array [b,h,t,n].
+template <typename N>
+bool has_one_row(const Array<N>& x) {
+  return x.shape[1] == 1 && x.shape[2] == 1;
+}
+
 inline int64_t key_position(const Decode& call, int64_t b, int64_t slot) {
   int64_t rows = call.k_positions.shape[2], S = call.k_positions.shape[3];
   return S == 0 ? call.origin + slot : call.k_positions.data[std::min(b, rows - 1) * S + slot];
@@ -55,8 +61,7 @@ enum class Coverage { none, some, all };
 // Which rows see which keys of a tile at contiguous positions: every row all of them, no row any, or some.
 inline Coverage tile_coverage(const Decode& call, const Head& head, const Tile& tile) {
   int64_t p0 = call.origin + tile.first, p1 = call.origin + tile.last;
-  auto is_shared = [](const Array<int64_t>& x) { return x.shape[1] == 1 && x.shape[2] == 1; };
-  bool every = true, some = false, shared = is_shared(call.starts) && is_shared(call.stops);
+  bool every = true, some = false, shared = has_one_row(call.starts) && has_one_row(call.stops);
   Head judged{head.b, head.g, shared ? 1 : head.heads, shared ? 1 : head.T};
   judged.each_row([&](int64_t, int64_t h, int64_t t) {
     const int64_t *start = row_of(call.starts, head.b, h, t), *stop = row_of(call.stops, head.b, h, t);

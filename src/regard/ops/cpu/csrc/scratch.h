@@ -18,7 +18,9 @@ class Scratch {
   Scratch(const Scratch&) = delete;
   Scratch& operator=(const Scratch&) = delete;
   operator T*() { return data_; }
+  operator const T*() const { return data_; }
   T* data() { return data_; }
+  const T* data() const { return data_; }
   int64_t size() const { return size_; }
 
  private:

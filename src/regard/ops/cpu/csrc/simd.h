@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <cstring>
 #include <initializer_list>
+#include <utility>
 
 #include "numbers.h"
 #if defined(__x86_64__)
@@ -29,6 +30,16 @@ typedef uint16_t vh __attribute__((vector_size(2 * kLanes)));  // the bits of 16
 typedef int8_t vb __attribute__((vector_size(kLanes)));
 
 inline vf splat(float x) { return x - vf{}; }
+
+// Calls f with the constants 0, ..., kTimes - 1: a loop that is unrolled before GCC decides what stays in registers.
+template <typename F, int... I>
+__attribute__((always_inline)) inline void unroll(F f, std::integer_sequence<int, I...>) {
+  (f(std::integral_constant<int, I>()), ...);
+}
+template <int kTimes, typename F>
+__attribute__((always_inline)) inline void unroll(F f) {
+  unroll(f, std::make_integer_sequence<int, kTimes>());
+}
 
 // ---- loads and stores, of any alignment
 
@@ -58,6 +69,20 @@ inline vh lower_halves(vu x) {
 #else
   return __builtin_convertvector(x, vh);
 #endif
+}
+
+// The first kBytes of kLanes bytes as 32-bit numbers, and zeros; nothing behind them is read.
+template <int kBytes = kLanes>
+inline vu widen_bytes(const uint8_t* p) {
+#if defined(__AVX512F__)
+  if constexpr (kBytes == 16) return (vu)_mm512_cvtepu8_epi32(load_bits<__m128i>(p));
+  if constexpr (kBytes == 8) return (vu)_mm512_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)p));
+#elif defined(__AVX2__)
+  if constexpr (kBytes == 8) return (vu)_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)p));
+#endif
+  vu x = {};
+  for (int i = 0; i < kBytes; i++) x[i] = p[i];
+  return x;
 }
 
 inline vf from_bits(vh h, bf16) { return (vf)(widen(h) << 16); }
