@@ -90,7 +90,7 @@ class QuantizedSegment(NamedTuple):
     stored as codes, and the recent slots that follow them.
 
     Args:
-        k: the codes of the keys: addresses, strides and sizes, `Quantized` of `arguments.h`.
+        k: the codes of the keys: addresses, strides and sizes, as a `QuantizedField` takes them.
         v: the same for the values.
         dtype: the dtype of the scales.
         slots: the number of slots that are stored as codes.
@@ -135,7 +135,7 @@ def quantized_segment(k: Tensor, v: Tensor) -> QuantizedSegment | None:
 
 
 def _quantized_argument(x: QuantizedSlots) -> tuple[tuple[int, ...], tuple[Tensor, ...]]:
-    """Return the numbers of a `Quantized` field, and the tensors whose memory they refer to."""
+    """Return the numbers of a `QuantizedField`, and the tensors whose memory they refer to."""
     codes, scale, zero = x.groups.codes, x.groups.scale, x.groups.zero
     if not is_readable(x):
         codes, scale, zero = codes.contiguous(), scale.contiguous(), zero.contiguous()
@@ -151,7 +151,7 @@ def is_readable(x: QuantizedSlots) -> bool:
 
 
 def quantized_numbers(codes: Tensor, scale: Tensor, zero: Tensor, bits: int) -> tuple[int, ...]:
-    """Return the numbers of a `Quantized` of `arguments.h`.
+    """Return the numbers of a `QuantizedField`.
 
     Args:
         codes, scale, zero: the codes, their scales and zeros, as in `QuantizedCodes`.
@@ -194,7 +194,7 @@ def decode(args: DecodeArgs, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
 
 def strided_argument(x: Tensor) -> tuple[Tensor, tuple[int, ...]]:
     """Return a tensor `[B, G, S, d]`, copied only if its last dimension is not contiguous, and
-    the numbers of its `Strided` of `arguments.h`.
+    the numbers of its `StridedField`.
     """
     x = x.detach()
     if x.stride(-1) != 1 and x.shape[-1] != 1:
@@ -249,9 +249,10 @@ def _run_decode(
         args: the queries, the mask and the terms that are added to the scores.
         struct, kernel: the names of the struct and of the kernel.
         dtype: the dtype of the keys and values, or of the scales of their codes.
+        memory: the values of the struct fields `k` and `v`.
         S: the number of keys.
         E: the dimension of the values.
-        more: the fields of the struct that `args` does not have.
+        more: the other fields of the struct.
     """
     B, G, R, D = args.q.shape
     workers = min(threads.thread_count(), max(1, B * G * S * (D + E) // ELEMENTS_PER_THREAD))

@@ -17,7 +17,7 @@ from regard.ops.cpu.decode import (
     apply_sinks,
     decode,
     decode_quantized,
-    join_parts,
+    join_splits,
     quantized_segment,
 )
 from regard.ops.cpu.library import why_none, why_not_dtype
@@ -190,7 +190,7 @@ class CpuKernel(Kernel):
             args = args.after_slots(coded_slots)
         if coded_slots < call.S:
             results.append(decode(args, k, v))
-        out, lse = results[0] if len(results) == 1 else join_parts(*zip(*results, strict=True))
+        out, lse = results[0] if len(results) == 1 else join_splits(*zip(*results, strict=True))
         if call.sink is not None:
             out = apply_sinks(out, lse, call.sink, call.T)
         z = out.reshape(call.B, call.H, call.T, call.E)

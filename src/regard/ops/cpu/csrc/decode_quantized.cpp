@@ -33,14 +33,25 @@ struct Lines {
 // The weights of a sum over lines for some rows: w[r, i] scale[i], and the term that is added to every number of a row.
 struct LineWeights {
   explicit LineWeights(int64_t rows, int64_t widest)
-      : distance((widest + kLanes - 1) / kLanes * kLanes), scaled(rows * distance), added(rows), scale(distance), middle(distance) {}
+      : distance((widest + kLanes - 1) / kLanes * kLanes), scaled(rows * distance), added(rows), scale(distance), middle(distance),
+        moved(2 * distance) {}
 
   template <typename T>
   void read(const Lines<T>& lines, const float* w, int64_t w_distance, int64_t rows) {
-    float half = float(1 << (lines.bits - 1));
-    for (int64_t i = 0; i < lines.count; i++) {
-      scale[i] = to_float(lines.scale[i * lines.scale_step]);
-      middle[i] = to_float(lines.zero[i * lines.scale_step]) + half * scale[i];
+    vf half = splat(float(1 << (lines.bits - 1)));
+    const T *scales = lines.scale, *zeros = lines.zero;
+    if (lines.scale_step != 1) {
+      T *near = reinterpret_cast<T*>(moved.data()), *more = near + distance;
+      for (int64_t i = 0; i < lines.count; i++) {
+        near[i] = scales[i * lines.scale_step], more[i] = zeros[i * lines.scale_step];
+      }
+      scales = near, zeros = more;
+    }
+    for (int64_t i = 0; i < lines.count; i += kLanes) {
+      int64_t n = lines.count - i;
+      vf x = n >= kLanes ? load(scales + i) : load_first(scales + i, n);
+      store(scale + i, x);
+      store(middle + i, fma(half, x, n >= kLanes ? load(zeros + i) : load_first(zeros + i, n)));
     }
     for (int64_t r = 0; r < rows; r++) {
       const float* row = w + r * w_distance;
@@ -64,7 +75,7 @@ struct LineWeights {
   Scratch<float> scaled, added;
 
  private:
-  Scratch<float> scale, middle;
+  Scratch<float> scale, middle, moved;
 };
 
 // ---- sums in fp32
@@ -94,6 +105,37 @@ inline void write_in_order(vf (&parts)[kCount], float* out) {
   }
 }
 
+// The first kBytes bytes at p, or `bytes` where kBytes is 0, as 32-bit numbers.
+template <int kBytes>
+inline vu widen_first(const uint8_t* p, int64_t bytes) {
+#if defined(__AVX512VL__)
+  __mmask16 read = (1u << (kBytes ? kBytes : bytes)) - 1;
+  return (vu)_mm512_cvtepu8_epi32(kBytes == 8 ? _mm_loadl_epi64((const __m128i*)p) : _mm_maskz_loadu_epi8(read, p));
+#else
+  uint8_t bytes_read[kLanes] = {};
+  std::memcpy(bytes_read, p, kBytes ? kBytes : bytes);
+  return widen_bytes(bytes_read);
+#endif
+}
+
+// Code i of each byte, counted from the middle of its range.
+template <int kBits>
+inline vf centered_codes(vu bytes, int i) {
+  vu shifted = i == 0 ? bytes : bytes >> (kBits * i);
+  constexpr int kHalf = 1 << (kBits - 1);
+#if defined(__AVX512F__)
+  if constexpr (kBits < 8) {  // a table of 16 numbers, by the low 4 bits
+    constexpr auto at = [](int j) { return float(j % (2 * kHalf) - kHalf); };
+    const vf table = {at(0), at(1), at(2),  at(3),  at(4),  at(5),  at(6),  at(7),
+                      at(8), at(9), at(10), at(11), at(12), at(13), at(14), at(15)};
+    return (vf)_mm512_permutexvar_ps((__m512i)shifted, (__m512)table);
+  }
+  return (vf)_mm512_cvtepi32_ps((__m512i)((vi)shifted - kHalf));
+#else
+  return __builtin_convertvector((vi)(shifted & (2 * kHalf - 1)) - kHalf, vf);
+#endif
+}
+
 // The sums of `bytes` bytes of each line, at most kLanes, for kRows rows: out[r * distance + column] (+)= ....
 template <int kBits, int kRows, int kBytes, typename T>
 void sum_bytes(const Lines<T>& lines, const uint8_t* first, int64_t bytes, const LineWeights& weights, int64_t r, float* out,
@@ -102,18 +144,9 @@ void sum_bytes(const Lines<T>& lines, const uint8_t* first, int64_t bytes, const
   const float* w = weights.scaled.data() + r * weights.distance;
   vf total[kRows * kCodes] = {};  // of row i / kCodes and code i % kCodes of each byte
   for (int64_t line = 0; line < lines.count; line++) {
-    vu wide;
-    if constexpr (kBytes) {
-      wide = widen_bytes<kBytes>(first + line * lines.step);
-    } else {
-      uint8_t read[kLanes] = {};
-      std::memcpy(read, first + line * lines.step, bytes);
-      wide = widen_bytes(read);
-    }
+    vu wide = widen_first<kBytes>(first + line * lines.step, bytes);
     vf code[kCodes];
-    for (int i = 0; i < kCodes; i++) {
-      code[i] = __builtin_convertvector((vi)((wide >> (kBits * i)) & ((1 << kBits) - 1)) - (1 << (kBits - 1)), vf);
-    }
+    unroll<kCodes>([&](auto i) { code[i] = centered_codes<kBits>(wide, i); });
     unroll<kRows * kCodes>([&](auto i) {
       total[i] = fma(splat(w[i / kCodes * weights.distance + line]), code[i % kCodes], total[i]);
     });
@@ -148,13 +181,13 @@ void sum_rows(const Lines<T>& lines, const LineWeights& weights, int64_t r, floa
   }
 }
 
-// ---- sums of 8-bit codes in integers
+// ---- sums of codes in integers
 
 #if defined(__AVX512BW__)
 // An instruction multiplies twice as many 16-bit integers as fp32 numbers. The weights of a row become integers W:
 //
 //   W[r, i] = round(w[r, i] scale[i] / f_r),   f_r = max_i |w[r, i] scale[i]| / 32767
-//   out[r, c] = f_r (sum_i W[r, i] code[i, c] - 128 sum_i W[r, i]) + ...
+//   out[r, c] = f_r (sum_i W[r, i] code[i, c] - half sum_i W[r, i]) + ...
 //
 // The 32-bit sums may wrap around; their difference is exact below 2^31, for up to kMostLines lines that contribute at most
 // 2^22 each. Rounding changes a weight by at most 2^-16 of the largest of its row: less than the rounding of 16-bit inputs.
@@ -163,26 +196,28 @@ constexpr int64_t kMostLines = 511;
 struct IntegerWeights {
   IntegerWeights(int64_t rows, int64_t distance) : whole(rows * distance), factor(rows), total(rows) {}
 
+  // Rounds the weights, behind which are zeros up to a whole vector.
   void read(const LineWeights& weights, int64_t rows, int64_t count) {
     for (int64_t r = 0; r < rows; r++) {
       const float* w = weights.scaled.data() + r * weights.distance;
-      float most = 0;
-      bool finite = true;
-      for (int64_t i = 0; i < count; i++) {
-        float size = std::fabs(w[i]);
-        most = size > most ? size : most;
-        finite &= size < INFINITY;
+      vf most = {}, nan = {};
+      for (int64_t i = 0; i < count; i += kLanes) {
+        vf x = i + kLanes <= count ? load(w + i) : load_first(w + i, count - i);
+        most = larger((vf)((vi)x & 0x7FFFFFFF), most);
+        nan += x * 0.0f;  // 0, or NaN where a weight is not finite
       }
-      factor[r] = finite ? most / 32767 : NAN;
-      float inverse = finite && most > 0 ? 32767 / most : 0;
-      int32_t sum_of_row = 0;
-      for (int64_t i = 0; i < count; i++) {
-        float shifted = (finite ? w[i] * inverse : 0.0f) + 12582912.0f;  // rounds to nearest: the low bits are the integer
-        int32_t integer = bits_as<int32_t>(shifted) - bits_as<int32_t>(12582912.0f);
-        whole[r * weights.distance + i] = int16_t(integer);
-        sum_of_row += integer;
+      float top = largest(most);
+      factor[r] = top / 32767 + sum(nan);
+      bool regular = top > 0 && factor[r] == factor[r];
+      float inverse = regular ? 32767 / top : 0;
+      __m512i sums = {};
+      for (int64_t i = 0; i < count; i += kLanes) {
+        vf x = i + kLanes <= count ? load(w + i) : load_first(w + i, count - i);
+        __m512i integers = _mm512_cvtps_epi32((__m512)(regular ? x * inverse : vf{}));
+        sums = _mm512_add_epi32(sums, integers);
+        store_bits(whole + r * weights.distance + i, _mm512_cvtepi32_epi16(integers));
       }
-      total[r] = sum_of_row;
+      total[r] = _mm512_reduce_add_epi32(sums);
     }
   }
 
@@ -191,47 +226,128 @@ struct IntegerWeights {
   Scratch<int32_t> total;
 };
 
-// The sums of kColumns columns, 64 or 32, for four rows, two lines at a time: the 16-bit words of two lines alternate in a
-// register, and each word holds the codes of two columns.
-template <int kColumns, typename T>
-void sum_columns(const Lines<T>& lines, int64_t c, const LineWeights& weights, const IntegerWeights& integers, int64_t r,
-                 const uint8_t* next, float* out, int64_t distance, bool overwrite) {
-  const int16_t* w = integers.whole.data() + r * weights.distance;
-  const __m512i low = _mm512_set1_epi16(0xFF);
-  auto read = [&](int64_t line) {
-    const uint8_t* p = lines.codes + c + line * lines.step;
-    if constexpr (kColumns == 64) return load_bits<__m512i>(p);
-    else return _mm512_zextsi256_si512(load_bits<__m256i>(p));
-  };
-  __m512i total[16] = {};  // of row i / 4; even and odd columns of the first and the second half of each 16
-  for (int64_t line = 0; line < lines.count; line += 2) {
-    if (next) prefetch(next + line * kColumns, 2 * kColumns);
-    __m512i a = read(line), b = read(line + 1);
-    __m512i first = _mm512_unpacklo_epi16(a, b), second = _mm512_unpackhi_epi16(a, b);
-    __m512i code[4] = {_mm512_and_si512(first, low), _mm512_srli_epi16(first, 8), _mm512_and_si512(second, low),
-                       _mm512_srli_epi16(second, 8)};
-    unroll<16>([&](auto i) {
-      __m512i pair = _mm512_set1_epi32(load_bits<int32_t>(w + i / 4 * weights.distance + line));
-      total[i] = _mm512_add_epi32(total[i], _mm512_madd_epi16(code[i % 4], pair));
+// total + the products of 32 pairs of 16-bit integers, of which neighbours are added.
+inline __m512i add_word_pairs(__m512i total, __m512i a, __m512i b) {
+#if defined(__AVX512VNNI__)
+  return _mm512_dpwssd_epi32(total, a, b);
+#else
+  return _mm512_add_epi32(total, _mm512_madd_epi16(a, b));
+#endif
+}
+
+// The kBytes bytes of each of 64 / kBytes lines.
+template <int kBytes>
+inline __m512i load_lines(const uint8_t* p, int64_t step) {
+  if (step == kBytes) return load_bits<__m512i>(p);
+  if constexpr (kBytes == 32) {
+    return _mm512_inserti64x4(_mm512_castsi256_si512(load_bits<__m256i>(p)), load_bits<__m256i>(p + step), 1);
+  } else if constexpr (kBytes == 16) {
+    __m256i a = _mm256_inserti128_si256(_mm256_castsi128_si256(load_bits<__m128i>(p)), load_bits<__m128i>(p + step), 1);
+    __m256i b = _mm256_inserti128_si256(_mm256_castsi128_si256(load_bits<__m128i>(p + 2 * step)),
+                                        load_bits<__m128i>(p + 3 * step), 1);
+    return _mm512_inserti64x4(_mm512_castsi256_si512(a), b, 1);
+  } else {
+    __m256i half[2];
+    unroll<2>([&](auto i) {
+      auto at = [&](int line) { return load_bits<int64_t>(p + (4 * i + line) * step); };
+      half[i] = _mm256_set_epi64x(at(3), at(2), at(1), at(0));
     });
+    return _mm512_inserti64x4(_mm512_castsi256_si512(half[0]), half[1], 1);
   }
-  unroll<4>([&](auto a) {
-    __m512i even = total[4 * a], odd = total[4 * a + 1], even_after = total[4 * a + 2], odd_after = total[4 * a + 3];
-    __m512i fours[4] = {_mm512_unpacklo_epi32(even, odd), _mm512_unpackhi_epi32(even, odd),
-                        _mm512_unpacklo_epi32(even_after, odd_after),
-                        _mm512_unpackhi_epi32(even_after, odd_after)};  // columns 4 i to 4 i + 3 of each 16
-    int32_t in_order[64];
-    for (int q = 0; q < 4; q++) {
-      for (int i = 0; i < 4; i++) std::memcpy(in_order + 16 * q + 4 * i, (const int32_t*)&fours[i] + 4 * q, 16);
+}
+
+// Where the 16-bit words of a register of lines go, so that the words of two neighbouring lines alternate; and which pair of
+// weights each of them is multiplied with.
+template <int kBytes>
+struct LineOrder {
+  __m512i words, pairs;
+  LineOrder() {
+    constexpr int kWords = kBytes / 2;
+    int16_t word[32];
+    int32_t pair[16];
+    for (int i = 0; i < 32; i++) word[i] = (2 * (i / (2 * kWords)) + i % 2) * kWords + i % (2 * kWords) / 2;
+    for (int i = 0; i < 16; i++) pair[i] = i / kWords;
+    words = load_bits<__m512i>(word), pairs = load_bits<__m512i>(pair);
+  }
+};
+
+// The sums of kBytes bytes of each line for kRows rows. A 16-bit word holds 16 / kBits codes; a step reads 64 / kBytes lines.
+template <int kBits, int kRows, int kBytes, typename T>
+void sum_words(const Lines<T>& lines, int64_t first, const LineWeights& weights, const IntegerWeights& integers, int64_t r,
+               const uint8_t* next, float* out, int64_t distance, bool overwrite) {
+  constexpr int kCodes = 16 / kBits, kLines = 64 / kBytes;
+  const LineOrder<kBytes> order;
+  const __m512i mask = _mm512_set1_epi16((1 << kBits) - 1);
+  const int16_t* w = integers.whole.data() + r * weights.distance;
+  __m512i total[kRows * kCodes] = {};  // of row i / kCodes and code i % kCodes of each word
+  for (int64_t line = 0; line < lines.count; line += kLines) {
+    if (next) __builtin_prefetch(next + line * kBytes, 0, 2);
+    __m512i x = _mm512_permutexvar_epi16(order.words, load_lines<kBytes>(lines.codes + first + line * lines.step, lines.step));
+    __m512i code[kCodes], pair[kRows];
+    unroll<kCodes>([&](auto i) {
+      code[i] = i == 0 ? x : _mm512_srli_epi16(x, kBits * i);
+      if (i < kCodes - 1) code[i] = _mm512_and_si512(code[i], mask);
+    });
+    unroll<kRows>([&](auto a) {
+      const int16_t* p = w + a * weights.distance + line;
+      if constexpr (kBytes == 32) pair[a] = _mm512_set1_epi32(load_bits<int32_t>(p));
+      else if constexpr (kBytes == 16) pair[a] = _mm512_permutexvar_epi32(order.pairs, _mm512_castsi128_si512(_mm_loadl_epi64((const __m128i*)p)));
+      else pair[a] = _mm512_permutexvar_epi32(order.pairs, _mm512_castsi128_si512(load_bits<__m128i>(p)));
+    });
+    unroll<kRows * kCodes>([&](auto i) { total[i] = add_word_pairs(total[i], code[i % kCodes], pair[i / kCodes]); });
+  }
+  unroll<kRows>([&](auto a) {
+    vf parts[kCodes], zipped[kCodes];
+    __m512i middle = _mm512_set1_epi32(integers.total[r + a] << (kBits - 1));
+    unroll<kCodes>([&](auto i) {
+      __m512i x = total[a * kCodes + i];  // one sum for each word, in kLines / 2 parts
+      if (kBytes <= 16) x = _mm512_add_epi32(x, _mm512_shuffle_i64x2(x, x, 0x4E));
+      if (kBytes <= 8) x = _mm512_add_epi32(x, _mm512_shuffle_i64x2(x, x, 0xB1));
+      parts[i] = (vf)_mm512_cvtepi32_ps(_mm512_sub_epi32(x, middle)) * integers.factor[r + a] + weights.added[r + a];
+    });
+    for (int half = kCodes / 2; half; half /= 2) {  // each pass moves the first half of the vectors between the second
+      unroll<kCodes / 2>([&](auto i) {
+        auto [low, high] = interleave(parts[i], parts[i + kCodes / 2]);
+        zipped[2 * i] = low, zipped[2 * i + 1] = high;
+      });
+      unroll<kCodes>([&](auto i) { parts[i] = zipped[i]; });
     }
     float* z = out + (r + a) * distance;
-    vi middle = vi{} + (integers.total[r + a] << 7);
-    for (int i = 0; i < kColumns; i += kLanes) {
-      vf y = __builtin_convertvector(load_bits<vi>(in_order + i) - middle, vf) * integers.factor[r + a] +
-             weights.added[r + a];
-      store(z + i, overwrite ? y : load(z + i) + y);
-    }
+    unroll<kBytes * 8 / kBits / kLanes>([&](auto i) {
+      store(z + i * kLanes, overwrite ? parts[i] : load(z + i * kLanes) + parts[i]);
+    });
   });
+}
+
+// Computes the sums of all columns for `rows` rows in integers; returns false, and nothing, where their sizes do not fit.
+template <int kBits, typename T>
+bool sum_in_integers(const Lines<T>& lines, const LineWeights& weights, IntegerWeights& integers, int64_t rows, float* out,
+                     int64_t distance, bool overwrite) {
+  constexpr int kMostRows = kBits == 2 ? 2 : 4;  // whose sums stay in registers
+  int64_t bytes = lines.columns * kBits / 8, width = bytes % 32 == 0 ? 32 : bytes;
+  if (!(width == 32 || (width == 16 && kBits <= 4) || (width == 8 && kBits == 2))) return false;
+  if (lines.count % (64 / width) || lines.count > kMostLines) return false;
+  integers.read(weights, rows, lines.count);
+  for (int64_t c = 0; c < bytes; c += width) {
+    float* z = out + c * 8 / kBits;
+    for (int64_t r = 0; r < rows;) {
+      const uint8_t* next = r ? nullptr : lines.next + c * lines.count;
+      auto sum = [&](auto count) {
+        constexpr int kRows = decltype(count)::value;
+        if (width == 32) sum_words<kBits, kRows, 32>(lines, c, weights, integers, r, next, z, distance, overwrite);
+        if constexpr (kBits <= 4) {
+          if (width == 16) sum_words<kBits, kRows, 16>(lines, c, weights, integers, r, next, z, distance, overwrite);
+        }
+        if constexpr (kBits == 2) {
+          if (width == 8) sum_words<kBits, kRows, 8>(lines, c, weights, integers, r, next, z, distance, overwrite);
+        }
+        r += kRows;
+      };
+      if (r + kMostRows <= rows) sum(std::integral_constant<int, kMostRows>());
+      else sum(std::integral_constant<int, 1>());
+    }
+  }
+  return true;
 }
 #endif
 
@@ -252,19 +368,12 @@ class LineSums {
   void add(const Lines<T>& lines, const float* w, int64_t w_distance, float* out, int64_t distance, bool overwrite) {
     weights_.read(lines, w, w_distance, rows_);
 #if defined(__AVX512BW__)
-    bool fits = lines.columns % 32 == 0 && lines.count % 2 == 0 && lines.count <= kMostLines && rows_ % 4 == 0;
-    if (sizeof(T) == 2 && lines.bits == 8 && fits) {  // the weights may be rounded to 16 bits, like the scales
-      integers_.read(weights_, rows_, lines.count);
-      for (int64_t c = 0; c < lines.columns;) {
-        bool wide = lines.columns - c >= 64;
-        for (int64_t r = 0; r < rows_; r += 4) {
-          const uint8_t* next = r ? nullptr : lines.next + c * lines.count;
-          if (wide) sum_columns<64>(lines, c, weights_, integers_, r, next, out + c, distance, overwrite);
-          else sum_columns<32>(lines, c, weights_, integers_, r, next, out + c, distance, overwrite);
-        }
-        c += wide ? 64 : 32;
+    if constexpr (sizeof(T) == 2) {  // the weights may be rounded to 16 bits, like the scales
+      if (lines.bits == 8 ? sum_in_integers<8>(lines, weights_, integers_, rows_, out, distance, overwrite)
+          : lines.bits == 4 ? sum_in_integers<4>(lines, weights_, integers_, rows_, out, distance, overwrite)
+                            : sum_in_integers<2>(lines, weights_, integers_, rows_, out, distance, overwrite)) {
+        return;
       }
-      return;
     }
 #endif
     prefetch(lines.next, lines.count * lines.columns * lines.bits / 8);
