@@ -40,6 +40,7 @@ from regard.ops.jit.decode import (
     quantized_numbers,
     split_count,
 )
+from regard.ops.jit.stored_matrix import matrix_struct
 from regard.ops.stored_slots import QuantizedSlots
 from regard.ops.stored_weights import StoredWeight
 
@@ -529,9 +530,7 @@ def _map_numbers(linear_map: StepMap, dtype: torch.dtype) -> tuple[int, int, int
     bias = _address_or_0(linear_map.bias, dtype)
     if isinstance(weight, Tensor):
         return launch.address(weight, dtype), bias, 0
-    matrix = weight.matrix_struct
-    assert matrix is not None
-    return 0, bias, matrix.buffer_info()[0]
+    return 0, bias, matrix_struct(weight).buffer_info()[0]
 
 
 def _address_or_0(x: Tensor | None, dtype: torch.dtype) -> int:
