@@ -114,6 +114,8 @@ struct StoredLinear : TasksInRuns {
 
 // The numbers of some rows of codes.
 struct Dequantize : Tasks {
+  int64_t form;        // the number of its form, in `regard.ops.stored_weights.FORMS`; those of digits are not for this
+  int64_t dtype;       // the number of the dtype of its scales, in `regard.ops.cpu.library.DTYPES`
   int64_t N;           // the number of rows
   int64_t M;           // the number of columns
   int64_t group;       // the number of columns for each scale
