@@ -377,7 +377,7 @@ REGARD_PROGRAM = (
     _PEAK
     + """
 import json, sys
-import numpy, torch, regard
+import numpy, torch, regard, regard.models.compiled_step
 task = json.loads(sys.argv[1])
 torch.set_num_threads(task["threads"])
 decoder = regard.load(task["file"], dtype=getattr(torch, task["dtype"])).decoder
@@ -385,8 +385,9 @@ with torch.inference_mode():
     numpy.save(task["out"], decoder(torch.tensor([task["short"]]), last=1).float().numpy().ravel())
     caches = decoder.new_caches()
     decoder(torch.tensor([task["prompt"]]), caches=caches, last=1)
+    prepared = regard.models.compiled_step.PreparedDecoder(decoder)
     for token in task["steps"]:
-        decoder(torch.tensor([[token]]), caches=caches)
+        prepared(torch.tensor([[token]]), caches=caches)
 print(json.dumps(peak()))
 """
 )

@@ -25,6 +25,7 @@ from regard.caches.base import Parts, StaticSize
 from regard.caches.static import StaticSlots, to_static
 from regard.huge_pages import module_to_huge_pages
 from regard.masks import Causal, Document, Mask, Prefix, Sinks, Window
+from regard.models.compiled_step import PreparedDecoder
 from regard.models.decoder import Decoder
 from regard.models.generation.captured_step import WARM_UP_STEPS, CudaGraphRecorder
 from regard.nn.weights.stored import can_store_weight, store_weight, stored_to_huge_pages
@@ -181,10 +182,11 @@ def model(problem: ModelProblem) -> PreparedCall:
     module_to_huge_pages(decoder)
     if problem.sizes.bits is not None:
         decoder = with_stored_weights(decoder, problem.sizes.bits)
+    prepared = PreparedDecoder(decoder)
 
     def step() -> Tensor:
         with torch.no_grad():
-            logits: Tensor = decoder(problem.ids, caches=caches)
+            logits = prepared(problem.ids, caches=caches)
         for cache in caches:
             cache.crop(S)
         return logits

@@ -14,6 +14,7 @@ from regard import masks
 from regard.biases import ALiBi
 from regard.caches import Cache, Fixed, Growing, Paged, Quantized
 from regard.models import compiled_step
+from regard.models.compiled_step import PreparedDecoder
 from regard.models.decoder import Decoder
 from regard.nn import (
     Attention,
@@ -31,7 +32,7 @@ from regard.nn import (
 )
 from regard.nn.blocks.embedding import CappedLogits
 from regard.nn.weights.linear import Linear
-from regard.ops.jit import openmp
+from regard.ops.cpu import threads
 from regard.positions import LinearScaling, Rotary
 from tests.models import small
 from tests.rules import InOrders, in_orders
@@ -132,13 +133,25 @@ def decode(
 ) -> tuple[Tensor, list[Cache]]:
     """Logits of each token after the prompt, decoded one by one, and the caches."""
     caches, T = full_caches(decoder, kind), ids.shape[1]
-    out = []
+    out, prepared = [], PreparedDecoder(decoder)
     with torch.inference_mode():
         first = None if positions is None else positions[:, :prompt]
         decoder(ids[:, :prompt], first, caches)
         for t in range(prompt, T):
-            out.append(decoder(ids[:, t : t + 1], caches=caches, backend=backend))
+            out.append(step(prepared, ids[:, t : t + 1], caches, backend))
     return torch.cat(out, 1), caches
+
+
+def step(
+    decoder: Decoder | PreparedDecoder, ids: Tensor, caches: list[Cache], backend: str = "auto"
+) -> Tensor:
+    """Logits of the next token, in one compiled call where it is possible, or by a kernel."""
+    if isinstance(decoder, Decoder):
+        decoder = PreparedDecoder(decoder)
+    if backend == "auto":
+        return decoder(ids, None, caches)
+    logits: Tensor = decoder.decoder(ids, None, caches, backend=backend)
+    return logits
 
 
 def plain_logits(decoder: Decoder, ids: Tensor, prompt: int) -> InOrders[Tensor]:
@@ -160,16 +173,16 @@ def counted_steps(patch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     counted: list[int] = []
     run = compiled_step.DecodeStep.run
 
-    def counting(self: object, inputs: object) -> Tensor:
-        counted.append(openmp.thread_count())
-        return run(self, inputs)  # type: ignore[arg-type]
+    def counting(self: object, *inputs: object, **options: object) -> Tensor:
+        counted.append(threads.thread_count())
+        return run(self, *inputs, **options)  # type: ignore[arg-type]
 
     with patch.context() as patched:
         patched.setattr(compiled_step.DecodeStep, "run", counting)
         yield counted
 
 
-def assert_threads_change_no_bit(decoder: Decoder, threads: int) -> None:
+def assert_threads_change_no_bit(decoder: Decoder, count: int) -> None:
     """Every step reads the same caches: torch's products, which read the prompt, may have other
     bits with another number of threads.
     """
@@ -181,12 +194,13 @@ def assert_threads_change_no_bit(decoder: Decoder, threads: int) -> None:
     logits = []
     with torch.inference_mode(), pytest.MonkeyPatch.context() as patch, counted_steps(patch) as ran:
         decoder(ids[:, :3], caches=caches)
+        prepared = PreparedDecoder(decoder)
         try:
-            for n in (before, threads):
+            for n in (before, count):
                 torch.set_num_threads(n)
                 own = copy.deepcopy(caches)
-                logits.append([decoder(x, caches=own) for x in ids[:, 3:].split(1, 1)])
+                logits.append([prepared(x, caches=own) for x in ids[:, 3:].split(1, 1)])
         finally:
             torch.set_num_threads(before)
-    assert ran == [before] * 8 + [threads] * 8
+    assert ran == [before] * 8 + [count] * 8
     assert all(torch.equal(x, y) for x, y in zip(*logits, strict=True))

@@ -25,14 +25,15 @@ import regard
 from regard.biases import ALiBi
 from regard.caches import Cache
 from regard.errors import ArgumentError, ArgumentTypeError
-from regard.models.compiled_step import why_not
+from regard.models.compiled_step import PreparedDecoder, why_not
 from regard.models.decoder import Decoder
 from regard.models.generation import DecodeSession
 from regard.models.generation.decode_session import pad_left
 from regard.nn import Attention, RMSNorm, SwiGLU
-from regard.ops.jit import openmp
-from regard.ops.jit.argument_structs import STEP_STRUCT, PackedStruct
+from regard.ops.cpu import threads
+from regard.ops.cpu.arguments import PackedStruct, struct_layout
 from regard.span import Span
+from tests.kernels import require_kernels
 from tests.models import small
 from tests.models.step_models import (
     DTYPES,
@@ -46,8 +47,11 @@ from tests.models.step_models import (
     full_caches,
     llama,
     prompted,
+    step,
 )
 from tests.rules import assert_close_rule, in_orders
+
+require_kernels()
 
 
 @pytest.fixture
@@ -149,20 +153,20 @@ def test_a_thread_whose_first_task_is_not_the_first_of_a_phase(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """One thread alone, with the number 1 of two: it takes the second half of each phase first."""
-    decoder, real, changed = llama(seed=4), openmp.run_entry, []
+    decoder, real, changed = llama(seed=4), threads.run_entry, []
 
     def as_second_thread(entry: int, record: PackedStruct, workers: int) -> None:
-        if len(record) == len(STEP_STRUCT.dtype.names) and workers > 1:
+        if 8 * len(record) == struct_layout("Step").dtype.itemsize and workers > 1:
             changed.append(record)
             record[0], workers = 1, 1
         real(entry, record, workers)
 
-    monkeypatch.setattr(openmp, "thread_count", lambda: 2)
+    monkeypatch.setattr(threads, "thread_count", lambda: 2)
     caches, logits = [prompted(decoder) for _ in range(2)], []
     for run, own in zip((real, as_second_thread), caches, strict=True):
-        monkeypatch.setattr(openmp, "run_entry", run)
+        monkeypatch.setattr(threads, "run_entry", run)
         with torch.inference_mode():
-            logits.append([decoder(torch.tensor([[i]]), caches=own) for i in range(3)])
+            logits.append([step(decoder, torch.tensor([[i]]), own) for i in range(3)])
     assert len(changed) == 3
     assert all(torch.equal(x, y) for x, y in zip(*logits, strict=True))
 
@@ -172,14 +176,19 @@ def test_two_threads_decode_with_one_model() -> None:
     ids = torch.randint(V, (4, 30), generator=torch.Generator().manual_seed(4))
     expected = [decode(decoder, row[None], 10)[0] for row in ids]
     found: list[Tensor | None] = [None] * 4
+    prepared = PreparedDecoder(decoder)
 
     def work(i: int) -> None:
-        found[i] = decode(decoder, ids[i : i + 1], 10)[0]
+        caches = full_caches(decoder, "growing")
+        with torch.inference_mode():
+            decoder(ids[i : i + 1, :10], caches=caches)
+            steps = [prepared(ids[i : i + 1, t : t + 1], None, caches) for t in range(10, 30)]
+        found[i] = torch.cat(steps, 1)
 
-    threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]
-    for thread in threads:
+    workers = [threading.Thread(target=work, args=(i,)) for i in range(4)]
+    for thread in workers:
         thread.start()
-    for thread in threads:
+    for thread in workers:
         thread.join()
     assert all(torch.equal(x, y) for x, y in zip(found, expected, strict=True))  # type: ignore[arg-type]
 
@@ -266,14 +275,11 @@ PATCHES = {
 }
 
 
-@pytest.mark.parametrize("first", [True, False], ids=["before the plan", "after it"])
 @pytest.mark.parametrize("patch", PATCHES)
-def test_a_patched_class_gets_the_modules(patch: str, first: bool) -> None:
+def test_a_patched_class_gets_the_modules(patch: str) -> None:
     decoder, (owner, name) = llama(), PATCHES[patch]
     caches = prompted(decoder)
     with torch.no_grad():
-        if not first:
-            assert why_not(decoder, caches) == []
         with pytest.MonkeyPatch.context() as own:
             own.setattr(owner, name, _doubled(getattr(owner, name)))
             assert "was replaced" in why_not(decoder, caches)[0]
@@ -296,19 +302,62 @@ STATES: dict[str, tuple[Callable[[], AbstractContextManager[object]], str]] = {
 
 @pytest.mark.parametrize("state", STATES)
 def test_who_listens_gets_the_modules(state: str, steps: list[int]) -> None:
-    decoder = llama()
+    """Whatever begins after the decoder was prepared is seen by the next token."""
+    decoder = PreparedDecoder(llama())
     open_state, reason = STATES[state]
-    with torch.no_grad(), open_state():
-        caches = full_caches(decoder, "growing")
-        decoder(torch.tensor([[1, 2, 3]]), caches=caches)
-        said = why_not(decoder, caches)
-        decoder(torch.tensor([[4]]), caches=caches)
-    assert any(reason in x for x in said)
-    assert steps == []
-    caches = prompted(decoder)
+    caches = prompted(decoder.decoder)
     with torch.no_grad():
         decoder(torch.tensor([[5]]), caches=caches)
+        with open_state():
+            caches = full_caches(decoder.decoder, "growing")
+            decoder(torch.tensor([[1, 2, 3]]), caches=caches)
+            said = decoder.why_not(caches)
+            decoder(torch.tensor([[4]]), caches=caches)
+    assert any(reason in x for x in said)
     assert len(steps) == 1
+    caches = prompted(decoder.decoder)
+    with torch.no_grad():
+        PreparedDecoder(decoder.decoder)(torch.tensor([[5]]), caches=caches)
+    assert len(steps) == 2
+
+
+def test_a_hook_between_two_tokens_is_called(steps: list[int]) -> None:
+    decoder, calls = PreparedDecoder(llama()), []
+    caches = prompted(decoder.decoder)
+    with torch.inference_mode():
+        step(decoder, torch.tensor([[5]]), caches)
+        up = decoder.decoder.layers[0].feed_forward.up
+        handle = up.register_forward_hook(lambda *_: calls.append(1))
+        decoder(torch.tensor([[6]]), caches=caches)
+        handle.remove()
+        PreparedDecoder(decoder.decoder)(torch.tensor([[7]]), caches=caches)
+    assert calls == [1]
+    assert len(steps) == 2
+
+
+def test_a_prepared_decoder_keeps_its_parts(steps: list[int]) -> None:
+    """Numbers in place are used at once, other parts and other memory by the next preparation."""
+    decoder, token = llama(seed=7), torch.tensor([[4]])
+    prepared, up, logits = PreparedDecoder(decoder), decoder.layers[0].feed_forward.up, []
+    caches = prompted(decoder, "fixed")
+    changes: list[Callable[[], object]] = [
+        lambda: None,
+        lambda: setattr(decoder.layers[1], "feed_forward", SwiGLU(M, F).requires_grad_(False)),
+        lambda: setattr(up.weight, "data", torch.full_like(up.weight, torch.nan)),
+        lambda: decoder.head.weight.mul_(2),
+    ]
+    with torch.inference_mode():
+        for change in changes:
+            change()
+            logits.append(prepared(token, caches=caches))
+            for cache in caches:
+                cache.crop(3)
+        again = step(decoder, token, caches)
+    assert len(steps) == 5
+    assert torch.equal(logits[0], logits[1])
+    assert torch.equal(logits[0], logits[2])
+    assert torch.equal(logits[3], 2 * logits[0])
+    assert again.isnan().all()
 
 
 def test_a_trace_between_compiled_steps_sees_all_keys() -> None:
@@ -316,7 +365,7 @@ def test_a_trace_between_compiled_steps_sees_all_keys() -> None:
     ids = torch.randint(V, (1, 8), generator=torch.Generator().manual_seed(5))
     _, caches = decode(decoder, ids, 4)
     with torch.inference_mode(), regard.Trace("layers.1.pattern") as trace:
-        decoder(torch.tensor([[7]]), caches=caches)
+        step(decoder, torch.tensor([[7]]), caches)
     whole = torch.cat([ids, torch.tensor([[7]])], 1)
     with torch.inference_mode(), regard.Trace("layers.1.pattern") as one_pass:
         decoder(whole)
@@ -352,11 +401,11 @@ def test_caches_that_the_step_cannot_write(case: str) -> None:
 def test_hooks_outside_the_blocks_are_called(steps: list[int]) -> None:
     decoder, calls = llama(), []
     caches = prompted(decoder)
-    for module in (decoder, decoder.embed, decoder.embed.embedding):
+    for module in (decoder.embed, decoder.embed.embedding):
         module.register_forward_hook(lambda *_: calls.append(1))
     with torch.inference_mode():
-        decoder(torch.tensor([[4]]), caches=caches)
-    assert len(calls) == 3
+        step(decoder, torch.tensor([[4]]), caches)
+    assert len(calls) == 2
     assert len(steps) == 1
 
 
@@ -365,7 +414,7 @@ def test_wrong_positions_are_refused_by_name(positions: Tensor) -> None:
     decoder = llama()
     caches = prompted(decoder)
     with torch.inference_mode(), pytest.raises((ArgumentError, ArgumentTypeError)):
-        decoder(torch.tensor([[4]]), positions, caches)
+        PreparedDecoder(decoder)(torch.tensor([[4]]), positions, caches)
     assert [len(cache) for cache in caches] == [3, 3]
 
 
@@ -375,7 +424,7 @@ def test_caches_of_different_lengths(steps: list[int]) -> None:
         caches = prompted(decoder)
         caches[1].crop(2)
         with torch.inference_mode():
-            logits.append(decoder(torch.tensor([[4]]), caches=caches, backend=backend))
+            logits.append(step(decoder, torch.tensor([[4]]), caches, backend))
     assert len(steps) == 1
     torch.testing.assert_close(*logits, rtol=1e-4, atol=1e-4)
 
@@ -426,7 +475,7 @@ def test_tensors_that_a_growing_cache_gave_never_change() -> None:
     given: list[tuple[Tensor, Tensor]] = []
     with torch.inference_mode():
         for token in (4, 5, 6, 7):
-            decoder(torch.tensor([[token]]), caches=caches)
+            step(decoder, torch.tensor([[token]]), caches)
             keys = caches[0].contents()["memory.0"]
             assert isinstance(keys, Tensor)
             given.append((keys, keys.clone()))
@@ -457,17 +506,17 @@ def test_an_embedding_that_raises_changes_no_cache() -> None:
     caches = prompted(decoder)
     with torch.inference_mode():
         with pytest.raises(IndexError):
-            decoder(torch.tensor([[V]]), caches=caches)
-        decoder(torch.tensor([[4]]), caches=caches)
+            step(decoder, torch.tensor([[V]]), caches)
+        step(decoder, torch.tensor([[4]]), caches)
     assert [len(cache) for cache in caches] == [4, 4]
 
 
 @pytest.mark.full
-def test_a_plan_keeps_neither_a_decoder_nor_a_cache_alive() -> None:
+def test_a_prepared_decoder_keeps_no_cache_alive() -> None:
     decoder = llama()
-    caches = prompted(decoder)
+    prepared, caches = PreparedDecoder(decoder), prompted(decoder)
     with torch.inference_mode():
-        decoder(torch.tensor([[4]]), caches=caches)
+        step(prepared, torch.tensor([[4]]), caches)
     slot = caches[0].open_slot(Span(4, 1))
     assert slot is not None
     memory = weakref.ref(slot.buffers[0])
@@ -477,7 +526,7 @@ def test_a_plan_keeps_neither_a_decoder_nor_a_cache_alive() -> None:
     del caches, slot
     gc.collect()
     assert memory() is None
-    del decoder
+    del decoder, prepared
     gc.collect()
     assert weight() is None
 
@@ -488,12 +537,12 @@ def test_a_step_is_few_calls_of_kernels(steps: list[int]) -> None:
     """
     counts = []
     for layers in (2, 6):
-        decoder = llama(layers=layers)
-        caches = prompted(decoder, "fixed")
+        decoder = PreparedDecoder(llama(layers=layers))
+        caches = prompted(decoder.decoder, "fixed")
         with torch.inference_mode():
-            decoder(torch.tensor([[4]]), caches=caches)
+            step(decoder, torch.tensor([[4]]), caches)
             with torch.profiler.profile() as profile:
-                decoder(torch.tensor([[5]]), caches=caches)
+                step(decoder, torch.tensor([[5]]), caches)
         counts.append(len([e for e in profile.events() if e.name.startswith("aten::")]))
     assert len(steps) == 4
     assert counts[0] == counts[1] < 60

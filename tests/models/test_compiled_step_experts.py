@@ -24,6 +24,7 @@ from regard.nn import (
 from regard.nn.blocks.feed_forward import ClippedSwiGLU, GatedSharedExpert
 from regard.nn.blocks.routers import Router
 from regard.ops.stored_weights import Int4Weight, Int8Weight
+from tests.kernels import require_kernels
 from tests.models.step_models import (
     DTYPES,
     F,
@@ -39,7 +40,7 @@ from tests.models.step_models import (
 from tests.models.test_compiled_step_stored import in_double, in_few_bits
 from tests.rules import assert_close_rule
 
-pytest.importorskip("numba", reason="the loops are compiled by Numba")
+require_kernels()
 
 IDS = torch.randint(V, (3, 14), generator=torch.Generator().manual_seed(1))
 

@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -38,7 +37,6 @@ from regard.nn import (
     SeparateQKV,
     SharedNormBlock,
     SoftmaxRouter,
-    SwiGLU,
 )
 from regard.nn.blocks.blocks import NormedResidual, OutputNorm
 from regard.nn.blocks.embedding import ScaledLogits
@@ -47,10 +45,13 @@ from regard.nn.blocks.norms import OffsetLayerNorm
 from regard.nn.projections.fused import ClippedQKV
 from regard.nn.projections.steps import Clip
 from regard.nn.weights.linear import Linear
+from regard.ops.cpu import launch
+from regard.ops.cpu.step import ACTIVATIONS, NORM_KINDS, DecodeStep, Fields, StepLayer
 from regard.ops.stored_weights import Int4Weight, Int8Weight
 from regard.positions import Rotary
 from tests.cost.test_built import family, parse
 from tests.cost.tiny import TINY
+from tests.kernels import require_kernels
 from tests.models import small
 from tests.models.step_models import (
     DTYPES,
@@ -61,11 +62,12 @@ from tests.models.step_models import (
     counted_steps,
     decode,
     prompted,
+    step,
 )
 from tests.models.test_compiled_step_stored import in_double, in_few_bits
 from tests.rules import assert_close_rule, in_orders
 
-pytest.importorskip("numba", reason="the loops are compiled by Numba")
+require_kernels()
 
 IDS = torch.randint(90, (2, 21), generator=torch.Generator().manual_seed(1))
 LARGE: dict[str, Any] = {
@@ -249,10 +251,33 @@ def test_where_the_sums_are_the_same_all_bits_are(
             assert torch.equal(one.contents()[part], other.contents()[part])  # type: ignore[arg-type]
 
 
-def stored_numbers(x: Tensor) -> np.ndarray:
-    """The memory of a tensor as compiled code reads it."""
-    flat = x.view(-1)
-    return (flat.view(torch.uint16) if x.itemsize == 2 else flat).numpy()
+def run_parts(
+    x: Tensor,
+    norm: Fields | None = None,
+    network: Fields | None = None,
+    shift: Tensor | None = None,
+) -> Tensor:
+    """The result [1, 1, M] of a step whose only layer adds to x [M] a shift and the result of a
+    network that reads x, and whose head is the identity behind a norm.
+    """
+    dtype, M = x.dtype, len(x)
+    nothing, memory = torch.zeros(16, M, dtype=dtype), torch.zeros(1, 1, 1, 16, dtype=dtype)
+    heads: Fields = {"n": 1, "size": 16, "run": 1, "map": {"w": nothing}}
+    place = torch.zeros(1, 1, 1, 1, dtype=torch.int64)
+    call: dict[str, Any] = {"scale": 1.0, "slopes": launch.NO_SLOPES, "starts": place}
+    call |= {"stops": place + 1, "q_positions": place[0, 0], "S": 1, "page_size": 1}
+    call |= {"k_positions": launch.NO_POSITIONS, "pages": launch.NO_POSITIONS}
+    own = {"F": 16, "up": {"w": nothing}, "down": {"w": nothing.T.contiguous()}}
+    layer: Fields = {
+        **dict.fromkeys("qkv", heads),
+        "out": {"w": nothing.T.contiguous(), "b": shift},
+        "parallel": True,
+        "slots": place.view(1),
+        "attention": {**call, "k": memory, "v": memory},
+        "network": own if network is None else network,
+    }
+    fields: Fields = {"norm": norm, "head_map": {"w": torch.eye(M, dtype=dtype)}}
+    return DecodeStep(fields, [StepLayer(layer, (), 0, None)], dtype, M, M).run(x.view(1, 1, M))
 
 
 def _norm64(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
@@ -271,10 +296,7 @@ def _norm64(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -
 @pytest.mark.parametrize("spread", [1e-3, 1.0, 100.0])
 @cases(["both", "weight", "none", "offset"])
 def test_layer_norm_against_its_definition(name: str, dtype: torch.dtype, spread: float) -> None:
-    """Rows with a mean far from 0, of equal numbers, and of zeros, in the loop itself."""
-    from regard.ops.jit.entry_points import STORAGE
-    from regard.ops.jit.step_norm_loops import layer_norm_rows
-
+    """Rows with a mean far from 0, of equal numbers, and of zeros."""
     make = torch.Generator().manual_seed(3)
     x = spread * torch.randn(6, 77, generator=make)
     x[1] += 40 * spread
@@ -282,57 +304,58 @@ def test_layer_norm_against_its_definition(name: str, dtype: torch.dtype, spread
     x[4, 7] = 1e3 * spread
     x = x.to(dtype)
     weight, bias = (torch.randn(77, generator=make).to(dtype) for _ in range(2))
-    has, offset = (name != "none", name in ("both", "offset")), float(name == "offset")
-    y = torch.empty_like(x)
-    rows, w, b, out = (stored_numbers(z) for z in (x, weight, bias, y))
-    numbers, tag = (1e-5, np.float32(offset)), STORAGE[dtype][1]
-    layer_norm_rows(rows, (w, has[0], b, has[1]), out, 6, 77, numbers, tag)
-    factor = (weight + 1 if offset else weight) if has[0] else None
-    exact = _norm64(x, factor, bias if has[1] else None, 1e-5)
-    plain = nn.functional.layer_norm(x, (77,), factor, bias if has[1] else None, 1e-5)
+    offset, has_bias = float(name == "offset"), name in ("both", "offset")
+    norm: dict[str, Any] = {"kind": NORM_KINDS.index("layer"), "offset": offset}
+    norm |= {"w": None if name == "none" else weight, "b": bias if has_bias else None}
+    y = torch.cat([run_parts(row, {**norm, "eps": 1e-5})[0] for row in x])
+    factor = None if name == "none" else weight + 1 if offset else weight
+    exact = _norm64(x, factor, bias if has_bias else None, 1e-5)
+    plain = nn.functional.layer_norm(x, (77,), factor, bias if has_bias else None, 1e-5)
     assert_close_rule(y, plain, exact)
-    wrong = (0.1 * spread**2, np.float32(offset))
-    layer_norm_rows(rows, (w, has[0], b, has[1]), out, 6, 77, wrong, tag)
+    y = torch.cat([run_parts(row, {**norm, "eps": 0.1 * spread**2})[0] for row in x])
     with pytest.raises(AssertionError, match="above"):
         assert_close_rule(y, plain, exact)
 
 
-ACTIVATIONS: dict[str, tuple[int, nn.Module, Callable[[float], float]]] = {
-    "silu": (0, nn.SiLU(), lambda x: x / (1 + math.exp(-x)) if x > -700 else 0.0),
+FUNCTIONS: dict[str, tuple[nn.Module, Callable[[float], float]]] = {
+    "silu": (nn.SiLU(), lambda x: x / (1 + math.exp(-x)) if x > -700 else 0.0),
     "gelu_tanh": (
-        1,
         nn.GELU("tanh"),
         lambda x: x * 0.5 * (1 + math.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))),
     ),
-    "relu": (2, nn.ReLU(), lambda x: max(x, 0.0)),
-    "gelu": (4, nn.GELU(), lambda x: x * 0.5 * math.erfc(-x / math.sqrt(2))),
-    "relu_squared": (5, ReLUSquared(), lambda x: max(x, 0.0) ** 2),
+    "relu": (nn.ReLU(), lambda x: max(x, 0.0)),
+    "gelu": (nn.GELU(), lambda x: x * 0.5 * math.erfc(-x / math.sqrt(2))),
+    "relu_squared": (ReLUSquared(), lambda x: max(x, 0.0) ** 2),
 }
 
 
 @pytest.mark.full(keep=["gelu float32"])
-@cases(ACTIVATIONS)
+@cases(FUNCTIONS)
 def test_activations_against_their_definition(name: str, dtype: torch.dtype) -> None:
     """Everywhere between -20 and 20, near 0, and where the result is not a number."""
-    from regard.ops.jit.entry_points import STORAGE
-    from regard.ops.jit.step_activation_loops import activate_units
-
-    number, module, define = ACTIVATIONS[name]
+    module, define = FUNCTIONS[name]
     make = torch.Generator().manual_seed(4)
-    spread = [torch.linspace(-s, s, 4001) for s in (20.0, 3.0, 0.02)]
-    x = torch.cat(
-        [*spread, 1e-6 * torch.randn(99, generator=make), torch.tensor([0.0, -0.0, torch.nan])]
-    )
-    x = x.to(dtype)
+    tiny = 1e-6 * torch.randn(99, generator=make)
+    ranges = [torch.linspace(-s, s, 401) for s in (20.0, 3.0, 0.02)]
+    for x in (*ranges, torch.cat([tiny, torch.tensor([0.0, -0.0])]), torch.tensor([torch.nan])):
+        x = x.to(dtype)
+        exact = torch.tensor([define(a) for a in x.double().tolist()], dtype=torch.float64)
+        exact = torch.where(x.isnan(), torch.nan, exact)
+        square = torch.zeros(len(x), len(x), dtype=dtype)
+        # the hidden units are x, their results are mapped by the identity, and x is subtracted
+        network: Fields = {
+            "F": len(x),
+            "activation": ACTIVATIONS.index(name),
+            "up": {"w": square, "b": x},
+            "down": {"w": torch.eye(len(x), dtype=dtype)},
+        }
+        y = run_parts(x.nan_to_num(0), network=network, shift=-x.nan_to_num(0))
+        assert_close_rule(y.view(-1), module(x), exact)
+    x = ranges[0].to(dtype)
     exact = torch.tensor([define(a) for a in x.double().tolist()], dtype=torch.float64)
-    exact = torch.where(x.isnan(), torch.nan, exact)
-    y = x.clone()
-    activate_units(number, stored_numbers(y), 0, len(x), STORAGE[dtype][1])
-    for part in (slice(0, 4001), slice(4001, 8002), slice(8002, None)):
-        assert_close_rule(y[part], module(x[part]), exact[part])
-    wrong = ACTIVATIONS["silu" if name != "silu" else "gelu"][1](x)
+    wrong = FUNCTIONS["silu" if name != "silu" else "gelu"][0](x)
     with pytest.raises(AssertionError, match="above"):
-        assert_close_rule(wrong[:4001], module(x[:4001]), exact[:4001])
+        assert_close_rule(wrong, module(x), exact)
 
 
 def assert_changes_are_used(
@@ -430,11 +453,11 @@ def test_a_trace_and_a_prompt_between_compiled_steps(name: str, steps: list[int]
     _, caches = decode(decoder, IDS[:1, :8], 4)
     assert len(steps) == 4
     with torch.inference_mode(), regard.Trace("layers.1.pattern") as trace:
-        decoder(IDS[:1, 8:9], caches=caches)
+        step(decoder, IDS[:1, 8:9], caches)
     assert len(steps) == 4
     with torch.inference_mode():
-        rest = decoder(IDS[:1, 9:14], caches=caches)
-        step = decoder(IDS[:1, 14:15], caches=caches)
+        rest = step(decoder, IDS[:1, 9:14], caches)
+        last = step(decoder, IDS[:1, 14:15], caches)
         assert len(steps) == 5
         whole = decoder(IDS[:1, :15], last=6)
         with regard.Trace("layers.1.pattern") as one_pass:
@@ -442,11 +465,15 @@ def test_a_trace_and_a_prompt_between_compiled_steps(name: str, steps: list[int]
     torch.testing.assert_close(
         trace["pattern"], one_pass["pattern"][:, :, -1:], rtol=1e-3, atol=1e-4
     )
-    torch.testing.assert_close(torch.cat([rest, step], 1), whole, rtol=1e-3, atol=1e-4)
+    torch.testing.assert_close(torch.cat([rest, last], 1), whole, rtol=1e-3, atol=1e-4)
 
 
-def experts() -> MoE:
-    return MoE(SoftmaxRouter(192, 2, 1), [SwiGLU(192, F) for _ in range(2)])
+@pytest.mark.parametrize("name", ["gptj", "gpt2"])
+def test_experts_behind_a_layer_norm_and_beside_the_attention(name: str, steps: list[int]) -> None:
+    decoder = of_family(name)
+    experts = [GatedFeedForward(192, F, nn.GELU()), GatedFeedForward(192, F, ReLUSquared())]
+    decoder.layers[0].feed_forward = MoE(SoftmaxRouter(192, 2, 1), experts)
+    assert_equals_modules(finished(decoder), steps)
 
 
 def _layer_norm(decoder: Decoder) -> nn.LayerNorm:
@@ -477,11 +504,6 @@ REFUSED: dict[str, tuple[str, Callable[[Decoder], object], str]] = {
         lambda d: setattr(d.layers[0].feed_forward, "activation", nn.Tanh()),
         "layer 0: the activation is Tanh()",
     ),
-    "gated activation": (
-        "cohere",
-        lambda d: setattr(d.layers[0].feed_forward, "activation", nn.GELU()),
-        "the activation is GELU(approximate='none')",
-    ),
     "residual": (
         "bloom",
         lambda d: setattr(d.layers[0], "attention_residual", NormedResidual(nn.LayerNorm(192))),
@@ -491,16 +513,6 @@ REFUSED: dict[str, tuple[str, Callable[[Decoder], object], str]] = {
         "gpt_neox",
         lambda d: setattr(d.layers[0], "attention_residual", OutputNorm(nn.LayerNorm(192))),
         "the residual connection is OutputNorm",
-    ),
-    "experts": (
-        "gptj",
-        lambda d: setattr(d.layers[0], "feed_forward", experts()),
-        "its input is not the result of an RMS norm",
-    ),
-    "experts behind a LayerNorm": (
-        "gpt2",
-        lambda d: setattr(d.layers[0], "feed_forward", experts()),
-        "its input is not the result of an RMS norm",
     ),
     "method": (
         "gpt2",

@@ -15,11 +15,12 @@ from regard.models.compiled_step import why_not
 from regard.models.decoder import Decoder
 from regard.models.generation.decode_session import pad_left
 from regard.span import Span
-from tests.models.step_models import DTYPES, V, counted_steps, decode, llama, prompted
+from tests.kernels import require_kernels
+from tests.models.step_models import DTYPES, V, counted_steps, decode, llama, prompted, step
 from tests.models.test_compiled_step_quantized import assert_same_contents
 from tests.rules import assert_close_rule
 
-pytest.importorskip("numba", reason="the loops are compiled by Numba")
+require_kernels()
 
 IDS = torch.randint(V, (2, 40), generator=torch.Generator().manual_seed(1))
 
@@ -65,9 +66,9 @@ def test_many_keys_are_divided_into_splits(steps: list[int]) -> None:
             held = cache.pool.take(120)
             cache.pool.release(held[::2] + held[1::2][::-1])
         with torch.inference_mode():
-            decoder(ids[:, :1200], caches=caches)
+            step(decoder, ids[:, :1200], caches)
             for t in range(1200, 1204):
-                logits.append(decoder(ids[:, t : t + 1], caches=caches, backend=backend))
+                logits.append(step(decoder, ids[:, t : t + 1], caches, backend))
         table = caches[0].table[0]  # type: ignore[attr-defined]
         assert table != sorted(table)
     assert len(steps) == 4
@@ -106,17 +107,17 @@ def test_forks_and_repeated_rows_write_pages_of_their_own(steps: list[int]) -> N
     for first in (14, 16):  # in a page, and at the end of one
         caches: list[Cache] = [Paged(4, 64) for _ in decoder.layers]
         with torch.inference_mode():
-            decoder(IDS[:1, : first - 1], caches=caches)
-            decoder(IDS[:1, first - 1 : first], caches=caches)
+            step(decoder, IDS[:1, : first - 1], caches)
+            step(decoder, IDS[:1, first - 1 : first], caches)
             assert why_not(decoder, caches) == []
             forks = [cache.fork() for cache in caches]
             for cache in caches:
                 cache.select(torch.tensor([0, 0]))
             tokens = torch.tensor([[5], [6], [7]])
-            both = decoder(tokens[:2], caches=caches)
-            third = decoder(tokens[2:], caches=forks)
-            both = torch.cat([both, decoder(tokens[:2], caches=caches)], 1)
-            third = torch.cat([third, decoder(tokens[2:], caches=forks)], 1)
+            both = step(decoder, tokens[:2], caches)
+            third = step(decoder, tokens[2:], forks)
+            both = torch.cat([both, step(decoder, tokens[:2], caches)], 1)
+            third = torch.cat([third, step(decoder, tokens[2:], forks)], 1)
             for row, (token, found) in enumerate(zip((5, 6, 7), (*both, *third), strict=True)):
                 text = torch.cat([IDS[:1, :first], torch.full((1, 2), token)], 1)
                 whole = decoder(text, last=2)[0]
@@ -133,15 +134,15 @@ def test_a_step_is_undone_and_cropped(steps: list[int]) -> None:
     with torch.inference_mode():
         assert why_not(decoder, caches, 2) == []
         assert_same_contents(caches, untouched)
-        first = decoder(token, caches=caches)
+        first = step(decoder, token, caches)
         for cache, mark in zip(caches, marks, strict=True):
             cache.restore(mark)
         assert_same_contents(caches, untouched)
         for cache in caches:
             cache.crop(37)
         for t in (37, 38, 39):
-            decoder(IDS[:, t : t + 1], caches=caches)
-        assert torch.equal(decoder(token, caches=caches), first)
+            step(decoder, IDS[:, t : t + 1], caches)
+        assert torch.equal(step(decoder, token, caches), first)
     assert len(steps) == count + 5
 
 
@@ -149,10 +150,10 @@ def test_a_full_pool_is_reported_by_the_cache(steps: list[int]) -> None:
     decoder = llama(seed=5)
     caches = prompted_in(decoder, 1)
     with torch.inference_mode():
-        decoder(torch.tensor([[4]]), caches=caches)
+        step(decoder, torch.tensor([[4]]), caches)
         (said,) = why_not(decoder, caches)
         with pytest.raises(ArgumentError, match="1 page of 4 tokens, but 0 of the pool's 1"):
-            decoder(torch.tensor([[5]]), caches=caches)
+            step(decoder, torch.tensor([[5]]), caches)
     assert "the Paged cache of layer 0 opens no slot" in said
     assert [len(cache) for cache in caches] == [4, 4]
     assert len(steps) == 1
@@ -161,7 +162,7 @@ def test_a_full_pool_is_reported_by_the_cache(steps: list[int]) -> None:
 def prompted_in(decoder: Decoder, pages: int) -> list[Cache]:
     caches: list[Cache] = [Paged(4, pages) for _ in decoder.layers]
     with torch.inference_mode():
-        decoder(torch.tensor([[1, 2, 3]]), caches=caches)
+        step(decoder, torch.tensor([[1, 2, 3]]), caches)
     return caches
 
 
@@ -191,11 +192,11 @@ def test_another_page_fails(steps: list[int]) -> None:
         caches = prompted(decoder, "paged")
         with torch.inference_mode():
             for t in range(9):
-                decoder(torch.tensor([[t]]), caches=caches)
+                step(decoder, torch.tensor([[t]]), caches)
             table = caches[0]._table  # type: ignore[attr-defined]
             if wrong:
                 table.rows[0][0] = table.rows[0][1]
                 table._numbers = None
-            logits.append(decoder(torch.tensor([[9]]), caches=caches))
+            logits.append(step(decoder, torch.tensor([[9]]), caches))
     assert len(steps) == 20
     assert not torch.allclose(*logits, rtol=1e-3, atol=1e-3)

@@ -14,6 +14,7 @@ from regard.models.compiled_step import why_not
 from regard.models.decoder import Decoder
 from regard.models.generation.decode_session import pad_left
 from regard.span import Span
+from tests.kernels import require_kernels
 from tests.models.step_models import (
     CACHES,
     DTYPES,
@@ -23,10 +24,11 @@ from tests.models.step_models import (
     full_caches,
     llama,
     prompted,
+    step,
 )
 from tests.rules import assert_close_rule
 
-pytest.importorskip("numba", reason="the loops are compiled by Numba")
+require_kernels()
 
 BITS = ("8 bits", "4 bits", "2 bits")
 IDS = torch.randint(V, (2, 40), generator=torch.Generator().manual_seed(1))
@@ -108,16 +110,16 @@ def test_a_step_is_undone_and_cropped_and_forked(steps: list[int]) -> None:
     marks, forks = [cache.mark() for cache in caches], [cache.fork() for cache in caches]
     _, untouched = decode(decoder, IDS, 12, kind="4 bits")
     with torch.inference_mode():
-        first = decoder(token, caches=caches)
+        first = step(decoder, token, caches)
         for cache, mark in zip(caches, marks, strict=True):
             cache.restore(mark)
         assert_same_contents(caches, untouched)
-        assert torch.equal(decoder(token, caches=caches), first)
+        assert torch.equal(step(decoder, token, caches), first)
         assert_same_contents(forks, untouched)
-        assert torch.equal(decoder(token, caches=forks), first)
+        assert torch.equal(step(decoder, token, forks), first)
         for cache in caches:
             cache.crop(40)
-        assert torch.equal(decoder(token, caches=caches), first)
+        assert torch.equal(step(decoder, token, caches), first)
     assert len(steps) == count + 28 + 4
 
 
@@ -127,8 +129,8 @@ def test_asking_changes_nothing() -> None:
     caches, others = full_caches(decoder, "4 bits"), full_caches(decoder, "4 bits")
     with torch.inference_mode():
         for t in range(20):
-            decoder(IDS[:, t : t + 1], caches=caches)
-            decoder(IDS[:, t : t + 1], caches=others)
+            step(decoder, IDS[:, t : t + 1], caches)
+            step(decoder, IDS[:, t : t + 1], others)
             assert why_not(decoder, caches, 2) == []
             assert why_not(decoder, caches, 2) == []
             assert_same_contents(caches, others)
@@ -138,7 +140,7 @@ def _cache_of(cache: Quantized) -> Callable[[Decoder], list[Cache]]:
     def prompt(decoder: Decoder) -> list[Cache]:
         caches: list[Cache] = [Quantized(**cache.settings) for _ in decoder.layers]  # type: ignore[arg-type]
         with torch.inference_mode():
-            decoder(IDS[:, :12], caches=caches)
+            step(decoder, IDS[:, :12], caches)
         return caches
 
     return prompt
@@ -171,7 +173,7 @@ def test_what_is_left_to_the_modules(case: str, steps: list[int]) -> None:
     caches = make(decoder)
     with torch.inference_mode():
         (said,) = why_not(decoder, caches, 2)
-        decoder(IDS[:, 12:13], caches=caches)
+        step(decoder, IDS[:, 12:13], caches)
     assert reason in said
     assert steps == []
 

@@ -12,10 +12,11 @@ from regard import masks
 from regard.caches import Cache, Fixed, Growing, Ring, Streaming
 from regard.models.compiled_step import why_not
 from regard.models.decoder import Decoder
-from tests.models.step_models import V, counted_steps, llama
+from tests.kernels import require_kernels
+from tests.models.step_models import V, counted_steps, llama, step
 from tests.rules import assert_close_rule
 
-pytest.importorskip("numba", reason="the loops are compiled by Numba")
+require_kernels()
 
 WINDOW = masks.Causal() & masks.Window(7)
 STREAM = masks.Causal() & (masks.Window(5) | masks.Sinks(2))
@@ -41,10 +42,9 @@ def new_caches(kind: str) -> list[Cache]:
 
 def decode(decoder: Decoder, caches: list[Cache], first: int, *, backend: str = "auto") -> Tensor:
     with torch.inference_mode():
-        decoder(IDS[:, :first], caches=caches)
+        step(decoder, IDS[:, :first], caches)
         steps = [
-            decoder(IDS[:, t : t + 1], caches=caches, backend=backend)
-            for t in range(first, IDS.shape[1])
+            step(decoder, IDS[:, t : t + 1], caches, backend) for t in range(first, IDS.shape[1])
         ]
     return torch.cat(steps, 1)
 
@@ -92,7 +92,7 @@ def test_a_step_in_a_ring_is_undone_and_cropped(steps: list[int]) -> None:
     token = torch.tensor([[1], [2]])
     with torch.inference_mode():
         assert why_not(decoder, caches, 2) == []
-        first = decoder(token, caches=caches)
+        first = step(decoder, token, caches)
         assert len(steps) == count + 1
         ring.restore(mark)
         for name, x in before.items():
@@ -100,11 +100,11 @@ def test_a_step_in_a_ring_is_undone_and_cropped(steps: list[int]) -> None:
             assert torch.equal(y, x) if isinstance(x, Tensor) else y == x  # type: ignore[arg-type]
         caches[1].crop(40)
         caches[2].crop(40)
-        assert torch.equal(decoder(token, caches=caches), first)
+        assert torch.equal(step(decoder, token, caches), first)
         for cache in caches:
             cache.crop(38)
-        again = [decoder(IDS[:, t : t + 1], caches=caches) for t in (38, 39)]
-        assert torch.equal(decoder(token, caches=caches), first)
+        again = [step(decoder, IDS[:, t : t + 1], caches) for t in (38, 39)]
+        assert torch.equal(step(decoder, token, caches), first)
     assert len(again) == 2
 
 
@@ -115,6 +115,6 @@ def test_rows_with_different_positions_are_left_to_the_modules(steps: list[int])
     with torch.inference_mode():
         decoder(IDS[:, :3], positions, caches)
         (said,) = why_not(decoder, caches, 2)
-        decoder(IDS[:, 3:4], caches=caches)
+        step(decoder, IDS[:, 3:4], caches)
     assert "the Ring cache of layer 0 opens no slot" in said
     assert steps == []

@@ -26,6 +26,7 @@ from regard.nn.weights.stored import (
 )
 from regard.ops.stored_linear import MAX_VECTORS, stored_linear
 from regard.ops.stored_weights import HalfWeight, Int4Weight, Int8Weight, StoredWeight
+from tests.kernels import require_kernels
 from tests.models.step_models import (
     DTYPES,
     KINDS,
@@ -39,7 +40,7 @@ from tests.models.step_models import (
 )
 from tests.rules import assert_close_rule
 
-pytest.importorskip("numba", reason="the loops are compiled by Numba")
+require_kernels()
 
 Store = Callable[[Tensor], StoredWeight]
 

@@ -16,6 +16,7 @@ from regard.caches import Cache
 from regard.compare.experiment import Experiment, Numbers
 from regard.compare.mechanisms import build_decoder
 from regard.errors import ArgumentError, RegardError
+from regard.models.compiled_step import PreparedDecoder
 from regard.models.decoder import Decoder
 from regard.models.families.regard import Config
 from regard.models.generation.cache_config import CacheConfig
@@ -109,12 +110,12 @@ def decode_step(model: Decoder, config: Config, context: int, batch: int = 1) ->
         if context > 1
         else model.new_caches()
     )
-    last = prompt[:, context - 1 :]
+    last, prepared = prompt[:, context - 1 :], PreparedDecoder(model)
 
     def step() -> Tensor:
         marks = [cache.mark() for cache in caches]
         with torch.inference_mode():
-            logits: Tensor = model(last, None, caches)
+            logits = prepared(last, None, caches)
             for cache, mark in zip(caches, marks, strict=True):
                 cache.restore(mark)
         return logits

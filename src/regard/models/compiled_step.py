@@ -1,45 +1,34 @@
-"""The compiled decoding step of a decoder: `try_step` computes one token per row by
-`regard.ops.decode_step`, if the loops know its modules and nothing observes or changes what they
-compute; otherwise it returns None. A plan holds for a decoder and a thread until something in the
-decoder changes.
+"""`PreparedDecoder`: a decoder that computes one token per row in one compiled call, where
+`regard.ops.cpu.step` knows its modules and nothing observes or changes what they compute.
+
+Who owns a loop over tokens prepares the decoder at its beginning (`regard.models.generation`). The
+modules are read once: a part that is replaced afterwards is used by the next preparation. Numbers
+that change in place are used at once, and a new hook of any module makes it read the modules again.
 """
 
 from __future__ import annotations
 
-import operator
 import threading
-from collections.abc import Iterator, Sequence
-from itertools import chain
-from operator import attrgetter, itemgetter
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
-from weakref import WeakKeyDictionary
+from weakref import ReferenceType, ref
 
 import torch
-from torch import Tensor, nn
-from torch.nn.modules import module as torch_module
+from torch import Tensor
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
+from torch.utils.hooks import RemovableHandle
 
 from regard.argument_checks import finite_checks_enabled
 from regard.caches import Cache
 from regard.caches.base import OpenSlot
-from regard.caches.quantization import CodedSlots
-from regard.models.step_reader import ModelReader, Unsupported
-from regard.nn.module_calls import classes_of, methods_of
-from regard.nn.weights.stored import StoredWeightMixin
+from regard.models.step_reader import DecoderReader, Unsupported
+from regard.ops.cpu import launch
 from regard.ops.cpu.decode import is_readable
-from regard.ops.decode_step import (
-    DecodeStep,
-    KeyPlace,
-    RotaryTables,
-    SameObjects,
-    StepInputs,
-    StepLayer,
-)
-from regard.ops.jit import has_numba, launch
+from regard.ops.cpu.library import why_none
+from regard.ops.cpu.step import DecodeStep, Fields, Indices
 from regard.ops.softmax.cpu import causal_positions, visible_ranges
 from regard.ops.softmax.dispatch import KERNELS, all_kernels
-from regard.positions import Rotary
 from regard.process_state import is_compiling, is_transformed
 from regard.sequence_scope import current_scope
 from regard.span import Positions, Span, concat_positions, slot_count
@@ -50,37 +39,195 @@ if TYPE_CHECKING:
     from regard.models.decoder import Decoder
 
 
-def try_step(
-    decoder: Decoder, ids: Tensor, positions: Positions, caches: Sequence[Cache]
-) -> Tensor | None:
-    """Compute the logits of one token per row in one compiled call, and append to the caches."""
-    if torch.is_grad_enabled() or _state_reasons():
-        return None
-    plan = _plan_of(decoder)
-    if plan.reason is not None:
-        return None
-    opened = _open_slots(plan, positions, caches)
-    return None if isinstance(opened, str) else plan.run(decoder, ids, positions, caches, opened)
+class PreparedDecoder:
+    """A decoder that is called as before, and computes single tokens in one compiled call where it
+    can.
+
+    Args:
+        decoder: the decoder.
+    """
+
+    def __init__(self, decoder: Decoder) -> None:
+        self.decoder = decoder
+        self._hooks = -1  # nothing is read before it is needed
+        self._lock = threading.RLock()  # the structs serve one call at a time
+
+    def __call__(
+        self,
+        ids: Tensor,
+        positions: Positions | None = None,
+        caches: Sequence[Cache] | None = None,
+        last: int | None = None,
+    ) -> Tensor:
+        """Compute the logits for the token after each given token, as the decoder does."""
+        if caches and ids.ndim == 2 and ids.shape[1] == 1 and not is_compiling():
+            with self._lock:
+                logits = self._try_step(ids, positions, caches)
+            if logits is not None:
+                return logits
+        result: Tensor = self.decoder(ids, positions, caches, last=last)
+        return result
+
+    def why_not(self, caches: Sequence[Cache], rows: int = 1) -> list[str]:
+        """Return the reasons why the decoder does not use the compiled step now."""
+        with self._lock:
+            if self._hooks != _hook_count():
+                self._read()
+            unfit = self._reason
+            if unfit is None:
+                opened = self._open_slots(caches[0].next(1) if caches else Span(0, 1), caches)
+                unfit = opened if isinstance(opened, str) else self._why_not_memory(rows, opened)
+        return [*_state_reasons(), *([] if unfit is None else [unfit])]
+
+    def _read(self) -> None:
+        """Read the modules into structs, or note the reason why not."""
+        self._hooks = _hook_count()
+        self._reason: str | None = None
+        self._memory: list[ReferenceType[Any]] = []  # of the caches of the last step
+        self._place_of: list[int] = []
+        try:
+            self._reader = reader = DecoderReader(self.decoder)
+        except Unsupported as reason:
+            self._reason = str(reason)
+            return
+        layers = reader.layers
+        self._step = DecodeStep(reader.fields, layers, reader.dtype, reader.width, reader.V)
+        self._sizes = [
+            (x.fields["k"]["n"], x.fields["k"]["size"], x.fields["v"]["size"]) for x in layers
+        ]
+        self._of_mask = _indices([x.mask for x in layers])
+        self._of_rotary = _indices([x.rotary for x in layers])
+
+    def _try_step(
+        self, ids: Tensor, positions: Positions | None, caches: Sequence[Cache]
+    ) -> Tensor | None:
+        """Compute the logits in one call, and append to the caches; None: the modules must."""
+        if self._hooks != _hook_count():
+            self._read()
+        if self._reason is not None or _state_reasons():
+            return None
+        new = caches[0].next(1) if positions is None else positions
+        opened = self._open_slots(new, caches)
+        if isinstance(opened, str):
+            return None
+        B, reader, step = len(ids), self._reader, self._step
+        ranges = [visible_ranges(mask, new) for mask in reader.masks]
+        if self._why_not_memory(B, opened) is not None or None in ranges:
+            return None
+        x: Tensor = self.decoder.embed(ids, new)
+        fits = type(x) is Tensor and x.dtype == reader.dtype and x.shape[2] == reader.width
+        if not (fits and x.is_cpu):
+            return None
+        self._set_memory(opened)
+        joined = self._set_places(opened, new, B)
+        now: Fields = {"q_positions": causal_positions(new)[0]}
+        step.set(slice(None), {"attention": now, "codes": now})
+        for mask, layers in self._of_mask:
+            now = dict(zip(("starts", "stops"), ranges[mask], strict=True))  # type: ignore[arg-type]
+            step.set(layers, {"attention": now, "codes": now})
+        for i, layers in self._of_rotary:
+            rotary = reader.rotaries[i]
+            cos, sin = (y.reshape(-1, y.shape[-1]).contiguous() for y in rotary.tables(x, new))
+            n, pairs = cos.shape
+            interleaved = rotary.layout == "interleaved"
+            now = {"cos": cos, "sin": sin, "tables": n, "pairs": pairs}
+            step.set(layers, {**now, "interleaved": interleaved})
+        has_codes = any(slot.coded is not None for slot in opened)
+        logits = step.run(x.contiguous(), has_codes=has_codes)
+        for cache, slot, after in zip(caches, opened, joined, strict=True):
+            cache.close_slot(slot, after)
+        return logits if reader.cap is None else reader.cap * torch.tanh(logits / reader.cap)
+
+    # ---- the caches
+
+    def _open_slots(self, positions: Positions, caches: Sequence[Cache]) -> list[OpenSlot] | str:
+        """Open one slot in each cache, or return the reason why that is not possible."""
+        if isinstance(positions, Span):
+            if not positions.all_tokens:
+                return "the token has no position"
+        elif not isinstance(positions, Tensor) or positions.ndim != 2 or not positions.is_cpu:
+            return "the positions are not a tensor [B, 1] on a CPU"
+        opened: list[OpenSlot] = []
+        for i, cache in enumerate(caches):
+            slot = cache.open_slot(positions)
+            if slot is None:
+                return f"the {type(cache).__name__} cache of layer {i} opens no slot for one token"
+            opened.append(slot)
+        if len(opened) != len(self._reader.layers):
+            return "there is not one cache for each layer"
+        return opened
+
+    def _why_not_memory(self, B: int, opened: Sequence[OpenSlot]) -> str | None:
+        """Return why the step does not suit a batch of B rows in these caches, or None."""
+        most, dtype = self._reader.max_rows, self._reader.dtype
+        if not 0 < B <= most:
+            return (
+                f"{plural(B, 'row')} of {dtype}: torch's products of matrices are faster for more "
+                f"than {most}"
+            )
+        memory = _memory(opened)
+        if len(memory) == len(self._memory) and all(
+            known() is x for known, x in zip(self._memory, memory, strict=True)
+        ):
+            return None if opened[0].buffers[0].shape[0] == B else "the caches have other rows"
+        self._memory = []
+        if all(_fits(x, slot, B, dtype) for x, slot in zip(self._sizes, opened, strict=True)):
+            return None
+        return f"a cache holds other parts than keys and values of {dtype}"
+
+    def _set_memory(self, opened: Sequence[OpenSlot]) -> None:
+        """Set where keys and values are, if that has changed."""
+        if self._memory:
+            return
+        for i, slot in enumerate(opened):
+            fields = dict(zip("kv", slot.buffers, strict=True))
+            pages, size = (
+                (launch.NO_POSITIONS, 1) if slot.pages is None else (slot.pages, slot.page_size)
+            )
+            self._step.set(i, {"attention": {**fields, "pages": pages, "page_size": size}})
+            if slot.coded is not None:
+                self._step.set_codes(i, slot.coded.parts)
+        self._memory = list(map(ref, _memory(opened)))
+
+    def _set_places(self, opened: Sequence[OpenSlot], new: Positions, B: int) -> list[Positions]:
+        """Set where the keys are and where the new ones go; return the positions with the new
+        tokens, of each cache. Many caches have the same place.
+        """
+        different: list[tuple[object, ...]] = []
+        place_of, firsts = [], []
+        for slot in opened:
+            place = _place(slot)
+            known = (i for i, x in enumerate(different) if all(map(_same, place, x)))
+            i = next(known, len(different))
+            if i == len(different):
+                different.append(place)
+                firsts.append(slot)
+            place_of.append(i)
+        if place_of != self._place_of:
+            self._place_of, self._of_place = place_of, _indices(place_of)
+        joined = [
+            concat_positions(x.positions, new) if x.after is None else x.after for x in firsts
+        ]
+        for i, layers in self._of_place:
+            self._step.set(layers, _place_fields(firsts[i], joined[i], B))
+        return [joined[i] for i in place_of]
+
+
+def _hook_count() -> int:
+    """Return a number that changes when a hook is registered at any module."""
+    count: int = RemovableHandle.next_id
+    return count
 
 
 def why_not(decoder: Decoder, caches: Sequence[Cache], rows: int = 1) -> list[str]:
-    """Return the reasons why a decoder does not use the compiled step now."""
-    reasons = _state_reasons()
-    if torch.is_grad_enabled():
-        reasons.append("gradients are recorded: use torch.no_grad() or torch.inference_mode()")
-    plan = _plan_of(decoder)
-    if plan.reason is not None:
-        return [*reasons, plan.reason]
-    opened = _open_slots(plan, caches[0].next(1) if caches else Span(0, 1), caches)
-    if isinstance(opened, str):
-        return [*reasons, opened]
-    unfit = plan.why_not_rows(rows, opened)
-    return [*reasons, *([] if unfit is None else [unfit])]
+    """Return the reasons why generation with a decoder does not use the compiled step now."""
+    return PreparedDecoder(decoder).why_not(caches, rows)
 
 
 def _state_reasons() -> list[str]:
     """Return the reasons in the state of the process and this thread."""
     states = (
+        (torch.is_grad_enabled(), "gradients are recorded: use torch.inference_mode()"),
         (is_tracing(), "a trace is open"),
         (is_compiling(), "a graph is traced or compiled"),
         (torch.is_autocast_enabled("cpu"), "autocast is on"),
@@ -90,7 +237,7 @@ def _state_reasons() -> list[str]:
         (current_scope() is not None, "attention runs over several ranks"),
         (finite_checks_enabled(), "regard.checks(finite=True) looks at every input"),
         (len(all_kernels()) != len(KERNELS), "another attention kernel is registered"),
-        (not has_numba(), "Numba is not installed: pip install numba"),
+        (why_none() is not None, str(why_none())),
     )
     return [reason for holds, reason in states if holds]
 
@@ -104,277 +251,84 @@ def _in_function_mode() -> bool:
     )
 
 
-def _open_slots(plan: _Plan, positions: Positions, caches: Sequence[Cache]) -> list[OpenSlot] | str:
-    """Open one slot in each cache, or return the reason why that is not possible."""
-    if isinstance(positions, Span):
-        if not positions.all_tokens:
-            return "the token has no position"
-    elif not isinstance(positions, Tensor) or positions.ndim != 2 or not positions.is_cpu:
-        return "the positions are not a tensor [B, 1] on a CPU"
-    opened: list[OpenSlot] = []
-    for i, cache in enumerate(caches):
-        slot = cache.open_slot(positions)
-        if slot is None:
-            return f"the {type(cache).__name__} cache of layer {i} opens no slot for one token"
-        opened.append(slot)
-    return opened if len(opened) == len(plan.layers) else "there is not one cache for each layer"
+def _indices(values: Sequence[int | None]) -> list[tuple[int, Indices]]:
+    """Return for each value except None its indices, or a slice if it stands everywhere."""
+    known = sorted({x for x in values if x is not None})
+    if len(known) == 1 and None not in values:
+        return [(known[0], slice(None))]
+    return [(x, [i for i, y in enumerate(values) if y == x]) for x in known]
 
 
-def _same_place(one: OpenSlot, other: OpenSlot) -> bool:
-    """Return whether two caches hold the same positions, and get the new token in the same slot."""
-    if one.slot != other.slot or not _same_tensor(one.after, other.after):
-        return False
-    if _coded_slots(one) != _coded_slots(other) or not _same_tensor(one.slots, other.slots):
-        return False
-    if one.after is not None:
-        return True
-    a, b = one.positions, other.positions
-    if isinstance(a, Span) or isinstance(b, Span):
-        return isinstance(a, Span) and isinstance(b, Span) and a == b
-    return a is b or torch.equal(a, b)
+def _memory(opened: Sequence[OpenSlot]) -> list[object]:
+    """Return the objects that hold the memory of caches."""
+    return [
+        launch.NO_POSITIONS if x is None else x
+        for slot in opened
+        for x in (*slot.buffers, slot.coded, slot.pages)
+    ]
 
 
-def _same_tensor(a: Tensor | None, b: Tensor | None) -> bool:
-    """Return whether two tensors hold the same numbers, or both are None."""
-    return a is b or (a is not None and b is not None and torch.equal(a, b))
+def _place(slot: OpenSlot) -> tuple[object, ...]:
+    """Return which positions a cache holds, and where the new token goes."""
+    positions = slot.positions if slot.after is None else None
+    return slot.slot, _coded_slots(slot), positions, slot.after, slot.slots
 
 
-def _coded_slots(opened: OpenSlot) -> int:
+def _same(a: object, b: object) -> bool:
+    """Return whether two numbers, spans or tensors are equal."""
+    if isinstance(a, Tensor) and isinstance(b, Tensor):
+        return a is b or torch.equal(a, b)
+    return type(a) is type(b) and a == b
+
+
+def _coded_slots(slot: OpenSlot) -> int:
     """Return the number of slots that a cache holds as codes."""
-    return 0 if opened.coded is None else opened.coded.slots
+    return 0 if slot.coded is None else slot.coded.slots
 
 
-def _places(opened: Sequence[OpenSlot], new: Positions) -> tuple[list[Positions], list[int]]:
-    """Return the different positions of keys with new tokens, and each cache's index."""
-    different: list[OpenSlot] = []
-    place_of: list[int] = []
-    for slot in opened:
-        known = (i for i, other in enumerate(different) if _same_place(slot, other))
-        i = next(known, len(different))
-        if i == len(different):
-            different.append(slot)
-        place_of.append(i)
-    joined = [concat_positions(x.positions, new) if x.after is None else x.after for x in different]
-    return joined, place_of
-
-
-def _key_place(opened: OpenSlot, positions: Positions, B: int) -> KeyPlace:
-    """Return the place of keys at these positions, the new token's slot included, for B rows."""
-    slots = opened.slots
+def _place_fields(slot: OpenSlot, positions: Positions, B: int) -> Fields:
+    """Return the fields of layers whose caches have these positions, the new token's included."""
+    slots, coded = slot.slots, _coded_slots(slot)
     if slots is None:
-        slots = launch.full((B,), opened.slot, dtype=torch.int64)
-    coded = _coded_slots(opened)
+        slots = launch.full((B,), slot.slot, dtype=torch.int64)
     S = slot_count(positions) - coded
+    start, own, others = 0, launch.NO_POSITIONS, launch.NO_POSITIONS
     if isinstance(positions, Span):
         start = positions.start
-        return KeyPlace(
-            slots, S, launch.NO_POSITIONS, start + coded, coded, launch.NO_POSITIONS, start
-        )
-    positions = positions.long().contiguous()
-    own = positions[:, coded:].contiguous()
-    return KeyPlace(slots, S, own, 0, coded, positions, 0)
+    else:
+        others = positions.long().contiguous()
+        own = others[:, coded:].contiguous()
+    return {
+        "slots": slots,
+        "attention": {"S": S, "origin": start + coded, "k_positions": own},
+        "codes": {"S": coded, "origin": start, "k_positions": others},
+    }
 
 
-class _Plans(threading.local):
-    """The plans of one thread: the scratch memory of a plan serves one call at a time."""
-
-    def __init__(self) -> None:
-        self.by_decoder: WeakKeyDictionary[Decoder, _Plan] = WeakKeyDictionary()
-
-
-_plans = _Plans()
-
-
-def _plan_of(decoder: Decoder) -> _Plan:
-    """Return the plan of a decoder in this thread, made anew if the decoder has changed."""
-    plan = _plans.by_decoder.get(decoder)
-    if plan is None or not plan.guards.hold(decoder):
-        plan = _plans.by_decoder[decoder] = _Plan(decoder)
-    return plan
-
-
-class _Plan:
-    """How a decoder runs in the compiled step, or the reason why it does not."""
-
-    def __init__(self, decoder: Decoder) -> None:
-        self.guards = _Guards(decoder)
-        self.reason: str | None = None
-        self.layers: tuple[StepLayer, ...] = ()
-        self._checked = SameObjects()
-        try:
-            reader = ModelReader(decoder)
-        except Unsupported as reason:
-            self.reason = str(reason)
-            return
-        self.layers, self.masks, self.rotaries = reader.layers, reader.masks, reader.rotaries
-        self.dtype, self.width, self.cap = reader.dtype, reader.width, reader.cap
-        self.max_rows = reader.max_rows
-        self.step = DecodeStep(reader.model)
-
-    def run(
-        self,
-        decoder: Decoder,
-        ids: Tensor,
-        positions: Positions,
-        caches: Sequence[Cache],
-        opened: list[OpenSlot],
-    ) -> Tensor | None:
-        """Run the step, or return None if the sizes of the call do not suit it."""
-        if self.why_not_rows(ids.shape[0], opened) is not None:
-            return None
-        ranges = [visible_ranges(mask, positions) for mask in self.masks]
-        if None in ranges:
-            return None
-        x: Tensor = decoder.embed(ids, positions)
-        fits = type(x) is Tensor and x.dtype == self.dtype and x.shape[2] == self.width
-        if not (fits and x.is_cpu):
-            return None
-        x = x.contiguous()
-        joined, place_of = _places(opened, positions)
-        places = [_key_place(opened[place_of.index(i)], p, len(x)) for i, p in enumerate(joined)]
-        tables = [_tables(rotary, x, positions) for rotary in self.rotaries]
-        logits = self.step.run(
-            StepInputs(
-                x,
-                [slot.buffers for slot in opened],  # type: ignore[misc]
-                places,
-                tuple(place_of),
-                [slot.coded for slot in opened],
-                [None if x.pages is None else (x.pages, x.page_size) for x in opened],
-                causal_positions(positions)[0],
-                ranges,  # type: ignore[arg-type]
-                tables,
-            )
-        )
-        for cache, slot, i in zip(caches, opened, place_of, strict=True):
-            cache.close_slot(slot, joined[i])
-        return logits if self.cap is None else self.cap * torch.tanh(logits / self.cap)
-
-    def why_not_rows(self, B: int, opened: list[OpenSlot]) -> str | None:
-        """Return why the step does not suit a batch of B rows in these caches, or None."""
-        if not 0 < B <= self.max_rows:
-            return (
-                f"{plural(B, 'row')} of {self.dtype}: torch's products of matrices are faster for "
-                f"more than {self.max_rows}"
-            )
-        buffers = [x for slot in opened for x in slot.buffers]
-        codes = [slot.coded for slot in opened if slot.coded is not None]
-        if self._checked.are([*buffers, *codes]):
-            return None if buffers[0].shape[0] == B else "the caches have other rows"
-        for layer, slot in zip(self.layers, opened, strict=True):
-            if not _fits(layer, slot, B, self.dtype):
-                return f"a cache holds other parts than keys and values of {self.dtype}"
-        self._checked.remember([*buffers, *codes])
-        return None
-
-
-def _fits(layer: StepLayer, slot: OpenSlot, B: int, dtype: torch.dtype) -> bool:
-    """Return whether the buffers of a cache are keys and values of a layer."""
-    sizes = (layer.D, layer.E)
-    if slot.coded is not None and not _codes_fit(layer, slot.coded, B, dtype):
-        return False
-    return len(slot.buffers) == 2 and all(
-        x.shape[:2] == (B, layer.G)
-        and x.shape[2] > slot.slot
-        and x.shape[3] == size
-        and x.dtype == dtype
-        and x.is_cpu
-        and x.stride(3) == 1
-        for x, size in zip(slot.buffers, sizes, strict=True)
-    )
-
-
-def _codes_fit(layer: StepLayer, coded: CodedSlots, B: int, dtype: torch.dtype) -> bool:
-    """Return whether codes of a cache are keys and values of a layer that compiled code reads."""
-    wanted = (("channel", layer.D), ("token", layer.E))
-    return len(coded.parts) == 2 and all(
-        x.axis == axis
-        and x.recent.shape == (B, layer.G, 0, size)
-        and x.groups.scale.dtype == dtype
-        and x.groups.codes.is_cpu
-        and is_readable(x)
-        for x, (axis, size) in zip(coded.parts, wanted, strict=True)
-    )
-
-
-def _tables(rotary: Rotary, x: Tensor, positions: Positions) -> RotaryTables:
-    """Return the cos and sin of the new tokens."""
-    cos, sin = rotary.tables(x, positions)
-    pairs = cos.shape[-1]
-    return RotaryTables(
-        cos.reshape(-1, pairs).contiguous(),
-        sin.reshape(-1, pairs).contiguous(),
-        rotary.layout == "interleaved",
-    )
-
-
-class _Guards:
-    """What a plan relies on, recorded so that a change is found in a fraction of a millisecond:
-    only what can change its result, by value (sizes, addresses) or by identity, as every look costs
-    a read from memory.
+def _fits(sizes: tuple[int, int, int], slot: OpenSlot, B: int, dtype: torch.dtype) -> bool:
+    """Return whether a cache holds keys and values of a layer, where compiled code reads them.
+    sizes: (the number of key/value heads, the sizes of keys and of values).
     """
-
-    def __init__(self, decoder: nn.Module) -> None:
-        # not the decoder itself: its plan must not keep it alive
-        self._modules = list(decoder.modules())[1:]
-        everything = [decoder, *self._modules]
-        self._dicts: list[Any] = [
-            x for m in everything for x in (m.__dict__, m._forward_hooks, m._forward_pre_hooks)
-        ]
-        self._dicts += [m._modules for m in everything if isinstance(m, _LISTS)]
-        classes = dict.fromkeys(x for m in everything for x in classes_of(m))
-        self._dicts += map(vars, classes)
-        parts = [x for m in everything for x in (m._modules, m._parameters, m._buffers) if x]
-        self._values = [x.values() for x in parts]
-        named: list[tuple[Any, list[str]]] = [(m.__dict__, _names(m)) for m in everything]
-        named += [(vars(x), methods_of(x)) for x in classes]
-        self._owners = [owner for owner, names in named if names]
-        # itemgetter gives a tuple for two names or more
-        self._getters = [itemgetter(*names, names[0]) for _, names in named if names]
-        records = [m.stored_weight for m in everything if isinstance(m, StoredWeightMixin)]
-        stored = [x for y in records for x in y.tensors().values()]
-        members = [x for m in everything for y in (m._parameters, m._buffers) for x in y.values()]
-        self._tensors: list[Tensor] = [*stored, *(x for x in members if x is not None)]
-        self._known = self._fingerprint(decoder)
-        self._objects = list(self._present())
-
-    def hold(self, decoder: nn.Module) -> bool:
-        """Return whether nothing has changed."""
-        try:
-            return self._fingerprint(decoder) == self._known and all(
-                map(operator.is_, self._present(), self._objects)
-            )
-        except KeyError:  # an attribute in the place of another one
-            return False
-
-    def _present(self) -> Iterator[object]:
-        """Return the objects of now: methods, parts, and attributes of modules."""
-        attributes = map(operator.call, self._getters, self._owners)
-        return chain.from_iterable(chain(self._values, attributes))
-
-    def _fingerprint(self, decoder: nn.Module) -> tuple[object, ...]:
-        """Return what is compared by value: sizes, classes, addresses, layouts, global hooks."""
-        return (
-            sum(map(len, self._dicts)),
-            bool(torch_module._has_any_global_hook()),
-            type(decoder),
-            list(map(type, self._modules)),
-            launch.places(self._tensors),
-            list(map(Tensor.stride, self._tensors)),
-            list(map(Tensor.numel, self._tensors)),
-            list(map(_dtype, self._tensors)),
+    G, *dims = sizes
+    coded = () if slot.coded is None else slot.coded.parts
+    return (
+        len(slot.buffers) == 2
+        and all(
+            x.shape[:2] == (B, G)
+            and x.shape[2] > slot.slot
+            and x.shape[3] == size
+            and x.dtype == dtype
+            and x.is_cpu
+            and x.stride(3) == 1
+            for x, size in zip(slot.buffers, dims, strict=True)
         )
-
-
-_LISTS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
-"""The classes of modules whose computation depends on the number of their parts."""
-
-_BOOKKEEPING = {*nn.Module().__dict__, "_last"} - {"training"}
-_dtype = attrgetter("dtype")
-
-
-def _names(module: nn.Module) -> list[str]:
-    """Return a module's attributes; training matters only where something is dropped."""
-    drops = "dropout" in module.__dict__ or "dropout" in module._modules
-    ignored = _BOOKKEEPING if drops else _BOOKKEEPING | {"training"}
-    return [x for x in module.__dict__ if x not in ignored]
+        and len(coded) in (0, 2)
+        and all(
+            x.axis == axis
+            and x.recent.shape == (B, G, 0, size)
+            and x.groups.scale.dtype == dtype
+            and x.groups.codes.is_cpu
+            and is_readable(x)
+            for x, axis, size in zip(coded, ("channel", "token"), dims, strict=False)
+        )
+    )

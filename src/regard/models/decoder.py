@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from regard.caches import Cache, CrossLayer, rollback_on_error
 from regard.caches.cross_layer import FirstValues, LendingCache, WithFirstValues
 from regard.errors import ArgumentError
-from regard.models.compiled_step import try_step
 from regard.nn import Block, InputEmbedding
 from regard.nn.mixer import Mixer
 from regard.nn.module_calls import call_as_leaf, is_proxy
@@ -117,10 +116,6 @@ class Decoder(nn.Module):
             positions = caches[0].next(ids.shape[-1]) if caches else Span(0, ids.shape[-1])
         if not caches or is_compiling():
             return self._forward(ids, positions, caches, backend, last, head)
-        if head is not None and backend == "auto" and ids.shape[-1] == 1:
-            logits = try_step(self, ids, positions, caches)
-            if logits is not None:
-                return logits
         with rollback_on_error(
             *caches, layers=True
         ):  # if a later layer raises, earlier caches are restored

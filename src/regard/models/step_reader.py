@@ -1,11 +1,11 @@
-"""`ModelReader`: a decoder as the data of the compiled step, or the reason why not; only exactly
-the known classes count, as a subclass may compute something else.
+"""`DecoderReader`: a decoder as the fields of the compiled step, or the reason why not; only
+exactly the known classes count, as a subclass may compute something else.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -36,23 +36,13 @@ from regard.nn.blocks.blocks import Residual
 from regard.nn.blocks.embedding import CappedLogits, ScaledLogits
 from regard.nn.blocks.feed_forward import ClippedSwiGLU, GatedSharedExpert, ReLUSquared
 from regard.nn.blocks.norms import OffsetLayerNorm
-from regard.nn.blocks.routers import Router
 from regard.nn.module_calls import why_not_as_written
 from regard.nn.projections.fused import ClippedQKV
 from regard.nn.projections.steps import Clip
 from regard.nn.weights.linear import Linear
 from regard.nn.weights.stored import plain_class
-from regard.ops.decode_step import (
-    ACTIVATIONS,
-    GATED_ACTIVATIONS,
-    HeadBlocks,
-    StepLayer,
-    StepMap,
-    StepMixture,
-    StepModel,
-    StepNetwork,
-    StepNorm,
-)
+from regard.ops.cpu import launch
+from regard.ops.cpu.step import ACTIVATIONS, NORM_KINDS, Fields, StepLayer
 from regard.ops.gemv import MAX_VECTORS, MIN_WEIGHT_SIZE
 from regard.ops.softmax.cpu import MAX_ROWS
 from regard.ops.stored_linear import MAX_VECTORS as MAX_STORED_VECTORS
@@ -67,142 +57,139 @@ Part = TypeVar("Part", bound=nn.Module)
 
 _RESIDUALS: tuple[type[Residual], ...] = (PreNorm, SandwichNorm, OutputNorm, ScaledPreNorm)
 _HEADS = (nn.Linear, Linear, CappedLogits, ScaledLogits)
-_GATED = (GatedFeedForward, SwiGLU, ClippedSwiGLU)
+_BLOCKS = (Block, ParallelBlock, SharedNormBlock)
+_NORMS = (RMSNorm, OffsetRMSNorm, nn.LayerNorm, OffsetLayerNorm)
+_NETWORKS = (GatedFeedForward, SwiGLU, ClippedSwiGLU, FeedForward)
 
 
 class Unsupported(Exception):
     """The compiled step does not support a part of a decoder; the text says which and why."""
 
 
-class _Heads(NamedTuple):
-    """What a projection gives to the fields of `StepLayer`, and its rotary."""
-
-    H: int
-    G: int
-    D: int
-    E: int
-    q: StepMap
-    k: StepMap
-    v: StepMap
-    q_norm: StepNorm | None
-    k_norm: StepNorm | None
-    rotary: Rotary | None
-    q_flat: StepNorm | None = None
-    k_flat: StepNorm | None = None
-    blocks: tuple[HeadBlocks, HeadBlocks, HeadBlocks] | None = None
-    clip: float = 0.0
-
-
-class ModelReader:
-    """Reads a decoder as data.
+class DecoderReader:
+    """Reads a decoder as the fields of the structs of `regard.ops.cpu.step`.
 
     Attributes:
+        fields, layers: the fields of the model and of its layers.
         masks, rotaries: the different masks and rotary modules of the layers, to which the numbers
             in `StepLayer` refer.
+        dtype, width, V: the dtype of the weights, the model dim, and the number of logits.
         cap: the cap on the logits; None: none.
         max_rows: the largest number of rows for which compiled code is faster than torch.
     """
 
     def __init__(self, decoder: Decoder) -> None:
-        # the decoder itself and its embedding are called as modules in any case
-        called = {decoder, *decoder.embed.modules()}
-        for module in decoder.modules():
-            if module not in called:
-                _check_calls(module)
+        embedding = set(decoder.embed.modules())  # is called as a module in any case
+        called = (x for x in decoder.modules() if x not in embedding)
+        if (reason := why_not_as_written(*called)) is not None:
+            raise Unsupported(reason)
         head: nn.Linear = _checked("the head", decoder.head, *_HEADS)
         self.cap = head.cap if isinstance(head, CappedLogits) else None
-        scale = float(head.scale) if isinstance(head, ScaledLogits) else 1.0
         self.dtype: torch.dtype
         self.width: int
         weight = _weight_of(head)
         if weight is None:
             raise Unsupported("the weight of the head is computed when it is read")
-        self.dtype, self.width = weight.dtype, weight.shape[-1]
+        self.dtype, (self.V, self.width) = weight.dtype, weight.shape
         self.max_rows = max(MAX_STORED_VECTORS, *MAX_VECTORS.values())
         if self.dtype not in MAX_VECTORS:
             raise Unsupported(f"the weights are {self.dtype}")
-        self.head = self._map(head, allowed=_HEADS)
-        self.norm = None if type(decoder.norm) is nn.Identity else self._norm(decoder.norm)
+        norm = None if type(decoder.norm) is nn.Identity else self._norm(decoder.norm)
+        scale = _factor(head.scale) if isinstance(head, ScaledLogits) else None
+        head_map = self._map(head, allowed=_HEADS)
+        self.fields: Fields = {"norm": norm, "scale": scale, "head_map": head_map}
         self.masks: list[Any] = []
         self.rotaries: list[Rotary] = []
+        self._largest = 0
         self.layers = tuple(self._layer(i, layer) for i, layer in enumerate(decoder.layers))
         if not self.layers:
             raise Unsupported("there is no layer")
-        networks = (layer.network for layer in self.layers)
-        maps = (x.experts[0].up if isinstance(x, StepMixture) else x.up for x in networks)
-        largest = max(up.weight.shape.numel() for up in maps)
-        if largest < MIN_WEIGHT_SIZE:
+        if self._largest < MIN_WEIGHT_SIZE:
             raise Unsupported(
-                f"its matrices have at most {plural(largest, 'element')}, so that there is little "
-                "to gain"
+                f"its matrices have at most {plural(self._largest, 'element')}, so that there is "
+                "little to gain"
             )
-        self.model = StepModel(self.layers, self.norm, self.head, scale)
 
     def _layer(self, i: int, block: nn.Module) -> StepLayer:
         """Read one block, and add its number to the reason if it is not supported."""
         try:
-            return self._read_layer(block)
+            return self._read_layer(_checked("the layer", block, *_BLOCKS))
         except Unsupported as reason:
             raise Unsupported(f"layer {i}: {reason}") from None
 
-    def _read_layer(self, block: nn.Module) -> StepLayer:
-        block = _checked("the layer", block, Block, ParallelBlock, SharedNormBlock)
+    def _read_layer(self, block: Block) -> StepLayer:
         attention = _checked("the mechanism", block.attention, Attention)
-        heads, parallel = self._projection(attention), type(block) is not Block
-        before, after, ff_before, ff_after = self._paths(block)
-        network = self._feed_forward(block.feed_forward)
-        if isinstance(network, StepMixture) and (
-            parallel or (ff_before is not None and ff_before.kind != "rms")
-        ):
-            raise Unsupported(
-                "the feed-forward layer is a MoE, and its input is not the result of an RMS norm "
-                "after the attention"
-            )
-        slopes, symmetric = _alibi(attention.bias, heads.H)
-        scale = attention._default_scale if attention.scale is None else attention.scale
-        rotary = heads.rotary
-        return StepLayer(
-            H=heads.H,
-            G=heads.G,
-            D=heads.D,
-            E=heads.E,
-            q=heads.q,
-            k=heads.k,
-            v=heads.v,
-            q_norm=heads.q_norm,
-            k_norm=heads.k_norm,
-            q_flat=heads.q_flat,
-            k_flat=heads.k_flat,
-            blocks=heads.blocks,
-            clip=heads.clip,
-            before=before,
-            after=after,
-            ff_before=ff_before,
-            ff_after=ff_after,
-            out=self._map(attention.output, self.width, heads.H * heads.E),
-            network=network,
-            scale=float(scale),
-            softcap=float(attention.softcap or 0.0),
-            rotary=None if rotary is None else _index_of(rotary, self.rotaries),
-            mask=_index_of(attention.mask, self.masks),
-            sink=self._sink(attention, heads.H),
-            slopes=slopes,
-            symmetric=symmetric,
-            parallel=parallel,
-        )
+        heads, rotary = self._heads(attention)
+        (H, D), (G, own), (values, E) = ((heads[x]["n"], heads[x]["size"]) for x in "qkv")
+        if (values, own) != (G, D) or H % G:
+            raise Unsupported("queries, keys and values have other heads")
+        if H // G > MAX_ROWS:
+            raise Unsupported(f"more than {MAX_ROWS} query heads use one key/value head")
+        scale, sink = attention.scale, attention.sink
+        call = {
+            "scale": float(attention._default_scale if scale is None else scale),
+            "softcap": float(attention.softcap or 0.0),
+            **_alibi(attention.bias, H),
+        }
+        network, experts = self._feed_forward(block.feed_forward)
+        fields = {
+            **heads,
+            **self._paths(block),
+            "parallel": type(block) is not Block,
+            "out": self._map(attention.output, self.width, H * E),
+            "sink": None if sink is None else self._tensor(sink, "the sink", (H,), "the heads"),
+            "attention": call,
+            "codes": call,
+            ("mixture" if experts else "network"): network,
+        }
+        number = None if rotary is None else _index_of(rotary, self.rotaries)
+        return StepLayer(fields, experts, _index_of(attention.mask, self.masks), number)
 
-    def _paths(self, block: Block) -> tuple[StepNorm | None, ...]:
-        """Read the residual connections of a block: the norm before the attention, the one on its
-        result, and those of the feed-forward layer.
-        """
+    # ---- norms
+
+    def _paths(self, block: Block) -> dict[str, Fields | None]:
+        """Read the residual connections of a block."""
         first, second = block.attention_residual, block.feed_forward_residual
-        if type(block) is Block:
-            return *self._residual(first), *self._residual(second)
-        # with one norm for both, the second path does nothing
-        path = first if type(block) is SharedNormBlock else second
-        return *self._residual(first, PreNorm), *self._residual(path, PreNorm)
+        kinds = _RESIDUALS if type(block) is Block else (PreNorm,)
+        if type(block) is SharedNormBlock:  # with one norm for both, the second path does nothing
+            second = first
+        before, after = self._residual(first, *kinds)
+        ff_before, ff_after = self._residual(second, *kinds)
+        return {"before": before, "after": after, "ff_before": ff_before, "ff_after": ff_after}
 
-    def _projection(self, attention: Attention) -> _Heads:
+    def _residual(
+        self, residual: nn.Module, *allowed: type[Residual]
+    ) -> tuple[Fields | None, Fields | None]:
+        """Read a residual connection: the norms before and after, or the factor."""
+        residual = _checked("the residual connection", residual, *allowed)
+        if residual.dropout.p and residual.training:
+            raise Unsupported("the residual connection has dropout in training mode")
+        norm = self._norm(residual.norm)
+        if type(residual) is OutputNorm:
+            return None, norm
+        if isinstance(residual, ScaledPreNorm):
+            return norm, _factor(residual.scale)
+        return norm, self._norm(residual.after) if isinstance(residual, SandwichNorm) else None
+
+    def _norm(self, norm: nn.Module, size: int | None = None) -> Fields:
+        """Read a norm of the model dim, or of another size."""
+        module: Any = _checked("a norm", norm, *_NORMS)
+        kind = "layer" if isinstance(module, nn.LayerNorm) else "rms"
+        expected = (self.width if size is None else size,)
+        parts: dict[str, Tensor | None] = {"w": None, "b": None}
+        for name, label in (("w", "weight"), ("b", "bias"))[: 1 + (kind == "layer")]:
+            x = module._parameters.get(label)
+            if kind == "rms" or x is not None or label not in module._parameters:
+                parts[name] = self._tensor(x, f"the {label} of a norm", expected, "its input")
+        if kind == "layer" and tuple(module.normalized_shape) != expected:
+            raise Unsupported("a norm has another size than its input")
+        offset = float(type(module) in (OffsetRMSNorm, OffsetLayerNorm))
+        numbers = {"kind": NORM_KINDS.index(kind), "eps": float(module.eps), "offset": offset}
+        return {**parts, **numbers}
+
+    # ---- attention
+
+    def _heads(self, attention: Attention) -> tuple[dict[str, Any], Rotary | None]:
         """Read the projection of an attention layer, and check the parts that must be plain."""
         if attention.score is not None:
             raise Unsupported("the attention has a score rule")
@@ -212,91 +199,57 @@ class ModelReader:
             raise Unsupported("the attention has dropout in training mode")
         project = _checked("the projection", attention.project, SeparateQKV, FusedQKV, ClippedQKV)
         _check_methods(project, "query", "remember", "recall", "postprocess")
-        heads = (
-            self._fused(project)
-            if isinstance(project, FusedQKV)
-            else self._separate(cast("SeparateQKV", project))
-        )
-        if heads.H // heads.G > MAX_ROWS:
-            raise Unsupported(f"more than {MAX_ROWS} query heads use one key/value head")
-        return heads
+        if isinstance(project, FusedQKV):
+            return self._fused(project)
+        return self._separate(cast("SeparateQKV", project))
 
-    def _separate(self, project: SeparateQKV) -> _Heads:
+    def _separate(self, project: SeparateQKV) -> tuple[dict[str, Any], Rotary | None]:
         """Read a projection with a linear map for each of queries, keys and values."""
         if project.key_transform is not None or project.cache_unsafe_reason:
             raise Unsupported("the keys change when they are read")
-        q, k, v = project.q, project.k, project.v
-        for part in (q, k, v):
+        parts = {"q": project.q, "k": project.k, "v": project.v}
+        for part in parts.values():
             _checked("a projection of heads", part, HeadProjection)
-        q_norm, rotary = self._steps(q.steps, q.head_dim)
-        k_norm, k_rotary = self._steps(k.steps, k.head_dim)
-        if rotary is not k_rotary or len(v.steps):
+        clip = _clip(*(x.flat for x in parts.values()))
+        fields: dict[str, Any] = {"clip": clip}
+        rotaries = []
+        for name, x in parts.items():
+            n, size = x.heads, x.head_dim
+            norm, rotary = self._steps(x.steps, size)
+            rotaries.append(rotary)
+            fields[name] = {"n": n, "size": size, "run": n, "norm": norm}
+            fields[name]["map"] = self._map(x.linear, n * size)
+            if not clip and type(x.flat) is not nn.Identity:
+                flat = _checked("the norm over all heads", x.flat, RMSNorm, OffsetRMSNorm)
+                fields[name]["flat"] = self._norm(flat, n * size)
+        if rotaries[0] is not rotaries[1] or len(project.v.steps):
             raise Unsupported("queries, keys and values have other steps than a rotary")
-        clip = _clip(q.flat, k.flat, v.flat)
-        return _Heads(
-            H=q.heads,
-            G=k.heads,
-            D=q.head_dim,
-            E=v.head_dim,
-            q=self._map(q.linear, q.heads * q.head_dim),
-            k=self._map(k.linear, k.heads * k.head_dim),
-            v=self._map(v.linear, v.heads * v.head_dim),
-            q_norm=q_norm,
-            k_norm=k_norm,
-            q_flat=None if clip else self._flat(q),
-            k_flat=None if clip else self._flat(k),
-            rotary=rotary,
-            clip=clip,
-        )
+        return fields, rotaries[0]
 
-    def _fused(self, project: FusedQKV) -> _Heads:
+    def _fused(self, project: FusedQKV) -> tuple[dict[str, Any], Rotary | None]:
         """Read a projection with one matrix, whose rows may be in any of its orders."""
         _check_methods(project, "_heads", "_run_steps")
         H, G, D = project.heads, project.groups, project.head_dim
         norm, rotary = self._steps(project.steps, D)
-        whole = self._map(project.linear, (H + 2 * G) * D)
-        R = H // G
-        blocks = (HeadBlocks(0, R, R + 2), HeadBlocks(R, 1, R + 2), HeadBlocks(R + 1, 1, R + 2))
+        whole, R = self._map(project.linear, (H + 2 * G) * D), H // G
+        # for queries, keys and values: `n`, `first`, `run` and `step` of the struct `StepHeads`
+        places = ((H, 0, R, R + 2), (G, R, 1, R + 2), (G, R + 1, 1, R + 2))
         if project.order == "parts":
-            blocks = (HeadBlocks(0, H, H), HeadBlocks(H, G, G), HeadBlocks(H + G, G, G))
-        return _Heads(
-            H=H,
-            G=G,
-            D=D,
-            E=D,
-            q=whole,
-            k=whole,
-            v=whole,
-            q_norm=norm,
-            k_norm=norm,
-            rotary=rotary,
-            blocks=blocks,
-            clip=float(project.limit) if isinstance(project, ClippedQKV) else 0.0,
-        )
+            places = ((H, 0, H, H), (G, H, G, G), (G, H + G, G, G))
+        fields: dict[str, Any] = {}
+        for name, place in zip("qkv", places, strict=True):
+            numbers = dict(zip(("n", "first", "run", "step"), place, strict=True))
+            own = None if name == "v" else norm
+            fields[name] = {**numbers, "size": D, "map": whole, "norm": own}
+        fields["clip"] = float(project.limit) if isinstance(project, ClippedQKV) else 0.0
+        return fields, rotary
 
-    def _flat(self, heads: HeadProjection) -> StepNorm | None:
-        """Read the norm over all heads of queries or of keys."""
-        if type(heads.flat) is nn.Identity:
-            return None
-        flat = _checked("the norm over all heads", heads.flat, RMSNorm, OffsetRMSNorm)
-        return self._norm(flat, heads.heads * heads.head_dim)
-
-    def _sink(self, attention: Attention, H: int) -> Tensor | None:
-        """Read the sinks of an attention layer with H heads."""
-        if attention.sink is None:
-            return None
-        sink = self._tensor(attention.sink, "the sink")
-        if sink.shape != (H,):
-            raise Unsupported("the sink has another size than the heads")
-        return sink
-
-    def _steps(
-        self, modules: nn.ModuleList, head_dim: int
-    ) -> tuple[StepNorm | None, Rotary | None]:
+    def _steps(self, modules: nn.ModuleList, head_dim: int) -> tuple[Fields | None, Rotary | None]:
         """Read the steps on heads: a norm, a rotation, both in this order, or none."""
-        steps = list(modules)
-        norm = self._norm(steps.pop(0), head_dim) if steps and _is_norm(steps[0]) else None
-        rotary: Rotary | None = None
+        steps, rotary = list(modules), None
+        norm = None
+        if steps and type(steps[0]) in (RMSNorm, OffsetRMSNorm):
+            norm = self._norm(steps.pop(0), head_dim)
         if steps and type(steps[0]) is Rotary:
             rotary = _checked("a step", steps.pop(0), Rotary)
         if steps:
@@ -305,13 +258,15 @@ class ModelReader:
             raise Unsupported("the rotary frequencies follow the length")
         return norm, rotary
 
-    def _feed_forward(self, module: nn.Module) -> StepNetwork | StepMixture:
-        """Read a feed-forward layer: one network, or a mixture of experts."""
+    # ---- networks
+
+    def _feed_forward(self, module: nn.Module) -> tuple[Fields, tuple[Fields, ...]]:
+        """Read a feed-forward layer: the fields of one network, or of a mixture and its experts."""
         if plain_class(module) is not MoE:
-            return self._network("the feed-forward layer", module, *_GATED, FeedForward)
+            return self._network("the feed-forward layer", module), ()
         mixture = cast("MoE", module)
         _check_methods(mixture, "weighted_expert")
-        router = _checked("the router", mixture.router, SoftmaxRouter, SigmoidRouter)
+        router: Any = _checked("the router", mixture.router, SoftmaxRouter, SigmoidRouter)
         _check_methods(router, "logits", "choose")
         n, k, groups = router.experts, router.k, router.groups
         if not 0 < k <= n == len(mixture.experts):
@@ -320,98 +275,48 @@ class ModelReader:
                 f"{plural(len(mixture.experts), 'expert')}"
             )
         experts = tuple(self._network("an expert", x) for x in mixture.experts)
-        if len({x.up.weight.shape[0] for x in experts}) > 1:
+        if len({x["F"] for x in experts}) > 1:
             raise Unsupported("experts have different numbers of hidden units")
         if groups is not None and (n % groups.count or groups.best > n // groups.count):
             raise Unsupported(f"{plural(n, 'expert')} cannot be in {groups}")
         shared: nn.Module | None = mixture.shared
-        shared_gate: StepMap | None = None
+        fields: dict[str, Any] = {
+            "n": n,
+            "k": k,
+            "normalize": router.normalize,
+            "scale": float(router.scale),
+            "router": self._map(router.linear, n),
+        }
+        if groups is not None:
+            fields |= {"groups": groups.count, "group_topk": groups.topk, "group_best": groups.best}
+        if isinstance(router, SigmoidRouter):
+            correction: Tensor | None = router._parameters.get("correction")
+            wide = correction is not None and correction.dtype == torch.float32
+            own = "the correction", (n,), "the experts", torch.float32 if wide else self.dtype
+            correction = self._tensor(correction, *own)
+            fields |= {"sigmoid": True, "correction": correction, "wide_correction": wide}
         if isinstance(shared, GatedSharedExpert):
             gated = _checked("the shared expert", shared, GatedSharedExpert)
-            shared, shared_gate = gated.expert, self._map(gated.gate, 1)
-        return StepMixture(
-            router=self._map(router.linear, n),
-            experts=experts,
-            k=k,
-            sigmoid=type(router) is SigmoidRouter,
-            normalize=router.normalize,
-            scale=float(router.scale),
-            correction=self._correction(router),
-            groups=(0, 0, 0) if groups is None else (groups.count, groups.topk, groups.best),
-            shared=None if shared is None else self._network("the shared expert", shared),
-            shared_gate=shared_gate,
-        )
+            shared, fields["shared_weight"] = gated.expert, self._map(gated.gate, 1)
+        if shared is not None:
+            fields["shared"] = self._network("the shared expert", shared)
+        return fields, experts
 
-    def _network(self, name: str, module: nn.Module, *allowed: type[nn.Module]) -> StepNetwork:
-        """Read the maps and the activation of a network; by default one with a gate."""
-        network: Any = _checked(name, module, *(allowed or _GATED))
-        if isinstance(network, FeedForward):
-            F = network.up.out_features
-            activation = _activation(network.activation)
-            return StepNetwork(
-                None, self._map(network.up, F), self._map(network.down, self.width, F), activation
-            )
-        F = network.gate.out_features
-        gate, up = self._map(network.gate, F), self._map(network.up, F)
-        down = self._map(network.down, self.width, F)
-        if isinstance(network, ClippedSwiGLU):
-            limit, alpha = float(network.limit), float(network.alpha)
-            return StepNetwork(gate, up, down, "clipped_silu", limit, alpha)
-        return StepNetwork(gate, up, down, _activation(network.activation, GATED_ACTIVATIONS))
+    def _network(self, name: str, module: nn.Module) -> Fields:
+        """Read the maps and the activation of a network, with a gate or without."""
+        network: Any = _checked(name, module, *_NETWORKS)
+        F = network.up.out_features
+        self._largest = max(self._largest, F * self.width)
+        fields: dict[str, Any] = {"F": F, "up": self._map(network.up, F)}
+        fields["down"] = self._map(network.down, self.width, F)
+        if not isinstance(network, FeedForward):
+            fields["gate"] = self._map(network.gate, F)
+        if not isinstance(network, ClippedSwiGLU):
+            return {**fields, "activation": _activation(network.activation)}
+        fields |= {"limit": float(network.limit), "alpha": float(network.alpha)}
+        return {**fields, "activation": ACTIVATIONS.index("clipped_silu")}
 
-    def _correction(self, router: Router) -> Tensor | None:
-        """Read what a router adds to the scores of its experts."""
-        if not isinstance(router, SigmoidRouter):
-            return None
-        stored = router._parameters.get("correction")
-        wide = stored is not None and stored.dtype == torch.float32
-        correction = self._tensor(stored, "the correction", torch.float32 if wide else None)
-        if correction.shape != (router.experts,):
-            raise Unsupported("the correction has another size than the experts")
-        return correction
-
-    def _residual(
-        self, residual: nn.Module, *allowed: type[Residual]
-    ) -> tuple[StepNorm | None, StepNorm | None]:
-        """Read a residual connection: the norms before and after, or the factor."""
-        residual = _checked("the residual connection", residual, *(allowed or _RESIDUALS))
-        if residual.dropout.p and residual.training:
-            raise Unsupported("the residual connection has dropout in training mode")
-        norm = self._norm(residual.norm)
-        if type(residual) is OutputNorm:
-            return None, norm
-        if isinstance(residual, ScaledPreNorm):
-            return norm, StepNorm(None, 0.0, float(residual.scale), kind="scale")
-        return norm, self._norm(residual.after) if isinstance(residual, SandwichNorm) else None
-
-    def _norm(self, norm: nn.Module, size: int | None = None) -> StepNorm:
-        """Read a norm of the model dim, or of another size."""
-        norm = _checked("a norm", norm, RMSNorm, OffsetRMSNorm, nn.LayerNorm, OffsetLayerNorm)
-        expected = (self.width if size is None else size,)
-        if isinstance(norm, nn.LayerNorm):
-            return self._layer_norm(norm, expected)
-        rms = cast("RMSNorm", norm)
-        weight = self._tensor(rms._parameters.get("weight"), "the weight of a norm")
-        if weight.shape != expected:
-            raise Unsupported("a norm has another size than its input")
-        return StepNorm(weight, float(rms.eps), 1.0 if type(rms) is OffsetRMSNorm else 0.0)
-
-    def _layer_norm(self, norm: nn.LayerNorm, expected: tuple[int]) -> StepNorm:
-        """Read a LayerNorm, which may have neither weight nor bias."""
-        if tuple(norm.normalized_shape) != expected:
-            raise Unsupported("a norm has another size than its input")
-        parts: list[Tensor | None] = []
-        for name in ("weight", "bias"):
-            stored = norm._parameters.get(name)
-            if stored is None and name in norm._parameters:
-                parts.append(None)
-                continue
-            part = self._tensor(stored, f"the {name} of a norm")
-            if part.shape != expected:
-                raise Unsupported("a norm has another size than its input")
-            parts.append(part)
-        offset = 1.0 if type(norm) is OffsetLayerNorm else 0.0
-        return StepNorm(parts[0], float(norm.eps), offset, parts[1], "layer")
+    # ---- tensors
 
     def _map(
         self,
@@ -419,7 +324,7 @@ class ModelReader:
         N: int | None = None,
         M: int | None = None,
         allowed: Sequence[type[nn.Linear]] = (nn.Linear, Linear),
-    ) -> StepMap:
+    ) -> Fields:
         """Read a linear map from M to N; from the model dim, or to any size, by default."""
         linear = _checked("a linear map", linear, *allowed)
         if "bias" not in linear._parameters:
@@ -430,16 +335,13 @@ class ModelReader:
         else:
             weight = self._tensor(weight, "a weight")
             self.max_rows = min(self.max_rows, MAX_VECTORS[self.dtype])
+        sizes = (weight.shape[0] if N is None else N, self.width if M is None else M)
+        if tuple(weight.shape) != sizes:
+            raise Unsupported("a linear map has another size than its input or output")
         bias: Tensor | None = linear._parameters["bias"]
-        if len(weight.shape) != 2 or weight.shape[1] != (self.width if M is None else M):
-            raise Unsupported("a linear map has another size than its input")
-        if N is not None and weight.shape[0] != N:
-            raise Unsupported("a linear map has another size than its output")
         if bias is not None:
-            bias = self._tensor(bias, "a bias")
-            if bias.shape != weight.shape[:1]:
-                raise Unsupported("a bias has another size than its linear map")
-        return StepMap(weight, bias)
+            bias = self._tensor(bias, "a bias", weight.shape[:1], "its linear map")
+        return {"stored" if isinstance(weight, StoredWeight) else "w": weight, "b": bias}
 
     def _record(self, weight: StoredWeight) -> StoredWeight:
         """Check that compiled code can read a weight that is stored in fewer bits."""
@@ -448,7 +350,7 @@ class ModelReader:
                 f"a weight that is stored as {weight.form} computes in {weight.dtype}; it must be "
                 f"{self.dtype}, like the head"
             )
-        weight = weight.map(lambda x: x)  # its addresses are those of now
+        weight = weight.map(Tensor.detach)  # its addresses are those of now
         if weight.matrix_struct is None:
             raise Unsupported(
                 f"a tensor of a weight that is stored as {weight.form} is not plain, contiguous "
@@ -457,8 +359,21 @@ class ModelReader:
         self.max_rows = min(self.max_rows, MAX_STORED_VECTORS)
         return weight
 
-    def _tensor(self, x: Tensor | None, name: str, dtype: torch.dtype | None = None) -> Tensor:
-        """Check that compiled code can read a parameter of a dtype; None is that of the head."""
+    def _tensor(
+        self,
+        x: Tensor | None,
+        name: str,
+        shape: Sequence[int] | None = None,
+        other: str = "",
+        dtype: torch.dtype | None = None,
+    ) -> Tensor:
+        """Return the memory of a parameter that compiled code can read, which stays where it is.
+
+        Args:
+            x, name: the parameter, and its name in an error.
+            shape, other: the shape, and of what it is the size in an error; None: any.
+            dtype: the dtype; None is that of the head.
+        """
         if x is None:
             raise Unsupported(f"{name} is computed when it is read (a parametrization)")
         if type(x) not in (Tensor, nn.Parameter):
@@ -473,13 +388,14 @@ class ModelReader:
                 f"{name} is {x.dtype} on {x.device}; it must be {self.dtype}, like the head, "
                 "contiguous, and on a CPU"
             )
-        return x
+        if shape is not None and tuple(x.shape) != tuple(shape):
+            raise Unsupported(f"{name} has another size than {other}")
+        return x.detach()
 
 
-def _check_calls(module: nn.Module) -> None:
-    """Raise if a hook listens to the calls of a module, or if they were replaced."""
-    if (reason := why_not_as_written(module)) is not None:
-        raise Unsupported(reason)
+def _factor(scale: float) -> Fields:
+    """Return a factor in the place of a norm."""
+    return {"kind": NORM_KINDS.index("scale"), "offset": float(scale)}
 
 
 def _check_methods(module: nn.Module, *names: str) -> None:
@@ -496,10 +412,10 @@ def _checked(name: str, module: object, *allowed: type[Part]) -> Part:
     return cast("Part", module)
 
 
-def _alibi(bias: object, H: int) -> tuple[Tensor | None, bool]:
+def _alibi(bias: object, H: int) -> Fields:
     """Return the slopes of ALiBi, and whether it is symmetric; other biases are not supported."""
     if bias is None:
-        return None, False
+        return {"slopes": launch.NO_SLOPES}
     if type(bias) is not ALiBi:
         raise Unsupported(f"the attention has a bias, {type(bias).__name__}")
     if isinstance(bias.slopes, Tensor):
@@ -507,7 +423,7 @@ def _alibi(bias: object, H: int) -> tuple[Tensor | None, bool]:
     slopes = bias.slopes_on(torch.device("cpu"), torch.float32).detach().contiguous()
     if slopes.shape != (H,):
         raise Unsupported(f"ALiBi has {plural(len(slopes), 'slope')} for {plural(H, 'head')}")
-    return slopes, bias.symmetric
+    return {"slopes": slopes, "symmetric": bias.symmetric}
 
 
 def _weight_of(linear: nn.Module) -> Tensor | StoredWeight | None:
@@ -516,10 +432,6 @@ def _weight_of(linear: nn.Module) -> Tensor | StoredWeight | None:
         return linear._parameters["weight"]
     record = linear.__dict__.get("stored_weight")
     return record if isinstance(record, StoredWeight) else None
-
-
-def _is_norm(step: nn.Module) -> bool:
-    return type(step) in (RMSNorm, OffsetRMSNorm)
 
 
 def _index_of(x: object, known: list[Any]) -> int:
@@ -541,14 +453,14 @@ def _clip(*flat: nn.Module) -> float:
     return float(limits.pop())
 
 
-def _activation(module: nn.Module, allowed: Sequence[str] = ACTIVATIONS) -> str:
-    """Return the name of an activation among those of `regard.ops.decode_step` in `allowed`."""
+def _activation(module: nn.Module) -> int:
+    """Return the number of an activation in `ACTIVATIONS`."""
     name = _ACTIVATION_NAMES.get(type(module))
     if type(module) is nn.GELU:
         name = "gelu_tanh" if getattr(module, "approximate", None) == "tanh" else "gelu"
-    if name is None or name not in allowed:
+    if name is None:
         raise Unsupported(f"the activation is {module}")
-    return name
+    return ACTIVATIONS.index(name)
 
 
 _ACTIVATION_NAMES = {nn.SiLU: "silu", nn.ReLU: "relu", ReLUSquared: "relu_squared"}

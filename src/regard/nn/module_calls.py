@@ -25,16 +25,22 @@ CALLS = ("__call__", "_wrapped_call_impl", "_call_impl", "__getattr__", "forward
 """The methods by which torch calls a module."""
 
 
-def why_not_as_written(module: nn.Module) -> str | None:
-    """Return why a call of a module may do something else than the code of its class, or None."""
-    name = type(module).__name__
-    if module._forward_hooks or module._forward_pre_hooks:
-        return f"{name} has a hook"
+def why_not_as_written(*modules: nn.Module) -> str | None:
+    """Return why a call of modules may do something else than the code of their classes, or
+    None.
+    """
     if torch_module._has_any_global_hook():
         return "a global module hook is registered"
-    if "forward" in module.__dict__:
-        return f"the forward of a {name} was replaced"
-    patched = next((x for kind in classes_of(module) for x in _patched_methods(kind)), None)
+    for module in modules:
+        name = type(module).__name__
+        if module._forward_hooks or module._forward_pre_hooks:
+            return f"{name} has a hook"
+        if "forward" in module.__dict__:
+            return f"the forward of a {name} was replaced"
+    kinds = dict.fromkeys(
+        x for kind in dict.fromkeys(map(type, modules)) for x in kind.__mro__[:-1]
+    )
+    patched = next((x for kind in kinds for x in _patched_methods(kind)), None)
     return None if patched is None else f"{patched} was replaced"
 
 
@@ -48,11 +54,6 @@ def is_plain(module: nn.Module, kind: type[nn.Module]) -> bool:
         and "forward" not in module.__dict__
         and not torch_module._has_any_global_hook()
     )
-
-
-def classes_of(module: nn.Module) -> tuple[type, ...]:
-    """Return the classes that a module gets its methods from."""
-    return type(module).__mro__[:-1]
 
 
 def methods_of(kind: type) -> list[str]:

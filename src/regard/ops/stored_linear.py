@@ -6,7 +6,6 @@ Few vectors are multiplied by compiled loops; for many, torch multiplies dequant
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -14,17 +13,11 @@ from jaxtyping import Float
 from torch import Tensor
 
 from regard.errors import ArgumentError, ArgumentTypeError
-from regard.ops.jit import has_numba, launch, openmp
-from regard.ops.jit.argument_structs import (
-    DEQUANTIZE_STRUCT,
-    DTYPES,
-    MAX_RUNS,
-    STORED_WEIGHT_STRUCT,
-    why_not_dtype,
-)
-from regard.ops.jit.code_files import compiled_entry
+from regard.ops.cpu import launch, threads
+from regard.ops.cpu.arguments import MAX_RUNS, struct_layout
+from regard.ops.cpu.library import DTYPES, entry, has_kernels, why_none, why_not_dtype
 from regard.ops.onednn import onednn_linear
-from regard.ops.stored_weights import StoredWeight
+from regard.ops.stored_weights import FORMS, NUMBERS_OF_DTYPES, StoredWeight
 from regard.process_state import is_compiling, is_transformed
 from regard.units import plural
 
@@ -34,8 +27,7 @@ MAX_VECTORS = 12
 BYTES_PER_THREAD = 1 << 17
 """The number of stored bytes per additional thread, which pays for its start."""
 
-_entry = partial(compiled_entry, "stored_weight_loops", "entry_address")
-_conversion_entry = partial(compiled_entry, "dequantize_loops", "entry_address")
+_LINEAR, _DEQUANTIZE = struct_layout("StoredLinear"), struct_layout("Dequantize")
 
 _PLAIN = (Tensor, torch.nn.Parameter)
 
@@ -75,14 +67,14 @@ def _try_compiled(x: object, weight: StoredWeight, bias: Tensor | None) -> Tenso
         return None
     if not x.is_cpu or dtype not in DTYPES or torch._C._len_torch_dispatch_stack():
         return None
-    if torch.is_autocast_enabled("cpu") or is_transformed() or not has_numba():
+    if torch.is_autocast_enabled("cpu") or is_transformed() or not has_kernels():
         return None
     matrix = weight.matrix_struct
     assert matrix is not None
     x = x.contiguous()
     y = launch.empty(*x.shape[:-1], N, dtype=dtype)
-    workers = min(openmp.thread_count(), 1 + N * row_bytes // BYTES_PER_THREAD)
-    record = STORED_WEIGHT_STRUCT.pack_numbers(
+    workers = min(threads.thread_count(), 1 + N * row_bytes // BYTES_PER_THREAD)
+    record = _LINEAR.pack_numbers(
         elements // M,
         M,
         N,
@@ -92,7 +84,7 @@ def _try_compiled(x: object, weight: StoredWeight, bias: Tensor | None) -> Tenso
         launch.address(y, dtype),
         min(workers, MAX_RUNS),
     )
-    openmp.run_entry(_entry(dtype), record, workers)
+    threads.run_entry(entry("stored_linear", dtype), record, workers)
     return y
 
 
@@ -131,7 +123,7 @@ def why_not_compiled(x: Tensor, weight: StoredWeight, bias: Tensor | None) -> li
         ("autocast is active", lambda: torch.is_autocast_enabled("cpu")),
         ("a transform of torch.func is active", is_transformed),
         ("a dispatch mode is active", lambda: torch._C._len_torch_dispatch_stack() > 0),
-        ("Numba is not installed", lambda: not has_numba()),
+        (f"no compiled kernels: {why_none()}", lambda: not has_kernels()),
     )
     return next(([reason] for reason, applies in checks if applies()), [])
 
@@ -160,19 +152,19 @@ def _dequantize_rows(weight: StoredWeight, first: int, last: int, dtype: torch.d
         or layout is None
         or weight.form not in ("int8", "int4")
         or dtype not in DTYPES
-        or not has_numba()
+        or not has_kernels()
         or is_transformed()
         or torch._C._len_torch_dispatch_stack()
     ):
         return part.dequantize(dtype)
     _, M, _, group, row_bytes, row_scales, codes, scales = layout
     y = launch.empty(last - first, M, dtype=dtype)
-    record = DEQUANTIZE_STRUCT.pack_numbers(
-        last - first, M, group, row_bytes, row_scales, codes, scales, launch.address(y, dtype)
+    numbers = FORMS.index(weight.form), NUMBERS_OF_DTYPES[part.scale_dtype], last - first, M
+    record = _DEQUANTIZE.pack_numbers(
+        *numbers, group, row_bytes, row_scales, codes, scales, launch.address(y, dtype)
     )
-    entry = _conversion_entry(weight.form, part.scale_dtype, dtype)
-    workers = min(openmp.thread_count(), 1 + (last - first) * row_bytes // BYTES_PER_THREAD)
-    openmp.run_entry(entry, record, workers)
+    workers = min(threads.thread_count(), 1 + (last - first) * row_bytes // BYTES_PER_THREAD)
+    threads.run_entry(entry("dequantize", dtype), record, workers)
     return y
 
 

@@ -21,9 +21,9 @@ from torch import Tensor
 
 from regard.errors import ArgumentError, ArgumentTypeError
 from regard.huge_pages import empty_like
-from regard.ops.jit import launch
-from regard.ops.jit.argument_structs import DTYPES, STORED_MATRIX_STRUCT
-from regard.ops.jit.code_files import compiled_entry
+from regard.ops.cpu import launch
+from regard.ops.cpu.arguments import struct_layout
+from regard.ops.cpu.library import DTYPES
 
 GROUPS = (32, 64, 128)
 """The numbers of inputs that may share a scale."""
@@ -33,6 +33,12 @@ INT4_BLOCK = 128
 
 INT8_BLOCK = 64
 """The number of 8-bit codes that compiled loops look up together."""
+
+FORMS = ("half", "int8", "int8-digits", "int4", "int4-digits")
+"""The loops for stored matrices, whose numbers are those of `StoredForm` in `csrc/stored.h`."""
+
+NUMBERS_OF_DTYPES = {dtype: number for number, dtype in enumerate(DTYPES)}
+"""The dtypes of stored scales, and their numbers in compiled code."""
 
 
 class StoredWeight(ABC):
@@ -120,13 +126,13 @@ class StoredWeight(ABC):
 
     @cached_property
     def matrix_struct(self) -> array[int] | None:
-        """The STORED_MATRIX_STRUCT of the record, packed once after `layout`; or None."""
+        """The struct StoredMatrix of the record, packed once after `layout`; or None."""
         if self.layout is None:
             return None
         scales, width, group = list(self.tensors().values())[-1], self.layout[2], self.layout[3]
         form = fitting_form(self.form, self.dtype, scales, group, width)
-        rows = compiled_entry("stored_weight_loops", "rows_address", form, self.scale_dtype)
-        return STORED_MATRIX_STRUCT.pack_numbers(rows, *self.layout[2:])
+        numbers = FORMS.index(form), NUMBERS_OF_DTYPES[self.scale_dtype]
+        return struct_layout("StoredMatrix").pack_numbers(*numbers, *self.layout[2:])
 
     def __getstate__(self) -> dict[str, object]:
         """Return the tensors and sizes without addresses and shared memory."""

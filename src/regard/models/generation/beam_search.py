@@ -317,6 +317,7 @@ def beam_search_text(
     cache_config = cache_config.with_capacity(len(ids), options.max_tokens)
     start = time.perf_counter()
     session = DecodeSession(model.decoder, cache_config, beams)
+    session.prepare()
     if ids[:-1]:
         session.append(pad_left([ids[:-1]])[0].to(session.device), chunk=options.chunk)
 

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from regard.caches import Cache
 from regard.errors import ArgumentError, ArgumentTypeError
+from regard.models.compiled_step import PreparedDecoder
 from regard.models.decoder import Decoder, check_ids
 from regard.models.generation.cache_config import CacheConfig, has_dynamic_rotary
 from regard.models.tokenizer import Tokenizer
@@ -80,6 +81,7 @@ class DecodeSession:
         decoder.require_head()
         self._cache_config = CacheConfig() if cache_config is None else cache_config
         self._decoder = self._cache_config.restrict(decoder)
+        self._network: Decoder | PreparedDecoder = self._decoder
         self._prefix = PrefixRecomputer(self._decoder) if has_dynamic_rotary(decoder) else None
         self._caches = self._cache_config.new_caches(self._decoder, rows)
         self._rank_progress: object = None  # inside regard.parallel.generation
@@ -99,6 +101,12 @@ class DecodeSession:
     def bytes(self) -> int:
         """The number of bytes in the caches of all layers."""
         return sum(cache.bytes for cache in self.caches)
+
+    def prepare(self) -> None:
+        """Read the modules of the decoder once, for single tokens in one compiled call where it is
+        possible: until the next call of this method no part of the decoder may be replaced.
+        """
+        self._network = PreparedDecoder(self._decoder)
 
     @torch.inference_mode()
     def append(
@@ -137,7 +145,7 @@ class DecodeSession:
                 if positions is None
                 else slice_positions(positions, slice(a, min(T, a + step)))
             )
-            logits = self._decoder(ids[:, a : a + step], where, self._caches, last=1)
+            logits = self._network(ids[:, a : a + step], where, self._caches, last=1)
         assert logits is not None, "ids has at least one column"
         return logits[:, -1]
 

@@ -347,9 +347,10 @@ class _GenerationLoop:
         prefix, rows, session = self._prefix, len(self.rows), self._session
         if prefix is not None:
             self._session = session = prefix.fork(rows)
-            if not any(self._prompt_ids):
-                return prefix.logits.expand(rows, -1)
         assert isinstance(session, DecodeSession), "the constructor created it, or it was forked"
+        session.prepare()
+        if prefix is not None and not any(self._prompt_ids):
+            return prefix.logits.expand(rows, -1)
         ids, positions = pad_left(self._prompt_ids, start=len(self._prefix_ids))
         device = session.device
         positions = positions.to(device) if isinstance(positions, Tensor) else positions

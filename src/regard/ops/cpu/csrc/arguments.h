@@ -114,6 +114,8 @@ struct StoredLinear : TasksInRuns {
 
 // The numbers of some rows of codes.
 struct Dequantize : Tasks {
+  int64_t form;        // the number of its form, in `regard.ops.stored_weights.FORMS`; those of digits are not for this
+  int64_t dtype;       // the number of the dtype of its scales, in `regard.ops.cpu.library.DTYPES`
   int64_t N;           // the number of rows
   int64_t M;           // the number of columns
   int64_t group;       // the number of columns for each scale
@@ -188,4 +190,115 @@ struct PrefillGradient : Prefill {
   void* d_q;                // [B,H,T,D], an output
   void* d_k;                // [B,G,S,D], an output
   void* d_v;                // [B,G,S,E], an output
+// ---- one decoded token for each row of a batch through a whole model
+
+// A norm of rows of M numbers, or a factor in its place.
+struct StepNorm {
+  int64_t kind;    // 0: none; the others in the order of `regard.ops.cpu.step.NORM_KINDS`
+  const void* w;   // [M], or nullptr
+  const void* b;   // [M], or nullptr
+  double eps;      // added to the mean square, or to the variance
+  double offset;   // added to the weight; or the factor
+};
+
+// A linear map W x + b, whose matrix may be stored in fewer bits; without either matrix there is no map.
+struct StepMap {
+  const void* w;  // [N,M]
+  const void* b;  // [N]
+  const StoredMatrix* stored;
+};
+
+// Queries, keys or values of a layer: a map, a norm over all heads, and a norm of each head. Head i is block
+// first + i / run * step + i % run of the rows of the map.
+struct StepHeads {
+  int64_t n;     // the number of heads
+  int64_t size;  // the size of a head
+  int64_t first;
+  int64_t run;
+  int64_t step;
+  StepMap map;
+  StepNorm flat;
+  StepNorm norm;
+};
+
+// A feed-forward network down (f(gate x) * up x), or down f(up x).
+struct StepNetwork {
+  int64_t F;           // the number of hidden units; 0: there is no network
+  int64_t activation;  // in the order of `regard.ops.cpu.step.ACTIVATIONS`
+  double limit;        // the limits of an activation that clips
+  double alpha;        // its factor inside the sigmoid
+  StepMap gate;
+  StepMap up;
+  StepMap down;
+};
+
+// A mixture of experts.
+struct StepMixture {
+  int64_t n;           // the number of experts; 0: there is no mixture
+  int64_t k;           // how many of them a token uses
+  int64_t sigmoid;     // whether scores are sigmoids of the logits; otherwise a softmax
+  int64_t normalize;   // whether the weights of a token are divided by their sum
+  double scale;        // the factor on the weights
+  int64_t groups;      // the number of groups of experts; 0: no groups
+  int64_t group_topk;  // how many groups a token may use
+  int64_t group_best;  // how many experts of a group make up its score
+  const void* correction;  // [n], added to the scores for the choice
+  int64_t wide_correction;  // whether the correction is fp32, otherwise of the step's dtype
+  int64_t* routing;    // 3 R k + 2 numbers, the choice of experts
+  const StepNetwork* experts;
+  StepMap router;
+  StepNetwork shared;   // the network for all tokens
+  StepMap shared_weight;  // the map to the logit of its weight
+};
+
+// One layer: attention, and a network or a mixture after it or beside it.
+struct StepLayer {
+  StepNorm before;  // of the input of the attention
+  StepNorm after;   // of its result
+  StepNorm ff_before;
+  StepNorm ff_after;
+  int64_t parallel;  // whether both sublayers read the same hidden states
+  double clip;       // the limit of queries, keys and values; 0: none
+  StepHeads q;
+  StepHeads k;
+  StepHeads v;
+  StepMap out;
+  const void* sink;     // [H], logits of sinks, or nullptr
+  const int64_t* slots;  // [R], where the new keys and values go
+  int64_t pairs;        // the number of rotary pairs of a head; 0: no rotation
+  int64_t interleaved;  // whether pair i are the dims 2i, 2i + 1; otherwise i, i + pairs
+  int64_t tables;       // the number of rows of cos and sin: R, or 1 for all
+  const void* cos;      // [tables,pairs]
+  const void* sin;      // [tables,pairs]
+  DecodePlain attention;
+  DecodeQuantized codes;  // over the slots that are stored as codes; S is 0 without
+  StepNetwork network;
+  StepMixture mixture;
+};
+
+// A model, and the memory of a step.
+struct Step : Tasks {
+  int64_t R;      // the number of rows of the batch, each with one token
+  int64_t L;      // the number of layers
+  int64_t M;      // the model dim
+  int64_t V;      // the number of logits
+  int64_t runs;   // the number of runs of tasks in a phase
+  int64_t width;  // the largest size of a vector that is multiplied
+  int64_t head;   // the largest size of a head
+  int64_t flat;   // the numbers of queries and keys of a token before a norm over all heads
+  StepLayer* layers;
+  TasksInRuns* counters;  // of the phases: at most 6 L + 1
+  const void* embedded;   // [R,M], the hidden states before the first layer
+  void* x;                // [R,M], those before the attention of a layer
+  void* x_mid;            // [R,M], those before its network
+  void* y;                // [R,M], the result of a sublayer
+  void* hidden;           // [R,F]; of a mixture [R k,F] for pairs of an expert and a token, then those of the shared network
+  void* raw;              // [R,flat]
+  float* router_logits;   // [R,n], then those of the gate of the shared network [R]
+  float* shares;          // [R k], the weights of the pairs
+  void* parts;            // [R k,M], the results of the pairs, then of the shared network [R,M]
+  void* logits;           // [R,V], an output
+  StepNorm norm;
+  StepNorm scale;
+  StepMap head_map;
 };

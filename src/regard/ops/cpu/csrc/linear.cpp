@@ -1,4 +1,5 @@
 // The entries of small layers: a linear map of a few vectors, an RMS norm, and the product of a gated network.
+#include "activations.h"
 #include "entry.h"
 #include "gemv.h"
 #include "norm.h"
@@ -34,13 +35,6 @@ static void rms_norm(RmsNorm* call) {
   }
 }
 REGARD_ENTRIES(rms_norm, RmsNorm, rms_norm)
-
-// x / (1 + e^-x) without an overflow: with e = e^-|x| it is x / (1 + e) from 0 on, and x e / (1 + e) below.
-static inline vf silu(vf x) {
-  auto not_negative = x >= vf{};
-  vf e = exp(not_negative ? -x : x);
-  return (not_negative ? x : x * e) / (1.0f + e);
-}
 
 // silu(gate) * up, where silu(gate) is rounded before it is multiplied, as by two operators of torch.
 template <typename T>

@@ -1,0 +1,348 @@
+// Products of a few vectors with a matrix that is stored in fewer bits, and the conversion of its rows to plain numbers.
+// `regard.ops.stored_weights` defines the forms:
+//
+//   8-bit codes: w = scale code.  4-bit codes: w = scale (code - zero); the scales of a row are followed by its zeros, and of
+//   128 neighbouring codes, code c is in bits 4 (c / 16) to 4 (c / 16) + 3 of word c % 16.
+#include "stored.h"
+
+#include <algorithm>
+#include <type_traits>
+
+#include "digits.h"
+#include "entry.h"
+#include "gemv.h"
+#include "tasks.h"
+
+constexpr int64_t kScaledRows = 16;  // the rows whose scales are converted to fp32 at a time
+constexpr int kLeastGroup = 32;      // the fewest columns that share a scale
+
+// Calls a function with a number whose type is that of stored numbers: with_type(kBf16, f) is f(bf16{}).
+template <typename Function>
+static inline auto with_type(int64_t dtype, Function function) {
+  return dtype == kFp32 ? function(float{}) : dtype == kBf16 ? function(bf16{}) : function(fp16{});
+}
+
+// Calls a function with the number of columns that share a scale, as a constant.
+template <typename Function>
+static inline void with_group(int64_t group, Function function) {
+  if (group == 32) return function(std::integral_constant<int, 32>{});
+  if (group == 64) return function(std::integral_constant<int, 64>{});
+  function(std::integral_constant<int, 128>{});
+}
+
+static inline vf to_floats(vi x) {
+#if defined(__AVX512F__)
+  return (vf)_mm512_cvtepi32_ps((__m512i)x);
+#else
+  return __builtin_convertvector(x, vf);
+#endif
+}
+
+// Signed bytes as fp32.
+static inline vf load_codes(const int8_t* p) {
+#if defined(__AVX512F__)
+  return to_floats((vi)_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)p)));
+#elif defined(__AVX2__)
+  return to_floats((vi)_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)p)));
+#else
+  return to_floats(__builtin_convertvector(load_bits<vb>(p), vi));
+#endif
+}
+
+// scale (code - zero) for the lowest four bits of each word.
+struct Int4Numbers {
+  vf scale, zero;
+#if defined(__AVX512F__)
+  vf table;
+  Int4Numbers(float s, float z) : scale(splat(s)), zero(splat(z)) {
+    const vf every = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    table = (every - zero) * scale;
+  }
+  vf operator()(vu words) const { return (vf)_mm512_permutexvar_ps((__m512i)words, (__m512)table); }
+#else
+  Int4Numbers(float s, float z) : scale(splat(s)), zero(splat(z)) {}
+  vf operator()(vu words) const { return (to_floats((vi)(words & 15)) - zero) * scale; }
+#endif
+};
+
+// ---- products in fp32
+
+// The dot products of a row of 8-bit codes with R vectors. A scale is applied once to the sums of its group.
+template <int kGroup, int R>
+static inline void int8_dot(const uint8_t* row, const float* scales, const float*, const float* x, int64_t distance,
+                            int64_t width, float* out) {
+  constexpr int kVectors = kGroup / kLanes, kSums = std::min<int>(kVectors, kGemvVectors / R);
+  vf total[R][kSums] = {};
+  for (int64_t g = 0; g < width / kGroup; g++) {
+    auto codes = (const int8_t*)row + g * kGroup;
+    prefetch(codes + kGemvAhead, kGroup);
+    vf inner[R][kSums] = {}, scale = splat(scales[g]);
+    for (int j = 0; j < kVectors; j++) {
+      vf w = load_codes(codes + j * kLanes);
+      for (int r = 0; r < R; r++) {
+        vf numbers = load(x + r * distance + g * kGroup + j * kLanes);
+        inner[r][j % kSums] = j < kSums ? w * numbers : fma(w, numbers, inner[r][j % kSums]);
+      }
+    }
+    for (int r = 0; r < R; r++) {
+      for (int u = 0; u < kSums; u++) total[r][u] = fma(inner[r][u], scale, total[r][u]);
+    }
+  }
+  for (int r = 0; r < R; r++) {
+    for (int u = 1; u < kSums; u++) total[r][0] += total[r][u];
+    out[r] = sum(total[r][0]);
+  }
+}
+
+// The dot products of a row of 4-bit codes with R vectors.
+template <int kGroup, int R>
+static inline void int4_dot(const uint8_t* row, const float* scales, const float* zeros, const float* x, int64_t distance,
+                            int64_t width, float* out) {
+  constexpr int kSums = kGemvVectors / R;
+  vf total[R][kSums] = {};
+  for (int64_t i = 0; i < width; i += kInt4Block) {
+    prefetch(row + i / 2 + kGemvAhead, kInt4Block / 2);
+    for (int n = 0; n < kInt4Block / kGroup; n++) {
+      int64_t g = i / kGroup + n;
+      Int4Numbers numbers(scales[g], zeros[g]);
+      for (int part = 0; part < 16 / kLanes; part++) {
+        vu words = load_bits<vu>(row + i / 2 + 4 * kLanes * part);
+        for (int j = n * kGroup / 16; j < (n + 1) * kGroup / 16; j++) {
+          vf w = numbers(words >> (4 * j));
+          for (int r = 0; r < R; r++) {
+            vf& now = total[r][j % kSums];
+            now = fma(w, load(x + r * distance + i + 16 * j + kLanes * part), now);
+          }
+        }
+      }
+    }
+  }
+  for (int r = 0; r < R; r++) {
+    for (int u = 1; u < kSums; u++) total[r][0] += total[r][u];
+    out[r] = sum(total[r][0]);
+  }
+}
+
+// Rows of a matrix, the vectors they are multiplied with, and where the sums go; see StoredRows::multiply.
+struct Product {
+  const StoredMatrix& matrix;
+  int64_t first, last, R;
+  const float* vectors;
+  int64_t distance;
+  float* sums;
+  int64_t sums_distance;
+
+  const uint8_t* row(int64_t n) const { return static_cast<const uint8_t*>(matrix.codes) + n * matrix.row_bytes; }
+};
+
+// Writes the scales, and zeros, of up to kScaledRows rows from row n on in fp32; asks for those of the next rows.
+static void widen_scales(const Product& call, int64_t n, float* wide) {
+  int64_t step = call.matrix.row_scales, count = std::min(kScaledRows, call.last - n) * step;
+  with_type(call.matrix.dtype, [&](auto kind) {
+    auto scales = static_cast<const decltype(kind)*>(call.matrix.scales) + n * step;
+    prefetch(scales + kScaledRows * step, count * sizeof(kind));
+    int64_t i = 0;
+    for (; i + kLanes <= count; i += kLanes) store(wide + i, load(scales + i));
+    if (i < count) store_first(wide + i, load_first(scales + i, count - i), count - i);
+  });
+}
+
+template <int kBits, int kGroup>
+static void multiply_codes(const Product& call, float* wide) {
+  const StoredMatrix& m = call.matrix;
+  constexpr auto one = kBits == 8 ? int8_dot<kGroup, 1> : int4_dot<kGroup, 1>;
+  constexpr auto four = kBits == 8 ? int8_dot<kGroup, 4> : int4_dot<kGroup, 4>;
+  for (int64_t n = call.first; n < call.last; n++) {
+    int64_t place = (n - call.first) % kScaledRows;
+    if (place == 0) widen_scales(call, n, wide);
+    const float *scales = wide + place * m.row_scales, *zeros = scales + m.row_scales / 2;
+    for (int64_t r = 0; r < call.R; r += kGemvVectors) {
+      float out[kGemvVectors];
+      (call.R == 1 ? one : four)(call.row(n), scales, zeros, call.vectors + r * call.distance, call.distance, m.width, out);
+      for (int64_t j = 0; j < std::min(kGemvVectors, call.R - r); j++) {
+        call.sums[(r + j) * call.sums_distance + n - call.first] = out[j];
+      }
+    }
+  }
+}
+
+// ---- products in integers
+
+#if REGARD_HAS_DIGITS
+template <int kBits, int kGroup, int kRows, int kCount>
+static inline void write_digit_dots(const Product& call, int64_t n, int64_t r, const float* wide, const int32_t* whole,
+                                    const Digits& digits) {
+  float out[kRows][kCount];
+  digit_dots<kBits, kGroup, kRows, kCount>(call.row(n), call.matrix.row_bytes, wide, whole, call.matrix.row_scales,
+                                           digits.from(r), out);
+  for (int j = 0; j < std::min<int64_t>(kCount, call.R - r); j++) {
+    for (int i = 0; i < kRows; i++) call.sums[(r + j) * call.sums_distance + n + i - call.first] = out[i][j];
+  }
+}
+
+template <int kBits, int kGroup>
+static void multiply_digits(const Product& call, const Digits& digits, float* wide, int32_t* whole) {
+  const int64_t step = call.matrix.row_scales;
+  for (int64_t begin = call.first; begin < call.last; begin += kScaledRows) {
+    int64_t end = std::min(call.last, begin + kScaledRows);
+    widen_scales(call, begin, wide);
+    if (kBits == 4) {
+      for (int64_t i = 0; i < (end - begin) * step; i++) whole[i] = int32_t(wide[i]);
+    }
+    int64_t n = begin;
+    for (; n + kRowsAtOnce <= end; n += kRowsAtOnce) {
+      const float* scales = wide + (n - begin) * step;
+      const int32_t* zeros = whole + (n - begin) * step;
+      if (call.R == 1) {
+        write_digit_dots<kBits, kGroup, kRowsAtOnce, 1>(call, n, 0, scales, zeros, digits);
+        continue;
+      }
+      for (int64_t r = 0; r < call.R; r += kGemvVectors) {
+        for (int i = 0; i < kRowsAtOnce; i += 2) {
+          write_digit_dots<kBits, kGroup, 2, kGemvVectors>(call, n + i, r, scales + i * step, zeros + i * step, digits);
+        }
+      }
+    }
+    for (; n < end; n++) {
+      for (int64_t r = 0; r < call.R; r++) {
+        write_digit_dots<kBits, kGroup, 1, 1>(call, n, r, wide + (n - begin) * step, whole + (n - begin) * step, digits);
+      }
+    }
+  }
+}
+#endif
+
+static int64_t whole_blocks(int64_t widest) { return (widest + kInt4Block - 1) / kInt4Block; }
+
+StoredRows::StoredRows(int64_t R, int64_t widest)
+    : words_(padded_count(R) * whole_blocks(widest) * kDigitWords),
+      factors_(padded_count(R) * whole_blocks(widest) * 2),
+      spread_(padded_count(R)),
+      scales_(kScaledRows * 2 * whole_blocks(widest) * (kInt4Block / kLeastGroup)),
+      zeros_(scales_.size()) {}
+
+void StoredRows::multiply(const StoredMatrix& matrix, int64_t first, int64_t last, int64_t R, const float* vectors,
+                          int64_t distance, float* sums, int64_t sums_distance) {
+  Product call = {matrix, first, last, R, vectors, distance, sums, sums_distance};
+  if (matrix.form == kHalf) {
+    return with_type(matrix.dtype, [&](auto kind) {
+      auto w = static_cast<const decltype(kind)*>(matrix.codes);
+      multiply_rows(w, (const decltype(kind)*)nullptr, first, last, vectors, distance, R, matrix.width, sums, sums_distance);
+    });
+  }
+  bool is_int8 = matrix.form == kInt8 || matrix.form == kInt8Digits;
+  auto multiply_in_fp32 = [&](const Product& product) {
+    with_group(matrix.group, [&](auto group) {
+      is_int8 ? multiply_codes<8, group>(product, scales_) : multiply_codes<4, group>(product, scales_);
+    });
+  };
+#if REGARD_HAS_DIGITS
+  if (matrix.form == kInt8Digits || matrix.form == kInt4Digits) {
+    int64_t columns = is_int8 && matrix.group < 128 ? 64 : 128, blocks = matrix.width / columns;
+    int64_t block_words = is_int8 ? digit_words(8, columns) : digit_words(4, columns);
+    Digits digits = {words_, blocks * block_words, factors_, blocks};
+    int64_t wanted = 4 * matrix.width + 2 * is_int8 + (columns == 128);
+    if (packed_ != wanted) {
+      for (int64_t r = 0; r < R; r++) {
+        const float* x = vectors + r * distance;
+        auto pack = !is_int8 ? pack_digits<4, 128> : columns == 64 ? pack_digits<8, 64> : pack_digits<8, 128>;
+        spread_[r] = pack(x, blocks, words_ + r * digits.vector_words, factors_ + r * blocks);
+      }
+      packed_ = wanted;
+    }
+    if (!is_int8) {
+      multiply_digits<4, 128>(call, digits, scales_, zeros_);
+    } else {
+      with_group(matrix.group, [&](auto group) { multiply_digits<8, group>(call, digits, scales_, zeros_); });
+    }
+    for (int64_t r = 0; r < R; r++) {
+      if (spread_[r]) {
+        multiply_in_fp32({matrix, first, last, 1, vectors + r * distance, distance, sums + r * sums_distance, sums_distance});
+      }
+    }
+    return;
+  }
+#endif
+  multiply_in_fp32(call);
+}
+
+// ---- entries
+
+template <typename T>
+static void stored_linear(StoredLinear* call) {
+  constexpr int64_t kTaskBytes = 1 << 16;
+  const StoredMatrix& matrix = *call->matrix;
+  int64_t R = call->R, M = call->M, N = call->N, width = matrix.width;
+  auto x = static_cast<const T*>(call->x), b = static_cast<const T*>(call->b);
+  auto y = static_cast<T*>(call->y);
+  int64_t step = std::max<int64_t>(1, kTaskBytes / std::max<int64_t>(1, matrix.row_bytes)), tasks = (N + step - 1) / step;
+  Scratch<float> vectors(padded_count(R) * width), sums(R * step);
+  for (int64_t r = 0; r < R; r++) {
+    int64_t i = 0;
+    for (; i + kLanes <= M; i += kLanes) store(vectors + r * width + i, load(x + r * M + i));
+    for (; i < M; i++) vectors[r * width + i] = to_float(x[r * M + i]);
+  }
+  StoredRows rows(R, width);
+  int64_t thread = take_task(call), task;
+  while ((task = take_next(call, tasks, thread, call->runs)) < tasks) {
+    int64_t first = task * step, count = std::min(N - first, step);
+    rows.multiply(matrix, first, first + count, R, vectors, width, sums, step);
+    for (int64_t r = 0; r < R; r++) {
+      T* out = y + r * N + first;
+      for (int64_t i = 0; i < count; i += kLanes) {
+        int64_t n = std::min<int64_t>(kLanes, count - i);
+        vf numbers = load_first(sums + r * step + i, n);
+        store_first(out + i, b == nullptr ? numbers : numbers + load_first(b + first + i, n), n);
+      }
+    }
+  }
+}
+REGARD_ENTRIES(stored_linear, StoredLinear, stored_linear)
+
+// Writes row n of a matrix as M plain numbers, each rounded once.
+template <typename Scale, typename T>
+static void dequantize_row(const Dequantize& call, int64_t n, T* y) {
+  int64_t M = call.M;
+  auto codes = static_cast<const uint8_t*>(call.codes) + n * call.row_bytes;
+  auto scales = static_cast<const Scale*>(call.scales) + n * call.row_scales;
+  auto write = [&](int64_t i, vf numbers) {
+    if (i + kLanes <= M) {
+      store(y + i, numbers);
+    } else if (i < M) {
+      store_first(y + i, numbers, M - i);
+    }
+  };
+  if (call.form == kHalf) {
+    auto numbers = static_cast<const Scale*>(call.codes) + n * M;
+    for (int64_t i = 0; i < M; i += kLanes) write(i, M - i < kLanes ? load_first(numbers + i, M - i) : load(numbers + i));
+    return;
+  }
+  for (int64_t start = 0, g = 0; start < M; start += call.group, g++) {
+    float scale = to_float(scales[g]);
+    if (call.form == kInt8) {
+      for (int64_t i = start; i < std::min(M, start + call.group); i += kLanes) {
+        write(i, load_codes((const int8_t*)codes + i) * scale);
+      }
+      continue;
+    }
+    Int4Numbers numbers(scale, to_float(scales[call.row_scales / 2 + g]));
+    for (int64_t i = start; i < std::min(M, start + call.group); i += kLanes) {
+      auto words = codes + i / kInt4Block * (kInt4Block / 2) + 4 * (i % 16);
+      write(i, numbers(load_bits<vu>(words) >> uint32_t(4 * (i / 16 % 8))));
+    }
+  }
+}
+
+template <typename T>
+static void dequantize(Dequantize* call) {
+  constexpr int64_t kTaskNumbers = 1 << 15;
+  int64_t N = call->N, step = std::max<int64_t>(1, kTaskNumbers / call->M);
+  for (int64_t first; (first = take_task(call) * step) < N;) {
+    with_type(call->dtype, [&](auto kind) {
+      for (int64_t n = first; n < std::min(N, first + step); n++) {
+        dequantize_row<decltype(kind)>(*call, n, static_cast<T*>(call->y) + n * call->M);
+      }
+    });
+  }
+}
+REGARD_ENTRIES(dequantize, Dequantize, dequantize)
