@@ -102,11 +102,13 @@ static inline void int4_dot(const uint8_t* row, const float* scales, const float
   vf total[R][kSums] = {};
   for (int64_t i = 0; i < width; i += kInt4Block) {
     prefetch(row + i / 2 + kGemvAhead, kInt4Block / 2);
+#pragma GCC unroll 4
     for (int n = 0; n < kInt4Block / kGroup; n++) {
       int64_t g = i / kGroup + n;
       Int4Numbers numbers(scales[g], zeros[g]);
       for (int part = 0; part < 16 / kLanes; part++) {
         vu words = load_bits<vu>(row + i / 2 + 4 * kLanes * part);
+#pragma GCC unroll 8
         for (int j = n * kGroup / 16; j < (n + 1) * kGroup / 16; j++) {
           vf w = numbers(words >> (4 * j));
           for (int r = 0; r < R; r++) {
@@ -151,6 +153,7 @@ template <int kBits, int kGroup>
 static void multiply_codes(const Product& call, float* wide) {
   const StoredMatrix& m = call.matrix;
   constexpr auto one = kBits == 8 ? int8_dot<kGroup, 1> : int4_dot<kGroup, 1>;
+  constexpr auto two = kBits == 8 ? int8_dot<kGroup, 2> : int4_dot<kGroup, 2>;
   constexpr auto four = kBits == 8 ? int8_dot<kGroup, 4> : int4_dot<kGroup, 4>;
   for (int64_t n = call.first; n < call.last; n++) {
     int64_t place = (n - call.first) % kScaledRows;
@@ -158,7 +161,8 @@ static void multiply_codes(const Product& call, float* wide) {
     const float *scales = wide + place * m.row_scales, *zeros = scales + m.row_scales / 2;
     for (int64_t r = 0; r < call.R; r += kGemvVectors) {
       float out[kGemvVectors];
-      (call.R == 1 ? one : four)(call.row(n), scales, zeros, call.vectors + r * call.distance, call.distance, m.width, out);
+      auto dot = call.R == 1 ? one : call.R - r <= 2 ? two : four;
+      dot(call.row(n), scales, zeros, call.vectors + r * call.distance, call.distance, m.width, out);
       for (int64_t j = 0; j < std::min(kGemvVectors, call.R - r); j++) {
         call.sums[(r + j) * call.sums_distance + n - call.first] = out[j];
       }
@@ -198,6 +202,10 @@ static void multiply_digits(const Product& call, const Digits& digits, float* wi
         continue;
       }
       for (int64_t r = 0; r < call.R; r += kGemvVectors) {
+        if (call.R - r <= 2) {
+          write_digit_dots<kBits, kGroup, kRowsAtOnce, 2>(call, n, r, scales, zeros, digits);
+          continue;
+        }
         for (int i = 0; i < kRowsAtOnce; i += 2) {
           write_digit_dots<kBits, kGroup, 2, kGemvVectors>(call, n + i, r, scales + i * step, zeros + i * step, digits);
         }
