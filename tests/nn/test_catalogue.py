@@ -99,7 +99,7 @@ EVERYTHING = {
 TOKENS = {n: v for n, v in CAUSAL.items() if not isinstance(example(v).new_cache(), State)}
 
 
-@pytest.mark.full(keep="each")
+@pytest.mark.full(keep=12)
 @pytest.mark.parametrize("kind", EVERYTHING)
 @pytest.mark.parametrize("name", TOKENS)
 def test_a_mechanism_that_remembers_tokens_takes_every_cache_of_tokens(
@@ -307,7 +307,7 @@ def test_decoding_compiles_at_most_three_times(name: str) -> None:
     assert_close(torch.cat([prompt, *out], 1), forward(module, x), name)
 
 
-@pytest.mark.full(keep=60)
+@pytest.mark.full(keep=11)
 @pytest.mark.parametrize("name", CAUSAL)
 def test_describe_tells_what_a_cache_really_holds(name: str) -> None:
     module = example(CAUSAL[name], dtype=torch.float32)

@@ -410,6 +410,27 @@ def test_the_default_scale_is_that_of_the_defined_heads() -> None:
 # Negative controls: each is a mistake somebody shipped; tests/mutants/nn.toml has more.
 
 
+class RotaryInFront(LatentProjection):
+    """Turns the first dims of a query, where it has its part without position."""
+
+    def parts(self, x: Tensor, positions: Positions) -> tuple[Tensor, Tensor]:
+        q = self.q(x, positions)
+        d = self.rotary.dim
+        q = torch.cat((self.rotary(q[..., :d], positions), q[..., d:]), -1)
+        return q[..., : self.nope_dim], q[..., self.nope_dim :]
+
+
+class NormOverAll(LatentProjection):
+    """Norms the latent after the shared key was put beside it."""
+
+    def remember(self, x: Tensor, positions: Positions) -> Parts:
+        c, turned = self.kv_down(x).split((self.kv_rank, self.rotary.dim), -1)
+        turned = self.rotary(turned[:, None], positions)[:, 0]
+        whole = torch.cat((c, turned), -1)
+        rms = (whole.square().mean(-1, keepdim=True) + 1e-6).sqrt()
+        return (torch.cat((c / rms * self.kv_norm.weight, turned), -1)[:, None],)
+
+
 def swap_up(layer: Any) -> None:
     """Values in front of keys."""
     weight = layer.project.kv_up.linear.weight
@@ -439,6 +460,41 @@ def test_a_mistake_is_caught(form: str, mistake: Callable[[Any], None]) -> None:
     mistake(layer)
     with pytest.raises(AssertionError, match="error"):
         assert_close_rule(layer(x, Span(1000, 7)), right, ref)
+
+
+@pytest.mark.parametrize("kind", [RotaryInFront, NormOverAll])
+def test_a_mistaken_projection_is_caught(kind: type[LatentProjection]) -> None:
+    layer = build()
+    rotary = layer.project.rotary
+    wrong = kind(M, H, rotary, kv_rank=6, nope_dim=5, value_dim=7)
+    wrong.load_state_dict(layer.project.state_dict())
+    x = torch.randn(1, 7, M)
+    ref = exact(layer, x, start=1000)
+    right = [oracle.plain(weights_of(layer), x, sizes_of(), 1000, absorb=a) for a in (False, True)]
+    assert_close_rule(layer(x, Span(1000, 7)), right, ref)
+    layer.project = wrong
+    with pytest.raises(AssertionError, match="error"):
+        assert_close_rule(layer(x, Span(1000, 7)), right, ref)
+
+
+def test_a_rotary_key_per_head_is_caught() -> None:
+    """Another key for each head, as in a well-known course: the shared one rolled by the head."""
+    layer = build("naive").double()
+    x = torch.randn(1, 7, M, dtype=torch.float64)
+    dn = SMALL["nope_dim"]
+
+    def differ(k: Tensor) -> Tensor:
+        rolled = [torch.roll(k[:, h, :, dn:], h, -1) for h in range(H)]
+        return torch.cat((k[..., :dn], torch.stack(rolled, 1)), -1)
+
+    assert_same(layer(x), exact(layer, x), parts=10)
+    with regard.Trace(edit={"k": differ}):
+        wrong = layer(x)
+    assert float((wrong - exact(layer, x)).abs().max()) > 1e-3
+    with regard.Trace("k") as trace:
+        layer(x)
+    for h in range(1, H):
+        assert torch.equal(trace["k"][:, h, :, dn:], trace["k"][:, 0, :, dn:]), "one key for all"
 
 
 # What a module owes.

@@ -42,7 +42,7 @@ def unchanged(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, o
     return run(tmp_path_factory.mktemp("unchanged"))
 
 
-@pytest.mark.full(keep=1)
+@pytest.mark.full
 @pytest.mark.parametrize("contexts", CONTEXTS, ids="-".join)
 def test_an_operation_gives_the_same_under_every_default(
     contexts: tuple[str, ...], unchanged: dict[str, dict[str, object]], tmp_path: Path
