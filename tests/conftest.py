@@ -154,7 +154,7 @@ def clean_state() -> Iterator[None]:
     """Each test starts from the same seed, and leaves torch's global switches as it found them."""
     random.seed(0)
     np.random.seed(0)  # noqa: NPY002  (the global state is what must be pinned)
-    torch.manual_seed(0)
+    _seed_torch()
     before = _switches()
     yield
     if "torch._dynamo" in sys.modules:  # what one test compiled counts against no other
@@ -164,6 +164,16 @@ def clean_state() -> Iterator[None]:
     torch.set_grad_enabled(True)
     torch.use_deterministic_algorithms(False)
     assert after == before, f"torch's switches were left changed: {before} -> {after}"
+
+
+def _seed_torch() -> None:
+    """Seed torch. Without a GPU `torch.manual_seed` only stores, for each later one, how it was
+    called: that takes most of the time that goes by between two short tests.
+    """
+    if torch.cuda.is_initialized():
+        torch.manual_seed(0)
+    else:
+        torch.default_generator.manual_seed(0)
 
 
 def _switches() -> tuple[Any, ...]:

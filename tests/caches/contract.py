@@ -311,13 +311,3 @@ def assert_storage_is_bounded(kind: Kind, rows: int = 2) -> None:
             driver.feed(chunk, attend=False)
             n += chunk
             assert driver.cache.bytes == kind.held(rows, n), f"{driver.cache.bytes} after {n}"
-
-
-LAWS = (
-    assert_any_chunks_are_one_pass,
-    assert_a_crop_forgets,
-    assert_copies_are_apart,
-    assert_rows_are_selected,
-    assert_a_failed_update_is_taken_back,
-    assert_storage_is_bounded,
-)

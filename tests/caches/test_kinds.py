@@ -24,7 +24,7 @@ from regard.caches import (
 from regard.caches.base import check_same_layout, check_update
 from regard.caches.quantization import QuantizedGroups, dequantize, group_shapes
 from regard.cli.generate import generate
-from regard.masks import Mask, Sinks, Window, reach
+from regard.masks import Sinks, Window, reach
 from regard.registry import is_builtin
 from regard.span import Span
 
@@ -136,7 +136,3 @@ def test_a_part_that_is_not_quantized_is_its_own_code() -> None:
     made = QuantizedGroups(x, none, none, torch.zeros(1, 0, dtype=torch.int64), none)
     assert dequantize(made, "exact", (1, 2, 5, 4), bits=8) is x
     assert group_shapes((1, 2, 5, 4), "exact", bits=8, group=4)[0] == x.shape
-
-
-def narrowing(cls: type[Cache], most: int) -> Mask:
-    return Window(most)

@@ -69,7 +69,7 @@ def test_every_family_has_a_small_config() -> None:
     assert set(FAMILIES) == set(CONFIGS) - COUNTED_ONLY
 
 
-@pytest.mark.full(keep=40)
+@pytest.mark.full(keep=14)
 @pytest.mark.parametrize("name", TINY)
 def test_parameters_of_every_family(name: str) -> None:
     network, model = network_of(name), read_sizes(TINY[name], name)
@@ -165,6 +165,7 @@ def test_most_families_have_heads() -> None:
     assert {TINY[name]["model_type"] for name in HEADED} == {*FAMILIES} - OTHERS
 
 
+@pytest.mark.full(keep=14)
 @pytest.mark.parametrize("name", HEADED)
 def test_windows_of_every_family(name: str) -> None:
     """A mask that is built shows as many keys to the last of 12 tokens as are counted."""

@@ -131,9 +131,6 @@ def test_a_base_model_completes_its_sizes_from_a_published_one() -> None:
     ]
 
 
-SMALL_MEMORY = ("tpa", "mfa", "gta", "grouped_latent", "mlra")
-
-
 def test_every_choice_has_evidence_and_can_be_counted() -> None:
     assert set(QUALITY_EVIDENCE) == set(MECHANISM_CHOICES)
     names = {*REFERENCE_MODELS, *MODELS_WITH_LATENTS, *MODELS_WITH_LOCAL_LAYERS}

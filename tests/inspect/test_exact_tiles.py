@@ -413,6 +413,7 @@ def test_a_result_is_computed_once_for_two_threads() -> None:
     assert kept.get("b", lambda: 8) == 8, "a failure is not kept"
 
 
+@pytest.mark.full
 def test_the_first_picture_is_there_before_one_asks() -> None:
     for length, exact in ((40, True), (5000, False)):
         session = ViewSession(causal(length))

@@ -76,7 +76,6 @@ DECODERS: dict[str, dict[str, Any]] = {
     | {"attention_chunk_size": CHUNK, "intermediate_size_mlp": 24, "no_rope_layers": [1, 0]},
 }
 CONFIGS = {"Gemma3": "Gemma3TextConfig", "Llama4": "Llama4TextConfig"}
-WINDOWED = ("Mistral", "Gemma2", "Gemma3", "GptOss", "Phi3")
 
 
 def loud(model: Any) -> Any:

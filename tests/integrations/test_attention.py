@@ -5,6 +5,7 @@ fp64.
 from __future__ import annotations
 
 import ast
+import functools
 import importlib
 import inspect
 import math
@@ -221,6 +222,9 @@ CROSS = re.compile("cross|encoder_attn|EncDec", re.IGNORECASE)
 """What the path, or the class, of a module that attends to another sequence is named after."""
 
 
+source = functools.cache(inspect.getsource)
+
+
 def cross_attention_modules() -> dict[str, nn.Module]:
     """One module of each class of the installed transformers that attends to another sequence and
     takes its attention from the interface, on the device "meta".
@@ -238,7 +242,7 @@ def cross_attention_modules() -> dict[str, nn.Module]:
             cls = type(module)
             if cls.__name__ in found or not CROSS.search(f"{path} {cls.__name__}"):
                 continue
-            if "ALL_ATTENTION_FUNCTIONS" in inspect.getsource(cls):
+            if "ALL_ATTENTION_FUNCTIONS" in source(cls):
                 found[cls.__name__] = module
     return found
 

@@ -4,6 +4,9 @@ random weights.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -39,3 +42,35 @@ def example(entry: Variant, seed: int = 0, dtype: torch.dtype = torch.float64) -
 def tokens(T: int, B: int = 2, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:
     make = torch.Generator().manual_seed(seed)
     return torch.randn(B, T, DIM, generator=make, dtype=torch.float64).to(dtype)
+
+
+def with_every_part(entries: Mapping[str, Variant]) -> list[str]:
+    """Few names whose examples together have every class of module, mask, bias, score rule and
+    cache, and every option of an `Attention`: always the one that brings most new parts.
+    """
+    parts = {name: {*_parts_of(entry)} for name, entry in entries.items()}
+    missing, taken = set().union(*parts.values()), []
+    while missing:
+        taken.append(max(parts, key=lambda name: len(parts[name] & missing)))
+        missing -= parts[taken[-1]]
+    return [name for name in entries if name in taken]
+
+
+def _parts_of(entry: Variant) -> Iterator[object]:
+    """What a graph of a mechanism depends on: classes, and the options that are given."""
+    module = entry.example()
+    yield from (x for x in ("softcap", "sink", "bias") if getattr(module, x, None) is not None)
+    if entry.causal:
+        yield type(module.new_cache())
+    for part in module.modules():
+        yield from _classes_of(part)
+
+
+def _classes_of(value: Any) -> Iterator[type]:
+    """The class of a value of the package, and those of its attributes that are no modules."""
+    if not type(value).__module__.startswith("regard."):
+        return
+    yield type(value)
+    for x in getattr(value, "__dict__", {}).values():
+        for member in x if isinstance(x, (list, tuple)) else [x]:
+            yield from () if isinstance(member, nn.Module) else _classes_of(member)

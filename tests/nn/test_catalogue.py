@@ -14,9 +14,10 @@ from torch._dynamo.testing import CompileCounter
 
 from regard.caches import Cache, Fixed, Growing, Paged, Quantized, Ring, State, Streaming
 from regard.errors import ArgumentError
+from regard.nn import Attention
 from regard.nn.variants import VARIANTS
 from regard.span import Span
-from tests.nn.catalogue import CAUSAL, MIXERS, example, tokens
+from tests.nn.catalogue import CAUSAL, MIXERS, example, tokens, with_every_part
 from tests.rules import assert_close_rule
 
 T = 17
@@ -98,7 +99,7 @@ EVERYTHING = {
 TOKENS = {n: v for n, v in CAUSAL.items() if not isinstance(example(v).new_cache(), State)}
 
 
-@pytest.mark.full(keep="each")
+@pytest.mark.full(keep=12)
 @pytest.mark.parametrize("kind", EVERYTHING)
 @pytest.mark.parametrize("name", TOKENS)
 def test_a_mechanism_that_remembers_tokens_takes_every_cache_of_tokens(
@@ -278,8 +279,13 @@ def test_copies_and_state_dicts(name: str) -> None:
     assert torch.equal(forward(twin, x), out)
 
 
+STEPS = with_every_part(CAUSAL)
+"""Mechanisms whose steps are compiled: what is in none of them is compiled for a whole sequence."""
+WHOLE = [n for n, v in MIXERS.items() if n not in STEPS or type(example(v)) is not Attention]
+
+
 @pytest.mark.full(keep=1)
-@pytest.mark.parametrize("name", MIXERS)
+@pytest.mark.parametrize("name", WHOLE)
 def test_compiles_without_a_graph_break(name: str) -> None:
     torch._dynamo.reset()
     module, x = example(MIXERS[name]), tokens(T)
@@ -288,7 +294,7 @@ def test_compiles_without_a_graph_break(name: str) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("name", CAUSAL)
+@pytest.mark.parametrize("name", STEPS)
 def test_decoding_compiles_at_most_three_times(name: str) -> None:
     """Behind a prompt: once, and at most two recompilations over 64 steps."""
     torch._dynamo.reset()
@@ -301,7 +307,7 @@ def test_decoding_compiles_at_most_three_times(name: str) -> None:
     assert_close(torch.cat([prompt, *out], 1), forward(module, x), name)
 
 
-@pytest.mark.full(keep=60)
+@pytest.mark.full(keep=11)
 @pytest.mark.parametrize("name", CAUSAL)
 def test_describe_tells_what_a_cache_really_holds(name: str) -> None:
     module = example(CAUSAL[name], dtype=torch.float32)

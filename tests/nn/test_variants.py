@@ -28,6 +28,7 @@ from regard.nn.variants import (
     gated,
     gpt,
     gqa,
+    learned_sink,
     local_global,
     longformer,
     mha,
@@ -37,8 +38,10 @@ from regard.nn.variants import (
     prefix_lm,
     qk_norm,
     qk_norm_after_rotary,
+    qk_norm_flat,
     single_head,
     sliding_window,
+    softcap,
     sparse_fixed,
     sparse_strided,
     stacked,
@@ -203,6 +206,37 @@ def test_norm_before_rotary_is_not_norm_after() -> None:
                 if hasattr(step, "weight"):
                     step.weight.data.fill_(1.0)
     assert_near(before(x), after(x))
+
+
+@pytest.mark.parametrize("name", ["flat norms", "cap", "sinks"])
+def test_norms_over_all_heads_capped_scores_and_sinks(name: str) -> None:
+    """Of queries and keys before their rotation, written out with torch's softmax."""
+    module, x = (
+        made(
+            {
+                "flat norms": qk_norm_flat(DIM, 4, groups=2),
+                "cap": softcap(DIM, 4, groups=2, cap=1.5, scale=0.7),
+                "sinks": learned_sink(DIM, 4, groups=2, bias=False),
+            }[name]
+        ),
+        tokens(T),
+    )
+    project, positions = module.project, torch.arange(T)[None]
+    q, k = x @ project.q.linear.weight.T, x @ project.k.linear.weight.T
+    if name == "flat norms":
+        q, k = (
+            y / (y.square().mean(-1, keepdim=True) + 1e-6).sqrt() * part.flat.weight
+            for y, part in ((q, project.q), (k, project.k))
+        )
+    q, k = (Rotary(8).double()(y.unflatten(-1, (-1, 8)).transpose(1, 2), positions) for y in (q, k))
+    v = (x @ project.v.linear.weight.T).unflatten(-1, (-1, 8)).transpose(1, 2)
+    scores = q @ k.repeat_interleave(2, 1).mT * (0.7 if name == "cap" else 8**-0.5)
+    scores = 1.5 * (scores / 1.5).tanh() if name == "cap" else scores
+    sink = module.sink if name == "sinks" else torch.full((4,), -torch.inf)
+    scores = scores.masked_fill(~CAUSAL, -torch.inf)
+    weights = torch.cat([scores, sink[:, None, None].expand(2, 4, T, 1)], -1).softmax(-1)
+    z = weights[..., :T] @ v.repeat_interleave(2, 1)
+    assert_near(module(x), joined(z) @ module.output.weight.T)
 
 
 def test_differential_by_loops() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 
 import pytest
@@ -38,6 +38,17 @@ def forward_and_backward(module: nn.Module, chunks: int) -> list[Tensor]:
     return [z.detach(), *(y if g is None else g for g, y in zip(gradients, found, strict=True))]
 
 
+@cache
+def references(name: str) -> tuple[list[list[Tensor]], list[Tensor]]:
+    """What one process computes in several orders, and what is exact."""
+    usual = [
+        run
+        for chunks in (1, 2, 3, 4, 6)
+        for run in in_orders(partial(forward_and_backward, mechanism(name), chunks))
+    ]
+    return usual, forward_and_backward(mechanism(name, torch.float64), 1)
+
+
 @pytest.mark.parametrize(
     "W, cases, recompute",
     [
@@ -51,12 +62,7 @@ def forward_and_backward(module: nn.Module, chunks: int) -> list[Tensor]:
 def test_mechanisms(W: int, cases: list[tuple[str, str]], recompute: bool) -> None:
     results = spawn(sequence_ranks.mechanisms_over_ranks, W, cases, recompute)
     for n, (name, lengths) in enumerate(cases):
-        exact = forward_and_backward(mechanism(name, torch.float64), 1)
-        usual = [
-            run
-            for chunks in (1, 2, 3, 4, 6)
-            for run in in_orders(partial(forward_and_backward, mechanism(name), chunks))
-        ]
+        usual, exact = references(name)
         shards = LENGTHS[lengths](W)
         whole = [shards.join([rank[n][i] for rank in results], 1) for i in range(2)]
         gradients = zip(*(rank[n][2] for rank in results), strict=True)

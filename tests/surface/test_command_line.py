@@ -122,8 +122,8 @@ WRONG = (
     "explain abc --set groups=3",
     "explain abc --target x",
     "extend tiny --device nope",
-    "extend tiny --length 4",
-    "extend tiny --method nope",
+    "extend tiny --text README.md --length 4",
+    "extend tiny --text README.md --method nope",
     "generate abc --beams 2 --cuda-graph",
     "generate abc --beams 2 --length-penalty nan",
     "generate abc --beams 2 --repetition-penalty 2",
@@ -301,10 +301,11 @@ def test_the_language_of_a_command(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.full(keep=12)
 @pytest.mark.parametrize("line", WRONG)
 def test_an_error_blames_exactly_the_wrong_option(
-    line: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    line: str, root: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What the library says is English in both languages; what the command says is Chinese."""
     monkeypatch.setenv("COLUMNS", "9999")
+    monkeypatch.chdir(root)
     words = line.split()
     place = WRONG_ARGUMENTS.get(line) or next(x for x in reversed(words) if x[:2] == "--")
     reasons = []

@@ -388,7 +388,7 @@ def test_a_scaling_straight_from_a_file_is_checked_too() -> None:
 def test_one_mscale_alone_means_two_things(
     monkeypatch: pytest.MonkeyPatch, alone: dict[str, float]
 ) -> None:
-    """DeepSeek's code reads it (tests/parity/test_deepseek.py), transformers ignores it."""
+    """DeepSeek's code reads it, transformers ignores it."""
     with pytest.raises(ArgumentError, match=r"transformers ignores .* attention_factor"):
         make(YARN | alone, 64, 1e4)
     _, factor = their_frequencies(monkeypatch, YARN | alone | {"rope_theta": 1e4}, 64, MAX)

@@ -71,7 +71,7 @@ def names_of(name: str) -> tuple[Family, list[str]]:
     return found, sorted({theirs.replace("{}", "3") for theirs in found.names})
 
 
-@pytest.mark.full(keep=80)
+@pytest.mark.full(keep=20)
 @pytest.mark.parametrize("wrapper", ["", "module.", "_orig_mod.module."])
 @pytest.mark.parametrize("name", NAMED)
 def test_prefixes_of_every_family(name: str, wrapper: str) -> None:
@@ -81,6 +81,7 @@ def test_prefixes_of_every_family(name: str, wrapper: str) -> None:
     assert (where.unmatched, where.is_base_model) == ((), False)
 
 
+@pytest.mark.full(keep=20)
 @pytest.mark.parametrize("name", WITH_PREFIX)
 def test_the_base_model_of_every_family(name: str) -> None:
     found, names = names_of(name)

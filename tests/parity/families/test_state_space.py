@@ -535,7 +535,9 @@ RWKV4 = Case(
 
 
 def test_rwkv(tmp_path: Path) -> None:
-    """Theirs changes its own weights as it runs: what was saved is read by a fresh one."""
+    """The rwkv of transformers changes its own weights as it runs: a fresh one reads what was
+    saved.
+    """
     model = RWKV4.model()
     mine = assert_decoder(model, tmp_path)
     first, second = tmp_path / "first", tmp_path / "second"
