@@ -190,6 +190,8 @@ struct PrefillGradient : Prefill {
   void* d_q;                // [B,H,T,D], an output
   void* d_k;                // [B,G,S,D], an output
   void* d_v;                // [B,G,S,E], an output
+};
+
 // ---- one decoded token for each row of a batch through a whole model
 
 // A norm of rows of M numbers, or a factor in its place.
