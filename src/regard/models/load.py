@@ -20,6 +20,7 @@ from regard.files.regular_files import checked_path_or_none, open_regular
 from regard.files.safetensors_files import identify_format
 from regard.freed_memory import give_back_freed_memory
 from regard.models import hub
+from regard.models.chat_template import gguf_chat_template, read_chat_template
 from regard.models.checkpoint.config import read_config, read_eos_ids, read_raw
 from regard.models.checkpoint.family import SAME_NAMES, Family
 from regard.models.checkpoint.gguf import GgufModel, find_gguf
@@ -186,7 +187,14 @@ def load(
         tokenizer = gguf_tokenizer(gguf.header)  # before the weights, because it may be refused
         network, config, record = load_checkpoint(checkpoint)
         assert isinstance(network, Decoder)
-        return Model(network, tokenizer, config, eos_ids=gguf_eos_ids(gguf.header), **record)
+        return Model(
+            network,
+            tokenizer,
+            config,
+            eos_ids=gguf_eos_ids(gguf.header),
+            chat_template=gguf_chat_template(gguf.header),
+            **record,
+        )
     folder = resolve_source(source, revision, check)
     checkpoint = _open_folder(folder, kind, form, ignore)
     network, config, record = load_checkpoint(checkpoint)
@@ -417,7 +425,8 @@ def _model(
             **load_record,
         )
     assert isinstance(network, Decoder)
-    return Model(network, tokenizer, config, eos_ids=eos_ids, **load_record)
+    template = read_chat_template(folder)
+    return Model(network, tokenizer, config, eos_ids=eos_ids, chat_template=template, **load_record)
 
 
 def _dtype(folder: Path, raw: Raw, store: CheckpointTensors) -> torch.dtype:
