@@ -148,6 +148,23 @@ class DecodeSession:
         return other
 
     @torch.inference_mode()
+    def crop(self, length: int) -> None:
+        """Remove every token at position `length` or later.
+
+        Args:
+            length: the number of positions to keep.
+
+        Raises:
+            ArgumentError: a cache cannot do so; the session is then of no more use.
+        """
+        if self._prefix is not None:
+            raise ArgumentError(
+                "a session whose frequencies depend on the length cannot be cut off"
+            )
+        for cache in self._caches:
+            cache.crop(length)
+
+    @torch.inference_mode()
     def select(self, rows: Int[Tensor, " rows"]) -> None:
         """Keep the given rows, in this order; a row may appear several times, or not at all.
 

@@ -423,6 +423,9 @@ class Generation(_GenerationLoop):
         model, options, prefix: as in `BatchGeneration`.
         prompt: the text to continue, its ids, or messages; only with `prefix` may it be empty.
 
+    Attributes:
+        read: the ids that the model has read so far, those of a prefix included.
+
     Raises:
         ArgumentError: as in `BatchGeneration`.
 
@@ -441,9 +444,20 @@ class Generation(_GenerationLoop):
         prefix: PrefixCache | None = None,
     ) -> None:
         super().__init__(model, [prompt], options, prefix)
+        self.read = list(self._prefix_ids)
 
     def __next__(self) -> str:
         return next(self._pieces)[1]
+
+    def _prefill(self) -> Tensor:
+        logits = super()._prefill()
+        self.read += self._prompt_ids[0]
+        return logits
+
+    def _step(self, tokens: list[int]) -> Tensor:
+        logits = super()._step(tokens)
+        self.read += tokens
+        return logits
 
     @property
     def ids(self) -> list[int]:
