@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -102,10 +102,8 @@ def _next_line() -> str | None:
     """Return the next line of standard input, or None at its end."""
     try:
         if sys.stdin.isatty():
-            try:
+            with suppress(ImportError):
                 import readline  # noqa: F401  (keys that edit the line)
-            except ImportError:
-                pass
             return input("> ")
         line = sys.stdin.readline(MAX_LINE)
     except KeyboardInterrupt:

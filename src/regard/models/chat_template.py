@@ -254,10 +254,10 @@ class _Sandbox(ImmutableSandboxedEnvironment):
             self.count(left, right)
         return super().call_binop(context, operator, left, right)
 
-    def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
-        """Return whether a template may use an attribute."""
-        formats = isinstance(obj, str) and attr in ("format", "format_map")
-        return not formats and super().is_safe_attribute(obj, attr, value)
+    def wrap_str_format(self, value: Any) -> None:
+        """Refuse the methods `format` and `format_map`, which the sandbox otherwise wraps."""
+        if super().wrap_str_format(value) is not None:
+            raise jinja2.TemplateError("powers and string formatting are not available")
 
     def join_texts(self, *parts: Any) -> str:
         """Join the operands of `~`."""
@@ -286,7 +286,7 @@ class _CountSteps(NodeTransformer):
     join through the sandbox.
     """
 
-    def visit_For(self, node: nodes.For) -> nodes.Node:  # noqa: N802  (a name of jinja2's)
+    def visit_For(self, node: Any) -> Any:  # noqa: N802  (a name of jinja2's)
         self.generic_visit(node)
         text = sum(len(x.data) for part in node.body for x in _texts(part))
         call = _call("spend", [nodes.Const(text)], node.lineno)

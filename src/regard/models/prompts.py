@@ -145,7 +145,7 @@ def warn_about_names(tokenizer: Tokenizer, text: str) -> None:
             f"the prompt contains {short_repr(names[0])}, the name of a special token, and it is "
             "read as ordinary text; special=True (--special) reads such names as the tokens, and "
             "special=False (--no-special) says that this is meant",
-            stacklevel=6,
+            stacklevel=9,
         )
 
 
