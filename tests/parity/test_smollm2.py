@@ -32,8 +32,8 @@ TEXTS = [
         "Once upon a time, 1234 cats",
         11,
         (
-            ' were released from the UK\'s capital city of London. The cat was named "Lady Gaga" and '
-            "she was"
+            " were released from the UK's capital city of London. The cat was named "
+            '"Lady Gaga" and she was'
         ),
         "length",
     ),

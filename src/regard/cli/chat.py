@@ -32,7 +32,7 @@ def chat(
     system: str | None = option(
         "A message before all others, which says how to answer.", shown="that of the template"
     ),
-    max_tokens: int = option("Maximum number of tokens of an answer.", default=1024, min=1),
+    max_tokens: int = option("Maximum number of tokens of an answer.", default=512, min=1),
     temperature: float = option(
         "0 takes the most likely token; larger values are more random.",
         default=0.0,
