@@ -10,7 +10,9 @@ import pytest
 import regard
 from regard.cli.inspect import OPTIONS, TASKS
 from regard.inspect import ablate, attribute, compare, logit_lens, patch, record, rollout, taps
+from regard.models import TextEncoder
 from tests.cli.command import Said
+from tests.models.small import named_model
 
 TEXT, OTHER = "to be or not to", "to do or not to"
 
@@ -80,10 +82,7 @@ def test_what_is_refused(arguments: list[str], says: str, said: Said) -> None:
 
 @pytest.mark.full
 def test_a_text_encoder(said: Said) -> None:
-    try:
-        regard.load("minilm")
-    except regard.FileError as error:
-        pytest.skip(str(error))
+    named_model("minilm", TextEncoder)
     shown = printed(said, "ablate", "a good film", "--model", "minilm", "--answer", "a bad film")
     assert "cosine with 'a bad film'" in shown
 
@@ -91,9 +90,6 @@ def test_a_text_encoder(said: Said) -> None:
 def test_a_creature_reads_fluffy(said: Said) -> None:
     """The second example of the README: in a trained model of sentences."""
     text = "a fluffy blue creature roamed the verdant forest"
-    try:
-        regard.load("minilm")
-    except regard.FileError as error:
-        pytest.skip(str(error))
+    named_model("minilm", TextEncoder)
     out = said("explain", text, "--model", "minilm", "--query", "creature")
     assert "▶ creature (token 4) reads ◆ fluffy (token 2)" in out

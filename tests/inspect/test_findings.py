@@ -11,6 +11,7 @@ import torch
 import regard
 from regard.inspect import ablate, attribute, compare, logit_lens, measure, patch, record, rollout
 from regard.models import TextEncoder
+from tests.models.small import named_model
 
 SENTENCE = "a fluffy blue creature roamed the verdant forest"
 SIMILAR = "a furry animal walked through the green woods"
@@ -27,10 +28,7 @@ TEXTS = [
 
 @cache
 def minilm() -> TextEncoder:
-    try:
-        return regard.load("minilm", kind=TextEncoder)
-    except regard.FileError as error:
-        pytest.skip(str(error))
+    return named_model("minilm", TextEncoder)
 
 
 @pytest.mark.full

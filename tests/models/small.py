@@ -3,17 +3,36 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+import pytest
 import torch
 from torch import nn
 
+import regard
+from regard.errors import FileError
+from regard.files.named_packages import packaged_source
 from regard.models.families import family
 from regard.models.model import Model
 from regard.models.save import save
+from regard.models.text_model import TextModel
 from regard.models.tokenizer import Tokenizer
 
 llama = family("llama")
+
+Kind = TypeVar("Kind", bound=TextModel)
+
+
+def named_model(name: str, kind: type[Kind]) -> Kind:
+    """A trained model from a package; the test is skipped, with the install line, without it."""
+    try:
+        source = packaged_source(name)
+    except FileError as error:
+        pytest.skip(str(error))
+    model = regard.load(source)
+    assert isinstance(model, kind)
+    return model
+
 
 TEXT = [
     "the quick brown fox jumps over the lazy dog, né 你好",

@@ -249,7 +249,7 @@ def test_a_mistyped_path_asks_nobody(source: str, server: Hub) -> None:
 
 
 def test_a_path_and_a_folder_of_that_name_are_no_repositories(server: Hub, tmp_path: Path) -> None:
-    with pytest.raises(FileError, match="neither in the package"):
+    with pytest.raises(FileError, match="neither a named model"):
         regard.load(Path(REPOSITORY))
     there = tmp_path / "org" / "small"
     there.mkdir(parents=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from importlib import metadata
 from random import Random
 
 import pytest
@@ -11,7 +10,6 @@ from torch import Tensor, nn
 
 import regard
 from regard.inspect import explain
-from regard.models import minilm
 from regard.models.text_encoder import TextEncoder
 from regard.nn.variants import mha
 from regard.positions import sinusoidal
@@ -22,6 +20,7 @@ from regard.train.tasks import Example
 from regard.train.tasks.evaluate import alignment, answer_examples
 from regard.train.tasks.task import Task, TaskBatches, Vocabulary
 from regard.train.tasks.task_training import Recipe, build
+from tests.models.small import named_model
 
 # --- "The cat is on the mat.", and where a translation looks at "mat"
 
@@ -119,11 +118,7 @@ def test_without_positions_i_hit_him_is_he_hits_me() -> None:
 
 def test_creature_reads_fluffy() -> None:
     """Layer 0, head 1 of the sentence model: scores, weights, and what is mixed into "creature"."""
-    try:
-        metadata.distribution(minilm.PACKAGE)
-    except metadata.PackageNotFoundError:
-        pytest.skip(f"the package {minilm.PACKAGE} is not installed")
-    model = regard.load("minilm", kind=TextEncoder)
+    model = named_model("minilm", TextEncoder)
     found = explain(
         model, "a fluffy blue creature", layer=0, head=1, query="creature", key="fluffy"
     )

@@ -29,6 +29,7 @@ from regard.untrusted_text import MULTILINE, error_text, escape_controls
 
 COMMANDS = {
     "audit": "Test other people's attention code for faults.",
+    "chat": "Talk with a model in the terminal, in its own chat template.",
     "compare": "Compare attention mechanisms: cost, memory, speed, quality.",
     "convert": "Convert a checkpoint: heads, latents, positions, dtype.",
     "cost": "Compute parameters, FLOPs, cache bytes and least time of a model.",

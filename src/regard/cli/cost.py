@@ -260,7 +260,10 @@ def _find_model(source: str, revision: str | None, dtype: str | None) -> ModelSp
     config.json is downloaded. Weights of few bits count as they are stored, unless a dtype is given
     for all weights.
     """
+    from regard.files.named_packages import packaged_source
+
     count_stored = _count_stored if dtype is None else _count_plain
+    source = str(packaged_source(source))
     if revision is None and (file := _gguf_file(source)) is not None:
         from regard.models.checkpoint.stored_sizes import gguf_sizes
 

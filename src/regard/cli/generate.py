@@ -29,6 +29,7 @@ from regard.cli.options import (
 )
 from regard.errors import ArgumentError, FileError
 from regard.files.regular_files import read_text
+from regard.files.strict_json import read_json
 from regard.language import translate, translate_count
 from regard.untrusted_text import MULTILINE, error_text, escape_controls
 
@@ -71,13 +72,15 @@ def generate_seq2seq(
     note(translate("{texts} in {seconds}", texts=count, seconds=units.seconds(seconds)))
 
 
-def print_batch(batch: BatchGeneration, *, at_once: bool, quiet: bool) -> None:
+def print_batch(
+    batch: BatchGeneration, *, at_once: bool, quiet: bool, with_prompt: bool = True
+) -> None:
     """Generate the whole batch, and print words as they are generated, or each text when it and
     all texts before it are finished.
 
     Control characters are escaped.
     """
-    if at_once:
+    if at_once and with_prompt:
         typer.echo(escape_controls(batch.rows[0].prompt, keep=MULTILINE), nl=False)
     shown = 0
     for _, piece in batch:
@@ -85,14 +88,14 @@ def print_batch(batch: BatchGeneration, *, at_once: bool, quiet: bool) -> None:
             typer.echo(escape_controls(piece, keep=MULTILINE), nl=False)
             sys.stdout.flush()
         elif not quiet:
-            shown = _print_finished(batch, shown)
+            shown = _print_finished(batch, shown, with_prompt=with_prompt)
     if at_once:
         typer.echo("")
     elif not quiet:
-        _print_finished(batch, shown)
+        _print_finished(batch, shown, with_prompt=with_prompt)
 
 
-def _print_finished(batch: BatchGeneration, shown: int) -> int:
+def _print_finished(batch: BatchGeneration, shown: int, *, with_prompt: bool) -> int:
     """Print the texts from index `shown` on that are finished, up to the first that is not; return
     how many are printed now.
     """
@@ -101,7 +104,8 @@ def _print_finished(batch: BatchGeneration, shown: int) -> int:
             break
         if shown:
             typer.echo("---")
-        typer.echo(escape_controls(row.prompt + row.text, keep=MULTILINE))
+        prompt = row.prompt if with_prompt else ""
+        typer.echo(escape_controls(prompt + row.text, keep=MULTILINE))
         shown += 1
     return shown
 
@@ -212,6 +216,21 @@ def generate(
     ),
     prompt_file: Path | None = option("Text file to continue; - is standard input."),
     model: str = SOURCE,
+    chat: bool = option(
+        "Each prompt is a message of a user, answered in the model's chat template.",
+        "--chat",
+        default=False,
+    ),
+    messages: Path | None = option(
+        'JSON file with the messages of a conversation to answer: [{"role": "user", "content": '
+        '"..."}].'
+    ),
+    ids: bool = option("Each prompt is token ids, such as '12 7 9'.", "--ids", default=False),
+    special: bool | None = option(
+        "Read names of special tokens in prompts as these tokens, or as ordinary text.",
+        "--special/--no-special",
+        shown="as text, with a warning",
+    ),
     max_tokens: int = option("Maximum number of new tokens.", default=64, min=0),
     stop: list[str] | None = option(
         "Stop the text before this string. Repeatable. A line break is $'\\n' in most shells."
@@ -316,7 +335,7 @@ def generate(
     from regard.nn import stack_experts
 
     with _over_ranks(parallel):
-        texts = _texts(prompts, prompt_file)
+        texts: list[Any] = _prompts(prompts, prompt_file, messages, chat=chat, ids=ids)
         if hasattr(sys.stdout, "reconfigure"):
             sys.stdout.reconfigure(errors="replace")  # a terminal that lacks a letter shows "?"
         options = GenerationOptions(
@@ -326,6 +345,7 @@ def generate(
             SamplingParams(temperature, top_k, top_p, min_p, repetition_penalty, seed),
             CacheConfig(cache or "growing", max_context),
             cuda_graph,
+            bool(special),
         )
         loaded = load(model, replace(load_options, weights=weights))
         if not isinstance(loaded, Model):
@@ -335,8 +355,16 @@ def generate(
                     "captures the step of a decoder, and this model is an encoder or an "
                     "encoder-decoder; leave --cuda-graph out",
                 )
+            if chat or ids or messages or special is not None:
+                raise usage_error(
+                    None,
+                    "--chat, --messages, --ids and --special apply to a decoder, and this model "
+                    "is an encoder or an encoder-decoder; leave them out",
+                )
             generate_seq2seq(loaded, texts, max_tokens, beams or 1, length_penalty, json)
             return
+        if special is None and loaded.has_tokenizer:
+            _note_names(loaded, texts)
         if cuda_graph:
             stack_experts(loaded.decoder)
         if beams is None:
@@ -344,15 +372,30 @@ def generate(
         else:
             result = beam_search(loaded, texts, options, beams, length_penalty)
         if beams is None:
-            print_batch(batch, at_once=stream and not json and len(texts) == 1, quiet=json)
+            at_once, with_prompt = stream and not json and len(texts) == 1, not (chat or messages)
+            print_batch(batch, at_once=at_once, quiet=json, with_prompt=with_prompt)
             result = figures(batch)
         elif not json:
-            typer.echo(escape_controls(texts[0] + result["text"], keep=MULTILINE))
+            prompt = texts[0] if isinstance(texts[0], str) else ""
+            typer.echo(escape_controls(prompt + result["text"], keep=MULTILINE))
         if json:
             typer.echo(json_format.dumps(result))
             return
         sys.stdout.flush()  # so that the text comes before the summary on standard error
         print_summary(result)
+
+
+def _note_names(model: Model, prompts: list[Any]) -> None:
+    """Say that a prompt contains the name of a special token, which is read as ordinary text."""
+    for name in model.tokenizer.special_names(json_format.dumps(prompts, ensure_ascii=False))[:1]:
+        note(
+            translate(
+                "the prompt contains {name}, the name of a special token, which is read as "
+                "ordinary text; --special reads such names as the tokens, and --no-special says "
+                "that this is meant",
+                name=name,
+            )
+        )
 
 
 @contextmanager
@@ -375,6 +418,34 @@ def _over_ranks(parallel: str | None) -> Iterator[None]:
             stack.enter_context(redirect_stdout(nowhere))
             stack.enter_context(redirect_stderr(nowhere))
         yield
+
+
+def _prompts(
+    prompts: list[str] | None,
+    file: Path | None,
+    messages: Path | None,
+    *,
+    chat: bool,
+    ids: bool,
+) -> list[Any]:
+    """Return the prompts: texts, ids, or messages."""
+    if messages is not None:
+        if prompts or file is not None or chat or ids:
+            raise usage_error(
+                "--messages", "is the whole prompt; leave out PROMPT, --prompt-file, --chat, --ids"
+            )
+        return [read_json(messages, limit=MAX_PROMPT_BYTES, kind=list)]
+    if chat and ids:
+        raise usage_error("--ids", "are no messages; leave out --chat or --ids")
+    texts = _texts(prompts, file)
+    if chat:
+        return [[{"role": "user", "content": text}] for text in texts]
+    if not ids:
+        return texts
+    try:
+        return [[int(index) for index in text.replace(",", " ").split()] for text in texts]
+    except ValueError as error:
+        raise usage_error("--ids", "a prompt is no list of ids such as '12 7 9'") from error
 
 
 def _texts(prompts: list[str] | None, file: Path | None) -> list[str]:

@@ -66,8 +66,8 @@ MODEL = "The model"
 """The group of the options with which a model is loaded."""
 
 SOURCE = option(
-    'The model: "tiny", which comes with the package, a Hugging Face folder, or org/name on the '
-    "hub.",
+    'The model: "tiny", which comes with the package, "minilm" or "smollm2" from packages, a '
+    "Hugging Face folder, a GGUF file, or org/name on the hub.",
     default="tiny",
     panel=MODEL,
 )

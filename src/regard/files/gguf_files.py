@@ -70,7 +70,9 @@ FORMATS = {
     0: BlockFormat("F32", 1, 4),
     1: BlockFormat("F16", 1, 2),
     2: BlockFormat("Q4_0", 32, 18),
+    3: BlockFormat("Q4_1", 32, 20),
     6: BlockFormat("Q5_0", 32, 22),
+    7: BlockFormat("Q5_1", 32, 24),
     8: BlockFormat("Q8_0", 32, 34),
     12: BlockFormat("Q4_K", 256, 144),
     13: BlockFormat("Q5_K", 256, 176),
@@ -79,8 +81,6 @@ FORMATS = {
 }
 """Number of a format in a file -> the format, for those that are read."""
 _OTHER_FORMATS = {
-    3: "Q4_1",
-    7: "Q5_1",
     9: "Q8_1",
     10: "Q2_K",
     11: "Q3_K",

@@ -15,10 +15,12 @@ from torch import nn
 from regard.configs.base import Raw
 from regard.configs.reader import is_harmless
 from regard.errors import ArgumentError, ArgumentTypeError, FileError
+from regard.files.named_packages import NAMED_PACKAGES, packaged_source
 from regard.files.regular_files import checked_path_or_none, open_regular
 from regard.files.safetensors_files import identify_format
 from regard.freed_memory import give_back_freed_memory
 from regard.models import hub
+from regard.models.chat_template import gguf_chat_template, read_chat_template
 from regard.models.checkpoint.config import read_config, read_eos_ids, read_raw
 from regard.models.checkpoint.family import SAME_NAMES, Family
 from regard.models.checkpoint.gguf import GgufModel, find_gguf
@@ -36,7 +38,6 @@ from regard.models.decoder import Decoder
 from regard.models.encoder import HeadedEncoder
 from regard.models.encoder_decoder import EncoderDecoder
 from regard.models.families import family, find_family
-from regard.models.minilm import minilm_folder
 from regard.models.model import Model
 from regard.models.sentence_settings import read_sentence_settings
 from regard.models.seq2seq import Seq2Seq
@@ -116,14 +117,15 @@ def load(
 
     GPTQ, AWQ and compressed-tensors are dequantized to `dtype`. A GGUF file of llama.cpp (llama,
     qwen2, qwen3 and gemma) is a whole model with its tokenizer, which a tokenizer.json beside it
-    replaces. Its matrices in Q8_0, Q5_0, Q4_0 and Q4_K stay in 8.5, 8.5, 5 and 6 bits per number;
-    those in Q5_K and Q6_K are dequantized.
+    replaces. Its matrices in Q8_0, Q5_0, Q4_0, Q4_1 and Q4_K stay in 8.5, 8.5, 5, 6 and 6 bits per
+    number; those in Q5_1, Q5_K and Q6_K are dequantized.
 
     Args:
-        source: `"tiny"`, a small Llama in the package; `"minilm"`, a trained BERT (extra `demo`); a
-            folder; a GGUF file, or a folder with one and without safetensors; or `"org/name"`, a
-            repository of the Hugging Face hub (extra `hub`), which `"hub:org/name"` always means. A
-            `Path` is never downloaded.
+        source: `"tiny"`, a small Llama in the package; a name of `NAMED_PACKAGES`: `"minilm"`, a
+            trained BERT, or `"smollm2"`, a small language model that answers; a folder; a GGUF
+            file, or a folder with one and without safetensors; or `"org/name"`, a repository of the
+            Hugging Face hub (extra `hub`), which `"hub:org/name"` always means. A `Path` is never
+            downloaded.
         kind: `Model`, `TextEncoder`, `Seq2Seq` or `SpeechToText`, to raise for any other; None
             accepts all.
         dtype: the dtype of the weights and of the computation; None is the one that config.json
@@ -170,6 +172,7 @@ def load(
         read_config(folder, *_family(folder, kind), tensors=_ASSUMED_TENSORS, ignore=ignore)
 
     form = None if weights is None else weight_form(weights)
+    source = packaged_source(source)
     load_checkpoint = partial(
         _load_checkpoint,
         dtype=dtype,
@@ -184,7 +187,14 @@ def load(
         tokenizer = gguf_tokenizer(gguf.header)  # before the weights, because it may be refused
         network, config, record = load_checkpoint(checkpoint)
         assert isinstance(network, Decoder)
-        return Model(network, tokenizer, config, eos_ids=gguf_eos_ids(gguf.header), **record)
+        return Model(
+            network,
+            tokenizer,
+            config,
+            eos_ids=gguf_eos_ids(gguf.header),
+            chat_template=gguf_chat_template(gguf.header),
+            **record,
+        )
     folder = resolve_source(source, revision, check)
     checkpoint = _open_folder(folder, kind, form, ignore)
     network, config, record = load_checkpoint(checkpoint)
@@ -415,7 +425,8 @@ def _model(
             **load_record,
         )
     assert isinstance(network, Decoder)
-    return Model(network, tokenizer, config, eos_ids=eos_ids, **load_record)
+    template = read_chat_template(folder)
+    return Model(network, tokenizer, config, eos_ids=eos_ids, chat_template=template, **load_record)
 
 
 def _dtype(folder: Path, raw: Raw, store: CheckpointTensors) -> torch.dtype:
@@ -456,8 +467,6 @@ def resolve_source(
     if source in BUNDLED_MODELS:
         config = Path(str(resources.files("regard") / "assets" / str(source) / "config.json"))
         return config.resolve().parent  # an installer may have linked each file
-    if source == "minilm" and not Path(source).is_dir():
-        return minilm_folder()
     folder = Path(source)
     if folder.is_file():
         with open_regular(folder) as (file, _):
@@ -467,8 +476,9 @@ def resolve_source(
             "config.json and model.safetensors"
         )
     if not folder.is_dir():
+        names = (*BUNDLED_MODELS, *NAMED_PACKAGES)
         raise FileError(
-            f"no model {str(source)!r}: it is neither in the package ({', '.join(BUNDLED_MODELS)}) "
-            f"nor a folder, and nothing is downloaded for such a name. {hub.HUB_HINT}"
+            f"no model {str(source)!r}: it is neither a named model ({', '.join(names)}) nor a "
+            f"folder, and nothing is downloaded for such a name. {hub.HUB_HINT}"
         )
     return folder

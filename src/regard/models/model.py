@@ -11,13 +11,20 @@ from torch import Tensor
 
 from regard.argument_checks import check_keyword_names
 from regard.caches import Cache
-from regard.errors import ArgumentError
+from regard.errors import ArgumentError, FileError
+from regard.models.chat_template import ChatTemplate, Messages
 from regard.models.decoder import Decoder, check_ids
 from regard.models.generation.beam_search import BeamCompletion, beam_search_text
 from regard.models.generation.cache_config import CacheConfig
-from regard.models.generation.decode_session import PrefixCache, Prompt, is_single_prompt
+from regard.models.generation.decode_session import PrefixCache
 from regard.models.generation.generate import BatchGeneration, Generation, GenerationOptions
 from regard.models.generation.sampling import SamplingKeywords, SamplingParams
+from regard.models.prompts import (
+    Prompt,
+    encode_messages,
+    encode_text,
+    is_single_prompt,
+)
 from regard.models.text_model import TextModel
 from regard.models.tokenizer import Tokenizer
 from regard.span import Positions
@@ -31,6 +38,7 @@ class Model(TextModel):
         tokenizer: converts texts to ids and back; with None, the model takes only ids.
         config: the frozen config of its family.
         eos_ids: the ids that end a text; None is the tokenizer's end of text, if it has one.
+        chat_template: makes a text of the messages of a conversation; None if the model has none.
         newly_initialized: names of weights that the checkpoint lacked and was allowed to lack; they
             have random values.
         ignored: keys of config.json, tensors and files that were not used; see `regard.load`.
@@ -43,6 +51,7 @@ class Model(TextModel):
         config: object,
         *,
         eos_ids: Collection[int] | None = None,
+        chat_template: ChatTemplate | None = None,
         newly_initialized: Collection[str] = (),
         ignored: Collection[str] = (),
     ) -> None:
@@ -52,6 +61,19 @@ class Model(TextModel):
             end = None if tokenizer is None else tokenizer.end_of_text
             eos_ids = () if end is None else (end,)
         self.eos_ids = frozenset(eos_ids)
+        self._chat_template = chat_template
+
+    @property
+    def chat_template(self) -> ChatTemplate:
+        """The template that makes a text of the messages of a conversation."""
+        if self._chat_template is None:
+            raise FileError(
+                "this model has no chat template, so that it takes no messages: its files hold "
+                "none (chat_template.jinja, tokenizer_config.json, or tokenizer.chat_template of a "
+                "GGUF file). Give a text with special=True, or add chat_template.jinja of a model "
+                "that was trained with one"
+            )
+        return self._chat_template
 
     @property
     def has_head(self) -> bool:
@@ -121,20 +143,25 @@ class Model(TextModel):
         """
         return self.decoder.new_caches()
 
-    def encode(self, text: str) -> Int[Tensor, "1 T"]:
-        """Convert a text to ids, with the special tokens that the tokenizer adds.
+    def encode(self, text: str | Messages, *, special: bool | None = None) -> Int[Tensor, "1 T"]:
+        """Convert a text to ids, with the special tokens that the tokenizer adds; or the messages
+        of a conversation, with those of the chat template.
 
         Args:
-            text: not empty.
+            text: not empty; or dicts with "role" and "content".
+            special: as in `generate`.
 
         Returns:
             Token ids [1, T].
 
         Raises:
             ArgumentError: the text has no tokens.
-            FileError: the model has no tokenizer.
+            FileError: the model has no tokenizer, or no chat template for messages.
         """
-        ids = self.tokenizer.encode(text, template=True)
+        if isinstance(text, str):
+            ids = encode_text(self.tokenizer, text, special=special, template=True)
+        else:
+            ids = encode_messages(self.tokenizer, self.chat_template, text, special=special)
         if not ids:
             raise ArgumentError(f"the text {text!r} has no tokens; give at least one character")
         return torch.tensor([ids], device=self.device)
@@ -142,7 +169,7 @@ class Model(TextModel):
     @overload
     def generate(
         self,
-        prompt: str | list[int] | tuple[int, ...] | Tensor,
+        prompt: str | list[int] | tuple[int, ...] | Tensor | list[dict[str, Any]],
         *,
         max_tokens: int = ...,
         stop: str | Sequence[str] = ...,
@@ -151,6 +178,7 @@ class Model(TextModel):
         max_context: int | None = ...,
         cache: str | None = ...,
         cuda_graph: bool = ...,
+        special: bool | None = ...,
         **choices: Unpack[SamplingKeywords],
     ) -> Generation: ...
 
@@ -166,6 +194,7 @@ class Model(TextModel):
         max_context: int | None = ...,
         cache: str | None = ...,
         cuda_graph: bool = ...,
+        special: bool | None = ...,
         **choices: Unpack[SamplingKeywords],
     ) -> BatchGeneration: ...
 
@@ -180,6 +209,7 @@ class Model(TextModel):
         max_context: int | None = None,
         cache: str | None = None,
         cuda_graph: bool = False,
+        special: bool | None = None,
         **choices: Unpack[SamplingKeywords],
     ) -> Generation | BatchGeneration:
         """Continue one prompt, or several prompts as a batch, and stream the new text.
@@ -188,8 +218,10 @@ class Model(TextModel):
         `chunk` nor the kind of an exact cache changes the result.
 
         Args:
-            prompt: one text, or its ids (ints, or an integer tensor [T] or [1, T]); a list of
-                prompts is one batch (`BatchGeneration`). Only with `prefix` may a prompt be empty.
+            prompt: one text, its ids (ints, or an integer tensor [T] or [1, T]), or the messages
+                of a conversation (dicts with "role" and "content"), which the chat template of the
+                model makes a text; a list of prompts is one batch (`BatchGeneration`). Only with
+                `prefix` may a prompt be empty.
             max_tokens: the largest number of new tokens; an id of `eos_ids` ends them, too.
             stop: one or several strings that end the text; they are not part of it.
             prefix: a prompt that `cache_prefix` has read, which this one continues.
@@ -200,6 +232,9 @@ class Model(TextModel):
                 `regard.models.generation.CacheConfig`.
             cuda_graph: capture the step that decodes a token as a CUDA graph. It needs a CUDA
                 device, cache "growing", "fixed", "ring" or "streaming", and no experts.
+            special: whether names of special tokens in a text or a message are these tokens, as
+                in text that a chat template made; False reads them as ordinary text, and None does
+                so with a warning.
             **choices: temperature, top_k, top_p, min_p, repetition_penalty and seed, as in
                 `SamplingParams`; PyTorch's global generator is not used.
 
@@ -228,6 +263,7 @@ class Model(TextModel):
             SamplingParams(**choices),
             _cache_config(cache, max_context),
             cuda_graph,
+            special,
         )
         if is_single_prompt(prompt):
             return Generation(self, prompt, options, prefix)
@@ -241,13 +277,14 @@ class Model(TextModel):
         chunk: int | None = 512,
         max_context: int | None = None,
         cache: str | None = None,
+        special: bool | None = None,
     ) -> PrefixCache:
         """Read a prompt once and keep its caches, for several continuations (prefix caching).
 
         Args:
-            prompt: the text to read, or its ids; not empty.
+            prompt: the text to read, its ids, or messages; not empty.
             prefix: a prompt that was read before, which this one continues.
-            chunk, max_context, cache: as in `generate`.
+            chunk, max_context, cache, special: as in `generate`.
 
         Returns:
             The prefix, for `generate(text, prefix=...)`.
@@ -263,7 +300,9 @@ class Model(TextModel):
         [True, True]
         """
         cache_config = _cache_config(cache, max_context)
-        return PrefixCache(self, prompt, prefix=prefix, chunk=chunk, cache_config=cache_config)
+        return PrefixCache(
+            self, prompt, prefix=prefix, chunk=chunk, cache_config=cache_config, special=special
+        )
 
     def beam_search(
         self,
@@ -275,15 +314,16 @@ class Model(TextModel):
         chunk: int | None = 512,
         max_context: int | None = None,
         cache: str | None = None,
+        special: bool | None = None,
     ) -> list[BeamCompletion]:
         """Search the most likely continuations of a prompt as a whole; see `beam_search`.
 
         Args:
-            prompt: the text to continue, or its ids; not empty.
+            prompt: the text to continue, its ids, or messages; not empty.
             beams: how many candidates are kept at every step, and the largest number of results.
             max_tokens: the largest number of new tokens, at least 1.
             length_penalty: score = sum of log p / n^length_penalty; 0 ranks by probability.
-            chunk, max_context, cache: as in `generate`.
+            chunk, max_context, cache, special: as in `generate`.
 
         Returns:
             At most `beams` continuations, best first.
@@ -297,7 +337,10 @@ class Model(TextModel):
         (4, True)
         """
         options = GenerationOptions(
-            max_tokens, chunk=chunk, cache_config=_cache_config(cache, max_context)
+            max_tokens,
+            chunk=chunk,
+            cache_config=_cache_config(cache, max_context),
+            special=special,
         )
         result = beam_search_text(self, prompt, options, beams=beams, length_penalty=length_penalty)
         return result.completions
@@ -307,7 +350,13 @@ class Model(TextModel):
         return lambda: self.forward(ids) if self.has_head else self.hidden(ids)
 
     def _json_files(self) -> Mapping[str, object]:
-        return {"generation_config.json": {"eos_token_id": sorted(self.eos_ids)}}
+        files: dict[str, object] = {
+            "generation_config.json": {"eos_token_id": sorted(self.eos_ids)}
+        }
+        if (template := self._chat_template) is not None:
+            content = {"chat_template": template.source, **template.special_tokens}
+            files["tokenizer_config.json"] = content
+        return files
 
 
 def _cache_config(cache: str | None, max_context: int | None) -> CacheConfig | None:

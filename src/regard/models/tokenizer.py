@@ -180,6 +180,8 @@ class Tokenizer:
         self._unknown = _unknown_id(backend)
         # (special, continued) -> the backend that encodes so; see `_backend_for`
         self._backends = {(False, False): backend}
+        self.has_warned = False
+        """Whether `regard.models.prompts` has warned about the name of a special token."""
         added = backend.get_added_tokens_decoder()
         self._special = {token.content: index for index, token in added.items() if token.special}
 
@@ -276,6 +278,12 @@ class Tokenizer:
     def special(self) -> dict[str, int]:
         """The special tokens and their ids, as a copy."""
         return dict(self._special)
+
+    def special_names(self, text: str) -> list[str]:
+        """Return the special tokens whose names are in a text."""
+        if not any(letter in text for letter in {name[:1] for name in self._special}):
+            return []
+        return [name for name in self._special if name and name in text]
 
     @property
     def is_byte_level(self) -> bool:

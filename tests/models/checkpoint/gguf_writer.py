@@ -13,11 +13,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-NUMBER = {"F32": 0, "F16": 1, "Q4_0": 2, "Q5_0": 6, "Q8_0": 8, "Q4_K": 12, "Q5_K": 13} | {
+NUMBER = {"F32": 0, "F16": 1, "Q4_0": 2, "Q4_1": 3, "Q5_0": 6, "Q5_1": 7, "Q8_0": 8} | {
+    "Q4_K": 12,
+    "Q5_K": 13,
     "Q6_K": 14,
     "BF16": 30,
 }
 BLOCK = {"Q4_0": (32, 18), "Q5_0": (32, 22), "Q8_0": (32, 34)} | {
+    "Q4_1": (32, 20),
+    "Q5_1": (32, 24),
     "Q4_K": (256, 144),
     "Q5_K": (256, 176),
     "Q6_K": (256, 210),
@@ -98,11 +102,20 @@ def random_blocks(kind: str, rows: int, columns: int, size: float = 1.0) -> Any:
     numbers, count = BLOCK[kind]
     random = np.random.default_rng(rows * 1000 + columns)
     raw = random.integers(0, 256, (rows, columns // numbers, count), dtype=np.uint8)
-    largest = {"Q4_0": 8, "Q5_0": 16, "Q8_0": 127, "Q4_K": 900, "Q5_K": 1800, "Q6_K": 4000}[kind]
-    factor = random.normal(size=(*raw.shape[:2], 2)) * 2 * size / largest
-    places = {"Q6_K": (208,), "Q4_K": (0, 2), "Q5_K": (0, 2)}.get(kind, (0,))
+    largest = {"Q4_0": 8, "Q4_1": 8, "Q5_0": 16, "Q5_1": 16, "Q8_0": 127} | {
+        "Q4_K": 900,
+        "Q5_K": 1800,
+        "Q6_K": 4000,
+    }
+    factor = random.normal(size=(*raw.shape[:2], 2)) * 2 * size / largest[kind]
+    pair = (0, 2)
+    places = {"Q6_K": (208,), "Q4_K": pair, "Q5_K": pair, "Q4_1": pair, "Q5_1": pair}.get(
+        kind, (0,)
+    )
     for i, place in enumerate(places):
         grown = np.abs(factor[..., i]) * (6 if i else 1)  # so that means are near zero
+        if kind.endswith("_1"):  # the minimum, about minus the middle code times the factor
+            grown = -largest[kind] * np.abs(factor[..., 0]) if i else grown
         half = (grown if len(places) > 1 else factor[..., i]).astype("<f2")
         raw[..., place : place + 2] = half.view(np.uint8).reshape(*half.shape, 2)
     return raw.reshape(rows, -1)
@@ -146,6 +159,18 @@ def q5_0(b: bytes) -> list[float]:
         out[i] = half(b[:2]) * (low + 16 * (fifth >> i & 1) - 16)
         out[i + 16] = half(b[:2]) * (high + 16 * (fifth >> (i + 16) & 1) - 16)
     return out
+
+
+def q4_1(b: bytes) -> list[float]:
+    codes = [x & 15 for x in b[4:]] + [x >> 4 for x in b[4:]]
+    return [half(b[:2]) * code + half(b[2:4]) for code in codes]
+
+
+def q5_1(b: bytes) -> list[float]:
+    fifth = struct.unpack("<I", b[4:8])[0]
+    low = [x & 15 for x in b[8:]] + [x >> 4 for x in b[8:]]
+    codes = [code + 16 * (fifth >> i & 1) for i, code in enumerate(low)]
+    return [half(b[:2]) * code + half(b[2:4]) for code in codes]
 
 
 def group(b: bytes, g: int) -> tuple[int, int]:
@@ -194,7 +219,11 @@ def q6_k(b: bytes) -> list[float]:
     return out
 
 
-ORACLE = {"Q8_0": q8_0, "Q4_0": q4_0, "Q5_0": q5_0, "Q4_K": q4_k, "Q5_K": q5_k, "Q6_K": q6_k}
+ORACLE = {"Q8_0": q8_0, "Q4_0": q4_0, "Q4_1": q4_1, "Q5_0": q5_0, "Q5_1": q5_1} | {
+    "Q4_K": q4_k,
+    "Q5_K": q5_k,
+    "Q6_K": q6_k,
+}
 
 LAYER = {
     "input_layernorm": "attn_norm",

@@ -11,7 +11,7 @@ from tests.models.checkpoint import gguf_writer as gguf
 
 KINDS = sorted(gguf.BLOCK)
 # a value is a product or a difference of two products, rounded to fp32 once or three times
-ROUNDINGS = {"Q4_0": 2, "Q5_0": 1, "Q8_0": 1, "Q6_K": 2, "Q4_K": 4, "Q5_K": 4}
+ROUNDINGS = {"Q4_0": 2, "Q4_1": 2, "Q5_0": 1, "Q5_1": 2, "Q8_0": 1, "Q6_K": 2, "Q4_K": 4, "Q5_K": 4}
 EPS = 2.0**-24
 
 
@@ -36,7 +36,7 @@ def test_a_record_has_the_same_numbers(kind: str) -> None:
     # a scale and a zero point in fp32 cost as many roundings again
     bound = 2 * ROUNDINGS[kind] * EPS * wanted.abs().max()
     assert (record.dequantize().double() - wanted).abs().max() <= bound
-    bits = {"Q8_0": 8.5, "Q5_0": 8.5, "Q4_0": 5.0, "Q4_K": 6.0}[kind]
+    bits = {"Q8_0": 8.5, "Q5_0": 8.5, "Q4_0": 5.0, "Q4_1": 6.0, "Q4_K": 6.0}[kind]
     assert record.bytes * 8 / wanted.numel() == bits
     x = torch.randn(1, 512, generator=torch.Generator().manual_seed(0))
     y = stored_linear(x, record)
@@ -46,12 +46,13 @@ def test_a_record_has_the_same_numbers(kind: str) -> None:
     assert (plain - exact).abs().max() < 1e-3
 
 
-def test_a_group_without_a_scale_is_constant() -> None:
-    raw = gguf.random_blocks("Q4_K", 2, 256)
-    raw[:, 4] &= 0b11000000  # the factor of group 0
-    wanted = gguf.numbers_of("Q4_K", raw)
+@pytest.mark.parametrize("kind, place, kept", [("Q4_K", 4, 0b11000000), ("Q4_1", slice(2), 0)])
+def test_a_group_without_a_scale_is_constant(kind: str, place: int | slice, kept: int) -> None:
+    raw = gguf.random_blocks(kind, 2, 256)
+    raw[:, place] &= kept  # the factor of group 0
+    wanted = gguf.numbers_of(kind, raw)
     assert wanted[:, :32].std(1).max() == 0
-    record = gguf_record("Q4_K", torch.from_numpy(raw), torch.float32)
+    record = gguf_record(kind, torch.from_numpy(raw), torch.float32)
     torch.testing.assert_close(record.dequantize().double(), wanted, atol=1e-6, rtol=1e-6)
 
 
@@ -60,8 +61,8 @@ def test_another_layout_would_be_far(kind: str) -> None:
     """The comparison notices two codes that changed places."""
     raw = gguf.random_blocks(kind, 1, 256)
     wanted = gguf.numbers_of(kind, raw)
-    place = {"Q4_0": 2, "Q5_0": 6, "Q8_0": 2, "Q4_K": 16, "Q5_K": 48, "Q6_K": 0}[kind]
-    raw[0, place] ^= 0x11
+    place = {"Q4_0": 2, "Q4_1": 4, "Q5_0": 6, "Q5_1": 8, "Q8_0": 2, "Q4_K": 16, "Q5_K": 48}
+    raw[0, place.get(kind, 0)] ^= 0x11
     changed = dequantize_gguf(kind, torch.from_numpy(raw)).double()
     assert (changed - wanted).abs().max() > 1e-3 * wanted.abs().max()
     assert int((changed != wanted.float()).sum()) <= 4

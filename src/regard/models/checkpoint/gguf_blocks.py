@@ -1,12 +1,15 @@
-"""The block formats of GGUF files: Q4_0, Q5_0, Q8_0, Q4_K, Q5_K and Q6_K.
+"""The block formats of GGUF files: Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q4_K, Q5_K and Q6_K.
 
 Every function takes the bytes of rows, uint8 [N, bytes of a row], in which a row is a sequence of
 blocks of 32 numbers, or of 256 for the formats with a K. Letters: d and dmin are the fp16 factors
-of a block, q the unsigned codes, s and m the factors of the groups in a block of 256.
+of a block, b its fp16 minimum, q the unsigned codes, s and m the factors of the groups in a
+block of 256.
 
     Q8_0   w = d q                   q in -128 ... 127
     Q5_0   w = d (q - 16)            q in 0 ... 31
+    Q5_1   w = d q + b               q in 0 ... 31
     Q4_0   w = d (q - 8)             q in 0 ... 15
+    Q4_1   w = d q + b               q in 0 ... 15
     Q4_K   w = d s q - dmin m        q in 0 ... 15, s and m in 0 ... 63 for each 32 numbers
     Q5_K   w = d s q - dmin m        q in 0 ... 31
     Q6_K   w = d s (q - 32)          q in 0 ... 63, s in -128 ... 127 for each 16 numbers
@@ -65,13 +68,27 @@ def _q4_0(raw: Tensor) -> GroupedCodes:
     return GroupedCodes(_nibbles(x[..., 2:]).flatten(1), scales, 8 * scales.float())
 
 
+def _q4_1(raw: Tensor) -> GroupedCodes:
+    x = _blocks(raw, 20)
+    return GroupedCodes(_nibbles(x[..., 4:]).flatten(1), _half(x[..., :2]), -_half(x[..., 2:4]))
+
+
+def _five_bits(x: Tensor) -> Tensor:
+    """Return the codes of blocks [N, blocks, 20]: bit j of the first 4 bytes is the highest of
+    number j.
+    """
+    high = _bits(x[..., :4], torch.arange(8, device="cpu")).flatten(-2)
+    return _nibbles(x[..., 4:]) | high << 4
+
+
 def _q5_0(raw: Tensor) -> GroupedCodes:
     x = _blocks(raw, 22)
-    high = _bits(x[..., 2:6], torch.arange(8, device="cpu")).flatten(
-        -2
-    )  # bit j belongs to number j
-    codes = (_nibbles(x[..., 6:]) | high << 4).to(torch.int8) - 16
-    return GroupedCodes(codes.flatten(1), _half(x[..., :2]))
+    return GroupedCodes((_five_bits(x[..., 2:]).to(torch.int8) - 16).flatten(1), _half(x[..., :2]))
+
+
+def _q5_1(raw: Tensor) -> GroupedCodes:
+    x = _blocks(raw, 24)
+    return GroupedCodes(_five_bits(x[..., 4:]).flatten(1), _half(x[..., :2]), -_half(x[..., 2:4]))
 
 
 def _bits(raw: Tensor, places: Tensor) -> Tensor:
@@ -120,7 +137,9 @@ def _q6_k(raw: Tensor) -> GroupedCodes:
 
 _READERS: dict[str, Callable[[Tensor], GroupedCodes]] = {
     "Q4_0": _q4_0,
+    "Q4_1": _q4_1,
     "Q5_0": _q5_0,
+    "Q5_1": _q5_1,
     "Q8_0": _q8_0,
     "Q4_K": _q4_k,
     "Q5_K": _q5_k,
@@ -128,7 +147,7 @@ _READERS: dict[str, Callable[[Tensor], GroupedCodes]] = {
 }
 _FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
-RECORD_FORMS = {"Q8_0": "int8", "Q5_0": "int8", "Q4_0": "int4", "Q4_K": "int4"}
+RECORD_FORMS = {"Q8_0": "int8", "Q5_0": "int8", "Q4_0": "int4", "Q4_1": "int4", "Q4_K": "int4"}
 """Block format -> form of the stored weight with the same values."""
 
 
@@ -148,9 +167,9 @@ def dequantize_gguf(name: str, raw: UInt8[Tensor, "N bytes"]) -> Float[Tensor, "
 
 
 def gguf_record(name: str, raw: UInt8[Tensor, "N bytes"], dtype: torch.dtype) -> StoredWeight:
-    """Return rows in a format of `RECORD_FORMS` as a stored weight, exactly but for Q4_K, whose
-    zero points dmin m / (d s) are rounded to fp32; where d s = 0, codes are 0, the zero point 1 and
-    the scale dmin m.
+    """Return rows in a format of `RECORD_FORMS` as a stored weight, exactly but for Q4_1 and Q4_K,
+    whose zero points -b / d and dmin m / (d s) are rounded to fp32; where the scale is 0, codes are
+    0, the zero point 1 and the scale the offset.
     """
     codes, scales, offsets = _READERS[name](raw)
     if RECORD_FORMS[name] == "int8":
@@ -158,6 +177,7 @@ def gguf_record(name: str, raw: UInt8[Tensor, "N bytes"], dtype: torch.dtype) ->
     if name == "Q4_0":
         return Int4Weight.pack(codes, scales, torch.full_like(scales, 8), codes.shape[1], dtype)
     assert offsets is not None
+    scales, offsets = scales.float(), offsets.float()
     constant = scales == 0
     zeros = torch.where(constant, 1.0, offsets / scales.masked_fill(constant, 1.0))
     scales = torch.where(constant, offsets, scales)

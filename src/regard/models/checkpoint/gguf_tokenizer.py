@@ -32,8 +32,10 @@ PATTERNS: Mapping[str, str | None] = {
     "llama3": _LLAMA3,
     "qwen2": _QWEN2,
     "deepseek-r1-qwen": _QWEN2,
+    "smollm": r"\p{N}",
 }
 """`tokenizer.ggml.pre` -> the pattern of words; None is the pattern of GPT-2."""
+_THEN_GPT2 = ("smollm",)  # each digit is a word; what is between them is split as by GPT-2
 _NORMALIZED = ("qwen2", "deepseek-r1-qwen")  # published with the normalization NFC
 _WHOLE_WORDS = ("llama-bpe", "llama-v3", "llama3")  # a word that is a token is not split first
 
@@ -168,7 +170,11 @@ def _byte_level(values: _Values, tokens: Sequence[str]) -> tokenizers.Tokenizer:
     steps: list[Any] = []
     if pattern is not None:
         steps = [pre_tokenizers.Split(Regex(pattern), "isolated")]
-    steps.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=pattern is None))
+    steps.append(
+        pre_tokenizers.ByteLevel(
+            add_prefix_space=False, use_regex=pattern is None or name in _THEN_GPT2
+        )
+    )
     backend.pre_tokenizer = pre_tokenizers.Sequence(steps)
     if name in _NORMALIZED:
         backend.normalizer = normalizers.NFC()

@@ -22,6 +22,7 @@ from regard.configs.base import Raw
 from regard.configs.reader import IGNORED_KEYS
 from regard.errors import ArgumentError, FileError
 from regard.files.atomic_write import sync_to_disk, temporary_folder
+from regard.files.named_packages import packaged_source
 from regard.files.regular_files import checked_path_or_none
 from regard.files.strict_json import read_json
 from regard.language import Phrase, counted
@@ -335,6 +336,7 @@ def convert(
     >>> report.before.cached_values, report.after.cached_values
     (1024, 256)
     """
+    source = packaged_source(source)
     if (file := gguf_file(source, revision)) is not None:
         raise FileError(
             f"{file} is a GGUF file, and a conversion reads a folder with config.json and "

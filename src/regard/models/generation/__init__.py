@@ -9,6 +9,7 @@ from regard.models.generation.beam_search import (
 )
 from regard.models.generation.cache_config import CacheConfig
 from regard.models.generation.captured_step import CapturedSession
+from regard.models.generation.conversation import Conversation
 from regard.models.generation.decode_session import DecodeSession, PrefixCache
 from regard.models.generation.generate import (
     BatchGeneration,
@@ -25,6 +26,7 @@ __all__ = [
     "CacheConfig",
     "CapturedSession",
     "Continuation",
+    "Conversation",
     "DecodeSession",
     "Generation",
     "GenerationOptions",

@@ -15,15 +15,10 @@ from torch import Tensor
 from regard.argument_checks import check_number
 from regard.errors import ArgumentError
 from regard.models.generation.cache_config import CacheConfig
-from regard.models.generation.decode_session import (
-    DecodeSession,
-    LanguageModel,
-    Prompt,
-    encode_prompt,
-    pad_left,
-)
+from regard.models.generation.decode_session import DecodeSession, pad_left
 from regard.models.generation.generate import GenerationOptions
 from regard.models.generation.sampling import check_largest, top_ids
+from regard.models.prompts import LanguageModel, Prompt, encode_prompt
 
 
 @torch.no_grad()
@@ -273,7 +268,7 @@ def beam_search_text(
 
     Args:
         model: the model; it reads the prompt once, and all beams share those caches.
-        prompt: the text to continue, or its ids; not empty.
+        prompt: the text to continue, its ids, or messages; not empty.
         options: max_tokens, at least 1; chunk; cache_config. Sampling, stop strings and cuda_graph
             raise.
         beams: the number of candidates.
@@ -312,7 +307,7 @@ def beam_search_text(
         )
     cache_config, ids = (
         options.cache_config or CacheConfig(),
-        encode_prompt(model, prompt),
+        encode_prompt(model, prompt, special=options.special),
     )
     cache_config = cache_config.with_capacity(len(ids), options.max_tokens)
     start = time.perf_counter()

@@ -7,50 +7,21 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Sequence
-from typing import Any, Protocol, TypeAlias
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
 from regard.caches import Cache
-from regard.errors import ArgumentError, ArgumentTypeError
+from regard.errors import ArgumentError
 from regard.models.compiled_step import PreparedDecoder
-from regard.models.decoder import Decoder, check_ids
+from regard.models.decoder import Decoder
 from regard.models.generation.cache_config import CacheConfig, has_dynamic_rotary
-from regard.models.tokenizer import Tokenizer
+from regard.models.prompts import LanguageModel, Prompt, encode_prompt
 from regard.nn import PrefixRecomputer
 from regard.nn.weights.stored import device_of
 from regard.sequence_scope import SequenceScope, current_scope
 from regard.span import Positions, slice_positions, slot_count
-
-Prompt: TypeAlias = str | Sequence[int] | Tensor
-"""A text; or its ids, as a list or tuple of ints, or an integer tensor [T] or [1, T]."""
-
-
-class LanguageModel(Protocol):
-    """The parts of a model that generation uses; `regard.models.Model` has them."""
-
-    config: Any
-    """The config of the model's family, with vocab_size."""
-    decoder: Decoder
-    """The network: ids [B, T] -> logits [B, T, V]."""
-    eos_ids: frozenset[int]
-    """The ids that end a text."""
-
-    @property
-    def has_tokenizer(self) -> bool:
-        """Whether the model has a tokenizer; without one it takes ids and gives ids."""
-        ...
-
-    @property
-    def tokenizer(self) -> Tokenizer:
-        """The tokenizer, which converts text to ids and ids to text."""
-        ...
-
-    def encode(self, text: str) -> Int[Tensor, "1 T"]:
-        """Convert a text to ids [1, T], with the special tokens that the tokenizer adds."""
-        ...
 
 
 class DecodeSession:
@@ -185,6 +156,23 @@ class DecodeSession:
         return other
 
     @torch.inference_mode()
+    def crop(self, length: int) -> None:
+        """Remove every token at position `length` or later.
+
+        Args:
+            length: the number of positions to keep.
+
+        Raises:
+            ArgumentError: a cache cannot do so; the session is then of no more use.
+        """
+        if self._prefix is not None:
+            raise ArgumentError(
+                "a session whose frequencies depend on the length cannot be cut off"
+            )
+        for cache in self._caches:
+            cache.crop(length)
+
+    @torch.inference_mode()
     def select(self, rows: Int[Tensor, " rows"]) -> None:
         """Keep the given rows, in this order; a row may appear several times, or not at all.
 
@@ -226,10 +214,11 @@ class PrefixCache:
 
     Args:
         model: the model that reads.
-        prompt: the text to read, or its ids; not empty.
+        prompt: the text to read, its ids, or messages; not empty.
         prefix: a prompt that was read before, which this one continues; it stays as it is.
         chunk: the number of tokens per forward pass; None is one pass.
         cache_config: the kind of cache; None is that of `prefix`, or the default.
+        special: as in `regard.models.Model.generate`.
 
     Attributes:
         model, cache_config: the arguments.
@@ -257,6 +246,7 @@ class PrefixCache:
         prefix: PrefixCache | None = None,
         chunk: int | None = None,
         cache_config: CacheConfig | None = None,
+        special: bool | None = None,
     ) -> None:
         self.model, self.cache_config = (
             model,
@@ -271,7 +261,7 @@ class PrefixCache:
                 "of the prompt and a continuation together",
                 argument="max_context",
             )
-        new = encode_prompt(model, prompt, prefix)
+        new = encode_prompt(model, prompt, None if prefix is None else prefix.ids, special=special)
         self.ids: tuple[int, ...] = (*(prefix.ids if prefix is not None else ()), *new)
         self.cache_config.check(len(self.ids), 0)
         if not new:
@@ -321,47 +311,3 @@ def check_prefix(
             f"prefix has its own caches, {prefix.cache_config}; give max_context and cache to "
             "cache_prefix(...) instead"
         )
-
-
-def encode_prompt(
-    model: LanguageModel, prompt: Prompt, prefix: PrefixCache | None = None
-) -> list[int]:
-    """Convert a prompt to ids: a text gets special tokens unless it continues a prefix."""
-    if isinstance(prompt, str):
-        if prefix is None:
-            ids = model.encode(prompt)[0].tolist()
-        else:
-            ids = model.tokenizer.encode(prompt, after=prefix.ids)
-    else:
-        ids = _ids_of(prompt)
-        if not ids and prefix is None:
-            raise ArgumentError("the prompt has no ids; give at least one")
-    check_ids(pad_left([ids])[0], model.config.vocab_size)
-    return ids
-
-
-def _ids_of(prompt: object) -> list[int]:
-    """Return the ids of a prompt that is no text."""
-    advice = "a prompt is a text, a list of int ids, or an integer tensor [T] or [1, T] of ids"
-    if isinstance(prompt, Tensor):
-        if prompt.is_floating_point() or prompt.is_complex() or prompt.dtype == torch.bool:
-            raise ArgumentTypeError(f"the prompt is a tensor of {prompt.dtype}; {advice}")
-        if prompt.ndim not in (1, 2) or (prompt.ndim == 2 and len(prompt) != 1):
-            raise ArgumentError(
-                f"the prompt is a tensor {list(prompt.shape)}; {advice}; for a batch give a list "
-                "of prompts, each without padding"
-            )
-        return [int(i) for i in prompt.flatten().tolist()]
-    if not isinstance(prompt, (list, tuple)):
-        raise ArgumentTypeError(f"the prompt is {type(prompt).__name__}; {advice}")
-    for i, index in enumerate(prompt):
-        if type(index) is not int:
-            raise ArgumentTypeError(f"prompt[{i}] is {type(index).__name__}; {advice}")
-    return list(prompt)
-
-
-def is_single_prompt(prompt: object) -> bool:
-    """Return whether an argument is one prompt, and not a list or tuple of prompts."""
-    if not isinstance(prompt, (list, tuple)):
-        return True
-    return bool(prompt) and all(isinstance(index, int) for index in prompt)

@@ -15,14 +15,12 @@ from regard.models.generation.cache_config import CacheConfig
 from regard.models.generation.captured_step import CapturedSession, check_captured
 from regard.models.generation.decode_session import (
     DecodeSession,
-    LanguageModel,
     PrefixCache,
-    Prompt,
     check_prefix,
-    encode_prompt,
     pad_left,
 )
 from regard.models.generation.sampling import Sampler, SamplingParams
+from regard.models.prompts import LanguageModel, Prompt, encode_prompt
 
 
 class StopStrings:
@@ -121,6 +119,8 @@ class GenerationOptions:
         cache_config: the kind of cache; None is the default, or that of a prefix.
         cuda_graph: whether the step that decodes a token is captured once as a CUDA graph
             (`CapturedSession`).
+        special: whether names of special tokens in a prompt are these tokens; None is no, with a
+            warning.
 
     Raises:
         ArgumentError, ArgumentTypeError: an option has a wrong type or is out of its range.
@@ -135,6 +135,7 @@ class GenerationOptions:
     sampling: SamplingParams = field(default_factory=SamplingParams)
     cache_config: CacheConfig | None = None
     cuda_graph: bool = False
+    special: bool | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.cuda_graph, bool):
@@ -250,7 +251,10 @@ class _GenerationLoop:
         if prefix is not None:
             check_prefix(prefix, model, options.cache_config)
         self._prefix_ids = () if prefix is None else prefix.ids
-        self._prompt_ids = [encode_prompt(model, prompt, prefix) for prompt in prompts]
+        before = None if prefix is None else prefix.ids
+        self._prompt_ids = [
+            encode_prompt(model, prompt, before, special=options.special) for prompt in prompts
+        ]
         self._options, self._prefix = options, prefix
         self._cache_config = self._checked_config()
         rows = [[*self._prefix_ids, *ids] for ids in self._prompt_ids]
@@ -387,7 +391,7 @@ class BatchGeneration(_GenerationLoop):
 
     Args:
         model: the model.
-        prompts: the texts to continue, or the ids of each; only with `prefix` may one be empty.
+        prompts: texts, ids or messages of each; only with `prefix` may one be empty.
         options: the options of the generation.
         prefix: a prompt that was read before and that all prompts continue, or None.
 
@@ -418,7 +422,10 @@ class Generation(_GenerationLoop):
 
     Args:
         model, options, prefix: as in `BatchGeneration`.
-        prompt: the text to continue, or its ids; only with `prefix` may it be empty.
+        prompt: the text to continue, its ids, or messages; only with `prefix` may it be empty.
+
+    Attributes:
+        read: the ids that the model has read so far, those of a prefix included.
 
     Raises:
         ArgumentError: as in `BatchGeneration`.
@@ -438,9 +445,20 @@ class Generation(_GenerationLoop):
         prefix: PrefixCache | None = None,
     ) -> None:
         super().__init__(model, [prompt], options, prefix)
+        self.read = list(self._prefix_ids)
 
     def __next__(self) -> str:
         return next(self._pieces)[1]
+
+    def _prefill(self) -> Tensor:
+        logits = super()._prefill()
+        self.read += self._prompt_ids[0]
+        return logits
+
+    def _step(self, tokens: list[int]) -> Tensor:
+        logits = super()._step(tokens)
+        self.read += tokens
+        return logits
 
     @property
     def ids(self) -> list[int]:
