@@ -324,8 +324,10 @@ void sum_words(const Lines<T>& lines, int64_t first, const LineWeights& weights,
     unroll<kRows>([&](auto a) {
       const int16_t* p = w + a * weights.distance + line;
       if constexpr (kBytes == 32) pair[a] = _mm512_set1_epi32(load_bits<int32_t>(p));
-      else if constexpr (kBytes == 16) pair[a] = _mm512_permutexvar_epi32(order.pairs, _mm512_castsi128_si512(_mm_loadl_epi64((const __m128i*)p)));
-      else pair[a] = _mm512_permutexvar_epi32(order.pairs, _mm512_castsi128_si512(load_bits<__m128i>(p)));
+      else {
+        __m128i pairs = kBytes == 16 ? _mm_loadl_epi64((const __m128i*)p) : load_bits<__m128i>(p);
+        pair[a] = _mm512_permutexvar_epi32(order.pairs, _mm512_castsi128_si512(pairs));
+      }
     });
     unroll<kRows * kCodes>([&](auto i) { total[i] = add_word_pairs(total[i], code[i % kCodes], pair[i / kCodes]); });
   }
