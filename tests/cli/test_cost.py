@@ -321,7 +321,7 @@ def test_it_starts_without_torch_and_numpy_and_imports_little() -> None:
     )
     assert json.loads(done.stdout)["attention_parameters"] == 57_982_058_496
     found = json.loads(done.stderr)
-    heavy = {"torch", "numpy", "numba", "matplotlib", "transformers", "tokenizers", "safetensors"}
+    heavy = {"torch", "numpy", "matplotlib", "transformers", "tokenizers", "safetensors"}
     assert heavy.isdisjoint(found)
     ours = {name.split(".")[1] for name in found if name.startswith("regard.")}
     assert ours <= {*LIGHT}

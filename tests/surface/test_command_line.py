@@ -29,6 +29,7 @@ PROGRAMS = [
         f"regard.{path.relative_to(PACKAGE).with_suffix('').as_posix().replace('/', '.')}"
         for path in PACKAGE.rglob("*.py")
         if path.name != "__main__.py" and 'if __name__ == "__main__":' in path.read_text("utf-8")
+        if path.parent.name != "csrc"  # an installer runs it before there is a package
     ),
 ]
 """Everything that `python -m` runs."""

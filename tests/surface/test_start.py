@@ -15,7 +15,7 @@ import pytest
 import regard
 
 PACKAGE = Path(regard.__file__).parent
-HEAVY = ("torch", "numba", "transformers", "tokenizers", "safetensors", "matplotlib")
+HEAVY = ("torch", "transformers", "tokenizers", "safetensors", "matplotlib")
 
 
 def fresh(code: str, *flags: str) -> str:

@@ -13,9 +13,6 @@ libraries all have it.
 3. Where no library has it (another system, a torch without OpenMP), and in a forked process (a
 child has none of its parent's threads), `run_entry` falls back to `ThreadPool`: the same number of
 Python threads, with the same results.
-
-Numba's own threading layers are not used: one of them crashes when two Python threads call it,
-another after a fork, and all keep spinning threads beside torch's.
 """
 
 from __future__ import annotations
