@@ -396,6 +396,97 @@ def test_codes_of_every_form(bits: int, rows: int, group: int, D: int, dtype: to
     assert (out[0, 0] - exact).abs().max() < bound * (1 + scores.abs().max())
 
 
+def scores_of(q: Tensor, codes: Tensor, scale: Tensor, zero: Tensor, bits: int) -> Tensor:
+    """The scores `[R, n]` of rows of q `[R, D]` with a group of n keys: codes `[D, n bits / 8]`,
+    scales and zeros `[D]`. The lse of a row that sees a single key is its score.
+    """
+    R, n = len(q), codes.shape[1] * 8 // bits
+    values = torch.zeros(1, 1, n, 1, 1, dtype=torch.uint8)
+    of_values = torch.ones(1, 1, n, 1, 1, dtype=scale.dtype)
+    keys = (codes[None, None, None], *(x[None, None, None, :, None] for x in (scale, zero)))
+    segment = decode.QuantizedSegment(
+        decode.quantized_numbers(*keys, bits),
+        decode.quantized_numbers(values, of_values, of_values, 8),
+        scale.dtype,
+        n,
+        (q[:0], q[:0]),
+        (*keys, values, of_values),
+    )
+    found = torch.empty(R, n)
+    for c in range(n):
+        visible = torch.zeros(1, 1, 1, n, dtype=torch.bool)
+        visible[..., c] = True
+        args = decode.DecodeArgs(
+            q=q[None, None].contiguous(),
+            scale=1.0,
+            T=R,
+            k_positions=launch.NO_POSITIONS,
+            origin=0,
+            starts=launch.NO_RANGES,
+            stops=launch.NO_RANGES,
+            visible=visible,
+            softcap=0.0,
+            symmetric=False,
+            slopes=launch.NO_SLOPES,
+            bias=launch.NO_BIAS,
+            q_positions=torch.zeros(1, R, dtype=torch.int64),
+        )
+        found[:, c] = decode.decode_quantized(args, segment, 1)[1][0, 0]
+    return found
+
+
+def draw_lines(R: int, D: int, n: int, bits: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
+    """Rows of q, codes, scales and zeros that are no neighbours in memory; and the keys in fp64."""
+    make = torch.Generator().manual_seed(n)
+    codes = torch.randint(0, 256, (D, n * bits // 8 + 3), generator=make, dtype=torch.uint8)
+    codes = codes[:, 2:-1]
+    scale, zero = (torch.randn(D, 3, generator=make).to(dtype)[:, 1] for _ in range(2))
+    code = (codes[..., None].int() >> torch.arange(0, 8, bits)) % 2**bits
+    keys = zero.double()[:, None] + code.reshape(D, n) * scale.double()[:, None]
+    return torch.randn(R, D, generator=make), codes, scale, zero, keys
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("rows", [1, 3, 8])
+@pytest.mark.parametrize("bits, n", [(8, 5), (8, 96), (4, 2), (4, 96), (2, 4), (2, 32), (2, 72)])
+def test_sums_of_lines(rows: int, bits: int, n: int, dtype: torch.dtype) -> None:
+    """Each loop over the codes against fp64, in an odd number of lines."""
+    q, codes, scale, zero, keys = draw_lines(rows, 37, n, bits, dtype)
+    bound = 2e-6 if dtype == torch.float32 else 2**-14
+    error = scores_of(q, codes, scale, zero, bits) - q.double() @ keys
+    assert error.abs().max() < bound * (q.abs().double() @ keys.abs()).max()
+
+
+@pytest.mark.parametrize("rows, n, D", [(4, 32, 2), (4, 64, 128), (8, 96, 38), (4, 128, 256)])
+def test_sums_in_whole_numbers(rows: int, n: int, D: int) -> None:
+    """Of scales in 16 bits weights are off by half of what a whole number of 16 bits is worth, and
+    no more; one that is not finite shows.
+    """
+    q, codes, scale, zero, keys = draw_lines(rows, D, n, 8, torch.bfloat16)
+    q = q * torch.logspace(-6, 0, D)
+    half = (q * scale.float()).abs().amax(1).double() / 32767 / 2
+    bound = half[:, None] * (codes.double() - 128).abs().sum(0)
+    rounding = 2e-6 * (q.abs().double() @ keys.abs())
+    error = (scores_of(q, codes, scale, zero, 8) - q.double() @ keys).abs()
+    assert (error <= bound + rounding).all()
+    q[1, D // 2] = float("nan")
+    found = scores_of(q, codes, scale, zero, 8)
+    assert found[1].isnan().all()
+    assert found[[0, 2, 3]].isfinite().all()
+
+
+@pytest.mark.parametrize("D", [510, 576])
+def test_the_largest_sums_of_whole_numbers_do_not_wrap(D: int) -> None:
+    """Every weight and every code at its end: 576 such lines would leave 32 bits, and are summed
+    another way.
+    """
+    scale, zero = (torch.full((D,), x).bfloat16() for x in (1.0, 0.0))
+    for code in (0, 255):
+        codes = torch.full((D, 64), code, dtype=torch.uint8)
+        found = scores_of(torch.ones(4, D), codes, scale, zero, 8)
+        assert torch.allclose(found, torch.tensor(float(code * D)), atol=0.02 * D)
+
+
 def coded(axis: str, *, slots: int = 16, kind: torch.dtype = torch.float32) -> Any:
     """What a quantized cache answers, by hand: 8 bits, groups of 8, and two recent slots."""
     rows, lines = (slots // 8, 8) if axis == "channel" else (slots, 1)

@@ -136,25 +136,58 @@ inline vf centered_codes(vu bytes, int i) {
 #endif
 }
 
+// The two halves of a vector in the other order.
+inline vf swap_halves(vf x) {
+#if defined(__AVX512F__)
+  return (vf)_mm512_shuffle_f32x4((__m512)x, (__m512)x, 0x4E);
+#else
+  float numbers[2 * kLanes];
+  store(numbers, x), store(numbers + kLanes, x);
+  return load(numbers + kLanes / 2);
+#endif
+}
+
+// 8 bytes in the lower half of a vector, and again in the upper half.
+inline vu widen_twice(const uint8_t* p) {
+#if defined(__AVX512F__)
+  return (vu)_mm512_cvtepu8_epi32(_mm_set1_epi64x(load_bits<int64_t>(p)));
+#else
+  return widen_bytes(p);
+#endif
+}
+
 // The sums of `bytes` bytes of each line, at most kLanes, for kRows rows: out[r * distance + column] (+)= ....
 template <int kBits, int kRows, int kBytes, typename T>
 void sum_bytes(const Lines<T>& lines, const uint8_t* first, int64_t bytes, const LineWeights& weights, int64_t r, float* out,
                int64_t distance, bool overwrite) {
   constexpr int kCodes = 8 / kBits;
+  constexpr bool kFolded = kBits == 2 && kBytes == 8 && kLanes == 16;  // two codes of 8 bytes fill a vector
+  constexpr int kVectors = kFolded ? kCodes / 2 : kCodes;
   const float* w = weights.scaled.data() + r * weights.distance;
-  vf total[kRows * kCodes] = {};  // of row i / kCodes and code i % kCodes of each byte
+  vf total[kRows * kVectors] = {};  // of row i / kVectors and code i % kVectors of each byte
+  vu shift = {};
+  for (int i = kLanes / 2; i < kLanes; i++) shift[i] = kBits;
   for (int64_t line = 0; line < lines.count; line++) {
-    vu wide = widen_first<kBytes>(first + line * lines.step, bytes);
-    vf code[kCodes];
-    unroll<kCodes>([&](auto i) { code[i] = centered_codes<kBits>(wide, i); });
-    unroll<kRows * kCodes>([&](auto i) {
-      total[i] = fma(splat(w[i / kCodes * weights.distance + line]), code[i % kCodes], total[i]);
+    const uint8_t* p = first + line * lines.step;
+    vf code[kVectors];
+    if constexpr (kFolded) {
+      vu wide = widen_twice(p) >> shift;
+      unroll<kVectors>([&](auto i) { code[i] = centered_codes<kBits>(wide, 2 * i); });
+    } else {
+      vu wide = widen_first<kBytes>(p, bytes);
+      unroll<kVectors>([&](auto i) { code[i] = centered_codes<kBits>(wide, i); });
+    }
+    unroll<kRows * kVectors>([&](auto i) {
+      total[i] = fma(splat(w[i / kVectors * weights.distance + line]), code[i % kVectors], total[i]);
     });
   }
   unroll<kRows>([&](auto a) {
     float numbers[kCodes * kLanes];
     vf parts[kCodes];
-    unroll<kCodes>([&](auto i) { parts[i] = total[a * kCodes + i] + weights.added[r + a]; });
+    unroll<kCodes>([&](auto i) {
+      vf sums = total[a * kVectors + (kFolded ? i / 2 : i)];
+      parts[i] = (kFolded && i % 2 ? swap_halves(sums) : sums) + weights.added[r + a];
+    });
     write_in_order(parts, numbers);
     float* z = out + (r + a) * distance;
     int64_t columns = (kBytes ? kBytes : bytes) * kCodes;
@@ -291,8 +324,10 @@ void sum_words(const Lines<T>& lines, int64_t first, const LineWeights& weights,
     unroll<kRows>([&](auto a) {
       const int16_t* p = w + a * weights.distance + line;
       if constexpr (kBytes == 32) pair[a] = _mm512_set1_epi32(load_bits<int32_t>(p));
-      else if constexpr (kBytes == 16) pair[a] = _mm512_permutexvar_epi32(order.pairs, _mm512_castsi128_si512(_mm_loadl_epi64((const __m128i*)p)));
-      else pair[a] = _mm512_permutexvar_epi32(order.pairs, _mm512_castsi128_si512(load_bits<__m128i>(p)));
+      else {
+        __m128i pairs = kBytes == 16 ? _mm_loadl_epi64((const __m128i*)p) : load_bits<__m128i>(p);
+        pair[a] = _mm512_permutexvar_epi32(order.pairs, _mm512_castsi128_si512(pairs));
+      }
     });
     unroll<kRows * kCodes>([&](auto i) { total[i] = add_word_pairs(total[i], code[i % kCodes], pair[i / kCodes]); });
   }
@@ -323,7 +358,9 @@ void sum_words(const Lines<T>& lines, int64_t first, const LineWeights& weights,
 template <int kBits, typename T>
 bool sum_in_integers(const Lines<T>& lines, const LineWeights& weights, IntegerWeights& integers, int64_t rows, float* out,
                      int64_t distance, bool overwrite) {
-  constexpr int kMostRows = kBits == 2 ? 2 : 4;  // whose sums stay in registers
+  // eight sums for each of four rows would not stay in registers: there sums in fp32 are faster
+  constexpr int kMostRows = kBits == 2 ? 1 : 4;
+  if (kBits == 2 && rows > 1) return false;
   int64_t bytes = lines.columns * kBits / 8, width = bytes % 32 == 0 ? 32 : bytes;
   if (!(width == 32 || (width == 16 && kBits <= 4) || (width == 8 && kBits == 2))) return false;
   if (lines.count % (64 / width) || lines.count > kMostLines) return false;
