@@ -15,7 +15,6 @@ from regard.argument_checks import check_choice
 from regard.errors import ArgumentError
 from regard.huge_pages import empty_like
 from regard.nn.module_calls import call_as_leaf, is_proxy
-from regard.ops.fp16_linear import fp16_linear
 from regard.ops.gemv import check_linear_map, compiled_kernel_applies, try_gemv
 from regard.ops.onednn import onednn_linear
 from regard.ops.stored_linear import stored_linear
@@ -25,8 +24,11 @@ FP16_MATMUL_ROWS = 16
 """The least number of rows of x for which an fp16 product is computed in fp32 on a CPU."""
 Fp32Product: TypeAlias = Literal["torch", "onednn"]
 """Which library multiplies fp32 matrices with many rows on a CPU."""
-CONVERTED_BLOCK = 1 << 23
-"""How many elements of an fp16 weight are converted to fp32 at a time: 32 MiB in fp32."""
+CONVERTED_BLOCK = 1 << 21
+"""How many elements of an fp16 weight are converted to fp32 at a time: 8 MiB in fp32. From 32 MiB
+on the C library asks the operating system for new memory each time, which takes longer than a
+product of few rows.
+"""
 LARGE_RESULT = 1 << 25
 """The size in bytes from which the C library asks the operating system for new memory each time."""
 
@@ -41,8 +43,7 @@ def linear(
     """Compute y = W x + b.
 
     On a CPU, `regard.ops.gemv` computes a few rows. From `FP16_MATMUL_ROWS` rows on, torch is slow
-    in fp16 (LOG.md): `regard.ops.fp16_linear` takes them with AMX, otherwise the weight is
-    converted to fp32 block by block.
+    in fp16 (LOG.md): the weight is converted to fp32 block by block.
     """
     y = try_gemv(x, weight, bias)
     return _linear_by_matmul(x, weight, bias, block) if y is None else y
@@ -58,8 +59,6 @@ def _linear_by_matmul(
     rows = x.numel() // max(1, x.shape[-1])
     if x.dtype != torch.float16 or x.device.type != "cpu" or rows < FP16_MATMUL_ROWS:
         return _torch_linear(x, weight, bias)
-    if (y := fp16_linear(x, weight, bias)) is not None:
-        return y
     x32 = x.float()
     step = max(1, block // max(1, weight.shape[1]))
     biases = torch.split(bias, step) if bias is not None else [None] * -(-weight.shape[0] // step)

@@ -9,7 +9,6 @@ memory allows, also from the codes of a quantized cache. Its caller is `regard.o
 the mask does not hide, and its gradient. Its caller is `regard.ops.softmax.gemm`.
 - `gemv_loops` and `rms_norm_loops`: a linear map and an RMS norm of a few rows. Their callers are
 `regard.ops.gemv` and `regard.ops.rms_norm`.
-- `fp16_linear_loops`: a linear map of many rows in fp16. Its caller is `regard.ops.fp16_linear`.
 - `step_loops`: one decoded token through all layers of a model, with the loops of the others in one
 call. Its caller is `regard.ops.decode_step`.
 
@@ -55,7 +54,6 @@ The files, from the entry points inwards:
     matmul.py                   the matrix products of prefill, and the packing of their factors
     amx.py                      products of bfloat16 tiles on processors with AMX
     gemv_loops.py               a linear map of a few rows
-    fp16_linear_loops.py        a linear map of many fp16 rows, by AMX
     rms_norm_loops.py           an RMS norm of a few rows
     step_loops.py               a decoded token through all layers of a model
     step_network_loops.py       its feed-forward layers: one network, or a mixture of experts

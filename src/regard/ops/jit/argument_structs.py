@@ -215,21 +215,6 @@ GEMV_STRUCT = StructLayout(
 )
 """The arguments of y = W x + b for a few vectors x, packed by `regard.ops.gemv`."""
 
-FP16_LINEAR_STRUCT = StructLayout(
-    IntField("R"),  # the number of vectors
-    IntField("M"),  # the size of a vector of x, a multiple of 32
-    IntField("N"),  # the size of a vector of y
-    IntField("x"),  # the address of the vectors [R,M]
-    IntField("w"),  # the address of the weight [N,M]
-    IntField("b"),  # the address of the bias [N], or 0 without one
-    IntField("y"),  # the address of the output [R,N]
-    IntField("wrong"),  # the address of an int64 that is set to 1 if a result is not finite
-    IntField("columns"),  # the outputs of a task, a multiple of 64
-    IntField("rows"),  # the vectors of a task
-    IntField("depth"),  # the numbers of a vector that are multiplied at a time, a multiple of 32
-)
-"""The arguments of y = W x + b for many fp16 vectors x, packed by `regard.ops.fp16_linear`."""
-
 STORED_MATRIX_STRUCT = StructLayout(
     IntField("multiply"),  # the address of the entry that computes some rows, STORED_ROWS_STRUCT
     IntField("width"),  # the number of columns of the matrix in memory

@@ -129,13 +129,14 @@ static inline void digit_dots(const uint8_t* codes, int64_t row_bytes, const flo
                               int64_t row_scales, Digits digits, float (&out)[kRows][kCount]) {
   constexpr int kColumns = kBits == 4 || kGroup == 128 ? 128 : 64, kRegisters = kColumns / 64;
   constexpr int kBytes = kColumns * kBits / 8, kWords = digit_words(kBits, kColumns);
+  const int64_t ahead = std::max(kGemvAhead, kRows * row_bytes);  // behind the rows that are read now
   vf total[kRows][kCount] = {};
   for (int64_t block = 0; block < digits.blocks; block++) {
     vi code[kRows][kRegisters], zero[kRows];
     vf scale[kRows];
     for (int n = 0; n < kRows; n++) {
       const uint8_t* place = codes + n * row_bytes + block * kBytes;
-      prefetch(place + kGemvAhead, kBytes);
+      prefetch(place + ahead, kBytes);
       int64_t group = n * row_scales + block * (kColumns / kGroup);
       scale[n] = lane_scales<kGroup>(scales + group);
       if (kBits == 4) {

@@ -102,11 +102,13 @@ static inline void int4_dot(const uint8_t* row, const float* scales, const float
   vf total[R][kSums] = {};
   for (int64_t i = 0; i < width; i += kInt4Block) {
     prefetch(row + i / 2 + kGemvAhead, kInt4Block / 2);
+#pragma GCC unroll 4
     for (int n = 0; n < kInt4Block / kGroup; n++) {
       int64_t g = i / kGroup + n;
       Int4Numbers numbers(scales[g], zeros[g]);
       for (int part = 0; part < 16 / kLanes; part++) {
         vu words = load_bits<vu>(row + i / 2 + 4 * kLanes * part);
+#pragma GCC unroll 8
         for (int j = n * kGroup / 16; j < (n + 1) * kGroup / 16; j++) {
           vf w = numbers(words >> (4 * j));
           for (int r = 0; r < R; r++) {
@@ -151,6 +153,7 @@ template <int kBits, int kGroup>
 static void multiply_codes(const Product& call, float* wide) {
   const StoredMatrix& m = call.matrix;
   constexpr auto one = kBits == 8 ? int8_dot<kGroup, 1> : int4_dot<kGroup, 1>;
+  constexpr auto two = kBits == 8 ? int8_dot<kGroup, 2> : int4_dot<kGroup, 2>;
   constexpr auto four = kBits == 8 ? int8_dot<kGroup, 4> : int4_dot<kGroup, 4>;
   for (int64_t n = call.first; n < call.last; n++) {
     int64_t place = (n - call.first) % kScaledRows;
@@ -158,7 +161,8 @@ static void multiply_codes(const Product& call, float* wide) {
     const float *scales = wide + place * m.row_scales, *zeros = scales + m.row_scales / 2;
     for (int64_t r = 0; r < call.R; r += kGemvVectors) {
       float out[kGemvVectors];
-      (call.R == 1 ? one : four)(call.row(n), scales, zeros, call.vectors + r * call.distance, call.distance, m.width, out);
+      auto dot = call.R == 1 ? one : call.R - r <= 2 ? two : four;
+      dot(call.row(n), scales, zeros, call.vectors + r * call.distance, call.distance, m.width, out);
       for (int64_t j = 0; j < std::min(kGemvVectors, call.R - r); j++) {
         call.sums[(r + j) * call.sums_distance + n - call.first] = out[j];
       }
@@ -198,6 +202,10 @@ static void multiply_digits(const Product& call, const Digits& digits, float* wi
         continue;
       }
       for (int64_t r = 0; r < call.R; r += kGemvVectors) {
+        if (call.R - r <= 2) {
+          write_digit_dots<kBits, kGroup, kRowsAtOnce, 2>(call, n, r, scales, zeros, digits);
+          continue;
+        }
         for (int i = 0; i < kRowsAtOnce; i += 2) {
           write_digit_dots<kBits, kGroup, 2, kGemvVectors>(call, n + i, r, scales + i * step, zeros + i * step, digits);
         }
@@ -299,38 +307,44 @@ static void stored_linear(StoredLinear* call) {
 }
 REGARD_ENTRIES(stored_linear, StoredLinear, stored_linear)
 
-// Writes row n of a matrix as M plain numbers, each rounded once.
+// Writes kLanes numbers at y, or the first n of them.
+template <typename T>
+static inline void write_lanes(T* y, vf numbers, int64_t n) {
+  n >= kLanes ? store(y, numbers) : store_first(y, numbers, std::max<int64_t>(0, n));
+}
+
+// Writes a row of M numbers in another type.
 template <typename Scale, typename T>
-static void dequantize_row(const Dequantize& call, int64_t n, T* y) {
-  int64_t M = call.M;
-  auto codes = static_cast<const uint8_t*>(call.codes) + n * call.row_bytes;
-  auto scales = static_cast<const Scale*>(call.scales) + n * call.row_scales;
-  auto write = [&](int64_t i, vf numbers) {
-    if (i + kLanes <= M) {
-      store(y + i, numbers);
-    } else if (i < M) {
-      store_first(y + i, numbers, M - i);
+static void convert_row(const Scale* numbers, int64_t M, T* y) {
+  for (int64_t i = 0; i < M; i += kLanes) {
+    write_lanes(y + i, M - i < kLanes ? load_first(numbers + i, M - i) : load(numbers + i), M - i);
+  }
+}
+
+// Writes the first M numbers of a row of codes, each rounded once. zeros: of 4-bit codes.
+template <int kBits, int kGroup, typename Scale, typename T>
+static void dequantize_row(const uint8_t* codes, const Scale* scales, const Scale* zeros, int64_t M, T* y) {
+  auto write_group = [&](int64_t start, int64_t g, int64_t count) {  // a constant count leaves no branches
+    vf scale = splat(to_float(scales[g]));
+    if (kBits == 8) {
+#pragma GCC unroll 8
+      for (int j = 0; j < kGroup; j += kLanes) {
+        if (j < count) write_lanes(y + start + j, load_codes((const int8_t*)codes + start + j) * scale, count - j);
+      }
+      return;
+    }
+    Int4Numbers numbers(to_float(scales[g]), to_float(zeros[g]));
+    auto words = codes + start / kInt4Block * (kInt4Block / 2);
+    uint32_t first = start / 16 % 8;
+#pragma GCC unroll 8
+    for (int j = 0; j < kGroup; j += kLanes) {
+      vu shifted = load_bits<vu>(words + 4 * (j % 16)) >> (4 * (first + j / 16));
+      if (j < count) write_lanes(y + start + j, numbers(shifted), count - j);
     }
   };
-  if (call.form == kHalf) {
-    auto numbers = static_cast<const Scale*>(call.codes) + n * M;
-    for (int64_t i = 0; i < M; i += kLanes) write(i, M - i < kLanes ? load_first(numbers + i, M - i) : load(numbers + i));
-    return;
-  }
-  for (int64_t start = 0, g = 0; start < M; start += call.group, g++) {
-    float scale = to_float(scales[g]);
-    if (call.form == kInt8) {
-      for (int64_t i = start; i < std::min(M, start + call.group); i += kLanes) {
-        write(i, load_codes((const int8_t*)codes + i) * scale);
-      }
-      continue;
-    }
-    Int4Numbers numbers(scale, to_float(scales[call.row_scales / 2 + g]));
-    for (int64_t i = start; i < std::min(M, start + call.group); i += kLanes) {
-      auto words = codes + i / kInt4Block * (kInt4Block / 2) + 4 * (i % 16);
-      write(i, numbers(load_bits<vu>(words) >> uint32_t(4 * (i / 16 % 8))));
-    }
-  }
+  int64_t g = 0;
+  for (; (g + 1) * kGroup <= M; g++) write_group(g * kGroup, g, kGroup);
+  if (g * kGroup < M) write_group(g * kGroup, g, M - g * kGroup);
 }
 
 template <typename T>
@@ -339,8 +353,19 @@ static void dequantize(Dequantize* call) {
   int64_t N = call->N, step = std::max<int64_t>(1, kTaskNumbers / call->M);
   for (int64_t first; (first = take_task(call) * step) < N;) {
     with_type(call->dtype, [&](auto kind) {
+      using Scale = decltype(kind);
       for (int64_t n = first; n < std::min(N, first + step); n++) {
-        dequantize_row<decltype(kind)>(*call, n, static_cast<T*>(call->y) + n * call->M);
+        auto codes = static_cast<const uint8_t*>(call->codes) + n * call->row_bytes;
+        auto scales = static_cast<const Scale*>(call->scales) + n * call->row_scales, zeros = scales + call->row_scales / 2;
+        T* y = static_cast<T*>(call->y) + n * call->M;
+        if (call->form == kHalf) {
+          convert_row(reinterpret_cast<const Scale*>(codes), call->M, y);
+          continue;
+        }
+        with_group(call->group, [&](auto group) {
+          auto run = call->form == kInt8 ? dequantize_row<8, group, Scale, T> : dequantize_row<4, group, Scale, T>;
+          run(codes, scales, zeros, call->M, y);
+        });
       }
     });
   }
