@@ -73,7 +73,8 @@ static int64_t pack_digits(const float* x, int64_t blocks, int32_t* words, float
     uint32_t exponent = std::max<uint32_t>((largest + kMargin) >> 23, 23), biased = exponent - 22;
     factors[block] = bits_as<float>(biased << 23);
     vf inverse = splat(bits_as<float>((254 - biased) << 23));
-    vi bytes[kVectors], total = {};  // the lower three bytes are the digits
+    vi bytes[kVectors];  // the lower three bytes are the digits
+    vu total = {};       // a number that is not finite becomes INT32_MIN, whose negation overflows
     int rounded = 0, others = 0;
     for (int i = 0; i < kVectors; i++) {
       vf number = load(x + 16 * i), quotient = number * inverse;
@@ -82,7 +83,7 @@ static int64_t pack_digits(const float* x, int64_t blocks, int32_t* words, float
           _mm512_cmp_ps_mask(_mm512_cvtepi32_ps((__m512i)integers), (__m512)quotient, _CMP_NEQ_UQ));
       others += __builtin_popcount(_mm512_cmp_ps_mask((__m512)number, _mm512_setzero_ps(), _CMP_NEQ_UQ));
       bytes[i] = (integers + 0x808080) ^ 0x808080;
-      total -= integers;
+      total -= (vu)integers;
     }
     bad += rounded * kRoundedShare > others || largest >= 0x7F800000;
     if (kBits == 4) {  // byte b of word w has the codes 32 b + w and 32 b + 16 + w
