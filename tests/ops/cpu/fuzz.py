@@ -334,7 +334,7 @@ def decode(draw: Draw) -> None:
     addresses = [launch.row_address(x, draw.dtype) for x in (k, v)]
     memory = {"k": (addresses[0], *steps[0]), "v": (addresses[1], *steps[1])}
     memory |= {"pages": pages, "page_size": size}  # type: ignore[dict-item]
-    _run_decode(draw, "decode", "DecodePlain", n, *(x.double() for x in seen), memory)
+    _run_decode(draw, "decode", "DecodePlain", n, seen[0].double(), seen[1].double(), memory)
 
 
 def decode_quantized(draw: Draw) -> None:
@@ -346,7 +346,7 @@ def decode_quantized(draw: Draw) -> None:
         x, used = draw.tensor(n.B, n.G, n.S, d), torch.ones(1, n.S, dtype=torch.bool)
         made = quantize(x, used, axis, bits=bits, group=size)  # type: ignore[arg-type]
         parts = [draw.placed(y) for y in made[:3]]
-        memory[name] = quantized_numbers(*parts, bits)
+        memory[name] = quantized_numbers(parts[0], parts[1], parts[2], bits)
         wide.append((parts, axis, d))
     numbers = [_meant(*x, n, bits) for x in wide]
     _run_decode(draw, "decode_quantized", "DecodeQuantized", n, numbers[0], numbers[1], memory)
