@@ -12,6 +12,7 @@
 ENTRIES(gemv);
 ENTRIES(rms_norm);
 ENTRIES(gated_product);
+ENTRIES(decode);
 
 template <typename T>
 struct Stored;  // the numbers of one dtype: their name, their precision, and which of three entries is theirs
@@ -55,12 +56,12 @@ std::vector<T> numbers(int64_t n) {
 
 // Whether a result is exact but for its rounding, and for some roundings of fp32 numbers as large as `size`.
 template <typename T>
-void check(const char* what, int64_t i, T found, double exact, double size) {
+void check(const char* what, int64_t i, T found, double exact, double size, const char* dtype = Stored<T>::name) {
   double allowed = Stored<T>::unit * std::fabs(exact) + 0x1p-24 * size + 0x1p-24;  // the last: fp16's subnormal numbers
   double error = std::fabs(to_float(found) - exact);
   if (!(error <= allowed) && failures++ < 20) {
-    std::printf("%s_%s: number %lld is %.9g, not %.9g (error %.3g, allowed %.3g)\n", what, Stored<T>::name, (long long)i,
-                to_float(found), exact, error, allowed);
+    std::printf("%s_%s: number %lld is %.9g, not %.9g (error %.3g, allowed %.3g)\n", what, dtype, (long long)i, to_float(found),
+                exact, error, allowed);
   }
 }
 
@@ -126,14 +127,75 @@ void test_gated_product(const Entry* entries) {
   }
 }
 
+// A contiguous array as a field of a struct.
+template <typename N>
+Array<N> array(std::vector<N>& x, int64_t b, int64_t h, int64_t t, int64_t n) {
+  return {x.data(), {b, h, t, n}};
+}
+
+// Query t sees the keys S/3 <= j < S - t, in one or two splits, with a softcap, ALiBi or neither.
+template <typename T>
+void test_decode(const Entry* entries) {
+  for (int64_t S : {1, 3, 17, 64, 65, 200}) {
+    for (int64_t D : {1, 7, 16, 33, 70}) {
+      int64_t G = 2, heads = 1 + S % 3, t = 1 + D % 2, rows = heads * t, E = 1 + (3 * D + S) % 41, P = 1 + S % 2;
+      auto given = numbers<T>(G * rows * D), k = numbers<T>(G * S * D), v = numbers<T>(G * S * E);
+      std::vector<float> q(given.size()), out(G * P * rows * E), lse(G * P * rows), slopes(G * heads, 0.01f), none(1);
+      for (size_t i = 0; i < q.size(); i++) q[i] = to_float(given[i]);
+      std::vector<int64_t> starts(t), stops(t), positions(t), nothing(1);
+      for (int64_t i = 0; i < t; i++) starts[i] = S / 3, stops[i] = S - i, positions[i] = S - i - 1;
+      std::vector<uint8_t> visible(1);
+      bool capped = D % 3 == 0, sloped = D % 3 == 1;
+      DecodePlain call = {};
+      call.T = t, call.S = S, call.scale = 0.3, call.softcap = capped ? 2 : 0, call.page_size = 1;
+      call.q = array(q, 1, G, rows, D), call.out = array(out, G, P, rows, E), call.lse = array(lse, 1, G, P, rows);
+      call.starts = array(starts, 1, 1, t, 1), call.stops = array(stops, 1, 1, t, 1);
+      call.q_positions = array(positions, 1, 1, 1, t);
+      call.slopes = array(slopes, 1, 1, 1, sloped ? G * heads : 0);
+      call.k_positions = call.pages = array(nothing, 1, 1, 1, 0), call.bias = array(none, 1, 1, 1, 0);
+      call.visible = {reinterpret_cast<bool*>(visible.data()), {1, 1, 1, 0}};
+      call.k = {k.data(), {0, S * D, D}}, call.v = {v.data(), {0, S * E, E}};
+      entries[Stored<T>::entry](&call);
+      for (int64_t g = 0; g < G; g++) {
+        for (int64_t r = 0; r < rows; r++) {
+          std::vector<double> z(E), sizes(E);
+          double total = 0;
+          for (int64_t j = starts[r % t]; j < stops[r % t]; j++) {
+            double s = 0;
+            for (int64_t d = 0; d < D; d++) s += double(q[(g * rows + r) * D + d]) * to_float(k[(g * S + j) * D + d]);
+            s = capped ? 2 * std::tanh(0.15 * s) : 0.3 * s;
+            s -= sloped ? double(slopes[0]) * double(positions[r % t] - j) : 0;
+            total += std::exp(s);
+            for (int64_t e = 0; e < E; e++) {
+              double value = to_float(v[(g * S + j) * E + e]);
+              z[e] += std::exp(s) * value, sizes[e] += std::exp(s) * std::fabs(value);
+            }
+          }
+          double terms = double(S + 4 * D + 16);  // the roundings of a score, of its exponential, and of the sums
+          for (int64_t e = 0; e < E; e++) {
+            int64_t i = (g * P * rows + r) * E + e;
+            double exact = total > 0 ? z[e] / total : 0, size = total > 0 ? terms * sizes[e] / total : 0;
+            check("decode", i, out[i], exact, size, Stored<T>::name);
+          }
+          float sum = lse[g * P * rows + r];
+          if (total > 0) check("decode's lse", g * rows + r, sum, std::log(total), terms, Stored<T>::name);
+          if (total == 0 && sum != -INFINITY) failures++, std::printf("decode_%s: an lse without keys\n", Stored<T>::name);
+        }
+      }
+    }
+  }
+}
+
 template <typename T>
 void test_all() {
   const Entry gemvs[] = {gemv_f32, gemv_bf16, gemv_fp16};
   const Entry norms[] = {rms_norm_f32, rms_norm_bf16, rms_norm_fp16};
   const Entry products[] = {gated_product_f32, gated_product_bf16, gated_product_fp16};
+  const Entry decodes[] = {decode_f32, decode_bf16, decode_fp16};
   test_gemv<T>(gemvs);
   test_rms_norm<T>(norms);
   test_gated_product<T>(products);
+  test_decode<T>(decodes);
   std::printf("%s: %d failures\n", Stored<T>::name, failures);
 }
 

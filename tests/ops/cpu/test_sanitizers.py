@@ -88,7 +88,8 @@ def test_random_arguments(environment: dict[str, str]) -> None:
 @pytest.mark.parametrize("file", _files())
 def test_the_contract_of_each_kernel(file: str, environment: dict[str, str]) -> None:
     """The quick run of a file, whose processes load the same kernels."""
-    options = ["-q", "-n", "0", "-p", "no:cacheprovider", "--tb=short"]
+    # a report is written to the descriptor, which pytest would catch and lose as the process ends
+    options = ["-q", "-n", "0", "-p", "no:cacheprovider", "--tb=short", "--capture=sys"]
     done = python(environment, "-m", "pytest", *options, file)
     assert done.returncode == 0, (done.stdout + done.stderr)[-5000:]
 

@@ -333,7 +333,7 @@ void sum_words(const Lines<T>& lines, int64_t first, const LineWeights& weights,
   }
   unroll<kRows>([&](auto a) {
     vf parts[kCodes], zipped[kCodes];
-    __m512i middle = _mm512_set1_epi32(integers.total[r + a] << (kBits - 1));
+    __m512i middle = _mm512_slli_epi32(_mm512_set1_epi32(integers.total[r + a]), kBits - 1);
     unroll<kCodes>([&](auto i) {
       __m512i x = total[a * kCodes + i];  // one sum for each word, in kLines / 2 parts
       if (kBytes <= 16) x = _mm512_add_epi32(x, _mm512_shuffle_i64x2(x, x, 0x4E));

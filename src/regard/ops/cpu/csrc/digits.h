@@ -74,17 +74,18 @@ static int64_t pack_digits(const float* x, int64_t blocks, int32_t* words, float
     factors[block] = bits_as<float>(biased << 23);
     vf inverse = splat(bits_as<float>((254 - biased) << 23));
     vi bytes[kVectors], total = {};  // the lower three bytes are the digits
+    bool finite = largest < 0x7F800000;  // otherwise all digits are 0, because integers of NaN would overflow in the sums
     int rounded = 0, others = 0;
     for (int i = 0; i < kVectors; i++) {
       vf number = load(x + 16 * i), quotient = number * inverse;
-      vi integers = (vi)_mm512_cvtps_epi32((__m512)quotient);
+      vi integers = (vi)_mm512_maskz_cvtps_epi32(finite ? 0xFFFF : 0, (__m512)quotient);
       rounded += __builtin_popcount(
           _mm512_cmp_ps_mask(_mm512_cvtepi32_ps((__m512i)integers), (__m512)quotient, _CMP_NEQ_UQ));
       others += __builtin_popcount(_mm512_cmp_ps_mask((__m512)number, _mm512_setzero_ps(), _CMP_NEQ_UQ));
       bytes[i] = (integers + 0x808080) ^ 0x808080;
       total -= integers;
     }
-    bad += rounded * kRoundedShare > others || largest >= 0x7F800000;
+    bad += rounded * kRoundedShare > others || !finite;
     if (kBits == 4) {  // byte b of word w has the codes 32 b + w and 32 b + 16 + w
       for (int half = 0; half < 2; half++) {
         for (int k = 0; k < kDigits; k++) {

@@ -256,6 +256,9 @@ void StoredRows::multiply(const StoredMatrix& matrix, int64_t first, int64_t las
         auto pack = !is_int8 ? pack_digits<4, 128> : columns == 64 ? pack_digits<8, 64> : pack_digits<8, 128>;
         spread_[r] = pack(x, blocks, words_ + r * digits.vector_words, factors_ + r * blocks);
       }
+      // the vectors that fill up a group are multiplied, too: what an earlier matrix left there would overflow
+      std::fill(words_ + R * digits.vector_words, words_ + padded_count(R) * digits.vector_words, 0);
+      std::fill(factors_ + R * blocks, factors_ + padded_count(R) * blocks, 0.0f);
       packed_ = wanted;
     }
     if (!is_int8) {
