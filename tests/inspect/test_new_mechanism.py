@@ -208,7 +208,7 @@ def test_a_new_projection_is_recorded_and_explained() -> None:
     assert found.kind == "softmax"
     recording = record(with_layer(attention_of(ExplainedMirrored())), TEXT)
     row = recording.weights("layers.1", 2, rows=6)[0]
-    assert found.weights == pytest.approx(row.numpy(), abs=1e-6)
+    assert found.weights == pytest.approx(row.numpy(), abs=ROUNDING)
 
 
 def test_a_new_projection_that_says_something_false_is_told_apart() -> None:

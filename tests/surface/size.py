@@ -116,6 +116,13 @@ def circles(folder: Path) -> list[list[str]]:
     return found
 
 
+def cpp_lines(folder: Path) -> int:
+    """The lines of C++ that hold more than a comment."""
+    paths = [*folder.rglob("*.cpp"), *folder.rglob("*.h")]
+    lines = [x.strip() for path in paths for x in path.read_text("utf-8").splitlines()]
+    return sum(bool(x) and not x.startswith("//") for x in lines)
+
+
 def report() -> str:
     """The table that `python -m tests.surface.size` prints."""
     package = sources(ROOT / "src" / "regard")
@@ -125,6 +132,7 @@ def report() -> str:
         ("modules in src", len(package)),
         ("lines of code in src/regard", total.code),
         ("lines of docstrings in src/regard", total.docstrings),
+        ("lines of C++ in src/regard", cpp_lines(ROOT / "src" / "regard")),
         ("lines of code in tests", tests.code),
         ("circles of imports", len(circles(ROOT / "src" / "regard"))),
         *((f"bytes of {name}.md", (ROOT / f"{name}.md").stat().st_size) for name in PAGES),

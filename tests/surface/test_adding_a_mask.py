@@ -195,7 +195,7 @@ def test_a_page_has_a_new_mask_and_a_sentence_for_every_mask(
 ) -> None:
     page = json.dumps(report(recorded(masks.Causal() & toys.Band(2, 6)))["meta"], default=str)
     assert '"band(2, 6)"' in page
-    folder = Path(regard.view.__file__).parent / "report" / "strings"
+    folder = Path(regard.view.__file__).parent / "page" / "strings"
     files = sorted(folder.glob("*.json"))
     assert {path.stem for path in files} == {"en", "zh"}
     for path in files:
