@@ -11,3 +11,9 @@ def require_kernels() -> None:
     """Skip the module or test that calls this where no compiled kernels run, with the reason."""
     if not has_kernels():
         pytest.skip(f"no compiled kernels: {why_none()}", allow_module_level=True)
+
+
+def require_backend(name: str) -> None:
+    """Skip a test of a backend that is compiled where no compiled kernels run."""
+    if name in ("cpu", "gemm"):
+        require_kernels()

@@ -27,7 +27,7 @@ from regard.ops.softmax.call import Call, make_call
 from regard.ops.softmax.dispatch import KERNELS
 from regard.ops.softmax.kernel import Kernel, KernelResult
 from regard.ops.softmax.sdpa import SdpaKernel
-from tests.kernels import require_kernels
+from tests.kernels import require_backend
 from tests.nn.catalogue import CAUSAL, example, tokens
 from tests.oracles.plain import plain_attention, several_plains
 from tests.rules import assert_close_rule
@@ -127,8 +127,7 @@ def test_every_kernel_gives_the_same_bits_with_and_without(
 
 @pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
 def test_each_kernel_is_watched_in_its_cells(kernel: Kernel) -> None:
-    if kernel.name in ("cpu", "gemm"):
-        require_kernels()
+    require_backend(kernel.name)
     ran = 0
     for other, name, dtype in CELLS:
         if other is kernel:

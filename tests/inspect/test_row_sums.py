@@ -22,7 +22,7 @@ from regard.ops.softmax.call import Call, make_call
 from regard.ops.softmax.dispatch import KERNELS
 from regard.ops.softmax.kernel import Kernel, KernelResult, WorkEstimate
 from regard.span import Span
-from tests.kernels import require_kernels
+from tests.kernels import require_backend
 
 C = masks.Causal()
 LN2 = math.log(2)
@@ -108,8 +108,7 @@ def test_a_sound_record_is_never_flagged(kernel: str, name: str, dtype: torch.dt
 
 @pytest.mark.parametrize("kernel", WATCHED)
 def test_each_kernel_makes_its_records(kernel: str) -> None:
-    if kernel in ("cpu", "gemm"):
-        require_kernels()
+    require_backend(kernel)
     cells = [call for name in RULES for dtype in DTYPES for _, call in sound_calls(name, dtype)]
     assert sum(not refusal(kernel, *call) for call in cells) >= LEAST[kernel]
 

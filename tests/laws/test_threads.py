@@ -46,6 +46,7 @@ from regard.ops.softmax.dispatch import KERNELS
 from regard.positions import DynamicNTK, Rotary
 from regard.span import Span
 from tests.caches.kinds import KINDS
+from tests.kernels import require_backend, require_kernels
 from tests.nn.catalogue import MIXERS, example, tokens
 
 CROWD = 8
@@ -125,6 +126,7 @@ def test_kernels(name: str) -> None:
     """Ranges, tables and plans of masks are kept for the layers of a model, and shared by all
     threads.
     """
+    require_backend(name)
     calls, T = [], 3 if name == "cpu" else 40
     for n, rule in enumerate(RULES[1::2] if name == "flex" else RULES):  # flex compiles each anew
         q, k, v = inputs(T, 40 + n, n)
@@ -153,6 +155,7 @@ def test_kept_tables_are_read_only_and_survive_being_thrown_out(
     """More positions and masks than are kept: every thread throws out what the others have just
     asked for.
     """
+    require_kernels()
     calls = []
     for n in range(20):
         q, k, v = inputs(2, 30 + n, n)
@@ -172,6 +175,7 @@ def test_kept_tables_are_read_only_and_survive_being_thrown_out(
 
 
 def test_compiled_maps_and_norms() -> None:
+    require_kernels()
     weight, x = torch.randn(64, 300), torch.randn(2, 300)
     calls = []
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
@@ -184,6 +188,7 @@ def test_compiled_maps_and_norms() -> None:
 @pytest.mark.parametrize("own", [False, True], ids=["torch's team", "threads of ours"])
 def test_several_workers_for_each_caller(own: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Callers share one team."""
+    require_kernels()
     if own:
         monkeypatch.setattr(threads, "torch_openmp", lambda: None)
     count = threading.local()
@@ -615,6 +620,7 @@ def test_a_compilation_concerns_its_own_thread_only(monkeypatch: pytest.MonkeyPa
     """Kernels, garbage behind a mask, refusals: nothing in this thread may change while another one
     compiles.
     """
+    require_kernels()
     q, k, v = inputs(3, 40)
     v[:, :, -1] = torch.nan
     hidden = torch.ones(3, 40, dtype=torch.bool).tril(30)

@@ -31,6 +31,7 @@ from regard.errors import ArgumentError
 from regard.inspect import Recorder, Recording, explain, load, report, save
 from regard.masks import MASKS, Mask, Reach
 from regard.masks.base import RefusalKey
+from regard.ops.cpu.library import has_kernels
 from regard.span import Span
 from tests.caches import contract
 from tests.caches.kinds import CAUSAL, KINDS, stored
@@ -117,7 +118,8 @@ def there_and_back(recording: Recording, path: Path) -> Recording:
 
 def test_every_kernel_that_takes_intervals_takes_a_new_mask(toys: types.SimpleNamespace) -> None:
     ran = kernels_that_agree(toys.Band(2, 6), None, in_band)
-    assert ran >= {"reference", "tiled", "sdpa", "cpu", "gemm", "flex"}
+    compiled = {"cpu", "gemm"} if has_kernels() else set()
+    assert ran >= {"reference", "tiled", "sdpa", "flex"} | compiled
 
 
 def test_a_new_mask_keeps_every_promise(toys: types.SimpleNamespace) -> None:
@@ -223,7 +225,9 @@ def logarithmic(T: int, S: int) -> tuple[Tensor, Tensor]:
 
 def test_a_new_bias(toys: types.SimpleNamespace, tmp_path: Path) -> None:
     bias = toys.Logarithmic(0.5)
-    assert kernels_that_agree(None, bias, logarithmic) >= {"reference", "tiled", "sdpa", "cpu"}
+    compiled = {"cpu"} if has_kernels() else set()
+    ran = kernels_that_agree(None, bias, logarithmic)
+    assert ran >= {"reference", "tiled", "sdpa"} | compiled
     with pytest.raises(AssertionError):
         kernels_that_agree(None, toys.Logarithmic(0.6), logarithmic)
     assert str(bias + biases.ALiBi(4)) == "logarithmic(0.5) + alibi(4)"

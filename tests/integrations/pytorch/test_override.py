@@ -480,6 +480,8 @@ def operators_in_graphs(held: list[list[str]]) -> Callable[..., Any]:
 @pytest.mark.full(keep=1)
 @pytest.mark.parametrize("mask", ["none", "causal", "bool", "float"])
 def test_a_compiled_function_is_accelerated_while_a_context_is_open(mask: str) -> None:
+    """Without compiled kernels a graph keeps torch's operation."""
+    require_kernels()
     torch._dynamo.reset()
     q, k, v = torch.randn(3, 1, 4, 40, 16, generator=torch.Generator().manual_seed(0)).unbind(0)
     visible = torch.ones(40, 40, dtype=torch.bool).tril().triu(-5)

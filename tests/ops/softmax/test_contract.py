@@ -16,7 +16,7 @@ from torch import Tensor
 from regard.ops.softmax import dispatch, mask_lowering, sdpa, tiled
 from regard.ops.softmax.call import Call
 from regard.ops.softmax.kernel import Kernel
-from tests.kernels import require_kernels
+from tests.kernels import require_backend
 from tests.ops.softmax.cases import CONTRACT, Case, Made, make
 from tests.oracles.plain import plain_attention, several_plains
 from tests.rules import GRADIENT, assert_close_rule
@@ -119,8 +119,7 @@ def test_each_kernel_runs_its_cells(name: str, gradient: bool) -> None:
     if not least:
         assert not cells
         pytest.skip(f"{name} has no gradient")
-    if name in ("cpu", "gemm"):
-        require_kernels()
+    require_backend(name)
     refused = [
         why for (kernel, _), *cell in cells if (why := reasons(kernel, *cell, gradient=gradient))
     ]
@@ -228,6 +227,7 @@ each_kernel = pytest.mark.parametrize(
 @each_kernel
 def test_a_visible_nan_is_never_laundered(kernel: Kernel, where: str) -> None:
     """Tiles and flex refuse every NaN, because they do not look where it stands."""
+    require_backend(kernel.name)
     made = make(fitting(kernel.name, Case("none"), 1, gradient=False), torch.float32)
     getattr(made, where)[0, 0, 3, 1] = math.nan
     call = made.call()
@@ -240,6 +240,7 @@ def test_a_visible_nan_is_never_laundered(kernel: Kernel, where: str) -> None:
 @pytest.mark.parametrize("garbage", [math.nan, math.inf, 1e38], ids=str)
 @each_kernel
 def test_masked_garbage_never_arrives(kernel: Kernel, garbage: float) -> None:
+    require_backend(kernel.name)
     T = 4 if kernel.name == "cpu" else 20
     made = make(Case("causal", (1, 2, 2, T, 24, 8, 8)), torch.float32)
     made.options["q_positions"] = torch.arange(20 - T, 20)[None]

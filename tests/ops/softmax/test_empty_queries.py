@@ -19,7 +19,7 @@ from regard.ops.softmax.call import make_call
 from regard.ops.softmax.dispatch import KERNELS
 from regard.ops.softmax.kernel import Kernel
 from regard.span import Positions
-from tests.kernels import require_kernels
+from tests.kernels import require_backend
 
 B, H, G, T, S, D = 2, 4, 2, 20, 40, 8
 EMPTY_ROWS = torch.zeros(B, T, dtype=torch.bool)
@@ -149,8 +149,7 @@ LEAST_GRADIENTS = {"sdpa": 26, "tiled": 26, "gemm": 16, "reference": 26}
 @pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
 def test_each_kernel_runs_its_masks(kernel: Kernel, gradient: bool) -> None:
     least = (LEAST_GRADIENTS if gradient else LEAST).get(kernel.name, 0)
-    if kernel.name in ("cpu", "gemm"):
-        require_kernels()
+    require_backend(kernel.name)
     rows = slice(6, 12) if kernel.name == "cpu" else slice(None)
     small = gradient and kernel.name == "sdpa"
     q, k, v = inputs(gradient=gradient, size=0.5 if small else 1.0)

@@ -15,7 +15,7 @@ import regard
 from regard import masks
 from regard.ops.softmax.call import make_call
 from regard.ops.softmax.dispatch import KERNELS
-from tests.kernels import require_kernels
+from tests.kernels import require_backend
 
 B, H, T, S, D = 1, 2, 17, 40, 16
 HIDDEN = slice(30, S)
@@ -58,8 +58,7 @@ def test_behind_a_mask(backend: str, size: float) -> None:
 @pytest.mark.parametrize("backend", ["cpu", "reference"])
 def test_who_never_refuses(backend: str) -> None:
     """The others multiply what is masked by 0, and refuse."""
-    if backend == "cpu":
-        require_kernels()
+    require_backend(backend)
     kernel = next(x for x in KERNELS if x.name == backend)
     for size in HUGE:
         q, k, v = inputs(size)

@@ -22,6 +22,7 @@ from regard.masks import Causal, Mask, Window
 from regard.ops.softmax.call import make_call
 from regard.ops.softmax.packed_call import pack, unpackable_parts
 from regard.span import Span
+from tests.kernels import require_backend, require_kernels
 from tests.ops.softmax.cases import CONTRACT, Case, Made, make
 from tests.oracles.plain import plain_attention, several_plains
 from tests.rules import GRADIENT, assert_close_rule
@@ -154,6 +155,7 @@ LENGTHS = range(1, 41, 2)
 @pytest.mark.parametrize("mask", [None, MASK], ids=str)
 @pytest.mark.parametrize("decoding", [False, True])
 def test_one_graph_serves_many_lengths(mask: Mask | None, decoding: bool) -> None:
+    require_kernels()
     graphs = Graphs()
     compiled = graphs.compile(lambda q, k, v: regard.attend(q, k, v, mask=mask))
     for n in LENGTHS:
@@ -166,6 +168,7 @@ def test_one_graph_serves_many_lengths(mask: Mask | None, decoding: bool) -> Non
 @pytest.mark.full
 @pytest.mark.parametrize("backend", ["auto", "gemm"])
 def test_gradients_in_a_graph_are_the_right_ones(backend: str) -> None:
+    require_kernels()
     graphs = Graphs()
     sink = torch.randn(4, generator=torch.Generator().manual_seed(1))
     visible = MASK.block(Span(0, 70), Span(0, 70))
@@ -195,6 +198,7 @@ def test_gradients_in_a_graph_are_the_right_ones(backend: str) -> None:
 
 
 def test_a_graph_holds_no_python_object() -> None:
+    require_kernels()
     graphs = Graphs()
     documents = masks.Document((0, 11, 40)) & Causal()
     bias = regard.biases.ALiBi(4)
@@ -231,6 +235,7 @@ class Attend(nn.Module):
 @pytest.mark.full(keep=1)
 @pytest.mark.parametrize("strict", [True, False])
 def test_an_exported_program_holds_the_operator_by_name_only(strict: bool) -> None:
+    require_kernels()
     length = torch.export.Dim("length", min=1, max=4096)
     shapes = {name: {2: length} for name in "qkv"}
 
@@ -270,6 +275,7 @@ def test_a_graph_refuses_what_it_cannot_hold() -> None:
 
 
 def test_a_kernel_refuses_a_call_when_the_graph_runs() -> None:
+    require_kernels()
     compiled = Graphs().compile(lambda *x: regard.attend(*x, backend="cpu"))
     q, k, v = inputs(3, 40)
     assert torch.equal(compiled(q, k, v), regard.attend(q, k, v, backend="cpu"))
@@ -309,6 +315,7 @@ def counted(run: Callable[[], object]) -> int:
 @pytest.mark.parametrize("mask", FLOP_MASKS.values(), ids=FLOP_MASKS)
 @pytest.mark.parametrize("backend", ["auto", "cpu", "sdpa", "tiled", "gemm", "reference"])
 def test_torch_counts_the_flops_of_the_plan(mask: Mask, backend: str) -> None:
+    require_backend(backend)
     q, k, v = inputs(4 if backend == "cpu" else 300, 300, D=16)
     plan = regard.plan(q, k, v, mask=mask, backend=backend)
     planned = plan[plan.kernel].flops
@@ -322,6 +329,7 @@ def test_torch_counts_the_flops_of_the_plan(mask: Mask, backend: str) -> None:
 @pytest.mark.parametrize("mask", FLOP_MASKS.values(), ids=FLOP_MASKS)
 @pytest.mark.parametrize("backend", ["auto", "sdpa", "tiled", "gemm", "reference"])
 def test_torch_counts_the_flops_of_training(mask: Mask, backend: str) -> None:
+    require_backend(backend)
     q, k, v = (0.3 * x.detach() for x in inputs(300, D=16))
     leaves = [x.requires_grad_() for x in (q, k, v)]
     plan = regard.plan(q, k, v, mask=mask, backend=backend)
@@ -335,6 +343,7 @@ def test_torch_counts_the_flops_of_training(mask: Mask, backend: str) -> None:
 
 
 def test_torch_counts_in_a_compiled_graph_and_on_meta() -> None:
+    require_kernels()
     q, k, v = inputs(300, D=16)
     # while a dispatch mode is open, torch runs compiled functions eagerly
     compiled = torch.compile(
@@ -352,6 +361,7 @@ def test_torch_alone_counts_every_pair() -> None:
     """What the counts are compared with: written with operations of torch, masked pairs count, and
     torch's own kernel for the CPU counts nothing.
     """
+    require_kernels()
     q, k, v = inputs(300, G=4, D=16)
     visible = MASK.block(Span(0, 300), Span(0, 300))
 

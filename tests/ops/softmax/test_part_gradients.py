@@ -17,6 +17,7 @@ from regard.ops.softmax.kernel import Kernel
 from regard.ops.softmax.merge import merge_into
 from regard.ops.softmax.reference import ReferenceKernel
 from regard.span import Span
+from tests.kernels import require_backend
 from tests.rules import GRADIENT, assert_close_rule
 
 B, H, G, T, S, D, E = 2, 4, 2, 12, 40, 16, 8
@@ -145,6 +146,7 @@ def test_the_lse_of_a_part_alone_is_noticed() -> None:
 
 @pytest.mark.parametrize("kernel", ["cpu", "reference", "tiled", "gemm"])
 def test_a_part_leaves_the_kernel_unrounded(kernel: str) -> None:
+    require_backend(kernel)
     q, k, v, *_ = tensors(torch.bfloat16)
     wide = attend_partial(q, k, v, backend=kernel, out_dtype=torch.float32)
     rounded = attend_partial(q, k, v, backend=kernel)

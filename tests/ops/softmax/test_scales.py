@@ -17,7 +17,7 @@ from regard import biases, masks
 from regard.errors import KernelRefusal
 from regard.ops.softmax import dispatch, gemm, tiled
 from regard.ops.softmax.call import SMALL_SCORE_BOUND, make_call
-from tests.kernels import require_kernels
+from tests.kernels import require_backend
 from tests.oracles.plain import plain_attention, several_plains
 from tests.rules import GRADIENT, assert_close_rule
 
@@ -101,8 +101,7 @@ CELLS = [
 def test_every_scale(
     backend: str, dtype: torch.dtype, power: float, seed: int, shape: tuple[int, ...], causal: bool
 ) -> None:
-    if backend in ("cpu", "gemm"):
-        require_kernels()
+    require_backend(backend)
     inputs = draw(seed, shape, 10.0**power, dtype)
     if backend == "cpu":  # made for few queries
         inputs[0] = inputs[0][:, :, :6]
