@@ -28,9 +28,6 @@ LIBRARIES = SOURCES.parent / "libraries"
 FLAGS = [
     *("-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", "-fno-exceptions", "-fno-rtti"),
     *("-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"),
-    # the sources say what is a vector: GCC also puts four addresses into one, and takes them out
-    # again, which costs decoding a tenth of its speed
-    "-fno-tree-slp-vectorize",
     # GCC 12 warns of uninitialized variables in its own headers of intrinsics; Clang has no such
     # warning to turn off
     *("-Wall", "-Wextra", "-Wno-uninitialized", "-Wno-maybe-uninitialized"),
