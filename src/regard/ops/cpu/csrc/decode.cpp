@@ -84,7 +84,10 @@ void score_rows(const Queries& q, int64_t r, const Tokens<T>& keys, const int64_
   int64_t ahead = keys.step * kTile, D = q.D, width = q.width;
   for (int64_t j = 0; j < n; j += kKeys) {
     const T* k[kKeys];
-    for (int i = 0; i < kKeys; i++) k[i] = keys.data + places[j + i] * keys.step;
+    for (int i = 0; i < kKeys; i++) {
+      k[i] = keys.data + places[j + i] * keys.step;
+      asm("" : "+r"(k[i]));  // GCC would compute all addresses as one vector, and wait for its way back to scalars
+    }
     vf total[kLanes] = {};  // of row i / kKeys and key i % kKeys; one loop for both, so that they stay in registers
     int64_t d = 0;
     if constexpr (kMultipliesPairs<T>) {

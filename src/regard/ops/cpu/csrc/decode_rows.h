@@ -159,9 +159,14 @@ class RowSums {
   // Writes out [rows, E] and lse [rows]; a row that saw no key has the output 0 and the lse -inf.
   void write(int64_t rows, int64_t E, float* out, float* lse) {
     for (int64_t r = 0; r < rows; r++) {
-      bool some = totals_[r] != 0;
-      lse[r] = some ? float(double(tops_[r]) + std::log(totals_[r])) : -INFINITY;
-      for (int64_t e = 0; e < E; e++) out[r * E + e] = some ? float(values[r * width + e] / totals_[r]) : 0.0f;
+      double total = totals_[r];
+      lse[r] = total != 0 ? float(double(tops_[r]) + std::log(total)) : -INFINITY;
+      const float* row = values.data() + r * width;
+      if (total != 0) {  // a branch in the loop would keep it from being vectorized
+        for (int64_t e = 0; e < E; e++) out[r * E + e] = float(row[e] / total);
+      } else {
+        std::fill_n(out + r * E, E, 0.0f);
+      }
     }
   }
 

@@ -11,9 +11,9 @@ static void gemv(Gemv* call) {
   int64_t R = call->R, M = call->M, N = call->N;
   auto x = static_cast<const T*>(call->x), w = static_cast<const T*>(call->w), b = static_cast<const T*>(call->b);
   auto y = static_cast<T*>(call->y);
-  Scratch<float> vectors(padded_count(R) * M);
+  Scratch<float> vectors(R * M);
   for (int64_t i = 0; i < R * M; i++) vectors[i] = to_float(x[i]);
-  int64_t step = std::max<int64_t>(1, kGemvTaskBytes / (M * int64_t(sizeof(T)))), tasks = (N + step - 1) / step;
+  int64_t step = (kGemvTaskBytes / (M * int64_t(sizeof(T))) / kGemvRows + 1) * kGemvRows, tasks = (N + step - 1) / step;
   int64_t thread = take_task(call), task;
   while ((task = take_next(call, tasks, thread, call->runs)) < tasks) {
     int64_t n = task * step;
