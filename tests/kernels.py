@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from regard.ops.cpu.library import has_kernels, why_none
+from regard.ops.cpu.instruction_sets import why_none
+from regard.ops.cpu.library import has_kernels
 
 
 def require_kernels() -> None:
     """Skip the module or test that calls this where no compiled kernels run, with the reason."""
     if not has_kernels():
-        pytest.skip(f"no compiled kernels: {why_none()}", allow_module_level=True)
+        pytest.skip(str(why_none()), allow_module_level=True)
 
 
 def require_backend(name: str) -> None:

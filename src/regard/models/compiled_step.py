@@ -25,7 +25,7 @@ from regard.caches.base import OpenSlot
 from regard.models.step_reader import DecoderReader, Unsupported
 from regard.ops.cpu import launch
 from regard.ops.cpu.decode import is_readable
-from regard.ops.cpu.library import why_none
+from regard.ops.cpu.instruction_sets import why_none
 from regard.ops.cpu.step import DecodeStep, Fields, Indices
 from regard.ops.softmax.cpu import causal_positions, visible_ranges
 from regard.ops.softmax.dispatch import KERNELS, all_kernels

@@ -15,7 +15,8 @@ from torch import Tensor
 from regard.errors import ArgumentError, ArgumentTypeError
 from regard.ops.cpu import launch, threads
 from regard.ops.cpu.arguments import MAX_RUNS, struct_layout
-from regard.ops.cpu.library import DTYPES, entry, has_kernels, why_none, why_not_dtype
+from regard.ops.cpu.instruction_sets import why_none
+from regard.ops.cpu.library import DTYPES, entry, has_kernels, why_not_dtype
 from regard.ops.onednn import onednn_linear
 from regard.ops.stored_weights import FORMS, NUMBERS_OF_DTYPES, StoredWeight
 from regard.process_state import is_compiling, is_transformed
@@ -123,7 +124,7 @@ def why_not_compiled(x: Tensor, weight: StoredWeight, bias: Tensor | None) -> li
         ("autocast is active", lambda: torch.is_autocast_enabled("cpu")),
         ("a transform of torch.func is active", is_transformed),
         ("a dispatch mode is active", lambda: torch._C._len_torch_dispatch_stack() > 0),
-        (f"no compiled kernels: {why_none()}", lambda: not has_kernels()),
+        (f"{why_none()}", lambda: not has_kernels()),
     )
     return next(([reason] for reason, applies in checks if applies()), [])
 

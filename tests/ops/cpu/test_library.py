@@ -65,7 +65,7 @@ def test_the_best_set_is_taken_unless_another_is_named() -> None:
     assert said(ASK, f" {sets[0]} ")[0] == sets[0]
     for name in sets[:-1]:
         assert said(ASK, name) == [name, "None"]
-    assert said(ASK, NONE) == [NONE, f"{VARIABLE}={NONE}"]
+    assert said(ASK, NONE) == [NONE, f"no compiled kernels: {VARIABLE}={NONE}"]
 
 
 def test_an_unknown_set_is_refused() -> None:

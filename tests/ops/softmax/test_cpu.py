@@ -282,7 +282,7 @@ def test_what_it_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
         assert KERNEL.why_not(call) == [reason]
     with regard.Trace("pattern", missing="ignore"):
         assert regard.plan(q, k, v)["cpu"].reasons == ("does not expose ['pattern']",)
-    monkeypatch.setattr(cpu, "why_none", lambda: "no compiler")
+    monkeypatch.setattr(cpu, "why_none", lambda: "no compiled kernels: no compiler")
     assert KERNEL.why_not(make_call(q, k, v)) == ["no compiled kernels: no compiler"]
     with pytest.raises(regard.KernelRefusal, match="no compiled kernels"):
         regard.attend(q, k, v, backend="cpu")

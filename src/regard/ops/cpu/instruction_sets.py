@@ -55,19 +55,22 @@ def instruction_set() -> str:
 
 def why_none() -> str | None:
     """Return why no compiled kernels run in this process, or None if they do."""
-    if instruction_set() != NONE:
-        return None
+    return None if instruction_set() != NONE else f"no compiled kernels: {_reason()}"
+
+
+def describe_kernels() -> str:
+    """Return which compiled kernels run in this process, or why none do, as one line."""
+    name = instruction_set()
+    return f"compiled CPU kernels: {name}{f' ({_reason()})' if name == NONE else ''}"
+
+
+def _reason() -> str:
+    """Return why no compiled kernels run."""
     if os.environ.get(VARIABLE, "").strip() == NONE:
         return f"{VARIABLE}={NONE}"
     if any(map(_is_compiled, INSTRUCTION_SETS)):
         return "this processor has no instruction set for which kernels were compiled"
     return "regard was installed without compiled kernels, where no C++ compiler worked"
-
-
-def describe_kernels() -> str:
-    """Return which compiled kernels run in this process, or why none do, as one line."""
-    why = why_none()
-    return f"compiled CPU kernels: {instruction_set()}{f' ({why})' if why else ''}"
 
 
 def _is_compiled(name: str) -> bool:

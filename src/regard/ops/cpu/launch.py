@@ -8,18 +8,10 @@ to the user (`torch.set_default_dtype`, `torch.device("meta")`), nor on inferenc
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import TypeAlias
-
-import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from regard.errors import KernelRefusal
-
-FlatArray: TypeAlias = npt.NDArray[np.generic]
-"""The memory of a tensor as a numpy array."""
 
 
 def empty(*shape: int, dtype: torch.dtype) -> Tensor:
@@ -89,22 +81,6 @@ def row_address(x: Tensor, dtype: torch.dtype) -> int:
         if pointer % dtype.itemsize == 0:
             return pointer
     raise _refusal(x, dtype, "contiguous in its last dimension")
-
-
-def places(tensors: Iterable[Tensor]) -> list[int]:
-    """Return where tensors are, to be compared later and not to be read."""
-    return list(map(Tensor.data_ptr, tensors))
-
-
-def array(x: Tensor, dtype: torch.dtype) -> FlatArray:
-    """Return the memory of a contiguous tensor as a numpy array of its shape; 16-bit floating-point
-    numbers are viewed as uint16.
-    """
-    address(x, dtype)
-    x = x.detach()
-    half = dtype in (torch.bfloat16, torch.float16)
-    memory: FlatArray = (x.view(torch.uint16) if half else x).numpy()
-    return memory
 
 
 def _refusal(x: Tensor, dtype: torch.dtype, layout: str) -> KernelRefusal:

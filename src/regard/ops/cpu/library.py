@@ -19,7 +19,6 @@ from regard.ops.cpu.instruction_sets import (
     KernelLibraryError,
     instruction_set,
 )
-from regard.ops.cpu.instruction_sets import why_none as why_none  # for those that ask has_kernels
 from regard.process_state import constant_in_graphs
 
 DTYPES = {torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "fp16"}

@@ -20,7 +20,8 @@ from regard.ops.cpu.decode import (
     join_splits,
     quantized_segment,
 )
-from regard.ops.cpu.library import why_none, why_not_dtype
+from regard.ops.cpu.instruction_sets import why_none
+from regard.ops.cpu.library import why_not_dtype
 from regard.ops.softmax.call import Call
 from regard.ops.softmax.kernel import UNREADABLE, Kernel, KernelResult, WorkEstimate
 from regard.ops.softmax.packed_call import unpackable_parts
@@ -170,7 +171,7 @@ class CpuKernel(Kernel):
         if not call.readable and not call.q.is_meta:
             reasons.append(UNREADABLE)
         elif not reasons and (none := why_none()) is not None:
-            reasons.append(f"no compiled kernels: {none}")
+            reasons.append(none)
         return reasons
 
     def priority(self, call: Call) -> float | None:

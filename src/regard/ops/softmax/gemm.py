@@ -14,7 +14,8 @@ from regard.biases import ALiBi
 from regard.masks import Causal, Full, Mask, Padding
 from regard.masks.tiling import UNBOUNDED
 from regard.ops.cpu import launch
-from regard.ops.cpu.library import has_kernels, why_none, why_not_dtype
+from regard.ops.cpu.instruction_sets import why_none
+from regard.ops.cpu.library import why_not_dtype
 from regard.ops.cpu.prefill import (
     PrefillArgs,
     prefill,
@@ -99,8 +100,8 @@ class GemmKernel(Kernel):
             reasons.append(f"nothing to compute (B {call.B}, T {call.T}, S {call.S}, E {call.E})")
         if not call.readable and not call.q.is_meta:
             reasons.append(UNREADABLE)
-        elif not reasons and not has_kernels():
-            reasons.append(f"no compiled kernels: {why_none()}")
+        elif not reasons and (none := why_none()) is not None:
+            reasons.append(none)
         elif not reasons and visible_position_ranges(call, slice(0, 1)) is None:
             reasons.append(f"the mask has no ranges of positions ({call.mask})")
         elif (
