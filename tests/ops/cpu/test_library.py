@@ -136,7 +136,7 @@ def copy(tmp_path: Path) -> Path:
 def test_without_libraries_there_is_a_reason(copy: Path) -> None:
     name, why = said(ASK, None, copy)
     assert name == NONE
-    assert why == "regard was installed without compiled kernels, where no C++ compiler worked"
+    assert why.endswith("installed without compiled kernels, where no C++ compiler worked")
     assert "it can be none" in child(ASK, "x86-64-v3", copy).stderr
 
 
@@ -147,7 +147,7 @@ def test_libraries_of_another_machine_are_not_used(copy: Path) -> None:
         (folder / f"{name}.so").write_bytes(b"\x7fELF of another machine")
     name, why = said(ASK, None, copy)
     assert name == NONE
-    assert why == "this processor has no instruction set for which kernels were compiled"
+    assert why.endswith("this processor has no instruction set for which kernels were compiled")
 
 
 def test_a_library_of_other_sources_is_refused(copy: Path) -> None:
