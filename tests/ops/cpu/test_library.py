@@ -138,6 +138,9 @@ def test_without_libraries_there_is_a_reason(copy: Path) -> None:
     assert name == NONE
     assert why.endswith("installed without compiled kernels, where no C++ compiler worked")
     assert "it can be none" in child(ASK, "x86-64-v3", copy).stderr
+    twice = "from regard.ops.cpu.library import has_kernels; has_kernels(), has_kernels()"
+    assert child(twice, None, copy).stderr.count("UserWarning: no compiled kernels: ") == 1
+    assert child(twice, NONE, copy).stderr == ""
 
 
 def test_libraries_of_another_machine_are_not_used(copy: Path) -> None:

@@ -41,7 +41,7 @@ def instruction_set() -> str:
             or for which no library was compiled.
     """
     asked = os.environ.get(VARIABLE, "").strip()
-    if asked == NONE:
+    if is_none_asked():
         return NONE
     usable = [x for x in INSTRUCTION_SETS if _is_compiled(x) and _processor_has(x)]
     if not asked:
@@ -51,6 +51,11 @@ def instruction_set() -> str:
     raise KernelLibraryError(
         f"{VARIABLE} is {asked!r}; on this machine it can be {', '.join([*usable, NONE])}"
     )
+
+
+def is_none_asked() -> bool:
+    """Return whether REGARD_CPU_ISA asks for no compiled kernels."""
+    return os.environ.get(VARIABLE, "").strip() == NONE
 
 
 def why_none() -> str | None:
@@ -66,7 +71,7 @@ def describe_kernels() -> str:
 
 def _reason() -> str:
     """Return why no compiled kernels run."""
-    if os.environ.get(VARIABLE, "").strip() == NONE:
+    if is_none_asked():
         return f"{VARIABLE}={NONE}"
     if any(map(_is_compiled, INSTRUCTION_SETS)):
         return "this processor has no instruction set for which kernels were compiled"

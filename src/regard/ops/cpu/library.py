@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import importlib.util
+import warnings
 from functools import cache
 from typing import Any
 
@@ -18,6 +19,8 @@ from regard.ops.cpu.instruction_sets import (
     SOURCES,
     KernelLibraryError,
     instruction_set,
+    is_none_asked,
+    why_none,
 )
 from regard.process_state import constant_in_graphs
 
@@ -32,7 +35,9 @@ def why_not_dtype(dtype: torch.dtype) -> str | None:
 
 @cache
 def has_kernels() -> bool:
-    """Return whether compiled kernels run in this process."""
+    """Return whether compiled kernels run in this process, and warn once if none can."""
+    if instruction_set() == NONE and not is_none_asked():
+        warnings.warn(f"{why_none()}; torch's operations run, see docs/cpu.md", stacklevel=2)
     return instruction_set() != NONE
 
 
