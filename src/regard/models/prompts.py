@@ -10,7 +10,7 @@ import json
 import re
 import warnings
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol, TypeAlias, TypeGuard
+from typing import Any, Protocol, TypeAlias, cast
 
 import torch
 from jaxtyping import Int
@@ -69,7 +69,7 @@ def encode_prompt(
     and messages contain them.
     """
     if is_messages(prompt):
-        ids = model.encode(prompt, special=special)[0].tolist()
+        ids = model.encode(cast("Messages", prompt), special=special)[0].tolist()
         if list(before or ()) != ids[: len(before or ())]:
             raise ArgumentError(
                 "these messages do not begin with the prefix: read the same messages with "
@@ -149,7 +149,7 @@ def warn_about_names(tokenizer: Tokenizer, text: str) -> None:
         )
 
 
-def is_messages(prompt: object) -> TypeGuard[Messages]:
+def is_messages(prompt: object) -> bool:
     """Return whether a prompt is a conversation: a list or tuple of dicts."""
     return (
         isinstance(prompt, (list, tuple))

@@ -79,7 +79,7 @@ def python(environment: dict[str, str], *command: str) -> subprocess.CompletedPr
 
 @pytest.mark.full
 def test_random_arguments(environment: dict[str, str]) -> None:
-    done = python(environment, "-m", "tests.ops.cpu.fuzz", "--cases", "300")
+    done = python(environment, "-m", "tests.ops.cpu.fuzz", "--cases", "10")
     assert done.returncode == 0, done.stderr[-3000:]
     assert "right with" in done.stdout
 
