@@ -93,7 +93,7 @@ class ChatTemplate:
                 refuses the messages.
             FileError: the template is none, fails, or exceeds a bound.
         """
-        given = {
+        context_variables = {
             "tools": None,
             "documents": None,
             **self.special_tokens,
@@ -106,7 +106,7 @@ class ChatTemplate:
             try:
                 if self._template is None:
                     self._template = self._sandbox.from_string(self.source)
-                return "".join(self._template.generate(given))
+                return "".join(self._template.generate(context_variables))
             except _RefusedError as error:
                 raise ArgumentError(
                     f"{self._where}: its chat template refuses these messages: "
@@ -243,7 +243,7 @@ class _Sandbox(ImmutableSandboxedEnvironment):
         return super().call(context, obj, *args, **kwargs)
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
-        """Compute an operator."""
+        """Compute an operator, where it costs no more than is left of the bound."""
         if operator == "**" or (operator == "%" and isinstance(left, str)):
             raise jinja2.TemplateError("powers and string formatting are not available")
         if operator == "+":

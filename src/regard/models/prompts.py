@@ -133,7 +133,7 @@ def _replace(value: Any, names: re.Pattern[str], mark: str) -> Any:
     if isinstance(value, list):
         return [_replace(x, names, mark) for x in value]
     if isinstance(value, str):
-        return names.sub(lambda found: f"{mark}{found[0]}{mark}", value)
+        return names.sub(lambda name: f"{mark}{name[0]}{mark}", value)
     return value
 
 

@@ -13,7 +13,7 @@ import copy
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar, cast
 
 import pytest
 import torch
@@ -22,7 +22,7 @@ from torch import Tensor
 
 from regard.caches.quantization import quantize
 from regard.ops.cpu import launch, threads
-from regard.ops.cpu.arguments import MAX_RUNS, struct_layout
+from regard.ops.cpu.arguments import MAX_RUNS, PackedStruct, struct_layout
 from regard.ops.cpu.decode import quantized_numbers
 from regard.ops.cpu.instruction_sets import instruction_set
 from regard.ops.cpu.library import DTYPES, entry
@@ -172,9 +172,7 @@ def stored_linear(draw: Draw) -> None:
     (N, M), R = weight.shape, draw.random.choice((1, draw.random.randint(1, 12)))
     x, y = draw.tensor(R, M), draw.output(R, N)
     b = draw.tensor(N) if draw.random.random() < 0.5 else None
-    matrix = weight.matrix_struct
-    assert matrix is not None
-    place = matrix.buffer_info()[0]
+    place = cast("PackedStruct", weight.matrix_struct).buffer_info()[0]
     draw.run("stored_linear", "StoredLinear", R, M, N, x, place, b, y, draw.random.randint(1, 14))
     exact = weight.dequantize(torch.float64)
     plain = exact.to(draw.dtype)
@@ -184,9 +182,7 @@ def stored_linear(draw: Draw) -> None:
 
 def dequantize(draw: Draw) -> None:
     weight = _stored(draw)
-    layout = weight.layout
-    assert layout is not None
-    N, M, _, group, row_bytes, row_scales, codes, scales = layout
+    N, M, _, group, row_bytes, row_scales, codes, scales = cast("tuple[int, ...]", weight.layout)
     y = draw.output(N, M)
     form = FORMS.index(weight.form), NUMBERS_OF_DTYPES[weight.scale_dtype]
     sizes = (N, M, group, row_bytes, row_scales, codes, scales)
@@ -430,7 +426,8 @@ def step(draw: Draw) -> None:
     ids = torch.randint(V, (B, prompt + 2), generator=draw.generator)
     with pytest.MonkeyPatch.context() as patch, counted_steps(patch) as steps:
         found, _ = draw.in_threads(lambda: decode_tokens(decoder, ids, prompt, kind=memory))
-    assert len(steps) == 2
+    if len(steps) != 2:
+        raise AssertionError(f"the compiled step ran {len(steps)} times; it must run twice")
     wide = copy.deepcopy(decoder).double()
     right, _ = decode_tokens(wide, ids, prompt, kind=memory, backend="reference")
     draw.check(found, plain_logits(decoder, ids, prompt), right, what=f"{kind}, {memory}")
@@ -451,7 +448,7 @@ KERNELS: dict[str, Callable[[Draw], None]] = {
 """The kernels that have a case."""
 
 
-def run_case(name: str, seed: int) -> None:
+def assert_case(name: str, seed: int) -> None:
     """Compute one case; what it raises names the case."""
     try:
         KERNELS[name](Draw(seed))
@@ -460,7 +457,7 @@ def run_case(name: str, seed: int) -> None:
         raise
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
+def assert_cases(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--kernels", nargs="*", default=[*KERNELS], choices=[*KERNELS])
     parser.add_argument("--cases", type=int, default=100, help="of each kernel")
@@ -469,11 +466,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     torch.set_num_threads(1)
     for name in chosen.kernels:
         for seed in range(chosen.seed, chosen.seed + chosen.cases):
-            run_case(name, seed)
+            assert_case(name, seed)
     print(
         f"{len(chosen.kernels)} kernels, {chosen.cases} cases each: right with {instruction_set()}"
     )
 
 
 if __name__ == "__main__":
-    main()
+    assert_cases()

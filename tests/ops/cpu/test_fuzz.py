@@ -18,7 +18,7 @@ require_kernels()
 @pytest.mark.parametrize("name", fuzz.KERNELS)
 def test_random_arguments(name: str) -> None:
     for seed in range(1000, 1005 if name == "step" else 1030):  # whole models take longer
-        fuzz.run_case(name, seed)
+        fuzz.assert_case(name, seed)
 
 
 def test_every_entry_is_in_the_table() -> None:
@@ -39,4 +39,4 @@ def test_a_wrong_result_is_noticed(name: str, monkeypatch: pytest.MonkeyPatch) -
 
     monkeypatch.setattr(fuzz, "Draw", Forgets)
     with pytest.raises(AssertionError, match="NaN at 1 places"):
-        fuzz.run_case(name, 3)
+        fuzz.assert_case(name, 3)

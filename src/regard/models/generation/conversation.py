@@ -20,7 +20,7 @@ class _ReadTokens(PrefixCache):
         self._session = session
 
     def fork(self, rows: int = 1) -> DecodeSession:
-        """Return the session itself."""
+        """Return the session, which the next turn continues."""
         return self._session
 
 

@@ -66,10 +66,12 @@ class StructLayout:
         self.dtype = np.dtype(
             [(x.name, x.kind) if x.count == 1 else (x.name, x.kind, (x.count,)) for x in parts]
         )
-        ends = itertools.accumulate(x.count for x in parts)
-        self._places = {x.name: end - x.count for x, end in zip(parts, ends, strict=True)}
-        given = fields[sum(x.name in _COUNTERS for x in fields) :]
-        self._arguments = [(x.name, x.dtype, len(x.parts) + x.parts[0].count > 2) for x in given]
+        places = itertools.accumulate((x.count for x in parts), initial=0)
+        self._places = {x.name: place for x, place in zip(parts, places, strict=False)}
+        arguments = fields[sum(x.name in _COUNTERS for x in fields) :]
+        self._arguments = [
+            (x.name, x.dtype, len(x.parts) + x.parts[0].count > 2) for x in arguments
+        ]
 
     def pack(self, **arguments: float | Tensor | Sequence[int]) -> PackedStruct:
         """Return a struct in memory, with its counters at 0.
@@ -120,13 +122,13 @@ def struct_layout(name: str) -> StructLayout:
 def _structs() -> dict[str, list[Field]]:
     """Read `arguments.h`: the fields of each struct by its name."""
     text = (SOURCES / "arguments.h").read_text("utf-8")
-    found: dict[str, list[Field]] = {}
+    structs: dict[str, list[Field]] = {}
     for name, base, body in _STRUCT.findall(text):
-        fields = list(found[base]) if base else []
+        fields = list(structs[base]) if base else []
         for kind, pointer, field, count in _FIELD.findall(body):
-            fields.append(_field(found, kind, bool(pointer), field, count))
-        found[name] = fields
-    return found
+            fields.append(_field(structs, kind, bool(pointer), field, count))
+        structs[name] = fields
+    return structs
 
 
 def _field(

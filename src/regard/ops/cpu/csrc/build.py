@@ -115,10 +115,10 @@ def _build(
     only: tuple[str, ...],
     sanitize: bool,  # noqa: FBT001
     into: Path,
-    kept: Path,
+    objects_folder: Path,
 ) -> list[Path]:
-    """Compile the libraries with objects in the folder `kept`."""
-    kept.mkdir(parents=True, exist_ok=True)
+    """Compile the libraries with objects in the folder `objects_folder`."""
+    objects_folder.mkdir(parents=True, exist_ok=True)
     into.mkdir(parents=True, exist_ok=True)
     units = sorted(x for x in SOURCES.glob("*.cpp") if x.stem not in ("processor", "stamp"))
     chosen = {x: flags for x, flags in sets.items() if not only or x in only}
@@ -128,7 +128,7 @@ def _build(
     def compiled(source: Path, flags: list[str]) -> Path:
         line = [*command, *FLAGS, *flags, *extra]
         key = hashlib.sha256(headers + source.read_bytes() + " ".join(line).encode())
-        target = kept / f"{source.stem}-{key.hexdigest()[:16]}.o"
+        target = objects_folder / f"{source.stem}-{key.hexdigest()[:16]}.o"
         if not target.exists():
             part = target.with_suffix(f".{os.getpid()}.part")
             _run([*line, "-c", str(source), "-o", str(part)])
@@ -147,13 +147,13 @@ def _build(
 
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         processor = pool.submit(compiled, SOURCES / "processor.cpp", [])
-        objects = {
+        units_of = {
             name: [pool.submit(compiled, unit, flags) for unit in units]
             for name, flags in chosen.items()
         }
-        made = [linked("processor", [processor.result()], [])]
-        made += [linked(x, [y.result() for y in found], chosen[x]) for x, found in objects.items()]
-    return made
+        libraries = [linked("processor", [processor.result()], [])]
+        libraries += [linked(x, [unit.result() for unit in units_of[x]], chosen[x]) for x in chosen]
+    return libraries
 
 
 def _run(line: list[str]) -> None:
