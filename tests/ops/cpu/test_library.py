@@ -96,7 +96,7 @@ def test_a_plan_says_what_runs() -> None:
 COMPUTE = """
 import sys, torch
 from tests.ops.cpu import fuzz
-fuzz.main(["--cases", "12"])
+fuzz.assert_cases(["--cases", "12"])
 """
 
 
