@@ -126,9 +126,8 @@ static inline vf lane_scales(const float* scales) {
 // The dot products of kRows rows of codes with kCount vectors. scales, zeros: those of the first row, in fp32 and as
 // integers; the second half of the `row_scales` numbers of a row are its zeros.
 template <int kBits, int kGroup, int kRows, int kCount>
-__attribute__((always_inline)) inline void digit_dots(const uint8_t* codes, int64_t row_bytes, const float* scales,
-                                                      const int32_t* zeros, int64_t row_scales, Digits digits,
-                                                      float (&out)[kRows][kCount]) {
+static inline void digit_dots(const uint8_t* codes, int64_t row_bytes, const float* scales, const int32_t* zeros,
+                              int64_t row_scales, Digits digits, float (&out)[kRows][kCount]) {
   constexpr int kColumns = kBits == 4 || kGroup == 128 ? 128 : 64, kRegisters = kColumns / 64;
   constexpr int kBytes = kColumns * kBits / 8, kWords = digit_words(kBits, kColumns);
   const int64_t ahead = std::max(kGemvAhead, kRows * row_bytes);  // behind the rows that are read now
