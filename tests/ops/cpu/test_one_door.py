@@ -80,12 +80,3 @@ def test_memory_that_is_not_aligned_is_refused() -> None:
     for ask in (launch.address, launch.row_address):
         with pytest.raises(regard.KernelRefusal, match="contiguous"):
             ask(y, torch.float32)
-
-
-def test_an_array_is_the_memory_of_a_tensor() -> None:
-    x = torch.zeros(3, dtype=torch.bfloat16)
-    view = launch.array(x, torch.bfloat16)
-    view[1] = 0x3F80
-    assert x.tolist() == [0, 1, 0]
-    assert launch.array(torch.ones(2, requires_grad=True), torch.float32).tolist() == [1, 1]
-    assert launch.places([x, x[1:]]) == [x.data_ptr(), x.data_ptr() + 2]
