@@ -9,7 +9,16 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from regard.cli.options import MODEL, LoadOptions, argument, grouped, load, note, option
+from regard.cli.options import (
+    WEIGHTS,
+    LoadOptions,
+    SamplingOptions,
+    argument,
+    grouped,
+    load,
+    note,
+    option,
+)
 from regard.errors import ArgumentError
 from regard.language import translate
 from regard.untrusted_text import MULTILINE, error_text, escape_controls
@@ -21,7 +30,6 @@ EPILOG = "For example: regard chat smollm2"
 RESET, EXIT = "/reset", "/exit"
 MAX_LINE = 1 << 20
 """The maximum number of characters of a message."""
-CHOICE = "Sampling"
 
 
 @grouped
@@ -33,34 +41,10 @@ def chat(
         "A message before all others, which says how to answer.", shown="that of the template"
     ),
     max_tokens: int = option("Maximum number of tokens of an answer.", default=512, min=1),
-    temperature: float = option(
-        "0 takes the most likely token; larger values are more random.",
-        default=0.0,
-        panel=CHOICE,
-        min=0,
-    ),
-    top_p: float | None = option(
-        "Sample only from the most likely tokens whose probabilities sum to p.",
-        shown="all tokens",
-        panel=CHOICE,
-        min=0,
-        max=1,
-    ),
-    repetition_penalty: float = option(
-        "Values above 1 make tokens that are already in the text less likely.",
-        default=1.0,
-        panel=CHOICE,
-        min=0,
-    ),
-    seed: int = option("Random seed of the answers.", default=0, panel=CHOICE),
-    stats: bool = option("Print the speed after each answer.", "--stats", default=False),
-    weights: str | None = option(
-        "Store the weights of linear maps in fewer bits: int8 or int4, or float16 or bfloat16 "
-        "under float32.",
-        panel=MODEL,
-        shown="as the checkpoint",
-    ),
     *,
+    sampling: SamplingOptions,
+    stats: bool = option("Print the speed after each answer.", "--stats", default=False),
+    weights: str | None = WEIGHTS,
     load_options: LoadOptions,
 ) -> None:
     """Talk with a model in its own chat template: each line is a message, and the answer is printed
@@ -70,15 +54,12 @@ def chat(
     answered one by one.
     """
     from regard.models import Model
-    from regard.models.generation import Conversation, GenerationOptions, SamplingParams
+    from regard.models.generation import Conversation, GenerationOptions
 
     for stream in (sys.stdin, sys.stdout):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")  # a terminal that lacks a letter shows "?"
-    sampling = SamplingParams(
-        temperature, top_p=top_p, repetition_penalty=repetition_penalty, seed=seed
-    )
-    options = GenerationOptions(max_tokens, sampling=sampling)
+    options = GenerationOptions(max_tokens, sampling=sampling.params())
     loaded = load(model, replace(load_options, weights=weights), Model)
     conversation = Conversation(loaded, system=system, options=options)
     if sys.stdin.isatty():

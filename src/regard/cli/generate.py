@@ -17,9 +17,10 @@ import typer
 from regard import units
 from regard.cli.options import (
     JSON,
-    MODEL,
     SOURCE,
+    WEIGHTS,
     LoadOptions,
+    SamplingOptions,
     argument,
     grouped,
     load,
@@ -206,7 +207,7 @@ EPILOG = 'For example: regard generate "Return the" --max-tokens 40 --temperatur
 
 MAX_PROMPT_BYTES = 64 << 20
 """The maximum size in bytes of a prompt."""
-CHOICE, SEARCH, CONTEXT = "Sampling", "Beam search", "Context and cache"
+SEARCH, CONTEXT = "Beam search", "Context and cache"
 
 
 @grouped
@@ -235,40 +236,8 @@ def generate(
     stop: list[str] | None = option(
         "Stop the text before this string. Repeatable. A line break is $'\\n' in most shells."
     ),
-    temperature: float = option(
-        "0 takes the most likely token; larger values are more random.",
-        default=0.0,
-        panel=CHOICE,
-        min=0,
-    ),
-    top_k: int | None = option(
-        "Sample only from the k most likely tokens.", shown="all tokens", panel=CHOICE, min=1
-    ),
-    top_p: float | None = option(
-        "Sample only from the most likely tokens whose probabilities sum to p.",
-        shown="all tokens",
-        panel=CHOICE,
-        min=0,
-        max=1,
-    ),
-    min_p: float | None = option(
-        "Sample only from tokens with at least p times the probability of the most likely one.",
-        shown="all tokens",
-        panel=CHOICE,
-        min=0,
-        max=1,
-    ),
-    repetition_penalty: float = option(
-        "Values above 1 make tokens that are already in the text less likely.",
-        default=1.0,
-        panel=CHOICE,
-        min=0,
-    ),
-    seed: int = option(
-        "Random seed of the first prompt; each further prompt has the next seed.",
-        default=0,
-        panel=CHOICE,
-    ),
+    *,
+    sampling: SamplingOptions,
     beams: int | None = option(
         "Use beam search with this many beams, which looks for the most likely whole text.",
         shown="off",
@@ -311,15 +280,9 @@ def generate(
         shown="one process",
         panel=CONTEXT,
     ),
-    weights: str | None = option(
-        "Store the weights of linear maps in fewer bits: int8 or int4, or float16 or bfloat16 "
-        "under float32.",
-        panel=MODEL,
-        shown="as the checkpoint",
-    ),
+    weights: str | None = WEIGHTS,
     stream: bool = option("Print each word as soon as it is generated.", default=True),
     json: bool = JSON,
-    *,
     load_options: LoadOptions,
 ) -> None:
     """Continue a prompt, or answer it with an encoder-decoder. The text goes to standard output;
@@ -330,7 +293,6 @@ def generate(
         BatchGeneration,
         CacheConfig,
         GenerationOptions,
-        SamplingParams,
     )
     from regard.nn import stack_experts
 
@@ -342,7 +304,7 @@ def generate(
             max_tokens,
             tuple(stop or ()),
             chunk,
-            SamplingParams(temperature, top_k, top_p, min_p, repetition_penalty, seed),
+            sampling.params(),
             CacheConfig(cache or "growing", max_context),
             cuda_graph,
             bool(special),

@@ -8,7 +8,7 @@ import inspect
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import asdict, dataclass, fields, is_dataclass
 from functools import wraps
 from pathlib import Path
 from typing import (
@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from regard.models import Model, Seq2Seq, TextEncoder
+    from regard.models.generation import SamplingParams
 
 LoadedModel = TypeVar("LoadedModel")
 
@@ -64,6 +65,16 @@ def argument(
 
 MODEL = "The model"
 """The group of the options with which a model is loaded."""
+
+SAMPLING = "Sampling"
+"""The group of the options with which each next token is chosen."""
+
+WEIGHTS = option(
+    "Store the weights of linear maps in fewer bits: int8 or int4, or float16 or bfloat16 "
+    "under float32.",
+    panel=MODEL,
+    shown="as the checkpoint",
+)
 
 SOURCE = option(
     'The model: "tiny", which comes with the package, "minilm" or "smollm2" from packages, a '
@@ -276,6 +287,52 @@ class LoadOptions:
         ['--ignore', '--finite']
         """
         return [f"--{f.name.replace('_', '-')}" for f in fields(self) if getattr(self, f.name)]
+
+
+@dataclass(frozen=True)
+class SamplingOptions:
+    """The options with which a command chooses each next token."""
+
+    temperature: float = option(
+        "0 takes the most likely token; larger values are more random.",
+        default=0.0,
+        panel=SAMPLING,
+        min=0,
+    )
+    top_k: int | None = option(
+        "Sample only from the k most likely tokens.", shown="all tokens", panel=SAMPLING, min=1
+    )
+    top_p: float | None = option(
+        "Sample only from the most likely tokens whose probabilities sum to p.",
+        shown="all tokens",
+        panel=SAMPLING,
+        min=0,
+        max=1,
+    )
+    min_p: float | None = option(
+        "Sample only from tokens with at least p times the probability of the most likely one.",
+        shown="all tokens",
+        panel=SAMPLING,
+        min=0,
+        max=1,
+    )
+    repetition_penalty: float = option(
+        "Values above 1 make tokens that are already in the text less likely.",
+        default=1.0,
+        panel=SAMPLING,
+        min=0,
+    )
+    seed: int = option(
+        "Random seed; of several prompts, each has the next one.",
+        default=0,
+        panel=SAMPLING,
+    )
+
+    def params(self) -> SamplingParams:
+        """Return them as generation takes them."""
+        from regard.models.generation import SamplingParams
+
+        return SamplingParams(**asdict(self))
 
 
 @overload
