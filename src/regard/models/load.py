@@ -260,8 +260,8 @@ def _open_gguf(
     gguf: GgufModel, kind: type[object] | None, form: WeightForm | None, dtype: torch.dtype
 ) -> _Checkpoint:
     """Check the tensors of a GGUF file."""
-    its_family = family(gguf.architecture)
-    _check_kind(gguf.header.file, gguf.architecture, its_family, kind)
+    its_family = family(gguf.config["model_type"])
+    _check_kind(gguf.header.file, gguf.config["model_type"], its_family, kind)
     # a form rounds the dequantized numbers, which are therefore read in full
     read = dtype if form is None else torch.float32
     store, records = gguf.split(its_family.names, None if form is None else form.name, read)
