@@ -212,9 +212,14 @@ def _stored_names(
     found = (_LAYER.match(name) for name in header.tensors)
     layers = sorted({int(match[1]) for match in found if match})
     table = get_tensor_name_map(number, layers[-1] + 1 if layers else 0)
-    joined = ARCHITECTURES[architecture].joined
+    joined, alternatives = (
+        ARCHITECTURES[architecture].joined,
+        ARCHITECTURES[architecture].alternatives,
+    )
     for pattern in its_family.names:
-        stem, dot, end = pattern.rpartition(".")
+        # a parameter of its own here, and there the bias of a module
+        stored = pattern.replace("e_score_correction_bias", "e_score_correction.bias")
+        stem, dot, end = stored.rpartition(".")
         is_expert = ".experts.{}." in pattern
         for layer in layers if "{}" in pattern else [0]:
             if pattern in joined:
@@ -226,6 +231,9 @@ def _stored_names(
                 own = next((x for x in known if x is not None), None)
                 files = () if own is None else (f"{own}{dot}{end}",)
             if not files or any(x not in header.tensors for x in files):
+                continue
+            other, needed = alternatives.get(stem.rpartition(".")[2], ("", False))
+            if (f"blk.{layer}.{other}" in header.tensors) != needed:
                 continue
             tensors = tuple(header.tensors[x] for x in files)
             if not is_expert:

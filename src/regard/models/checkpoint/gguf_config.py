@@ -39,6 +39,9 @@ class Architecture:
         joined: stored name -> the tensors whose rows it has, one after the other.
         transposed: parts of the stored names of matrices that the family stores as [in, out].
         reads: further keys that `complete` reads.
+        alternatives: part of a stored name -> a tensor of its layer, and whether that must be there
+            for the name to be meant; two names of the family are one in the file.
+        gating: the number of the function that makes weights of experts: 1 softmax, 2 sigmoid.
     """
 
     model_type: str
@@ -50,6 +53,8 @@ class Architecture:
     joined: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     transposed: tuple[str, ...] = ()
     reads: tuple[str, ...] = ()
+    alternatives: Mapping[str, tuple[str, bool]] = field(default_factory=dict)
+    gating: int = 1
 
 
 def _llama(_: Config, header: GgufHeader) -> Config:
@@ -72,6 +77,12 @@ def _gemma_scale(layers_of_27b: int) -> Callable[[Config, GgufHeader], Config]:
 
 def _olmo2(_: Config, header: GgufHeader) -> Config:
     return {"model_type": "olmo3"} if "olmo2.attention.sliding_window" in header.metadata else {}
+
+
+def _exaone4(config: Config, header: GgufHeader) -> Config:
+    if "exaone4.attention.sliding_window" in header.metadata:
+        return {}
+    return {"layer_types": ["full_attention"] * min(config["num_hidden_layers"], 1 << 16)}
 
 
 def _falcon(_: Config, header: GgufHeader) -> Config:
@@ -97,8 +108,16 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "cohere2": Architecture("cohere2"),
     "command-r": Architecture("cohere"),
     "ernie4_5": Architecture("ernie4_5"),
-    "exaone4": Architecture("exaone4"),
-    "falcon": Architecture("falcon", complete=_falcon, fused_heads=True),
+    "exaone4": Architecture("exaone4", complete=_exaone4),
+    "falcon": Architecture(
+        "falcon",
+        complete=_falcon,
+        fused_heads=True,
+        alternatives={
+            "input_layernorm": ("attn_norm_2.weight", False),
+            "ln_mlp": ("attn_norm_2.weight", True),
+        },
+    ),
     "gemma": Architecture("gemma", norm_offset=1),
     "gemma2": Architecture("gemma2", complete=_gemma_scale(46), norm_offset=1),
     "gemma3": Architecture("gemma3_text", complete=_gemma_scale(62), norm_offset=1),
@@ -117,7 +136,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         },
     ),
     "llama": Architecture("llama", complete=_llama, pairs=True),
-    "minimax-m2": Architecture("minimax_m2"),
+    "minimax-m2": Architecture("minimax_m2", gating=2),
     "mpt": Architecture("mpt", complete=_mpt, reads=("attention.clamp_kqv",)),
     "nemotron": Architecture("nemotron", norm_offset=1),
     "olmo": Architecture("olmo", pairs=True),
@@ -163,7 +182,7 @@ _KEYS: Mapping[str, tuple[str, ...]] = {
     "logit_scale": ("logits_scaling", "logit_scale"),
     "expert_count": ("num_experts", "num_local_experts"),
     "expert_used_count": ("num_experts_per_tok",),
-    "expert_feed_forward_length": ("moe_intermediate_size",),
+    "expert_feed_forward_length": ("moe_intermediate_size", "intermediate_size"),
     "expert_shared_feed_forward_length": ("shared_expert_intermediate_size",),
     "expert_weights_norm": ("norm_topk_prob",),
     "rope.freq_base": ("rope_theta", "rotary_emb_base"),
@@ -251,16 +270,20 @@ def gguf_config(header: GgufHeader, architecture: str) -> tuple[Config, list[str
     head_dim = given.get("attention.key_length", size // heads)
     first = {"head_dim": head_dim, "num_hidden_layers": given["block_count"]}
     first |= {"hidden_size": size, "num_attention_heads": heads}
+    if type(given["block_count"]) is not int or given["block_count"] < 1:
+        raise invalid_gguf(header.file, f"block_count is {short_repr(given['block_count'])}")
     further = its.complete(first, header)
     model_type = further.get("model_type", its.model_type)
     names = _names_of(model_type)
     config: Config = {"model_type": model_type}
+    if "sliding_window" in names:  # as in llama.cpp, a file that does not speak of windows has none
+        config["sliding_window"] = None
     unknown: list[str] = []
     for key, value in given.items():
         ours = next((name for name in _KEYS.get(key, ()) if name in names), None)
         if ours is not None:
             config[ours] = value
-        elif key not in (*its.reads, *_READ) and not _says_nothing(key, value, given):
+        elif key not in (*its.reads, *_READ) and not _says_nothing(its, key, value, given):
             unknown.append(prefix + key)
     config |= {k: x for k, x in {**its.constants, **further}.items() if k in {*names, "model_type"}}
     facts: Config = {
@@ -288,7 +311,9 @@ def _names_of(model_type: str) -> frozenset[str]:
     return frozenset(x.name for x in fields(cls))
 
 
-def _says_nothing(key: str, value: MetadataValue, given: Mapping[str, MetadataValue]) -> bool:
+def _says_nothing(
+    its: Architecture, key: str, value: MetadataValue, given: Mapping[str, MetadataValue]
+) -> bool:
     """Return whether a key has the value that every model without a name for it has."""
     usual: Mapping[str, object] = {
         "attention.causal": True,
@@ -297,11 +322,13 @@ def _says_nothing(key: str, value: MetadataValue, given: Mapping[str, MetadataVa
         "attention.layer_norm_epsilon": 1e-5,
         "attention.max_alibi_bias": 8.0,
         "expert_count": 0,
+        "expert_gating_func": its.gating,
         "expert_used_count": 0,
+        "expert_weights_scale": 1.0,
         "feed_forward_length": 4 * int(str(given["embedding_length"])),
         "use_parallel_residual": True,
     }
-    return key in usual and value == usual[key]
+    return key == "context_length" or (key in usual and value == usual[key])
 
 
 def _layer_types(given: Mapping[str, MetadataValue], names: frozenset[str]) -> Config:
