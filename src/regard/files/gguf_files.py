@@ -115,8 +115,8 @@ class GgufTensor:
 
 @dataclass(frozen=True)
 class GgufHeader:
-    """The checked header of a GGUF file, or of all files into which it was split, with their states;
-    tensors are in the order of the data.
+    """The checked header of a GGUF file, or of all its parts, with their states; tensors are in the
+    order of the data.
     """
 
     file: Path

@@ -222,8 +222,8 @@ def _stored_names(
         stem, dot, end = stored.rpartition(".")
         is_expert = ".experts.{}." in pattern
         for layer in layers if "{}" in pattern else [0]:
-            if pattern in joined:
-                files = tuple(x.format(layer) for x in joined[pattern])
+            if pattern in its.joined:
+                files = tuple(x.format(layer) for x in its.joined[pattern])
             else:
                 key = stem.replace(".experts.{}.", ".experts.").format(layer)
                 plain = [key.removeprefix(x) for x in its_family.prefixes]
@@ -232,7 +232,7 @@ def _stored_names(
                 files = () if own is None else (f"{own}{dot}{end}",)
             if not files or any(x not in header.tensors for x in files):
                 continue
-            other, needed = alternatives.get(stem.rpartition(".")[2], ("", False))
+            other, needed = its.alternatives.get(stem.rpartition(".")[2], ("", False))
             if (f"blk.{layer}.{other}" in header.tensors) != needed:
                 continue
             tensors = tuple(header.tensors[x] for x in files)
