@@ -212,10 +212,7 @@ def _stored_names(
     found = (_LAYER.match(name) for name in header.tensors)
     layers = sorted({int(match[1]) for match in found if match})
     table = get_tensor_name_map(number, layers[-1] + 1 if layers else 0)
-    joined, alternatives = (
-        ARCHITECTURES[architecture].joined,
-        ARCHITECTURES[architecture].alternatives,
-    )
+    its = ARCHITECTURES[architecture]
     for pattern in its_family.names:
         # a parameter of its own here, and there the bias of a module
         stored = pattern.replace("e_score_correction_bias", "e_score_correction.bias")
