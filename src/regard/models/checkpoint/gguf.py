@@ -219,8 +219,9 @@ def _stored_names(
         stem, dot, end = stored.rpartition(".")
         is_expert = ".experts.{}." in pattern
         for layer in layers if "{}" in pattern else [0]:
-            if pattern in its.joined:
-                files = tuple(x.format(layer) for x in its.joined[pattern])
+            joined = next((x for end, x in its.joined.items() if pattern.endswith(end)), None)
+            if joined is not None:
+                files = tuple(x.format(layer) for x in joined)
             else:
                 key = stem.replace(".experts.{}.", ".experts.").format(layer)
                 plain = [key.removeprefix(x) for x in its_family.prefixes]

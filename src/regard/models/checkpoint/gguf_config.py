@@ -36,7 +36,7 @@ class Architecture:
         fused_heads: whether `attn_qkv` has all queries, all keys and all values, and in the
             family's checkpoints the heads of each key head one after the other.
         norm_offset: what was added to the weights of norms.
-        joined: stored name -> the tensors whose rows it has, one after the other.
+        joined: end of a stored name -> the tensors whose rows it has, one after the other.
         transposed: parts of the stored names of matrices that the family stores as [in, out].
         reads: further keys that `complete` reads.
         alternatives: part of a stored name -> a tensor of its layer, and whether that must be there
@@ -129,7 +129,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         "granitemoe",
         pairs=True,
         joined={
-            "model.layers.{}.block_sparse_moe.input_linear.weight": (
+            "block_sparse_moe.input_linear.weight": (
                 "blk.{}.ffn_gate_exps.weight",
                 "blk.{}.ffn_up_exps.weight",
             )

@@ -135,7 +135,7 @@ _RULES: Mapping[tuple[str, ...], str] = {
             _THREE_DIGITS, f"{_SUFFIX}?", f"{_UPPER[:-1]}{_HAN}", f"{_LOWER[:-1]}{_HAN}"
         ).replace(r"[\r\n/]*", r"[\r\n]*"),
     ): "kimi-k2",
-    (r"\d{1,3}(?=(?:\d{3})*(?!\d))",): "superbpe",
+    (r"\p{N}+", r"\d{1,3}(?=(?:\d{3})*(?!\d))"): "superbpe",
     (
         _words(_ONE_DIGIT, r"'(?i:[sdmt]|ll|ve|re)|", spaces=r"\s*[\r\n]|\s+(?!\S)|\s+"),
     ): "bailingmoe bailingmoe2 llada-moe",
@@ -144,7 +144,7 @@ _RULES: Mapping[tuple[str, ...], str] = {
     ),
     (_words(_ONE_DIGIT, before=""),): "ufakzeka",
     (
-        r"\d{1,3}(?=(?:\d{3})*(?!\d))",
+        r"\p{N}{1,3}(?=(?:\p{N}{3})*(?!\p{N}))",
         _ASIAN,
         _signs_and_words(),
     ): "afmoe",
