@@ -4,6 +4,7 @@ library's names of tensors (`TensorNameMap`) and of keys (`GGUFWriter`).
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -150,13 +151,18 @@ def stored_tensors(network: Any, model_type: str) -> dict[str, Tensor]:
 
 
 def convert(
-    path: Path, architecture: str, model_type: str, config: Any, stored: dict[str, Tensor]
+    path: Path,
+    architecture: str,
+    model_type: str,
+    config: Any,
+    stored: dict[str, Tensor],
+    **change: Any,
 ) -> Path:
     """Write a file as llama.cpp's converter does."""
     number = next(k for k, name in MODEL_ARCH_NAMES.items() if name == architecture)
     table = gguf.get_tensor_name_map(number, LAYERS + 4)
     writer = gguf.GGUFWriter(path, architecture)
-    for method, value in keys_of(config, model_type).items():
+    for method, value in (keys_of(config, model_type) | change).items():
         getattr(writer, method)(value)
     write_vocabulary(writer, 288)
     experts: dict[str, dict[int, Tensor]] = {}
@@ -299,3 +305,10 @@ def converted(name: str, x: Tensor, architecture: str, config: Any, table: Any) 
 def permuted(x: Tensor, heads: int) -> Tensor:
     """Rows of queries or keys in the order of llama.cpp."""
     return x.unflatten(0, (heads, 2, -1)).transpose(1, 2).flatten(0, 2)
+
+
+if __name__ == "__main__":
+    for case, (architecture, model_type, keys) in CASES.items():
+        made, its_config = tiny_network(model_type, keys)
+        file = Path(sys.argv[1]) / f"{case.replace(' ', '-')}.gguf"
+        convert(file, architecture, model_type, its_config, stored_tensors(made, model_type))
