@@ -107,6 +107,12 @@ class GgufTensor:
         """The number of bytes of a row."""
         return self.shape[-1] // self.format.elements * self.format.bytes
 
+    def rows(self, first: int, last: int) -> GgufTensor:
+        """Return the rows first <= i < last of a matrix."""
+        size = (last - first) * self.row_bytes
+        start = self.start + first * self.row_bytes
+        return replace(self, shape=(last - first, self.shape[1]), start=start, bytes=size)
+
     def part(self, i: int) -> GgufTensor:
         """Return the part with index i in the outermost dimension, such as an expert's matrix."""
         size = self.bytes // self.shape[0]

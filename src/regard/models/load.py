@@ -39,7 +39,7 @@ from regard.models.encoder import HeadedEncoder
 from regard.models.encoder_decoder import EncoderDecoder
 from regard.models.families import family, find_family
 from regard.models.model import Model
-from regard.models.sentence_settings import read_sentence_settings
+from regard.models.sentence_settings import Pooling, read_sentence_settings
 from regard.models.seq2seq import Seq2Seq
 from regard.models.speech_to_text import SpeechEncoder, SpeechToText
 from regard.models.text_encoder import TextEncoder
@@ -186,6 +186,15 @@ def load(
         checkpoint = _open_gguf(gguf, kind, form, dtype or gguf.dtype)
         tokenizer = gguf_tokenizer(gguf.header)  # before the weights, because it may be refused
         network, config, record = load_checkpoint(checkpoint)
+        if isinstance(network, HeadedEncoder):
+            return TextEncoder(
+                network,
+                tokenizer,
+                config,
+                pooling=Pooling(gguf.pooling_mode),
+                max_seq_length=config.max_position_embeddings,
+                **record,
+            )
         assert isinstance(network, Decoder)
         return Model(
             network,

@@ -5,6 +5,7 @@ library's names of tensors (`TensorNameMap`) and of keys (`GGUFWriter`).
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -156,15 +157,26 @@ def convert(
     model_type: str,
     config: Any,
     stored: dict[str, Tensor],
+    vocabulary: Callable[[Any, int], None] | None = None,
+    kind: str = "F32",
     **change: Any,
 ) -> Path:
-    """Write a file as llama.cpp's converter does."""
+    """Write a file as llama.cpp's converter does; matrices in another format if it is given."""
+
+    def add(name: str, x: Tensor) -> None:
+        values = x.contiguous().numpy()
+        if kind != "F32" and x.ndim > 1 and ".ffn_gate_inp." not in name:
+            number = gguf.GGMLQuantizationType[kind]
+            writer.add_tensor(name, gguf.quantize(values, number), raw_dtype=number)
+        else:
+            writer.add_tensor(name, values)
+
     number = next(k for k, name in MODEL_ARCH_NAMES.items() if name == architecture)
     table = gguf.get_tensor_name_map(number, LAYERS + 4)
     writer = gguf.GGUFWriter(path, architecture)
     for method, value in (keys_of(config, model_type) | change).items():
         getattr(writer, method)(value)
-    write_vocabulary(writer, 288)
+    (vocabulary or write_vocabulary)(writer, 288)
     experts: dict[str, dict[int, Tensor]] = {}
     for name, x in stored.items():
         for file_name, value in converted(name, x.float(), architecture, config, table):
@@ -172,10 +184,9 @@ def convert(
             if index:
                 experts.setdefault(stem, {})[int(index)] = value
             else:
-                writer.add_tensor(file_name, value.contiguous().numpy())
+                add(file_name, value)
     for stem, parts in experts.items():
-        stacked = torch.stack([parts[i] for i in range(len(parts))])
-        writer.add_tensor(stem, stacked.contiguous().numpy())
+        add(stem, torch.stack([parts[i] for i in range(len(parts))]))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -288,6 +299,8 @@ def converted(name: str, x: Tensor, architecture: str, config: Any, table: Any) 
         yield f"blk.{layer}.ffn_gate_exps.weight", gate
         yield f"blk.{layer}.ffn_up_exps.weight", up
         return
+    if name.startswith(("bert.pooler", "cls.")):
+        return
     index = ""
     if ".experts." in name and name.split(".experts.")[1].split(".")[0].isdigit():
         head, _, tail = name.partition(".experts.")
@@ -295,9 +308,8 @@ def converted(name: str, x: Tensor, architecture: str, config: Any, table: Any) 
         name, index = f"{head}.experts.{part}", f"#{number}"
     name = name.replace("e_score_correction_bias", "e_score_correction.bias")
     new = table.get_name(name, try_suffixes=(".weight", ".bias"))
-    new = new or table.get_name(
-        name.removeprefix("transformer."), try_suffixes=(".weight", ".bias")
-    )
+    for prefix in ("transformer.", "bert."):
+        new = new or table.get_name(name.removeprefix(prefix), try_suffixes=(".weight", ".bias"))
     assert new is not None, name
     yield new + index, x
 

@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import math
 import re
+import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path
 from types import MappingProxyType
@@ -36,7 +37,7 @@ from regard.files.regular_files import checked_path
 from regard.files.safetensors_files import DEFAULT_BUFFERING, ReadBuffering, StoredTensor
 from regard.freed_memory import give_back_freed_memory
 from regard.huge_pages import empty_like
-from regard.models.checkpoint.family import Family, NameTable, name_pattern
+from regard.models.checkpoint.family import Family, NameTable, TensorRule, name_pattern
 from regard.models.checkpoint.gguf_blocks import (
     RECORD_FORMS,
     dequantize_gguf,
@@ -53,11 +54,13 @@ from regard.models.checkpoint.gguf_config import (
 )
 from regard.models.checkpoint.tensors import INDEX, SINGLE, CheckpointTensors
 from regard.models.families import family
+from regard.models.sentence_settings import PoolingMode
 from regard.ops.stored_weights import StoredWeight
-from regard.units import plural
+from regard.units import plural, size
 from regard.untrusted_text import short_repr
 
 _LAYER = re.compile(r"blk\.([0-9]{1,4})\.")
+_POOLING: Mapping[object, PoolingMode] = {1: "mean", 2: "cls"}
 _LATER_PART = re.compile(r"-(?!00001)\d{5}-of-\d{5}\.gguf$")
 
 
@@ -119,6 +122,17 @@ class GgufModel:
         return cls(header, architecture, config, MappingProxyType(names), tuple(unknown))
 
     @property
+    def pooling_mode(self) -> PoolingMode:
+        """How an encoder's states become one vector."""
+        number = self.header.metadata.get("bert.pooling_type", 1)
+        if number not in _POOLING:
+            raise FileError(
+                f"{self.header.file}: bert.pooling_type is {short_repr(number)}; read are "
+                "1 (mean) and 2 (cls)"
+            )
+        return _POOLING[number]
+
+    @property
     def dtype(self) -> torch.dtype:
         """The dtype of most bytes if no tensor has blocks; float32 for quantized files, in which
         the numbers of every block are exact.
@@ -139,15 +153,50 @@ class GgufModel:
         records: dict[str, str] = {}
         for name, tensors in self.names.items():
             own = RECORD_FORMS.get(tensors[0].format.name)
-            entry = table.get(name_pattern(name))
-            is_matrix = len(tensors[0].shape) == 2 and isinstance(entry, str)
-            if own is not None and form in (None, own) and is_matrix:
-                assert isinstance(entry, str)
-                numbers = [part for part in name.split(".") if part.isdigit()]
-                records[entry.format(*numbers)] = name
+            parameters = self._parameters(name, table)
+            is_router = ".ffn_gate_inp." in tensors[0].name  # no stored weight is computed there
+            is_matrix = len(tensors) == 1 and len(tensors[0].shape) == 2 and not is_router
+            if own is not None and form in (None, own) and is_matrix and parameters:
+                records |= dict.fromkeys(parameters, name)
             else:
                 plain[name] = tensors
+        self._say_what_grows(plain, form, dtype)
         return GgufTensors.of(self, plain, dtype), GgufRecords(self, MappingProxyType(records))
+
+    def _parameters(self, name: str, table: NameTable) -> tuple[str, ...]:
+        """Return the parameters that are the rows of a stored matrix, in their order; none if it
+        has others.
+        """
+        entry = table.get(name_pattern(name))
+        numbers = [part for part in name.split(".") if part.isdigit()]
+        if isinstance(entry, str):
+            return (entry.format(*numbers),)
+        if not isinstance(entry, TensorRule) or self.is_transposed(name):
+            return ()
+        count = len(entry.parameters)
+        if count == 1 or any("*" in x for x in entry.parameters) or entry.requires or entry.unless:
+            return ()
+        rows = torch.arange(count, device="cpu")[:, None]
+        found = entry.unpack(rows, [torch.Size((1, 1))] * count)
+        in_order = [x.flatten().tolist() for x in found] == [[i] for i in range(count)]
+        return tuple(x.format(*numbers) for x in entry.parameters) if in_order else ()
+
+    def _say_what_grows(
+        self, plain: Mapping[str, tuple[GgufTensor, ...]], form: str | None, dtype: torch.dtype
+    ) -> None:
+        """Warn of matrices whose blocks no loop knows, with the memory that they take instead."""
+        tensors = [x for parts in plain.values() for x in parts if len(x.shape) > 1]
+        grown = [x for x in tensors if float_dtype(x.format.name) is None]
+        if form is None and grown:
+            kinds = ", ".join(sorted({x.format.name for x in grown}))
+            memory = sum(math.prod(x.shape) for x in grown) * dtype.itemsize
+            warnings.warn(
+                f"{self.header.file}: {len(grown)} matrices in {kinds} "
+                f"({size(sum(x.bytes for x in grown))}) are numbers in {dtype} "
+                f"({size(memory)}) here, because no product reads these formats; "
+                "weights='int8' takes less memory, and rounds them once more",
+                stacklevel=4,
+            )
 
     def is_transposed(self, name: str) -> bool:
         """Return whether the family stores a matrix as [in, out]."""
@@ -304,6 +353,7 @@ class GgufRecords:
 
     model: GgufModel
     names: Mapping[str, str]
+    taken: dict[str, int] = field(default_factory=dict)
 
     @property
     def where(self) -> str:
@@ -314,12 +364,16 @@ class GgufRecords:
         """Read the record of a parameter of this shape, for computations in a dtype."""
         name = self.names[parameter_name]
         (tensor,) = self.model.names[name]
-        if tensor.shape != tuple(shape):
+        first = self.taken.get(name, 0)  # parameters that share a matrix are read in its order
+        self.taken[name] = last = first + shape[0]
+        is_last = [key for key, x in self.names.items() if x == name][-1] == parameter_name
+        rows = tensor.shape[0]
+        if tensor.shape[1] != shape[1] or last > rows or (is_last and last < rows):
             raise FileError(
                 f"{self.model.header.file}: {short_repr(tensor.name)} is {tensor.shape}; the "
                 f"metadata requires {tuple(shape)}"
             )
-        return self._whole(name, tensor, dtype)
+        return self._whole(name, tensor.rows(first, last), dtype)
 
     def _whole(self, name: str, tensor: GgufTensor, dtype: torch.dtype) -> StoredWeight:
         """Return all rows, put together panel by panel."""

@@ -79,6 +79,12 @@ def _olmo2(_: Config, header: GgufHeader) -> Config:
     return {"model_type": "olmo3"} if "olmo2.attention.sliding_window" in header.metadata else {}
 
 
+def _bert(_: Config, header: GgufHeader) -> Config:
+    if header.metadata.get("bert.attention.causal", False) is not False:
+        raise FileError(f"{header.file}: bert.attention.causal is not false; no such BERT is known")
+    return {}
+
+
 def _exaone4(config: Config, header: GgufHeader) -> Config:
     if "exaone4.attention.sliding_window" in header.metadata:
         return {}
@@ -104,6 +110,7 @@ def _mpt(_: Config, header: GgufHeader) -> Config:
 
 ARCHITECTURES: Mapping[str, Architecture] = {
     "arcee": Architecture("arcee", pairs=True),
+    "bert": Architecture("bert", complete=_bert, reads=("attention.causal", "pooling_type")),
     "bloom": Architecture("bloom", fused_heads=True),
     "cohere2": Architecture("cohere2"),
     "command-r": Architecture("cohere"),
@@ -187,6 +194,7 @@ _KEYS: Mapping[str, tuple[str, ...]] = {
     "expert_weights_norm": ("norm_topk_prob",),
     "rope.freq_base": ("rope_theta", "rotary_emb_base"),
     "rope.freq_base_swa": ("rope_local_base_freq",),
+    "token_type_count": ("type_vocab_size",),
     "use_parallel_residual": ("use_parallel_residual",),
 }
 """Key after the architecture's name -> its possible names in config.json."""

@@ -1,6 +1,6 @@
 """The tokenizer in the metadata of a GGUF file: "gpt2" (byte-level BPE, whose pattern has one of
-the names in `PATTERNS`) or "llama" (SentencePiece's BPE by scores). A tokenizer.json beside the
-file, with the same tokens, replaces it.
+the names in `PATTERNS`), "llama" (SentencePiece's BPE by scores) or "bert" (WordPiece). A
+tokenizer.json beside the file, with the same tokens, replaces it.
 """
 
 from __future__ import annotations
@@ -207,8 +207,12 @@ def gguf_tokenizer(header: GgufHeader) -> Tokenizer | None:
         backend = _byte_level(values, tokens)
     elif kind == "llama":
         backend = _sentencepiece(values, tokens)
+    elif kind == "bert":
+        return Tokenizer(_word_pieces(values, tokens))
     else:
-        raise _cannot_build(header, f"is of the kind {short_repr(kind)}; built are gpt2 and llama")
+        raise _cannot_build(
+            header, f"is of the kind {short_repr(kind)}; built are gpt2, llama and bert"
+        )
     types = values.numbers("token_type", len(tokens))
     backend.add_special_tokens(_added(tokens, types, CONTROL, special=True))
     backend.add_tokens(_added(tokens, types, USER_DEFINED, special=False))
@@ -359,6 +363,40 @@ def _sentencepiece(values: _Values, tokens: Sequence[str]) -> tokenizers.Tokeniz
     if prefix:
         parts.append(decoders.Strip(" ", 1, 0))
     backend.decoder = decoders.Sequence(parts)
+    return backend
+
+
+def _word_pieces(values: _Values, tokens: Sequence[str]) -> tokenizers.Tokenizer:
+    """Return BERT's tokenizer: in the file, a piece that begins a word has a mark, and others have
+    lost their ##.
+    """
+    special = [x for x in tokens if x.startswith("[") and x.endswith("]")]
+    unknown = "[UNK]"
+    if missing := {"[CLS]", "[SEP]", unknown} - {*special}:
+        raise values.invalid("tokens", f"lacks {', '.join(sorted(missing))}")
+    vocabulary: dict[str, int] = {}
+    for i, token in enumerate(tokens):
+        piece = token.removeprefix(_SPACE) if token.startswith(_SPACE) else f"##{token}"
+        vocabulary[token if token in special else piece] = i
+    if len(vocabulary) < len(tokens):
+        raise values.invalid("tokens", "has a piece twice")
+    lowercase = values.get("normalizer.lowercase", True) is not False
+    try:
+        backend = tokenizers.Tokenizer(models.WordPiece(vocabulary, unk_token=unknown))
+    except Exception as error:  # the package has no error class of its own
+        raise values.invalid("tokens", f"are refused: {error_text(error, 300)}") from error
+    backend.normalizer = normalizers.BertNormalizer(lowercase=lowercase)
+    backend.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    backend.decoder = decoders.WordPiece()
+    named = ("[PAD]", unknown, "[CLS]", "[SEP]", "[MASK]")
+    backend.add_special_tokens(
+        [AddedToken(x, special=True, normalized=False) for x in named if x in vocabulary]
+    )
+    backend.post_processor = processors.TemplateProcessing(
+        single="[CLS]:0 $A:0 [SEP]:0",
+        pair="[CLS]:0 $A:0 [SEP]:0 $B:1 [SEP]:1",
+        special_tokens=[(x, vocabulary[x]) for x in ("[CLS]", "[SEP]")],
+    )
     return backend
 
 
