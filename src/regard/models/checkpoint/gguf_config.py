@@ -284,7 +284,8 @@ def gguf_config(header: GgufHeader, architecture: str) -> tuple[Config, list[str
     model_type = further.get("model_type", its.model_type)
     names = _names_of(model_type)
     config: Config = {"model_type": model_type}
-    if "sliding_window" in names:  # as in llama.cpp, a file that does not speak of windows has none
+    # as in llama.cpp, a file that does not speak of windows has none
+    if "sliding_window" in names and "use_sliding_window" not in names:
         config["sliding_window"] = None
     unknown: list[str] = []
     for key, value in given.items():
