@@ -53,7 +53,7 @@ KEY_LIMIT = 1 << 16
 """The largest number of keys of metadata; published files have fewer than 100."""
 DIMENSION_LIMIT = 4
 """The largest number of dimensions of a tensor in the format."""
-PANEL_BYTES = 8 << 20
+PANEL_BYTES = 1 << 20
 """How many bytes of a tensor are read at a time."""
 
 MetadataValue = int | float | bool | str | list[int] | list[float] | list[bool] | list[str]

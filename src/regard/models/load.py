@@ -115,14 +115,15 @@ def load(
     where config.json or the family ties the two, or else the model only returns hidden states
     (`hidden`).
 
-    GPTQ, AWQ and compressed-tensors are dequantized to `dtype`. A GGUF file of llama.cpp (llama,
-    qwen2, qwen3 and gemma) is a whole model with its tokenizer, which a tokenizer.json beside it
-    replaces. Its matrices in Q8_0, Q5_0, Q4_0, Q4_1 and Q4_K stay in 8.5, 8.5, 5, 6 and 6 bits per
-    number; those in Q5_1, Q5_K and Q6_K are dequantized.
+    GPTQ, AWQ and compressed-tensors are dequantized to `dtype`. A GGUF file of llama.cpp is a
+    whole model with its tokenizer, which a tokenizer.json beside it replaces; of a model in several
+    files, give any one. Its matrices in Q4_0, Q4_1 and Q4_K stay in 5 or 6 bits per number, those
+    in formats that are exact in 8 bits take 8.5 or 9, and others are dequantized, with a warning.
 
     Args:
         source: `"tiny"`, a small Llama in the package; a name of `NAMED_PACKAGES`: `"minilm"`, a
-            trained BERT, or `"smollm2"`, a small language model that answers; a folder; a GGUF
+            trained BERT, `"smollm2"`, a small language model that answers, or `"gemma3"`, a base
+            model; a folder; a GGUF
             file, or a folder with one and without safetensors; or `"org/name"`, a repository of the
             Hugging Face hub (extra `hub`), which `"hub:org/name"` always means. A `Path` is never
             downloaded.

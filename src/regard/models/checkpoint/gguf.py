@@ -28,6 +28,7 @@ from regard.errors import FileError
 from regard.files.gguf_files import (
     GgufHeader,
     GgufTensor,
+    invalid_gguf,
     is_gguf,
     read_gguf_header,
     read_plain,
@@ -125,7 +126,7 @@ class GgufModel:
     def pooling_mode(self) -> PoolingMode:
         """How an encoder's states become one vector."""
         number = self.header.metadata.get("bert.pooling_type", 1)
-        if number not in _POOLING:
+        if type(number) is not int or number not in _POOLING:
             raise FileError(
                 f"{self.header.file}: bert.pooling_type is {short_repr(number)}; read are "
                 "1 (mean) and 2 (cls)"
@@ -241,7 +242,8 @@ class GgufModel:
         """Return a number of heads."""
         name = self.header.metadata["general.architecture"]
         default = self.header.metadata[f"{name}.attention.head_count"]
-        return int(str(self.header.metadata.get(f"{name}.{key}", default)))
+        value = self.header.metadata.get(f"{name}.{key}", default)
+        return value if isinstance(value, int) else 0
 
     def _uneven(self, name: str, rows: int, heads: int) -> FileError:
         return FileError(
@@ -259,7 +261,8 @@ def _stored_names(
 
     number = next(key for key, name in MODEL_ARCH_NAMES.items() if name == architecture)
     found = (_LAYER.match(name) for name in header.tensors)
-    layers = sorted({int(match[1]) for match in found if match})
+    numbers = {int(match[1]) for match in found if match}
+    layers = sorted(x for x in numbers if x < len(header.tensors))
     table = get_tensor_name_map(number, layers[-1] + 1 if layers else 0)
     its = ARCHITECTURES[architecture]
     for pattern in its_family.names:
@@ -283,6 +286,12 @@ def _stored_names(
             if (f"blk.{layer}.{other}" in header.tensors) != needed:
                 continue
             tensors = tuple(header.tensors[x] for x in files)
+            if {len(x.shape) for x in tensors} != {3} and joined is not None:
+                raise invalid_gguf(header.file, f"{files} are no matrices of experts")
+            if len({(x.shape[0], x.shape[-1]) for x in tensors}) > 1 or (
+                is_expert and len(tensors[0].shape) < 2
+            ):
+                raise invalid_gguf(header.file, f"{files} have shapes that do not fit together")
             if not is_expert:
                 yield pattern.format(layer), tensors
                 continue

@@ -276,6 +276,8 @@ def gguf_config(header: GgufHeader, architecture: str) -> tuple[Config, list[str
         )
     given.setdefault("attention.head_count_kv", heads)
     head_dim = given.get("attention.key_length", size // heads)
+    if type(head_dim) is not int or head_dim < 1:
+        raise invalid_gguf(header.file, f"attention.key_length is {short_repr(head_dim)}")
     first = {"head_dim": head_dim, "num_hidden_layers": given["block_count"]}
     first |= {"hidden_size": size, "num_attention_heads": heads}
     if type(given["block_count"]) is not int or given["block_count"] < 1:
@@ -388,10 +390,12 @@ def _rope_scaling(
     factor = given.get("rope.scaling.factor")
     original = given.get("rope.scaling.original_context_length")
     if all(name in header.tensors for name in LONG_FACTORS):
-        short, long = (
-            read_plain(header, header.tensors[name], torch.float32).tolist()
-            for name in LONG_FACTORS
-        )
+        tensors = [header.tensors[name] for name in LONG_FACTORS]
+        if any(x.format.name != "F32" or x.shape != tensors[0].shape for x in tensors):
+            raise invalid_gguf(
+                header.file, f"{' and '.join(LONG_FACTORS)} are not alike, or not F32"
+            )
+        short, long = (read_plain(header, x, torch.float32).flatten().tolist() for x in tensors)
         return {"rope_type": "longrope", "short_factor": short, "long_factor": long} | {
             "attention_factor": given.get("rope.scaling.attn_factor")
         }
