@@ -152,7 +152,12 @@ def read_gguf_header(path: Path) -> GgufHeader:
     if count in (0, 1):
         return header
     match = _PART.search(path.name)
-    if match is None or count != int(match[2]) or not 1 <= int(match[1]) <= count:
+    if (
+        type(count) is not int
+        or match is None
+        or count != int(match[2])
+        or not 1 <= int(match[1]) <= count
+    ):
         raise invalid_gguf(
             path,
             f"it is one of {short_repr(count)} parts, whose names must end with "
