@@ -35,11 +35,11 @@ from regard.language import translate, translate_count
 from regard.untrusted_text import MULTILINE, error_text, escape_controls
 
 if TYPE_CHECKING:
-    from regard.models import BatchGeneration, Model, Seq2Seq, TextEncoder
+    from regard.models import BatchGeneration, Model, Seq2Seq
 
 
 def generate_seq2seq(
-    model: TextEncoder | Seq2Seq,
+    model: Seq2Seq,
     texts: list[str],
     max_tokens: int,
     beams: int,
@@ -49,12 +49,6 @@ def generate_seq2seq(
     """Print the texts that an encoder-decoder generates, by beam search, or greedily if there is
     one beam.
     """
-    from regard.models import Seq2Seq
-
-    if not isinstance(model, Seq2Seq):
-        raise usage_error(
-            None, "the model is an encoder, which generates no text; use regard.load(...).embed"
-        )
     start = time.perf_counter()
     answers = model.generate(
         texts, max_tokens=max_tokens, beams=beams, length_penalty=length_penalty
@@ -288,7 +282,7 @@ def generate(
     """Continue a prompt, or answer it with an encoder-decoder. The text goes to standard output;
     speed and cache size go to standard error.
     """
-    from regard.models import Model
+    from regard.models import Model, TextEncoder
     from regard.models.generation import (
         BatchGeneration,
         CacheConfig,
@@ -310,18 +304,24 @@ def generate(
             bool(special),
         )
         loaded = load(model, replace(load_options, weights=weights))
+        if isinstance(loaded, TextEncoder):
+            raise usage_error(
+                "--model",
+                "is an encoder, which generates no text; its vectors: regard.load({name}).embed",
+                name=repr(model),
+            )
         if not isinstance(loaded, Model):
             if cuda_graph:
                 raise usage_error(
                     "--cuda-graph",
-                    "captures the step of a decoder, and this model is an encoder or an "
-                    "encoder-decoder; leave --cuda-graph out",
+                    "captures the step of a decoder, and this model is an encoder-decoder; leave "
+                    "--cuda-graph out",
                 )
             if chat or ids or messages or special is not None:
                 raise usage_error(
                     None,
                     "--chat, --messages, --ids and --special apply to a decoder, and this model "
-                    "is an encoder or an encoder-decoder; leave them out",
+                    "is an encoder-decoder; leave them out",
                 )
             generate_seq2seq(loaded, texts, max_tokens, beams or 1, length_penalty, json)
             return

@@ -25,7 +25,7 @@ from regard.cli.options import (
     working,
 )
 from regard.language import Phrase, counted
-from regard.untrusted_text import escape_controls
+from regard.untrusted_text import escape_controls, short_repr
 
 if TYPE_CHECKING:
     from regard.inspect import Recording
@@ -90,6 +90,13 @@ def view(
     from regard.files.gguf_files import is_gguf
 
     if Path(of).is_file() and not is_gguf(Path(of)):
+        if Path(of).suffix != ".safetensors":
+            raise usage_error(
+                "RECORDING|MODEL",
+                "{of} is no .safetensors file, as recordings are; to look at a text, write regard "
+                "view MODEL --file {of}",
+                of=short_repr(of),
+            )
         server = _serve_recording(
             of,
             text,
