@@ -473,7 +473,7 @@ def resolve_source(
             kind = identify_format(file.read(64) or b"")
         raise FileError(
             f"{folder} is a file{f': {kind}' if kind else ''}; a model is a folder with "
-            "config.json and model.safetensors, or a GGUF file; a recording is opened by regard view"
+            "config.json and model.safetensors, or a GGUF file (a recording opens in regard view)"
         )
     if not folder.is_dir():
         names = (*BUNDLED_MODELS, *NAMED_PACKAGES)
