@@ -124,6 +124,8 @@ def test_every_command_reads_messages_and_ids(folder: Path, said: Said, tmp_path
     commands = [("explain",), ("inspect", "lens"), ("inspect", "measure")]
     for words in commands:
         shown = [json.loads(said(*words, *form, "--model", folder, "--json")) for form in forms]
+        for x in shown:
+            x.pop("tensors", None)  # which has seconds
         assert all(x == shown[0] for x in shown)
         text = said(*words, forms[-1][0], "--no-special", "--model", folder, "--json")
         assert json.loads(text) != shown[0]
@@ -142,7 +144,7 @@ def test_texts_beside_are_read_in_the_same_way(folder: Path, said: Said) -> None
     shown = json.loads(said(*patch, "--ids", "--json"))
     model = regard.load(folder, kind=Model)
     wanted = regard.inspect.patch(model, [12, 7, 9], [12, 8, 9])
-    assert shown["values"] == pytest.approx(wanted.values.tolist())
+    assert torch.allclose(torch.tensor(shown["values"]), torch.tensor(wanted.values).float())
     assert "is another" in said(*patch[:2], *patch[3:], "--messages", folder / "x", code=2)
 
 
