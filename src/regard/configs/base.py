@@ -145,6 +145,7 @@ ACTIVATIONS = {
     "silu": "silu",
     "swish": "silu",
     "tanh": "tanh",
+    "xielu": "xielu",
 }
 """Name in config.json -> nonlinearity. "gelu" is x Phi(x) with the error function; five names mean
 its approximation with tanh.

@@ -12,14 +12,13 @@ from typing import ClassVar, Literal, TypeAlias
 from regard.configs.base import FULL, ModelConfig, Raw, check_sizes, rename_keys
 from regard.configs.hybrid import LINEAR, named_kinds
 from regard.configs.rope import RopeSettings, normalize_rope, shorten
-from regard.configs.rotary_decoder import SILU, check_experts
+from regard.configs.rotary_decoder import SILU, check_experts, dense_layers_first
 from regard.cost.latent import IndexedLatentSpec, LatentSpec
 from regard.cost.model import DenseSpec, FeedForwardSpec, LayerSpec, ModelSpec, MoESpec
 from regard.cost.selected import IndexSelection
 from regard.cost.spec import ParameterCounts, Spec
 from regard.cost.state_space import kimi_delta_attention
 from regard.errors import ArgumentError
-from regard.units import plural
 
 
 @dataclass(frozen=True)
@@ -163,6 +162,25 @@ class DeepseekV3Config(DeepseekConfig):
         return super().rope._replace(layout="interleaved" if self.rope_interleave else "half")
 
 
+@dataclass(frozen=True)
+class Glm4MoeLiteConfig(DeepseekV3Config):
+    """The keys of GLM-4.7-Flash, which has the network of DeepSeek-V3."""
+
+    rms_norm_eps: float = 1e-5
+    max_position_embeddings: int = 202752
+    n_group: int = 1
+    topk_group: int = 1
+    routed_scaling_factor: float = 1.8
+
+    model_types = ("glm4_moe_lite",)
+    fixed = DeepseekV3Config.fixed | {"partial_rotary_factor": (1.0, 1)}
+
+    @classmethod
+    def normalize_keys(cls, raw: Raw) -> dict[str, object]:
+        """Return the keys as for DeepSeek-V3, with the kinds of layers as first_k_dense_replace."""
+        return dense_layers_first(super().normalize_keys(raw), 1)
+
+
 INDEXED = "indexed_attention"
 """The name of DeepSeek sparse attention in `layer_types`."""
 
@@ -187,24 +205,10 @@ class DeepseekV32Config(DeepseekV3Config):
     def normalize_keys(cls, raw: Raw) -> dict[str, object]:
         """Return the keys as for DeepSeek-V3, with the kinds of layers as first_k_dense_replace."""
         keys = super().normalize_keys(raw)
-        layers, mixers = keys.get("num_hidden_layers"), keys.pop("layer_types", None)
-        kinds, first = keys.pop("mlp_layer_types", None), keys.get("first_k_dense_replace")
+        mixers = keys.pop("layer_types", None)
         if isinstance(mixers, list) and mixers != [INDEXED] * len(mixers):
             raise ArgumentError(f"layer_types is {shorten(mixers)}; only {INDEXED!r} is supported")
-        if not isinstance(kinds, list) or not isinstance(layers, int):
-            return {"first_k_dense_replace": 3, **keys}
-        dense = kinds.count("dense")
-        if kinds != ["dense"] * dense + ["sparse"] * (layers - dense):
-            raise ArgumentError(
-                f"mlp_layer_types is {shorten(kinds)}; it must be one name for each of "
-                f"{plural(layers, 'layer')}: 'dense' for the first ones, then 'sparse'"
-            )
-        if isinstance(first, int) and min(first, layers) != dense:
-            raise ArgumentError(
-                f"mlp_layer_types begins with {dense} dense, and first_k_dense_replace is {first}; "
-                "remove the wrong one"
-            )
-        return {**keys, "first_k_dense_replace": dense}
+        return dense_layers_first(keys, 3)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -297,7 +301,7 @@ class KimiLinearConfig(ModelConfig):
         """Return the keys with one name each and a kind for each layer; the makers number layers
         from 1 in `linear_attn_config`, and transformers writes `layer_types` and `mlp_layer_types`.
         """
-        left_out = ("head_dim", "qk_head_dim", "linear_attn_config", "mlp_layer_types")
+        left_out = ("head_dim", "qk_head_dim", "linear_attn_config")
         keys = rename_keys({k: v for k, v in raw.items() if k not in left_out}, KIMI_NAMES)
         if keys.get("num_key_value_heads") is None:
             keys["num_key_value_heads"] = keys.get("num_attention_heads")
@@ -310,16 +314,7 @@ class KimiLinearConfig(ModelConfig):
                 kinds = [FULL if layer + 1 in full else LINEAR for layer in range(n)]
                 _check_listed(linear.get("kda_layers"), kinds)
                 keys["layer_types"] = kinds
-        networks = raw.get("mlp_layer_types")
-        if isinstance(networks, list):
-            first = networks.count("dense")
-            if networks != ["dense"] * first + ["sparse"] * (len(networks) - first):
-                raise ArgumentError(
-                    f"mlp_layer_types is {networks}; supported are 'dense' for the first layers, "
-                    "then 'sparse'"
-                )
-            keys["first_k_dense_replace"] = first
-        return keys
+        return dense_layers_first(keys, cls.first_k_dense_replace)
 
     def kinds(self) -> tuple[str, ...]:
         """Return the kind of each layer."""

@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, Literal, NamedTuple
 
 from regard.configs.base import FULL, SLIDING, UnknownKey
@@ -62,6 +62,7 @@ class RopeSettings(NamedTuple):
         scaling: rope_scaling, as `normalize_rope` or a file has it; None is no scaling.
         layout: which dims form a pair.
         original: original_max_position_embeddings at the top level, where Phi-3 has it.
+        backwards: whether the pairs turn in the other direction.
     """
 
     head_dim: int
@@ -71,6 +72,7 @@ class RopeSettings(NamedTuple):
     partial: float = 1.0
     layout: Literal["half", "interleaved"] = "half"
     original: int | None = None
+    backwards: bool = False
 
     @property
     def is_length_dependent(self) -> bool:
@@ -206,10 +208,21 @@ TOP_LEVEL_KEYS = ("rope_theta", "partial_rotary_factor")
 """Keys that may be nested in files, and that `normalize_rope` moves to the top level."""
 
 
-def normalize_rope(raw: Mapping[str, Any], *, layered: bool = False) -> dict[str, Any]:
+def normalize_rope(
+    raw: Mapping[str, Any], *, layered: bool = False, own: Collection[str] = ()
+) -> dict[str, Any]:
     """Return the keys with rope_theta and partial_rotary_factor at the top level, and rope_scaling
-    None or a mapping with `rope_type`; rope_parameters goes.
+    None or a mapping with `rope_type`; rope_parameters goes. Keys in `own` stay in rope_scaling.
     """
+    if own:
+        kept: dict[str, Any] = {}
+        rest = dict(raw)
+        for name in ("rope_scaling", "rope_parameters"):
+            if isinstance(scaling := raw.get(name), Mapping):
+                kept |= {key: scaling[key] for key in own if scaling.get(key) is not None}
+                rest[name] = {key: x for key, x in scaling.items() if key not in own}
+        keys = normalize_rope(rest, layered=layered)
+        return keys | {"rope_scaling": (keys["rope_scaling"] or {}) | kept or None}
     rope_keys = {*TOP_LEVEL_KEYS, "rope_scaling", "rope_parameters"}
     if layered:
         rope_keys.add("rope_local_base_freq")

@@ -24,6 +24,7 @@ from regard.configs.deepseek import (
     DeepseekV2Config,
     DeepseekV3Config,
     DeepseekV32Config,
+    Glm4MoeLiteConfig,
     KimiLinearConfig,
     LatentConfig,
 )
@@ -358,6 +359,7 @@ CORRECTION = "*.router.correction"
 FAMILIES = {
     "deepseek_v2": _family(DeepseekV2Config, softmax_router),
     "deepseek_v3": _family(DeepseekV3Config, sigmoid_router, keep_float32=(CORRECTION,)),
+    "glm4_moe_lite": _family(Glm4MoeLiteConfig, sigmoid_router, keep_float32=(CORRECTION,)),
     "deepseek_v32": _family(
         DeepseekV32Config,
         sigmoid_router,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -171,7 +171,8 @@ class SoftmaxRouter(Router):
     With `normalize` it serves Mixtral and gpt-oss; without, Switch, DeepSeek-V2 and Qwen-MoE with
     norm_topk_prob false.
 
-    Groups are compared by the softmax over all experts. The arguments are those of `Router`.
+    Groups are compared by the softmax over all experts. The arguments are those of `Router`, and
+    `corrected`: whether experts are chosen by their softmax plus a correction, as in ERNIE 4.5.
 
     >>> router = SoftmaxRouter(1, 3, 2, normalize=True)
     >>> _ = router.linear.weight.data.copy_(torch.tensor([[0.0], [3.0], [3.0]]).log1p())
@@ -183,12 +184,20 @@ class SoftmaxRouter(Router):
     2401.04088), section 2.1.
     """
 
+    def __init__(
+        self, dim: int, experts: int, k: int, *, corrected: bool = False, **options: Any
+    ) -> None:
+        super().__init__(dim, experts, k, **options)
+        correction = nn.Parameter(torch.zeros(experts), requires_grad=False) if corrected else None
+        self.correction = correction
+
     def forward(self, x: Float[Tensor, "N M"]) -> Routing:
         """Choose experts for tokens x [N,M]; return weights [N,k] and indices [N,k]."""
         logits = self.logits(x)
         shares = logits.softmax(-1)
         # Compare logits, because different shares may round to the same number.
-        chosen = self.choose(logits, shares)
+        scores = logits if self.correction is None else shares.detach() + self.correction.detach()
+        chosen = self.choose(scores, shares)
         if self.normalize:
             weights = logits.gather(-1, chosen).softmax(-1)
         else:
