@@ -25,7 +25,8 @@ MODEL_TYPES = {
         "apertus arcee ernie4_5 ernie4_5_moe exaone4 exaone_moe helium hunyuan_v1_dense nanochat "
         "seed_oss smollm3 stablelm starcoder2"
     ),
-    "mamba": "jamba mamba2",
+    "lfm2": "lfm2 lfm2_moe",
+    "mamba": "falcon_mamba jamba mamba mamba2",
     "minimax": "minimax minimax_m2",
     "mistral": "ministral3 mistral mistral3 mixtral",
     "nemotron": "nemotron nemotron_h",

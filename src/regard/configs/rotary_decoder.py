@@ -43,7 +43,8 @@ class Experts:
         active: how many experts a token uses, or the attribute with that number.
         router: how experts are scored; "sigmoid" and "corrected softmax" have a correction for each
             expert.
-        normalized: whether the weights of the chosen experts are divided by their sum.
+        normalized: whether the weights of the chosen experts are divided by their sum, to which a
+            sigmoid router adds `eps`.
         shared: the attribute with the width of an expert for all tokens; None if there is none.
         dense: the attribute with the number of first layers that have no experts; None if all have.
     """
@@ -53,6 +54,7 @@ class Experts:
     active: int | str = "num_experts_per_tok"
     router: Literal["softmax", "corrected softmax", "sigmoid", "sparse_mixer"] = "softmax"
     normalized: Flag = True
+    eps: float = 1e-20
     shared: str | None = None
     shared_gate: bool = False
     dense: str | None = None
@@ -73,7 +75,7 @@ class DecoderRecipe:
         temperature: the attribute with the factor and the length of Ministral's queries, or None.
         embedding_norm: whether the embedding has a norm, too.
         qkv_bias, output_bias, ff_bias, head_bias: which maps have biases.
-        gated, activation: the feed-forward layer; a config's own `hidden_act` comes first.
+        width, gated, activation: the feed-forward layer; a config's own `hidden_act` comes first.
         layout, partial: the pairs of the rotary positions, and the rotated share of a head.
         window_pattern: without the keys that name the layers with a window, every n-th layer has
             full attention.
@@ -94,6 +96,7 @@ class DecoderRecipe:
     output_bias: Flag = False
     ff_bias: Flag = False
     head_bias: Flag = False
+    width: str = "intermediate_size"
     gated: bool = True
     activation: str = "silu"
     layout: Literal["half", "interleaved"] = "half"
@@ -278,7 +281,8 @@ class RotaryDecoderConfig(ModelConfig):
         bias = self.value(recipe.ff_bias)
         if experts is None or not self.has_experts(layer):
             own = 4 if getattr(self, "hidden_act", recipe.activation) == "xielu" else 0
-            return DenseSpec(M, self.intermediate_size, gated=recipe.gated, bias=bias, beside=own)
+            width = self.value(recipe.width)
+            return DenseSpec(M, width, gated=recipe.gated, bias=bias, beside=own)
         count, shared = self.value(experts.count), experts.shared
         return MoESpec(
             DenseSpec(M, self.value(experts.width), bias=bias),

@@ -344,10 +344,11 @@ def feed_forward(config: RotaryDecoderConfig, layer: int = 0) -> nn.Module:
             shared = GatedSharedExpert(M, shared) if experts.shared_gate else shared
         return mixture(M, config.value(experts.width), router_module, shared)
     bias, name = config.value(recipe.ff_bias), getattr(config, "hidden_act", recipe.activation)
+    width = config.value(recipe.width)
     if recipe.gated and name == "silu":
-        return SwiGLU(M, config.intermediate_size, bias=bias)
+        return SwiGLU(M, width, bias=bias)
     kind = GatedFeedForward if recipe.gated else FeedForward
-    return kind(M, config.intermediate_size, activation(name), bias=bias)
+    return kind(M, width, activation(name), bias=bias)
 
 
 def router(config: RotaryDecoderConfig) -> Router:
@@ -369,6 +370,7 @@ def router(config: RotaryDecoderConfig) -> Router:
         normalize=normalize,
         groups=None if groups == 1 else ExpertGroups(groups, config.value("topk_group"), 2),
         scale=getattr(config, "routed_scaling_factor", 1.0),
+        eps=experts.eps,
     )
 
 

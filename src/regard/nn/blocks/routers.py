@@ -209,13 +209,14 @@ class SigmoidRouter(Router):
     """A router with a sigmoid score per expert, and a correction that affects the choice alone.
 
     s = sigmoid(W x);  C = the k experts with the highest s + correction
-    w_e = scale s_e,  or with `normalize`  scale s_e / (sum_{j in C} s_j + 1e-20)
+    w_e = scale s_e,  or with `normalize`  scale s_e / (sum_{j in C} s_j + eps)
 
     Training raises the correction of experts that are chosen too rarely, without a gradient; it
     should stay in fp32. Groups are compared by their corrected scores.
 
     Args:
         dim, experts, k, normalize, bias, groups, scale: as for `Router`.
+        eps: added to the sum, which it keeps from being 0.
 
     >>> router = SigmoidRouter(1, 2, 1)
     >>> _ = router.linear.weight.data.copy_(torch.tensor([[0.0], [1.0]]))
@@ -237,10 +238,12 @@ class SigmoidRouter(Router):
         bias: bool = False,
         groups: ExpertGroups | None = None,
         scale: float = 1.0,
+        eps: float = 1e-20,
     ) -> None:
         super().__init__(
             dim, experts, k, normalize=normalize, bias=bias, groups=groups, scale=scale
         )
+        self.eps = eps
         self.correction = nn.Parameter(torch.zeros(experts), requires_grad=False)
 
     def forward(self, x: Float[Tensor, "N M"]) -> Routing:
@@ -250,7 +253,7 @@ class SigmoidRouter(Router):
         chosen = self.choose(corrected, corrected)
         weights = scores.gather(-1, chosen)
         if self.normalize:
-            weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
+            weights = weights / (weights.sum(-1, keepdim=True) + self.eps)
         return Routing(weights * self.scale, chosen)
 
 
