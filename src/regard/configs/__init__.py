@@ -12,7 +12,9 @@ MODEL_TYPES = {
     "bart": "bart marian whisper",
     "bert": "bert camembert distilbert modernbert roberta xlm-roberta",
     "cohere": "cohere cohere2",
-    "deepseek": "deepseek_v2 deepseek_v3 deepseek_v32 glm4_moe_lite glm_moe_dsa kimi_linear",
+    "deepseek": (
+        "deepseek_v2 deepseek_v3 deepseek_v32 glm4_moe_lite glm_moe_dsa kimi_linear mistral4"
+    ),
     "falcon": "falcon falcon_h1",
     "gemma": "gemma gemma2 gemma3 gemma3_text gemma3n gemma3n_text",
     "glm": "glm glm4 glm4_moe",

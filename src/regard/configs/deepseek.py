@@ -11,7 +11,13 @@ from typing import ClassVar, Literal, TypeAlias
 
 from regard.configs.base import FULL, ModelConfig, Raw, check_sizes, rename_keys
 from regard.configs.hybrid import LINEAR, named_kinds
-from regard.configs.rope import RopeSettings, normalize_rope, shorten
+from regard.configs.rope import (
+    RopeSettings,
+    normalize_rope,
+    shorten,
+    temperature,
+    without_own_keys,
+)
 from regard.configs.rotary_decoder import SILU, check_experts, dense_layers_first
 from regard.cost.latent import IndexedLatentSpec, LatentSpec
 from regard.cost.model import DenseSpec, FeedForwardSpec, LayerSpec, ModelSpec, MoESpec
@@ -52,6 +58,8 @@ class DeepseekConfig(ModelConfig, ABC):
     ignored = frozenset({"aux_loss_alpha", "ep_size", "seq_aux"})
     code = "Deepseek"
     layout: ClassVar[Literal["half", "interleaved"]] = "interleaved"
+    rope_keys: ClassVar[tuple[str, ...]] = ()
+    absent_rope: ClassVar[Mapping[str, object] | None] = None
 
     def __post_init__(self) -> None:
         check_sizes(self, zero=("first_k_dense_replace",))
@@ -67,7 +75,7 @@ class DeepseekConfig(ModelConfig, ABC):
     @classmethod
     def normalize_keys(cls, raw: Raw) -> dict[str, object]:
         """Return the keys with num_key_value_heads, without head_dim and qk_head_dim."""
-        keys = normalize_rope(raw)
+        keys = normalize_rope(raw, own=cls.rope_keys, absent=cls.absent_rope)
         if keys.get("num_key_value_heads") is None:
             keys["num_key_value_heads"] = keys.get("num_attention_heads")
         nope_dim, rope_dim = keys.get("qk_nope_head_dim"), keys.get("qk_rope_head_dim")
@@ -87,7 +95,7 @@ class DeepseekConfig(ModelConfig, ABC):
         return RopeSettings(
             self.qk_rope_head_dim,
             self.rope_theta,
-            self.rope_scaling,
+            without_own_keys(self.rope_scaling, self.rope_keys),
             self.max_position_embeddings,
             layout=self.layout,
         )
@@ -179,6 +187,55 @@ class Glm4MoeLiteConfig(DeepseekV3Config):
     def normalize_keys(cls, raw: Raw) -> dict[str, object]:
         """Return the keys as for DeepSeek-V3, with the kinds of layers as first_k_dense_replace."""
         return dense_layers_first(super().normalize_keys(raw), 1)
+
+
+@dataclass(frozen=True)
+class Mistral4Config(DeepseekV3Config):
+    """The keys of Mistral Small 4: the network of DeepSeek-V3 with softmax scores of experts, and
+    queries with the temperature of Ministral 3.
+    """
+
+    max_position_embeddings: int = 1048576
+    n_group: int = 1
+    topk_group: int = 1
+    routed_scaling_factor: float = 1.0
+
+    model_types = ("mistral4",)
+    fixed = {**SILU, "moe_layer_freq": (1,)}
+    rope_keys = ("llama_4_scaling_beta", "max_position_embeddings", "partial_rotary_factor")
+    absent_rope = {
+        "rope_type": "yarn",
+        "rope_theta": 10000.0,
+        "factor": 128.0,
+        "original_max_position_embeddings": 8192,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "mscale_all_dim": 1.0,
+        "mscale": 1.0,
+        "llama_4_scaling_beta": 0.1,
+    }
+    router_biases = False
+
+    @classmethod
+    def normalize_keys(cls, raw: Raw) -> dict[str, object]:
+        """Return the keys as for DeepSeek-V3; head_dim is that of a whole key."""
+        raw = {"first_k_dense_replace": 0, **raw}
+        raw["head_dim"] = raw.get("qk_rope_head_dim")
+        keys = super().normalize_keys(raw)
+        rope, nope = keys.get("qk_rope_head_dim"), keys.get("qk_nope_head_dim")
+        if isinstance(rope, int) and isinstance(nope, int):
+            share = keys["rope_scaling"].setdefault("partial_rotary_factor", rope / (nope + rope))
+            if share * (rope + nope) != rope:
+                raise ArgumentError(
+                    f"partial_rotary_factor is {share}; it must be qk_rope_head_dim / "
+                    f"(qk_nope_head_dim + qk_rope_head_dim) = {rope} / {nope + rope}"
+                )
+        return keys
+
+    @property
+    def temperature(self) -> tuple[float, float] | None:
+        """The factor and the length of the temperature; None without that factor."""
+        return temperature(self.rope_scaling)
 
 
 INDEXED = "indexed_attention"

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from regard.configs.base import Raw
-from regard.configs.rope import ORIGINAL, check_finite
+from regard.configs.rope import temperature
 from regard.configs.rotary_decoder import (
     DecoderRecipe,
     Experts,
@@ -95,13 +95,7 @@ class Ministral3Config(MistralConfig):
     @property
     def temperature(self) -> tuple[float, float] | None:
         """The factor and the length of the temperature; None without that factor."""
-        scaling = self.rope_scaling or {}
-        if (beta := scaling.get(BETA)) is None:
-            return None
-        length = scaling.get(ORIGINAL)
-        return check_finite(f"rope_scaling.{BETA}", beta), check_finite(
-            f"rope_scaling.{ORIGINAL}", length
-        )
+        return temperature(self.rope_scaling)
 
 
 MIXTRAL_EXPERTS = Experts("num_local_experts", stored="block_sparse_moe", parts=("w1", "w3", "w2"))

@@ -80,6 +80,25 @@ class RopeSettings(NamedTuple):
         return check_rope(self)["rope_type"] in LENGTH_DEPENDENT_TYPES
 
 
+def without_own_keys(
+    scaling: Mapping[str, object] | None, own: Collection[str]
+) -> Mapping[str, object] | None:
+    """Return a rope_scaling without the keys that only one family has."""
+    if scaling is None or not own:
+        return scaling
+    return {key: value for key, value in scaling.items() if key not in own} or None
+
+
+def temperature(
+    scaling: Mapping[str, object] | None, key: str = "llama_4_scaling_beta"
+) -> tuple[float, float] | None:
+    """Return the factor and the length of the temperature of Mistral's queries; None without it."""
+    if scaling is None or (beta := scaling.get(key)) is None:
+        return None
+    length = check_finite(f"rope_scaling.{ORIGINAL}", scaling.get(ORIGINAL))
+    return check_finite(f"rope_scaling.{key}", beta), length
+
+
 def check_rope(settings: RopeSettings) -> Mapping[str, object]:
     """Check the keys of rotary settings and the types of values, not their ranges."""
     check_finite("rope_theta", settings.theta)
@@ -209,20 +228,28 @@ TOP_LEVEL_KEYS = ("rope_theta", "partial_rotary_factor")
 
 
 def normalize_rope(
-    raw: Mapping[str, Any], *, layered: bool = False, own: Collection[str] = ()
+    raw: Mapping[str, Any],
+    *,
+    layered: bool = False,
+    own: Collection[str] = (),
+    absent: Mapping[str, object] | None = None,
 ) -> dict[str, Any]:
     """Return the keys with rope_theta and partial_rotary_factor at the top level, and rope_scaling
-    None or a mapping with `rope_type`; rope_parameters goes. Keys in `own` stay in rope_scaling.
+    None or a mapping with `rope_type`; rope_parameters goes. Keys in `own` stay in rope_scaling;
+    `absent` are the rope_parameters of a file without any.
     """
-    if own:
+    if own or absent:
+        given = any(raw.get(name) is not None for name in ("rope_scaling", "rope_parameters"))
+        rest = dict(raw) if given or absent is None else {**raw, "rope_parameters": absent}
         kept: dict[str, Any] = {}
-        rest = dict(raw)
         for name in ("rope_scaling", "rope_parameters"):
-            if isinstance(scaling := raw.get(name), Mapping):
+            if isinstance(scaling := rest.get(name), Mapping):
                 kept |= {key: scaling[key] for key in own if scaling.get(key) is not None}
                 rest[name] = {key: x for key, x in scaling.items() if key not in own}
         keys = normalize_rope(rest, layered=layered)
-        return keys | {"rope_scaling": (keys["rope_scaling"] or {}) | kept or None}
+        default = {} if absent is None else {"rope_type": "default"}
+        keys["rope_scaling"] = default | (keys["rope_scaling"] or {}) | kept or None
+        return keys
     rope_keys = {*TOP_LEVEL_KEYS, "rope_scaling", "rope_parameters"}
     if layered:
         rope_keys.add("rope_local_base_freq")

@@ -16,7 +16,13 @@ from regard.configs.base import (
     check_sizes,
     layer_windows,
 )
-from regard.configs.rope import RopeSettings, check_rope, normalize_rope, shorten
+from regard.configs.rope import (
+    RopeSettings,
+    check_rope,
+    normalize_rope,
+    shorten,
+    without_own_keys,
+)
 from regard.cost.model import DenseSpec, FeedForwardSpec, LayerSpec, ModelSpec, MoESpec
 from regard.cost.softmax import SoftmaxSpec
 from regard.cost.spec import HeadShape, ParameterCounts, Spec
@@ -169,13 +175,7 @@ class RotaryDecoderConfig(ModelConfig):
     @classmethod
     def normalize_keys(cls, raw: Raw) -> dict[str, object]:
         """Return the keys with all sizes of heads, and rotary settings in one form."""
-        if cls.absent_rope is None:
-            keys = normalize_rope(raw, own=cls.rope_keys)
-        else:  # a null does not mean "default" in this family
-            given = any(raw.get(name) is not None for name in ("rope_scaling", "rope_parameters"))
-            raw = raw if given else {**raw, "rope_parameters": cls.absent_rope}
-            keys = normalize_rope(raw, own=cls.rope_keys)
-            keys["rope_scaling"] = keys["rope_scaling"] or {"rope_type": "default"}
+        keys = normalize_rope(raw, own=cls.rope_keys, absent=cls.absent_rope)
         heads, size = keys.get("num_attention_heads"), keys.get("hidden_size")
         if isinstance(heads, int) and isinstance(size, int) and heads > 0:
             if keys.get("num_key_value_heads") is None:
@@ -192,13 +192,10 @@ class RotaryDecoderConfig(ModelConfig):
     @property
     def rope(self) -> RopeSettings:
         """The settings of the rotary positions of every layer."""
-        own, scaling = self.rope_keys, self.rope_scaling
-        if own and scaling is not None:
-            scaling = {key: value for key, value in scaling.items() if key not in own} or None
         return RopeSettings(
             self.head_dim,
             self.rope_theta,
-            scaling,
+            without_own_keys(self.rope_scaling, self.rope_keys),
             self.max_position_embeddings,
             self.value(self.recipe.partial),
             self.recipe.layout,
