@@ -14,6 +14,19 @@ LLAMA: dict[str, Any] = {
     "head_dim": 8,
     "tie_word_embeddings": False,
 }
+GEMMA4: dict[str, Any] = {
+    **LLAMA,
+    "num_hidden_layers": 5,
+    "layer_types": ["sliding_attention", "full_attention"] * 2 + ["full_attention"],
+    "sliding_window": 5,
+    "global_head_dim": 10,
+    "num_global_key_value_heads": 3,
+    "attention_k_eq_v": True,
+    "vocab_size_per_layer_input": 90,
+    "hidden_size_per_layer_input": 7,
+    "num_kv_shared_layers": 1,
+    "use_double_wide_mlp": True,
+}
 MAMBA: dict[str, Any] = {
     "vocab_size": 97,
     "hidden_size": 24,
@@ -167,6 +180,10 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "moe_intermediate_size": 12,
     },
     "granite_swa": {**LLAMA, "sliding_window": 5, "layer_rope_theta": [1e4, 0, 1e5]},
+    "gemma4_text": GEMMA4,
+    "gemma4_text, no layer inputs": GEMMA4
+    | {"hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0},
+    "gemma4": {"text_config": GEMMA4},
     "hunyuan_v1_dense": LLAMA,
     "lfm2": {**LLAMA, "layer_types": ["conv", "full_attention", "conv"], "conv_bias": True},
     "lfm2_moe": {

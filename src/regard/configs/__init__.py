@@ -17,6 +17,7 @@ MODEL_TYPES = {
     ),
     "falcon": "falcon falcon_h1",
     "gemma": "gemma gemma2 gemma3 gemma3_text gemma3n gemma3n_text",
+    "gemma4": "gemma4 gemma4_text",
     "glm": "glm glm4 glm4_moe",
     "gpt": "gpt2 gpt_bigcode gpt_neo gpt_neox gptj",
     "gpt_like": "bloom mpt opt",

@@ -41,8 +41,8 @@ class Case(NamedTuple):
         model = theirs(self.name, self.keys | keys, seed=self.seed, head=self.head, kind=self.kind)
         make = torch.Generator().manual_seed(self.corrections)
         for name, buffer in model.named_buffers():
-            if name.endswith(("e_score_correction_bias", "expert_bias")):
-                buffer.copy_(0.3 * torch.randn(buffer.shape, generator=make))
+            if name.endswith(("e_score_correction_bias", "expert_bias", "layer_scalar")):
+                buffer.add_(0.3 * torch.randn(buffer.shape, generator=make))
         return model
 
     def load(self, folder: Path) -> tuple[Any, Model]:

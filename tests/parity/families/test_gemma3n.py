@@ -52,7 +52,7 @@ SMALL: dict[str, Any] = {
 
 def other_embedding_of_the_layer(network: Any) -> None:
     for block in network.layers:
-        block.index = (block.index + 1) % 6
+        block.index = (block.index + 1) % len(network.layers)
 
 
 def row_of_any_id(network: Any) -> None:

@@ -224,13 +224,13 @@ def family(
 
 def check(config: RotaryDecoderConfig) -> None:
     """Check the numbers of the rotary scaling of every layer, and the sizes of the router."""
-    _rotary_modules(config)
+    rotary_modules(config)
     if config.recipe.experts is not None:
         with torch.device("meta"):  # only sizes are checked, and nothing is allocated
             router(config)
 
 
-def _rotary_modules(config: RotaryDecoderConfig) -> list[Rotary | None]:
+def rotary_modules(config: RotaryDecoderConfig) -> list[Rotary | None]:
     """Return the rotary module of each layer; layers with equal settings share one."""
     built: list[tuple[RopeSettings, Rotary]] = []
     modules: list[Rotary | None] = []
@@ -259,7 +259,7 @@ def decoder(config: RotaryDecoderConfig, layer: Layer | None = None) -> Decoder:
         head = ScaledLogits(M, V, scale=scale)
     if config.tie_word_embeddings:
         head.weight = embedding.weight
-    rows = zip(_rotary_modules(config), config.windows(), strict=True)
+    rows = zip(rotary_modules(config), config.windows(), strict=True)
     build = layer or recipe_layer
     layers = [build(config, i, rotary, window) for i, (rotary, window) in enumerate(rows)]
     embed = InputEmbedding(
