@@ -272,7 +272,7 @@ class Gemma3nConfig(Gemma3Config):
         altup = n * n + n**3 + n * M
         # the low-rank branch, and the maps of the layer's embedding: its input, gate and output
         branches = M * (2 * self.laurel_rank + 3 * self.hidden_size_per_layer_input)
-        return DenseSpec(M, self.intermediate_size, beside=altup + branches)
+        return DenseSpec(M, self.intermediate_size, beside=ParameterCounts(altup + branches))
 
     def _shared_keys(self, window: int | None) -> SharedKeysSpec:
         """Return the sizes of a layer without key and value matrices of its own."""
@@ -300,7 +300,8 @@ class Gemma3nConfig(Gemma3Config):
         # token uses them, so that they count with the feed-forward part of the first layer
         feed = layers[0].feed_forward
         assert isinstance(feed, DenseSpec)
-        first = replace(feed, beside=feed.beside + 2 * (n - 1) * M * M)
+        maps = ParameterCounts(2 * (n - 1) * M * M)
+        first = replace(feed, beside=feed.beside + maps)
         return replace(
             model,
             layers=(replace(layers[0], feed_forward=first), *layers[1:]),

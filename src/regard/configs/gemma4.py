@@ -83,7 +83,7 @@ class Gemma4Config(GroupedQueryConfig):
         a window in the files of transformers.
         """
         if raw.get("model_type") == "gemma4":
-            raw = language_model(raw, PICTURES | {"video_token_id"})
+            raw = language_model(raw, PICTURES | {"eoa_token_index", "video_token_id"})
         keys: dict[str, Any] = {k: v for k, v in raw.items() if k not in cls.unwritten}
         keys["rope_parameters"] = keys.get("rope_parameters") or ROPES
         layers, kinds = keys.get("num_hidden_layers"), keys.get("layer_types")
@@ -178,7 +178,7 @@ class Gemma4Config(GroupedQueryConfig):
     def feed_forward(self, layer: int) -> FeedForwardSpec:
         """Return the feed-forward sizes, with the maps of the layer's own embedding."""
         M, P = self.hidden_size, self.hidden_size_per_layer_input
-        return DenseSpec(M, self.width(layer), beside=2 * M * P)
+        return DenseSpec(M, self.width(layer), beside=ParameterCounts(2 * M * P))
 
     def sizes(self, name: str) -> ModelSpec:
         """Return the sizes of the decoder, with its further embeddings and scalars."""
@@ -191,7 +191,8 @@ class Gemma4Config(GroupedQueryConfig):
         # every token uses the map to the layers' embeddings, which counts with the first layer
         feed = layers[0].feed_forward
         assert isinstance(feed, DenseSpec)
-        layers[0] = replace(layers[0], feed_forward=replace(feed, beside=feed.beside + M * L * P))
+        maps = ParameterCounts(M * L * P)
+        layers[0] = replace(layers[0], feed_forward=replace(feed, beside=feed.beside + maps))
         return replace(
             model,
             layers=tuple(layers),

@@ -277,7 +277,8 @@ class RotaryDecoderConfig(ModelConfig):
         M, recipe, experts = self.hidden_size, self.recipe, self.recipe.experts
         bias = self.value(recipe.ff_bias)
         if experts is None or not self.has_experts(layer):
-            own = 4 if getattr(self, "hidden_act", recipe.activation) == "xielu" else 0
+            learned = getattr(self, "hidden_act", recipe.activation) == "xielu"
+            own = ParameterCounts(0, 4 if learned else 0)
             width = self.value(recipe.width)
             return DenseSpec(M, width, gated=recipe.gated, bias=bias, beside=own)
         count, shared = self.value(experts.count), experts.shared

@@ -27,17 +27,20 @@ class FeedForwardSpec(Protocol):
         ...
 
 
+_NOTHING = ParameterCounts()
+
+
 @dataclass(frozen=True)
 class DenseSpec:
     """A dense layer: an up projection (M F), a down projection (F M), and if gated a gate
-    projection (M F), each with or without a bias, and `beside` values of smaller parts.
+    projection (M F), each with or without a bias, and `beside` of smaller parts.
     """
 
     dim: int
     hidden: int
     gated: bool = True
     bias: bool = False
-    beside: int = 0
+    beside: ParameterCounts = _NOTHING
 
     @property
     def total(self) -> ParameterCounts:
@@ -45,7 +48,7 @@ class DenseSpec:
         up_projections = 2 if self.gated else 1
         biases = up_projections * self.hidden + self.dim if self.bias else 0
         matrices = (up_projections + 1) * self.dim * self.hidden
-        return ParameterCounts(matrices + self.beside, biases)
+        return ParameterCounts(matrices, biases) + self.beside
 
     @property
     def weights(self) -> dict[str, ParameterCounts]:
