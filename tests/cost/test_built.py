@@ -111,7 +111,7 @@ RELEASED: dict[str, dict[str, Any]] = {
     "glm4_moe": {"head_dim": 128, "num_hidden_layers": 46},
     "hunyuan_v1_dense": {"head_dim": 128},
     "lfm2_moe": {"layer_types": ["conv", "conv", "full_attention", "conv"], "num_hidden_layers": 4},
-    "nemotron": {"head_dim": 128},
+    "nemotron": {"head_dim": 128, "num_key_value_heads": 8},
     "gemma3n_text": {
         "num_hidden_layers": 30,
         "num_kv_shared_layers": 10,
