@@ -19,7 +19,7 @@ from regard.models.save import save
 from regard.nn import QueryTemperature
 from regard.nn.blocks.routers import ExpertGroups
 from tests.parity.families import changes
-from tests.parity.families.cases import Case, assert_case, assert_wrong, with_wrong
+from tests.parity.families.cases import Case, parity_tests
 from tests.parity.families.changes import put, zeros
 from tests.parity.families.published import build, count, layer, placed, published
 
@@ -191,16 +191,7 @@ CASES: dict[str, Case] = {
 }
 
 
-@pytest.mark.full(keep=2)
-@pytest.mark.parametrize("case", CASES)
-def test_every_family(case: str, tmp_path: Path) -> None:
-    assert_case(CASES[case], tmp_path)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("case", with_wrong(CASES))
-def test_wrong_variants_are_far(case: str, tmp_path: Path) -> None:
-    assert_wrong(CASES[case], tmp_path)
+test_every_family, test_wrong_variants_are_far = parity_tests(CASES, keep=2)
 
 
 def test_a_cache_keeps_latents(tmp_path: Path) -> None:

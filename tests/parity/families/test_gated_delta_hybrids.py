@@ -18,7 +18,7 @@ from regard.nn.blocks.norms import L2Norm, OffsetRMSNorm
 from regard.nn.recurrence.recurrent import Recurrent
 from regard.positions import Rotary
 from tests.parity.families import changes
-from tests.parity.families.cases import Case, assert_case, assert_wrong
+from tests.parity.families.cases import Case, parity_tests
 from tests.parity.families.changes import Change, drop, named, put, zeros
 from tests.parity.families.harness import assert_near, ids_of, saved
 from tests.parity.families.test_llama_relatives import (
@@ -148,16 +148,7 @@ FAMILIES = {
 CASES = {name: case._replace(keys=SIZES | case.keys, start=1000) for name, case in FAMILIES.items()}
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("case", CASES)
-def test_every_family(case: str, tmp_path: Path) -> None:
-    assert_case(CASES[case], tmp_path)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("case", CASES)
-def test_wrong_variants_are_far(case: str, tmp_path: Path) -> None:
-    assert_wrong(CASES[case], tmp_path)
+test_every_family, test_wrong_variants_are_far = parity_tests(CASES)
 
 
 @pytest.mark.full

@@ -4,16 +4,14 @@ embeddings for layers, shared keys and values; wrong ones must be far.
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
-import pytest
 from torch import nn
 
 from regard.configs.base import FULL, SLIDING
 from regard.masks import Causal
 from regard.positions import Rotary
-from tests.parity.families.cases import Case, assert_case, assert_wrong
+from tests.parity.families.cases import Case, parity_tests
 from tests.parity.families.changes import on, put, swap, zeros
 from tests.parity.families.test_gemma3n import other_embedding_of_the_layer
 
@@ -83,13 +81,4 @@ CASES = {
 }
 
 
-@pytest.mark.full(keep=1)
-@pytest.mark.parametrize("case", CASES)
-def test_every_family(case: str, tmp_path: Path) -> None:
-    assert_case(CASES[case], tmp_path)
-
-
-@pytest.mark.full(keep=1)
-@pytest.mark.parametrize("case", CASES)
-def test_wrong_variants_are_far(case: str, tmp_path: Path) -> None:
-    assert_wrong(CASES[case], tmp_path)
+test_every_family, test_wrong_variants_are_far = parity_tests(CASES, keep=1, keep_wrong=1)

@@ -26,7 +26,7 @@ from regard.nn.blocks.routers import LogitSigmoidRouter
 from regard.positions import Rotary
 from regard.span import Span
 from tests.parity.families import changes
-from tests.parity.families.cases import Case, assert_case, assert_wrong, with_wrong
+from tests.parity.families.cases import Case, parity_tests
 from tests.parity.families.changes import named, put
 from tests.parity.families.harness import (
     LENGTH,
@@ -214,16 +214,7 @@ CASES: dict[str, Case] = {
 }
 
 
-@pytest.mark.full(keep=1)
-@pytest.mark.parametrize("case", CASES)
-def test_every_family(case: str, tmp_path: Path) -> None:
-    assert_case(CASES[case], tmp_path)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("case", with_wrong(CASES))
-def test_wrong_variants_are_far(case: str, tmp_path: Path) -> None:
-    assert_wrong(CASES[case], tmp_path)
+test_every_family, test_wrong_variants_are_far = parity_tests(CASES, keep=1)
 
 
 @pytest.mark.full

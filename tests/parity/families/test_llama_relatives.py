@@ -19,7 +19,7 @@ from regard.nn.blocks.norms import OffsetLayerNorm
 from regard.nn.projections.steps import Clip
 from regard.positions import Rotary
 from tests.parity.families import changes
-from tests.parity.families.cases import Case, assert_case, assert_wrong
+from tests.parity.families.cases import Case, parity_tests
 from tests.parity.families.changes import Change, drop, each, put, swap, zeros
 from tests.parity.families.harness import theirs
 from tests.parity.families.published import assert_following
@@ -553,16 +553,7 @@ CASES = {
 }
 
 
-@pytest.mark.full(keep=2)
-@pytest.mark.parametrize("case", CASES)
-def test_every_family(case: str, tmp_path: Path) -> None:
-    assert_case(CASES[case], tmp_path)
-
-
-@pytest.mark.full(keep=1)
-@pytest.mark.parametrize("case", CASES)
-def test_wrong_variants_are_far(case: str, tmp_path: Path) -> None:
-    assert_wrong(CASES[case], tmp_path)
+test_every_family, test_wrong_variants_are_far = parity_tests(CASES, keep=2, keep_wrong=1)
 
 
 def test_layers_with_equal_rotary_settings_share_a_module(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from regard.models.save import save
 from regard.nn import Attention, FeedForward, MoE
 from regard.nn.blocks.norms import JoinedHeadsRMSNorm
 from regard.positions import Rotary
-from tests.parity.families.cases import Case, assert_case, assert_wrong
+from tests.parity.families.cases import Case, assert_wrong, parity_tests
 from tests.parity.families.changes import Change, each, named, norms_swapped, on, put, zeros
 from tests.parity.families.harness import assert_decoder, ids_of, saved, transformers
 from tests.parity.families.test_llama_relatives import (
@@ -552,16 +552,7 @@ CASES = {
 }
 
 
-@pytest.mark.full(keep=4)
-@pytest.mark.parametrize("case", CASES)
-def test_every_family(case: str, tmp_path: Path) -> None:
-    assert_case(CASES[case], tmp_path)
-
-
-@pytest.mark.full(keep=4)
-@pytest.mark.parametrize("case", CASES)
-def test_wrong_variants_are_far(case: str, tmp_path: Path) -> None:
-    assert_wrong(CASES[case], tmp_path)
+test_every_family, test_wrong_variants_are_far = parity_tests(CASES, keep=4, keep_wrong=4)
 
 
 def test_infinity_as_python_writes_it(tmp_path: Path) -> None:
