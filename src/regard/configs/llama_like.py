@@ -123,15 +123,11 @@ class Ernie45MoeConfig(Ernie45Config):
             "moe_intermediate_size",
             "moe_k",
             router="corrected softmax",
-            shared="shared_width",
+            shared="moe_intermediate_size",
+            shared_count="moe_num_shared_experts",
         ),
     )
     fixed = {**SILU, "use_bias": (False,), "moe_norm_min": (1e-12,)}
-
-    @property
-    def shared_width(self) -> int:
-        """The width of the expert for all tokens."""
-        return self.moe_intermediate_size * self.moe_num_shared_experts
 
     def has_experts(self, layer: int) -> bool:
         """Return whether a layer is every n-th one, between the first and the last with experts."""
@@ -214,7 +210,8 @@ class ExaoneMoeConfig(Exaone4Config):
             "moe_intermediate_size",
             router="sigmoid",
             normalized="norm_topk_prob",
-            shared="shared_width",
+            shared="moe_intermediate_size",
+            shared_count="num_shared_experts",
             dense="first_k_dense_replace",
         ),
         stored={"gate.e_score_correction_bias": "e_score_correction_bias"},
@@ -223,11 +220,6 @@ class ExaoneMoeConfig(Exaone4Config):
     ignored = frozenset({"num_nextn_predict_layers"})
     fixed = {**SILU, "scoring_func": ("sigmoid",), "topk_method": ("noaux_tc",)}
     zero = ("first_k_dense_replace",)
-
-    @property
-    def shared_width(self) -> int:
-        """The width of the expert for all tokens."""
-        return self.moe_intermediate_size * self.num_shared_experts
 
     @classmethod
     def normalize_keys(cls, raw: Raw) -> dict[str, object]:

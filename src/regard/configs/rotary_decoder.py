@@ -51,7 +51,8 @@ class Experts:
             expert.
         normalized: whether the weights of the chosen experts are divided by their sum, to which a
             sigmoid router adds `eps`.
-        shared: the attribute with the width of an expert for all tokens; None if there is none.
+        shared, shared_count: the attributes with the width of an expert for all tokens, and with a
+            factor on that width; None if there is none.
         dense: the attribute with the number of first layers that have no experts; None if all have.
     """
 
@@ -62,6 +63,7 @@ class Experts:
     normalized: Flag = True
     eps: float = 1e-20
     shared: str | None = None
+    shared_count: str | None = None
     shared_gate: bool = False
     dense: str | None = None
     stored: str = "mlp"
@@ -267,6 +269,14 @@ class RotaryDecoderConfig(ModelConfig):
             window=window,
         )
 
+    @property
+    def shared_width(self) -> int | None:
+        """The width of the expert for all tokens; None if there is none."""
+        experts = self.recipe.experts
+        if experts is None or experts.shared is None:
+            return None
+        return int(self.value(experts.shared) * (self.value(experts.shared_count) or 1))
+
     def has_experts(self, layer: int) -> bool:
         """Return whether a layer has a mixture of experts, not a dense network."""
         experts = self.recipe.experts
@@ -281,12 +291,12 @@ class RotaryDecoderConfig(ModelConfig):
             own = ParameterCounts(0, 4 if learned else 0)
             width = self.value(recipe.width)
             return DenseSpec(M, width, gated=recipe.gated, bias=bias, beside=own)
-        count, shared = self.value(experts.count), experts.shared
+        count, shared = self.value(experts.count), self.shared_width
         return MoESpec(
             DenseSpec(M, self.value(experts.width), bias=bias),
             count,
             self.value(experts.active),
-            None if shared is None else DenseSpec(M, self.value(shared)),
+            None if shared is None else DenseSpec(M, shared),
             count if experts.router in ("sigmoid", "corrected softmax") else 0,
             experts.shared_gate,
         )

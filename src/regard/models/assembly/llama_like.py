@@ -248,6 +248,21 @@ def rotary_modules(config: RotaryDecoderConfig) -> list[Rotary | None]:
 
 def decoder(config: RotaryDecoderConfig, layer: Layer | None = None) -> Decoder:
     """Build the decoder of a config, with initial weights."""
+    recipe, value = config.recipe, config.value
+    embedding, head = embedding_and_head(config)
+    rows = zip(rotary_modules(config), config.windows(), strict=True)
+    build = layer or recipe_layer
+    layers = [build(config, i, rotary, window) for i, (rotary, window) in enumerate(rows)]
+    embed = InputEmbedding(
+        embedding,
+        scale=value(recipe.embedding_scale),
+        norm=norm(config) if recipe.embedding_norm else None,
+    )
+    return initialize_weights(Decoder(embed, layers, norm(config), head))
+
+
+def embedding_and_head(config: RotaryDecoderConfig) -> tuple[nn.Embedding, nn.Linear]:
+    """Build the embedding [V, M], and the head with its cap or its factor; tied ones share it."""
     M, V, recipe, value = config.hidden_size, config.vocab_size, config.recipe, config.value
     embedding = nn.Embedding(V, M)
     scale, cap = value(recipe.logit_scale), value(recipe.logit_cap)
@@ -259,15 +274,7 @@ def decoder(config: RotaryDecoderConfig, layer: Layer | None = None) -> Decoder:
         head = ScaledLogits(M, V, scale=scale)
     if config.tie_word_embeddings:
         head.weight = embedding.weight
-    rows = zip(rotary_modules(config), config.windows(), strict=True)
-    build = layer or recipe_layer
-    layers = [build(config, i, rotary, window) for i, (rotary, window) in enumerate(rows)]
-    embed = InputEmbedding(
-        embedding,
-        scale=value(recipe.embedding_scale),
-        norm=norm(config) if recipe.embedding_norm else None,
-    )
-    return initialize_weights(Decoder(embed, layers, norm(config), head))
+    return embedding, head
 
 
 def recipe_layer(
@@ -339,8 +346,8 @@ def feed_forward(config: RotaryDecoderConfig, layer: int = 0) -> nn.Module:
     if experts is not None and config.has_experts(layer):
         shared: nn.Module | None = None
         router_module = router(config)
-        if experts.shared is not None:
-            shared = SwiGLU(M, config.value(experts.shared))
+        if config.shared_width is not None:
+            shared = SwiGLU(M, config.shared_width)
             shared = GatedSharedExpert(M, shared) if experts.shared_gate else shared
         return mixture(M, config.value(experts.width), router_module, shared)
     bias, name = config.value(recipe.ff_bias), getattr(config, "hidden_act", recipe.activation)

@@ -27,7 +27,6 @@ from regard.nn.blocks.altup import (
     LayerInput,
     LowRankResidual,
 )
-from regard.nn.blocks.embedding import CappedLogits
 from regard.nn.blocks.feed_forward import GatedFeedForward, GaussianTopK
 from regard.nn.projections.steps import WeightlessRMSNorm
 from regard.nn.weights.linear import Linear
@@ -42,7 +41,7 @@ def memory_from(config: Gemma3nConfig) -> tuple[int | None, ...]:
 
 def _build(config: Gemma3nConfig) -> Decoder:
     """Build the decoder of a config, with initial weights."""
-    M, V, eps = config.hidden_size, config.vocab_size, config.rms_norm_eps
+    M, eps = config.hidden_size, config.rms_norm_eps
     L, P = config.num_hidden_layers, config.hidden_size_per_layer_input
     sizes, sources = AltUpSizes(M, config.altup_num_inputs, L, P), memory_from(config)
     full, local = (
@@ -53,11 +52,7 @@ def _build(config: Gemma3nConfig) -> Decoder:
         mixer = _attention(config, full if window is None else local, window)
         mixer = mixer if source is None else without_own_memory(mixer)
         layers.append(_block(config, sizes, i, mixer))
-    embedding = nn.Embedding(V, M)
-    cap = config.final_logit_softcapping
-    head = Linear(M, V, bias=False) if cap is None else CappedLogits(M, V, cap=cap)
-    if config.tie_word_embeddings:
-        head.weight = embedding.weight
+    embedding, head = llama_like.embedding_and_head(config)
     table = nn.Embedding(config.vocab_size_per_layer_input, L * P)
     embed = AltUpEmbedding(embedding, table, sizes, eps=eps)
     return initialize_weights(Decoder(embed, layers, AltUpMerge(sizes, eps=eps), head, sources))

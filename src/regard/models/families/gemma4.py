@@ -25,7 +25,6 @@ from regard.nn.blocks.altup import (
     LayerInput,
     LayerInputBlock,
 )
-from regard.nn.blocks.embedding import CappedLogits
 from regard.nn.blocks.feed_forward import GatedFeedForward
 from regard.nn.projections.steps import WeightlessRMSNorm
 from regard.nn.weights.linear import Linear
@@ -34,7 +33,7 @@ from regard.positions import Rotary
 
 def _build(config: Gemma4Config) -> Decoder:
     """Build the decoder of a config, with initial weights."""
-    M, V, eps = config.hidden_size, config.vocab_size, config.rms_norm_eps
+    M, eps = config.hidden_size, config.rms_norm_eps
     L, P = config.num_hidden_layers, config.hidden_size_per_layer_input
     sizes, sources = (
         AltUpSizes(M, 1, L, P),
@@ -42,10 +41,7 @@ def _build(config: Gemma4Config) -> Decoder:
     )
     rotaries = llama_like.rotary_modules(config)
     layers = [_block(config, sizes, i, rotary) for i, rotary in enumerate(rotaries)]
-    embedding, cap = nn.Embedding(V, M), config.final_logit_softcapping
-    head = Linear(M, V, bias=False) if cap is None else CappedLogits(M, V, cap=cap)
-    if config.tie_word_embeddings:
-        head.weight = embedding.weight
+    embedding, head = llama_like.embedding_and_head(config)
     if not P:
         embed, last = InputEmbedding(embedding, scale=M**0.5), RMSNorm(M, eps=eps)
         return initialize_weights(Decoder(embed, layers, last, head, sources))
