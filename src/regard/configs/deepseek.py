@@ -7,7 +7,7 @@ from __future__ import annotations
 from abc import ABC
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar, Literal, TypeAlias
+from typing import Any, ClassVar, Literal, TypeAlias
 
 from regard.configs.base import FULL, ModelConfig, Raw, check_sizes, rename_keys
 from regard.configs.hybrid import LINEAR, named_kinds
@@ -221,7 +221,7 @@ class Mistral4Config(DeepseekV3Config):
         """Return the keys as for DeepSeek-V3; head_dim is that of a whole key."""
         raw = {"first_k_dense_replace": 0, **raw}
         raw["head_dim"] = raw.get("qk_rope_head_dim")
-        keys = super().normalize_keys(raw)
+        keys: dict[str, Any] = super().normalize_keys(raw)
         rope, nope = keys.get("qk_rope_head_dim"), keys.get("qk_nope_head_dim")
         if isinstance(rope, int) and isinstance(nope, int):
             share = keys["rope_scaling"].setdefault("partial_rotary_factor", rope / (nope + rope))

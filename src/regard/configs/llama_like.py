@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 from regard.configs.base import Raw, layer_windows, rename_keys
 from regard.configs.llama import LlamaConfig
@@ -224,7 +225,7 @@ class ExaoneMoeConfig(Exaone4Config):
     @classmethod
     def normalize_keys(cls, raw: Raw) -> dict[str, object]:
         """Return the keys as for EXAONE 4, with the kinds of layers as first_k_dense_replace."""
-        keys = dense_layers_first(super().normalize_keys(raw), 1)
+        keys: dict[str, Any] = dense_layers_first(super().normalize_keys(raw), 1)
         listed = keys.pop("is_moe_layer", None)  # the makers' other spelling of the same
         flags = [i >= keys["first_k_dense_replace"] for i in range(len(listed or ()))]
         if listed is not None and [bool(x) for x in listed] != flags:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 from regard.configs.base import Raw
 from regard.configs.rope import temperature
@@ -25,7 +26,7 @@ class MistralConfig(GroupedQueryConfig):
     max_position_embeddings: int = 131072
     sliding_window: int | None = 4096
 
-    model_types = ("mistral",)
+    model_types: ClassVar[tuple[str, ...]] = ("mistral",)
 
 
 BETA = "llama_4_scaling_beta"

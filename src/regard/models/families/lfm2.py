@@ -36,7 +36,7 @@ CONVOLUTION: NameTable = {
 def _names(config: type[Lfm2Config]) -> NameTable:
     table = llama_like.recipe_names(config.recipe)
     attention = {k: v for k, v in table.items() if ".self_attn." in k}
-    return table | only(attention, unless=MIXER + "input.weight") | CONVOLUTION
+    return {**table, **only(attention, unless=MIXER + "input.weight"), **CONVOLUTION}
 
 
 FAMILIES = {
