@@ -337,8 +337,8 @@ def _check_kind(
         raise FileError(
             f"{place}: model_type {model_type} is an architecture of kind "
             f"{its_family.architecture!r}, which loads as a "
-            f"{model_class.__name__}, and a {kind.__name__} is needed here: give another model, or "
-            f"take this one as a {model_class.__name__}"
+            f"{model_class.__name__}, and a {kind.__name__} is needed here: give another model; "
+            f"the commands explain, inspect, view, cost and audit take a {model_class.__name__}"
         )
 
 
@@ -483,7 +483,7 @@ def resolve_source(
             kind = identify_format(file.read(64) or b"")
         raise FileError(
             f"{folder} is a file{f': {kind}' if kind else ''}; a model is a folder with "
-            "config.json and model.safetensors"
+            "config.json and model.safetensors, or a GGUF file (a recording opens in regard view)"
         )
     if not folder.is_dir():
         names = (*BUNDLED_MODELS, *NAMED_PACKAGES)
