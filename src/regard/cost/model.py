@@ -148,8 +148,8 @@ class LayerSpec:
 
 @dataclass(frozen=True)
 class PartCount:
-    """The parameters of one part, and those active for one token: one row of an embedding, and all
-    of a tied head, which has no parameters of its own.
+    """The parameters of one part, and those active for one token: one row of an embedding; or all
+    of a tied one, in the head, which has no parameters of its own.
     """
 
     name: str
@@ -223,7 +223,9 @@ class ModelSpec:
         own = {"embedding": self.vocab * self.dim + rows * width, "positions": self.positions}
         own["head"] = 0 if self.tied else head
         used = {
-            "embedding": min(tokens, self.vocab) * self.dim + min(tokens, rows) * width,
+            # the rows of a table that is the head, too, are counted there
+            "embedding": (0 if self.tied and self.head else min(tokens, self.vocab) * self.dim)
+            + min(tokens, rows) * width,
             "positions": min(tokens * self.position_rows * self.dim, self.positions),
             "head": head,
         }
