@@ -30,6 +30,7 @@ from regard.files.atomic_write import check_is_file_name, check_writable
 from regard.files.regular_files import open_regular
 from regard.language import Phrase, counted, translate, translate_count
 from regard.text_table import line_width, wrap
+from regard.units import size
 from regard.untrusted_text import short_repr
 
 if TYPE_CHECKING:
@@ -382,6 +383,19 @@ def load(source: str, options: LoadOptions, kind: type[object] | None = None) ->
             )
         )
     report_ignored(model.ignored)
+    if model.converted is not None:
+        known = model.converted
+        note(
+            Phrase(
+                "{converted} of {matrices} matrices of {method} became plain numbers, because no "
+                "stored form has the same ones: {before} became {after}",
+                converted=known.converted,
+                matrices=known.matrices,
+                method=known.method,
+                before=size(known.bytes_before),
+                after=size(known.bytes_after),
+            )
+        )
     return model if options.device is None else model.to(options.device)
 
 

@@ -25,7 +25,7 @@ from regard.models.checkpoint.config import read_config, read_eos_ids, read_raw
 from regard.models.checkpoint.family import SAME_NAMES, Family
 from regard.models.checkpoint.gguf import GgufModel, find_gguf
 from regard.models.checkpoint.gguf_tokenizer import gguf_eos_ids, gguf_tokenizer
-from regard.models.checkpoint.quantized import dequantized
+from regard.models.checkpoint.quantized import Conversion, dequantized
 from regard.models.checkpoint.stored_forms import (
     StoredRecords,
     WeightForm,
@@ -185,7 +185,7 @@ def load(
         gguf = GgufModel.open(file, ignore)
         checkpoint = _open_gguf(gguf, kind, form, dtype or gguf.dtype)
         tokenizer = gguf_tokenizer(gguf.header)  # before the weights, because it may be refused
-        network, config, record = load_checkpoint(checkpoint)
+        network, config, record, _ = load_checkpoint(checkpoint)
         assert isinstance(network, Decoder)
         return Model(
             network,
@@ -197,9 +197,11 @@ def load(
         )
     folder = resolve_source(source, revision, check)
     checkpoint = _open_folder(folder, kind, form, ignore)
-    network, config, record = load_checkpoint(checkpoint)
+    network, config, record, converted = load_checkpoint(checkpoint)
     _check_ignored(ignore, record["ignored"], checkpoint.raw, checkpoint.store)
-    return _model(network, config, folder, checkpoint.raw, record)
+    model = _model(network, config, folder, checkpoint.raw, record)
+    model.converted = converted
+    return model
 
 
 def gguf_file(source: str | Path, revision: str | None = None) -> Path | None:
@@ -277,8 +279,10 @@ def _load_checkpoint(
     allow_missing: Sequence[str],
     ignore: Sequence[str],
     finite: bool,
-) -> tuple[nn.Module, Any, dict[str, Any]]:
-    """Build the network without values, and read the tensors into it."""
+) -> tuple[nn.Module, Any, dict[str, Any], Conversion | None]:
+    """Build the network without values, and read the tensors into it; also return what became of
+    quantized matrices.
+    """
     its_family, raw, store = checkpoint.family, checkpoint.raw, checkpoint.store
     records = checkpoint.records
     count = len(store.tensors) + (0 if records is None else len(records.names))
@@ -308,7 +312,8 @@ def _load_checkpoint(
     ignored = (*checkpoint.ignored, *ignored_keys, *filled.ignored)
     network = network.eval().requires_grad_(False)
     give_back_freed_memory()
-    return network, config, {"newly_initialized": filled.newly_initialized, "ignored": ignored}
+    record = {"newly_initialized": filled.newly_initialized, "ignored": ignored}
+    return network, config, record, filled.converted
 
 
 def _family(folder: Path, kind: type[object] | None) -> tuple[Family, Raw]:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from regard.errors import ArgumentError, ArgumentTypeError
-from regard.models.checkpoint.quantized import unpack_fp8, unpack_mxfp4
+from regard.models.checkpoint.float_quantized import unpack_fp8, unpack_mxfp4
 from tests.oracles import moe as oracle
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -89,7 +89,7 @@ def test_fp8_is_rounded_once(shape: tuple[int, int]) -> None:
     scale = torch.randn(-(-N // 4), -(-K // 4), generator=torch.Generator().manual_seed(K)) * 10
     want = torch.tensor(oracle.fp8(raw.tolist(), scale.double().tolist(), 4), dtype=torch.float64)
     for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.float16):
-        mine = unpack_fp8(raw.view(torch.float8_e4m3fn), scale, dtype, block=4)
+        mine = unpack_fp8(raw.view(torch.float8_e4m3fn), scale, dtype, block=(4, 4))
         assert mine.shape == shape
         # float64 too is float32's product: the format's own
         assert_same(mine, want.float().to(dtype).double().tolist())
@@ -115,11 +115,11 @@ def test_fp8_as_transformers_reads_it() -> None:
 def test_factors_of_other_blocks_are_seen() -> None:
     raw, scale = bytes_(8, 8, high=100).view(torch.float8_e4m3fn), torch.arange(1.0, 5.0).view(2, 2)
     want = oracle.fp8(raw.view(torch.uint8).tolist(), scale.double().tolist(), 4)
-    assert_same(unpack_fp8(raw, scale, block=4), want)
+    assert_same(unpack_fp8(raw, scale, block=(4, 4)), want)
     with pytest.raises(AssertionError):
-        assert_same(unpack_fp8(raw, scale.T.contiguous(), block=4), want)
+        assert_same(unpack_fp8(raw, scale.T.contiguous(), block=(4, 4)), want)
     with pytest.raises(AssertionError):
-        assert_same(unpack_fp8(raw, 1 / scale, block=4), want)
+        assert_same(unpack_fp8(raw, 1 / scale, block=(4, 4)), want)
 
 
 B, S, F8 = bytes_(2, 3, 16), bytes_(2, 3), torch.ones(4, 4).to(torch.float8_e4m3fn)
@@ -150,11 +150,15 @@ B, S, F8 = bytes_(2, 3, 16), bytes_(2, 3), torch.ones(4, 4).to(torch.float8_e4m3
             ArgumentTypeError,
             "dtype is torch.float16; it must be float32, float64 or bfloat16",
         ),
-        (lambda: unpack_fp8(F8, torch.ones(1, 1), block=0), ArgumentError, "block is 0"),
         (
-            lambda: unpack_fp8(F8, torch.ones(2, 1), block=4),
+            lambda: unpack_fp8(F8, torch.ones(1, 1), block=(0, 4)),
             ArgumentError,
-            r"scale_inv is \(2, 1\); a weight of \(4, 4\) in blocks of 4 x 4 has \(1, 1\)",
+            r"block is \(0, 4\)",
+        ),
+        (
+            lambda: unpack_fp8(F8, torch.ones(2, 1), block=(4, 4)),
+            ArgumentError,
+            r"scales are \(2, 1\); a weight of \(4, 4\) in blocks of 4 x 4 has \(1, 1\)",
         ),
         (
             lambda: unpack_fp8(F8.float(), torch.ones(1, 1)),
@@ -162,9 +166,9 @@ B, S, F8 = bytes_(2, 3, 16), bytes_(2, 3), torch.ones(4, 4).to(torch.float8_e4m3
             "weight is torch.float32",
         ),
         (
-            lambda: unpack_fp8(F8, torch.ones(1, 1).half()),
+            lambda: unpack_fp8(F8, torch.ones(1, 1).double()),
             ArgumentTypeError,
-            "scale_inv torch.float16",
+            "scales torch.float64",
         ),
         (
             lambda: unpack_fp8(F8, torch.ones(1, 1), torch.int32),

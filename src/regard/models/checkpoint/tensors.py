@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -24,6 +24,7 @@ from regard.files.safetensors_files import (
     identify_format,
     read_header,
 )
+from regard.ops.stored_weights import StoredWeight
 from regard.units import plural
 from regard.untrusted_text import short_repr
 
@@ -67,6 +68,14 @@ class CheckpointTensors:
             raise ArgumentError(f"names: {self.folder} has no tensor {short_repr(name)}{hint}")
         wanted = [x for name, x in self.tensors.items() if name in chosen]
         return safetensors_files.read_tensors(wanted, self.marks, buffering)
+
+    def read_kept(
+        self, names: Iterable[str], kept: Collection[str], dtype: torch.dtype
+    ) -> Iterator[tuple[str, Tensor | StoredWeight]]:
+        """Yield names and values as `read` does; those of `kept` as stored weights for computations
+        in `dtype`, where a quantized checkpoint has the numbers of one.
+        """
+        yield from self.read(names)
 
 
 def check_finite(name: str, tensor: Tensor) -> None:

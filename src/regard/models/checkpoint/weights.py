@@ -18,9 +18,11 @@ from regard.did_you_mean import close_matches
 from regard.errors import ArgumentError, FileError
 from regard.huge_pages import HugePageBlock
 from regard.models.checkpoint.family import Family, TensorBinding, bind_names, name_pattern
+from regard.models.checkpoint.quantized import Conversion, DequantizedTensors
 from regard.models.checkpoint.stored_forms import StoredRecords, WeightForm, may_store
 from regard.models.checkpoint.tensors import CheckpointTensors, check_finite
 from regard.nn.weights.stored import StoredWeightMixin, store_weight, stored_to_huge_pages
+from regard.ops.cpu.library import DTYPES
 from regard.ops.stored_weights import StoredWeight
 from regard.untrusted_text import error_text, escape_controls, short_repr
 
@@ -29,10 +31,13 @@ _MAX_PREFIX_PARTS = 8
 
 
 class FillResult(NamedTuple):
-    """Where a checkpoint and a network differ: weights left random, and unused tensors."""
+    """Where a checkpoint and a network differ: weights left random, unused tensors, and what became
+    of matrices in a form that is not computed with.
+    """
 
     newly_initialized: list[str]
     ignored: list[str]
+    converted: Conversion | None
 
 
 def fill_parameters(
@@ -79,19 +84,31 @@ def fill_parameters(
     _check_shapes(store, name_of, bindings, parameters)
     filled: dict[int, str] = {}
     memory = HugePageBlock(sum(dtype.itemsize * p.numel() for p in _by_id(parameters).values()))
-    storable = {key for key, p in _by_id(parameters).items() if form and may_store(p, owners[key])}
-    for stored_name, tensor in store.read(name_of):
+    storable = {key for key, p in _by_id(parameters).items() if may_store(p, owners[key])}
+    kept = [
+        stored_name
+        for stored_name, name in name_of.items()
+        if form is None
+        and dtype in DTYPES
+        and bindings[name].rule.is_rows
+        and all(id(parameters[p]) in storable for p in bindings[name].parameters)
+    ]
+    dense: dict[str, int] = {}
+    for stored_name, tensor in store.read_kept(name_of, kept, dtype):
         if finite:
-            check_finite(stored_name, tensor)
+            _check_finite(stored_name, tensor)
         binding = bindings[name_of[stored_name]]
         parts, shares = _parts(tensor, binding, parameters)
         for parameter_name, part in zip(binding.parameters, parts, strict=True):
             key = id(parameters[parameter_name])
-            if form is not None and key in storable:  # rounded once, from the stored number
-                value: Tensor | StoredWeight = _stored(form, part, dtype, parameter_name)
+            if isinstance(part, StoredWeight):
+                value: Tensor | StoredWeight = part
+            elif form is not None and key in storable:  # rounded once, from the stored number
+                value = _stored(form, part, dtype, parameter_name)
             else:
                 kind = family.dtype_of(parameter_name, dtype)
                 value = memory.copy(part, kind) if shares or part.dtype != kind else part
+                dense[stored_name] = dense.get(stored_name, 0) + value.nbytes
             if key in filled:
                 _check_same(store, (filled[key], stored_name), value, owners[key])
             else:
@@ -104,7 +121,8 @@ def fill_parameters(
             value = initial[parameter_name].detach().to(family.dtype_of(parameter_name, dtype))
             _assign(owners[id(parameters[parameter_name])], value)
     stored_to_huge_pages(model)
-    return FillResult(allowed, ignored)
+    converted = store.conversion(dense) if isinstance(store, DequantizedTensors) else None
+    return FillResult(allowed, ignored, converted)
 
 
 def _first_names(
@@ -148,9 +166,20 @@ def _check_shapes(
 
 
 def _parts(
-    tensor: Tensor, binding: TensorBinding, parameters: Mapping[str, Tensor]
-) -> tuple[Sequence[Tensor], bool]:
+    tensor: Tensor | StoredWeight, binding: TensorBinding, parameters: Mapping[str, Tensor]
+) -> tuple[Sequence[Tensor | StoredWeight], bool]:
     """Return the parameters of a stored tensor, and whether they may be views of it."""
+    if isinstance(tensor, StoredWeight):
+        heights = [parameters[name].shape[0] for name in binding.parameters]
+        divided = [
+            iter(binding.rule.unpack(x, [torch.Size((n, *x.shape[1:])) for n in heights]))
+            for x in tensor.tensors().values()
+        ]
+        records = []
+        for _ in heights:
+            rest = iter([next(parts) for parts in divided])
+            records.append(tensor.map(lambda _, rest=rest: next(rest)))
+        return records, False
     values = binding.rule.unpack(tensor, [parameters[name].shape for name in binding.parameters])
     return values, not (len(values) == 1 and values[0].is_contiguous())
 
@@ -192,11 +221,17 @@ def _fill_records(
             )
         record = records.read(name, parameter.shape, dtype)
         if finite:
-            for key, tensor in record.tensors().items():
-                check_finite(f"{name}.{key}", tensor)
+            _check_finite(name, record)
         _assign(owners[id(parameter)], record)
         done.add(id(parameter))
     return {name for name, p in parameters.items() if id(p) in done}
+
+
+def _check_finite(name: str, value: Tensor | StoredWeight) -> None:
+    """Raise for NaN and infinity in a tensor, or in the tensors of a stored weight."""
+    parts = {"": value} if isinstance(value, Tensor) else value.tensors()
+    for key, tensor in parts.items():
+        check_finite(f"{name}.{key}" if key else name, tensor)
 
 
 ParameterOwners = dict[int, list[tuple[nn.Module, str]]]
