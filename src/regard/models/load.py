@@ -25,14 +25,14 @@ from regard.models.checkpoint.config import read_config, read_eos_ids, read_raw
 from regard.models.checkpoint.family import SAME_NAMES, Family
 from regard.models.checkpoint.gguf import GgufModel, find_gguf
 from regard.models.checkpoint.gguf_tokenizer import gguf_eos_ids, gguf_tokenizer
-from regard.models.checkpoint.quantized import Conversion, dequantized
+from regard.models.checkpoint.quantized import dequantized
 from regard.models.checkpoint.stored_forms import (
     StoredRecords,
     WeightForm,
     take_records,
     weight_form,
 )
-from regard.models.checkpoint.tensors import CheckpointTensors
+from regard.models.checkpoint.tensors import CheckpointTensors, Conversion
 from regard.models.checkpoint.weights import fill_parameters, map_names, name_matcher
 from regard.models.decoder import Decoder
 from regard.models.encoder import HeadedEncoder

@@ -11,7 +11,7 @@ from jaxtyping import Int
 from torch import Tensor, nn
 
 from regard.errors import ArgumentError, ArgumentTypeError, FileError
-from regard.models.checkpoint.quantized import Conversion
+from regard.models.checkpoint.tensors import Conversion
 from regard.models.save import save_model
 from regard.models.tokenizer import Tokenizer
 from regard.nn.weights.stored import device_of, stored_modules

@@ -31,8 +31,8 @@ class TensorRule:
             shape that a file must have.
         requires: a further parameter that must exist for this entry to apply; None is no condition.
         unless: a parameter that must not exist for this entry to apply; None is no condition.
-        is_rows: whether each parameter is some rows of the stored tensor, so that `unpack` divides
-            the tensors of a stored weight, too.
+        keeps_inputs: whether `unpack` keeps the inputs in their order, so that it divides codes and
+            their scales as it divides a weight.
     """
 
     parameters: tuple[str, ...]
@@ -40,7 +40,7 @@ class TensorRule:
     pack: Callable[[Sequence[Tensor]], Tensor]
     requires: str | None = None
     unless: str | None = None
-    is_rows: bool = False
+    keeps_inputs: bool = False
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ class HeadRows:
         def pack(parameters: Sequence[Tensor]) -> Tensor:
             return torch.cat([x.unflatten(0, (heads, -1)) for x in parameters], 1).flatten(0, 1)
 
-        return TensorRule(self.parameters, unpack, pack, is_rows=True)
+        return TensorRule(self.parameters, unpack, pack, keeps_inputs=True)
 
 
 NameEntry: TypeAlias = str | TensorRule | HeadRows | tuple[TensorRule | HeadRows, ...]
@@ -97,7 +97,7 @@ def as_stored(
         lambda parts: parts[0],
         requires,
         unless,
-        is_rows=True,
+        keeps_inputs=True,
     )
 
 
@@ -138,7 +138,7 @@ def stacked_rows(*parameter_names: str) -> TensorRule:
         parameter_names,
         lambda stored, sizes: stored.split_with_sizes([size[0] for size in sizes]),
         lambda parts: torch.cat(list(parts)),
-        is_rows=True,
+        keeps_inputs=True,
     )
 
 

@@ -11,6 +11,7 @@ from jaxtyping import Float, Shaped, UInt8
 from torch import Tensor
 
 from regard.errors import ArgumentError, ArgumentTypeError
+from regard.models.checkpoint.group_quantized import IntegerCodes
 
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 """The values of the three low bits of an MXFP4 number; the fourth bit is the sign."""
@@ -32,13 +33,10 @@ CHUNK_BYTES = 2**16
 
 
 def unpack_mxfp4(
-    blocks: UInt8[Tensor, "*b G 16"],
-    scales: UInt8[Tensor, "*b G"],
-    dtype: torch.dtype = torch.float32,
-    *,
-    piece: int = CHUNK_BYTES,
-) -> Float[Tensor, "*b n"]:
-    """Dequantize blocks of 32 four-bit numbers with a shared power of two, as in `openai/gpt-oss`.
+    blocks: UInt8[Tensor, "*b G 16"], scales: UInt8[Tensor, "*b G"], *, turned: bool = False
+) -> IntegerCodes:
+    """Unpack blocks of 32 four-bit numbers with a shared power of two, as in `openai/gpt-oss`:
+    integers, because twice each number is one.
 
     w[g 32 + 2 i + h] = 2^(scales[g] - 127) * e2m1(nibble h of blocks[g, i]),  the low nibble first
 
@@ -52,18 +50,9 @@ def unpack_mxfp4(
             f"blocks are {tuple(blocks.shape)} and scales {tuple(scales.shape)}; they must be "
             "[..., G, 16] and [..., G]"
         )
-    if dtype not in (torch.float32, torch.float64, torch.bfloat16):
-        raise ArgumentTypeError(
-            f"dtype is {dtype}; it must be float32, float64 or bfloat16: others cannot hold "
-            "scales from 2^-127 to 2^127"
-        )
-    out = torch.empty(scales.numel(), 32, dtype=dtype, device=blocks.device)
-    flat, factors, step = blocks.flatten(), powers_of_two(scales.flatten())[:, None], piece // 16
-    values = e2m1(blocks.device)
-    for i in range(0, scales.numel(), step):
-        numbers = look_up(flat[16 * i : 16 * (i + step)], values).view(-1, 32)
-        out[i : i + step] = numbers * factors[i : i + step]
-    return out.reshape(*blocks.shape[:-2], 32 * blocks.shape[-2])
+    codes = look_up(blocks, (2 * e2m1(blocks.device)).to(torch.int8)).flatten(-2)
+    halves = (powers_of_two(scales) / 2).bfloat16()
+    return IntegerCodes(8, codes, halves, turned=turned)
 
 
 def unpack_fp8(
@@ -160,12 +149,18 @@ def powers_of_two(bytes_: UInt8[Tensor, "..."]) -> Float[Tensor, "..."]:
     return powers[bytes_.int()]
 
 
-def look_up(bytes_: UInt8[Tensor, "*r n"], values: Float[Tensor, "16"]) -> Float[Tensor, "*r m"]:
+def look_up(
+    bytes_: UInt8[Tensor, "*r n"], values: Shaped[Tensor, "16"], *, piece: int = CHUNK_BYTES
+) -> Shaped[Tensor, "*r m"]:
     """Return the values of both halves of each byte, that of the low one first."""
-    # the two float32 values of each byte as one int64, which is much faster to look up
-    pairs = torch.stack((values.repeat(16), values.repeat_interleave(16)), -1).view(torch.int64)
-    numbers = pairs[:, 0].index_select(0, bytes_.flatten().int())
-    return numbers.view(torch.float32).view(*bytes_.shape[:-1], 2 * bytes_.shape[-1])
+    # the two values of each byte as one integer, which is much faster to look up
+    pair = {torch.float32: torch.int64, torch.int8: torch.int16}[values.dtype]
+    pairs = torch.stack((values.repeat(16), values.repeat_interleave(16)), -1).view(pair)[:, 0]
+    flat = bytes_.flatten()
+    out = torch.empty(flat.shape, dtype=pair, device=flat.device)
+    for i in range(0, len(flat), piece):
+        out[i : i + piece] = pairs.index_select(0, flat[i : i + piece].int())
+    return out.view(values.dtype).view(*bytes_.shape[:-1], 2 * bytes_.shape[-1])
 
 
 def _check_bytes(name: str, x: Tensor) -> None:

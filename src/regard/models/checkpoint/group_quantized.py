@@ -5,6 +5,7 @@ encoding of zero points.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -22,45 +23,64 @@ AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 
 @dataclass(frozen=True)
 class IntegerCodes:
-    """Integers [N, M] with a scale and a zero point for each group of inputs.
+    """Integers [..., N, M] with a scale and a zero point for each group of inputs.
 
     w[n, m] = scales[n, g] (codes[n, m] - zeros[n, g]),  g = groups[m], or m // (M / G) without them
 
     Args:
         codes: uint8, or int8 of 8 bits.
-        zeros: integers [N, G]; None is 0.
+        zeros: integers [..., N, G]; None is 0.
         groups: the group of each input, where the inputs of one are not neighbours.
+        turned: whether the weight is stored as [..., M, N], as those of several experts are.
 
     Raises:
         ArgumentError: sizes do not fit.
     """
 
     bits: int
-    codes: Shaped[Tensor, "N M"]
-    scales: Float[Tensor, "N G"]
-    zeros: Int[Tensor, "N G"] | None = None
+    codes: Shaped[Tensor, "*e N M"]
+    scales: Float[Tensor, "*e N G"]
+    zeros: Int[Tensor, "*e N G"] | None = None
     groups: Int[Tensor, " M"] | None = None
+    turned: bool = False
 
     def __post_init__(self) -> None:
-        (N, M), G = self.codes.shape, self.scales.shape[1]
-        fits = len(self.scales) == N and G and (self.groups is not None or M % G == 0)
+        (*rows, M), G = self.codes.shape, self.scales.shape[-1]
+        fits = self.scales.shape[:-1] == torch.Size(rows) and G
+        fits = fits and (self.groups is not None or M % G == 0)
         if not fits or (self.zeros is not None and self.zeros.shape != self.scales.shape):
             zeros = None if self.zeros is None else tuple(self.zeros.shape)
             raise ArgumentError(
-                f"codes are {(N, M)}, scales {tuple(self.scales.shape)} and zero points {zeros}; "
-                f"scales and zero points must be ({N}, groups), with groups of equal size of "
-                f"{plural(M, 'input')}"
+                f"codes are {tuple(self.codes.shape)}, scales {tuple(self.scales.shape)} and zero "
+                f"points {zeros}; scales and zero points must be {(*rows, 'groups')}, with groups "
+                f"of equal size of {plural(M, 'input')}"
             )
 
-    def dequantize(self) -> Float[Tensor, "N M"]:
-        """Return the matrix in fp32, in which each number is rounded once."""
-        codes, scales = self.codes.float(), self.scales.float()
-        zeros = torch.zeros_like(scales) if self.zeros is None else self.zeros.float()
+    def dequantize(self) -> Float[Tensor, "*e N M"]:
+        """Return the weight as it is stored, in which each number is rounded once, in fp32; in bf16
+        if that has all of them, because scales are powers of two (MXFP4).
+        """
+        exact = self.scales.dtype if self.turned else torch.float32
+        codes, scales = self.codes.to(exact), self.scales.to(exact)
+        zeros = torch.zeros_like(scales) if self.zeros is None else self.zeros.to(exact)
         if self.groups is not None:
             index = self.groups.long()
             return codes.sub_(zeros[:, index]).mul_(scales[:, index])
-        grouped = torch.unflatten(codes, 1, (scales.shape[1], -1))
-        return grouped.sub_(zeros[..., None]).mul_(scales[..., None]).flatten(1)
+        grouped = torch.unflatten(codes, -1, (scales.shape[-1], -1))
+        weight = grouped.sub_(zeros[..., None]).mul_(scales[..., None]).flatten(-2)
+        return weight.mT if self.turned else weight
+
+    def divide(self, unpack: Callable[[Tensor], Sequence[Tensor]]) -> list[IntegerCodes]:
+        """Return the parameters of a stored tensor, which `unpack` divides without a change of the
+        order of inputs.
+        """
+        whole = [x.mT if self.turned else x for x in (self.codes, self.scales)]
+        whole += [] if self.zeros is None else [self.zeros]
+        parts = zip(*(unpack(x) for x in whole), strict=True)
+        return [
+            IntegerCodes(self.bits, *(x.contiguous() for x in part), groups=self.groups)
+            for part in parts
+        ]
 
     def record(self, dtype: torch.dtype) -> StoredWeight | None:
         """Return the same numbers as a stored weight, for computations in `dtype`; None if none has

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -22,9 +22,6 @@ from regard.models.checkpoint.float_quantized import (
     BITSANDBYTES_VALUES,
     FLOAT8,
     SCALES,
-    e2m1,
-    look_up,
-    powers_of_two,
     unpack_bitsandbytes,
     unpack_fp8,
     unpack_mxfp4,
@@ -36,8 +33,7 @@ from regard.models.checkpoint.group_quantized import (
     unpack_compressed,
     unpack_gptq,
 )
-from regard.models.checkpoint.tensors import CheckpointTensors
-from regard.ops.stored_weights import StoredWeight
+from regard.models.checkpoint.tensors import CheckpointTensors, Conversion
 from regard.untrusted_text import error_text, short_repr
 
 _LARGEST_BLOCK = 1 << 14  # published files have 128
@@ -59,18 +55,6 @@ class QuantizedMatrix:
     unread: tuple[str, ...] = ()
 
 
-class Conversion(NamedTuple):
-    """How many quantized matrices of a checkpoint became plain numbers, because no stored form has
-    the same numbers, with their bytes before and after.
-    """
-
-    method: str
-    converted: int
-    matrices: int
-    bytes_before: int
-    bytes_after: int
-
-
 @dataclass(frozen=True)
 class DequantizedTensors(CheckpointTensors):
     """Checkpoint tensors in which each group of tensors of a quantized matrix appears as the
@@ -86,7 +70,7 @@ class DequantizedTensors(CheckpointTensors):
     ) -> Iterator[tuple[str, Tensor]]:
         """Yield names and values; memory also holds the scales and one matrix."""
         chosen = self.tensors if names is None else names
-        for name, value in self.read_kept(chosen, (), torch.float32, buffering):
+        for name, value in self.read_kept(chosen, (), buffering):
             assert isinstance(value, Tensor)
             yield name, value
 
@@ -94,9 +78,8 @@ class DequantizedTensors(CheckpointTensors):
         self,
         names: Iterable[str],
         kept: Collection[str],
-        dtype: torch.dtype,
         buffering: ReadBuffering = DEFAULT_BUFFERING,
-    ) -> Iterator[tuple[str, Tensor | StoredWeight]]:
+    ) -> Iterator[tuple[str, Tensor | IntegerCodes]]:
         """Yield names and values as `CheckpointTensors.read_kept` does."""
         chosen = list(names)
         pairs = {self.pairs[n].values: self.pairs[n] for n in chosen if n in self.pairs}
@@ -113,14 +96,12 @@ class DequantizedTensors(CheckpointTensors):
             except ArgumentError as error:
                 place = f"{pair.plain.file}: {short_repr(name)}"
                 raise FileError(f"{place}: {error_text(error)}") from error
-            if isinstance(value, IntegerCodes):
-                record = value.record(dtype) if pair.plain.name in kept else None
-                yield pair.plain.name, value.dequantize() if record is None else record
-            else:
-                yield pair.plain.name, value
+            if isinstance(value, IntegerCodes) and pair.plain.name not in kept:
+                value = value.dequantize()
+            yield pair.plain.name, value
 
     def conversion(self, dense: Mapping[str, int]) -> Conversion | None:
-        """Return which quantized matrices became plain numbers, of so many bytes; None for none."""
+        """Return what `CheckpointTensors.conversion` does."""
         matrices = [self.pairs[name] for name in dense if name in self.pairs]
         names = [name for x in matrices for name in (x.values, *x.others)]
         before = sum(self.packed.tensors[name].bytes for name in names)
@@ -155,7 +136,7 @@ def dequantized(store: CheckpointTensors, quantization_config: Any) -> Checkpoin
 
 def _mxfp4(store: CheckpointTensors, _: Settings) -> list[QuantizedMatrix]:
     """Read `X_blocks` and `X_scales` [..., out, in], matrices of experts, as [..., in, out]."""
-    pairs = []
+    pairs, unpack = [], partial(unpack_mxfp4, turned=True)
     for name, x in store.tensors.items():
         plain = name.removesuffix("_blocks")
         if plain == name:
@@ -166,13 +147,8 @@ def _mxfp4(store: CheckpointTensors, _: Settings) -> list[QuantizedMatrix]:
             raise _mismatch_error(x, scales, "uint8 [..., G, 16] and uint8 [..., G]")
         shape = (*x.shape[:-3], 32 * x.shape[-2], x.shape[-3])
         entry = _dequantized_entry(x, plain, shape, torch.bfloat16)
-        pairs.append(QuantizedMatrix(name, (scales.name,), entry, _transposed))
+        pairs.append(QuantizedMatrix(name, (scales.name,), entry, unpack))
     return pairs
-
-
-def _transposed(blocks: Tensor, scales: Tensor) -> Tensor:
-    # bfloat16 holds every value exactly
-    return unpack_mxfp4(blocks, scales, torch.bfloat16).mT
 
 
 def _fp8(store: CheckpointTensors, settings: Settings) -> list[QuantizedMatrix]:
@@ -386,9 +362,7 @@ def _compressed_floats(store: CheckpointTensors, x: StoredTensor, base: str) -> 
 
 
 def _small_floats(packed: Tensor, scales: Tensor) -> IntegerCodes:
-    """Return MXFP4 as integers: twice each number is one."""
-    codes = look_up(packed, 2 * e2m1()).to(torch.int8)
-    return IntegerCodes(8, codes, powers_of_two(scales) / 2)
+    return unpack_mxfp4(torch.unflatten(packed, 1, (-1, 16)), scales)
 
 
 def _bitsandbytes(store: CheckpointTensors, settings: Settings) -> list[QuantizedMatrix]:

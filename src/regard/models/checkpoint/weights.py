@@ -18,9 +18,9 @@ from regard.did_you_mean import close_matches
 from regard.errors import ArgumentError, FileError
 from regard.huge_pages import HugePageBlock
 from regard.models.checkpoint.family import Family, TensorBinding, bind_names, name_pattern
-from regard.models.checkpoint.quantized import Conversion, DequantizedTensors
+from regard.models.checkpoint.group_quantized import IntegerCodes
 from regard.models.checkpoint.stored_forms import StoredRecords, WeightForm, may_store
-from regard.models.checkpoint.tensors import CheckpointTensors, check_finite
+from regard.models.checkpoint.tensors import CheckpointTensors, Conversion, check_finite
 from regard.nn.weights.stored import StoredWeightMixin, store_weight, stored_to_huge_pages
 from regard.ops.cpu.library import DTYPES
 from regard.ops.stored_weights import StoredWeight
@@ -90,24 +90,23 @@ def fill_parameters(
         for stored_name, name in name_of.items()
         if form is None
         and dtype in DTYPES
-        and bindings[name].rule.is_rows
+        and bindings[name].rule.keeps_inputs
         and all(id(parameters[p]) in storable for p in bindings[name].parameters)
     ]
     dense: dict[str, int] = {}
-    for stored_name, tensor in store.read_kept(name_of, kept, dtype):
+    for stored_name, tensor in store.read_kept(name_of, kept):
         if finite:
-            _check_finite(stored_name, tensor)
+            check_finite(stored_name, tensor if isinstance(tensor, Tensor) else tensor.scales)
         binding = bindings[name_of[stored_name]]
         parts, shares = _parts(tensor, binding, parameters)
         for parameter_name, part in zip(binding.parameters, parts, strict=True):
             key = id(parameters[parameter_name])
-            if isinstance(part, StoredWeight):
-                value: Tensor | StoredWeight = part
-            elif form is not None and key in storable:  # rounded once, from the stored number
-                value = _stored(form, part, dtype, parameter_name)
-            else:
+            value = part if isinstance(part, Tensor) else _record_or_weight(part, dtype)
+            if isinstance(value, Tensor) and form is not None and key in storable:
+                value = _stored(form, value, dtype, parameter_name)  # rounded once
+            elif isinstance(value, Tensor):
                 kind = family.dtype_of(parameter_name, dtype)
-                value = memory.copy(part, kind) if shares or part.dtype != kind else part
+                value = memory.copy(value, kind) if shares or value.dtype != kind else value
                 dense[stored_name] = dense.get(stored_name, 0) + value.nbytes
             if key in filled:
                 _check_same(store, (filled[key], stored_name), value, owners[key])
@@ -121,8 +120,7 @@ def fill_parameters(
             value = initial[parameter_name].detach().to(family.dtype_of(parameter_name, dtype))
             _assign(owners[id(parameters[parameter_name])], value)
     stored_to_huge_pages(model)
-    converted = store.conversion(dense) if isinstance(store, DequantizedTensors) else None
-    return FillResult(allowed, ignored, converted)
+    return FillResult(allowed, ignored, store.conversion(dense))
 
 
 def _first_names(
@@ -166,22 +164,20 @@ def _check_shapes(
 
 
 def _parts(
-    tensor: Tensor | StoredWeight, binding: TensorBinding, parameters: Mapping[str, Tensor]
-) -> tuple[Sequence[Tensor | StoredWeight], bool]:
+    tensor: Tensor | IntegerCodes, binding: TensorBinding, parameters: Mapping[str, Tensor]
+) -> tuple[Sequence[Tensor | IntegerCodes], bool]:
     """Return the parameters of a stored tensor, and whether they may be views of it."""
-    if isinstance(tensor, StoredWeight):
-        heights = [parameters[name].shape[0] for name in binding.parameters]
-        divided = [
-            iter(binding.rule.unpack(x, [torch.Size((n, *x.shape[1:])) for n in heights]))
-            for x in tensor.tensors().values()
-        ]
-        records = []
-        for _ in heights:
-            rest = iter([next(parts) for parts in divided])
-            records.append(tensor.map(lambda _, rest=rest: next(rest)))
-        return records, False
-    values = binding.rule.unpack(tensor, [parameters[name].shape for name in binding.parameters])
+    sizes = [parameters[name].shape for name in binding.parameters]
+    if isinstance(tensor, IntegerCodes):
+        return tensor.divide(lambda x: binding.rule.unpack(x, sizes)), False
+    values = binding.rule.unpack(tensor, sizes)
     return values, not (len(values) == 1 and values[0].is_contiguous())
+
+
+def _record_or_weight(codes: IntegerCodes, dtype: torch.dtype) -> Tensor | StoredWeight:
+    """Return a stored weight with the same numbers, or the numbers where there is none."""
+    record = codes.record(dtype)
+    return codes.dequantize() if record is None else record
 
 
 def _stored(form: WeightForm, part: Tensor, dtype: torch.dtype, name: str) -> StoredWeight:
@@ -221,17 +217,11 @@ def _fill_records(
             )
         record = records.read(name, parameter.shape, dtype)
         if finite:
-            _check_finite(name, record)
+            for key, tensor in record.tensors().items():
+                check_finite(f"{name}.{key}", tensor)
         _assign(owners[id(parameter)], record)
         done.add(id(parameter))
     return {name for name, p in parameters.items() if id(p) in done}
-
-
-def _check_finite(name: str, value: Tensor | StoredWeight) -> None:
-    """Raise for NaN and infinity in a tensor, or in the tensors of a stored weight."""
-    parts = {"": value} if isinstance(value, Tensor) else value.tensors()
-    for key, tensor in parts.items():
-        check_finite(f"{name}.{key}" if key else name, tensor)
 
 
 ParameterOwners = dict[int, list[tuple[nn.Module, str]]]
