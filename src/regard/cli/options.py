@@ -92,6 +92,9 @@ DEVICE = option("Device: cpu, cuda, ...", panel=MODEL, shown="the CPU")
 REVISION = option(
     "The branch, tag or commit of a repository on the hub.", panel=MODEL, shown="main branch"
 )
+ADAPTER = option(
+    "Merge this LoRA or DoRA adapter of PEFT into the weights.", panel=MODEL, metavar="FOLDER"
+)
 ALLOW_MISSING = option(
     "Names of weights that the folder may lack (* and ? match); they are then random, not "
     "trained. Repeatable.",
@@ -275,6 +278,7 @@ class LoadOptions:
     dtype: Annotated[str | None, DTYPE] = None
     device: Annotated[str | None, DEVICE] = None
     revision: Annotated[str | None, REVISION] = None
+    adapter: Annotated[str | None, ADAPTER] = None
     allow_missing: Annotated[list[str] | None, ALLOW_MISSING] = None
     ignore: Annotated[list[str] | None, IGNORE] = None
     finite: Annotated[bool, FINITE] = False
@@ -366,6 +370,7 @@ def load(source: str, options: LoadOptions, kind: type[object] | None = None) ->
         dtype=torch_dtype,
         weights=options.weights,
         revision=options.revision,
+        adapter=options.adapter,
         allow_missing=options.allow_missing or (),
         ignore=options.ignore or (),
         finite=options.finite,

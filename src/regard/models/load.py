@@ -21,6 +21,7 @@ from regard.files.safetensors_files import identify_format
 from regard.freed_memory import give_back_freed_memory
 from regard.models import hub
 from regard.models.chat_template import gguf_chat_template, read_chat_template
+from regard.models.checkpoint.adapter import adapted
 from regard.models.checkpoint.config import read_config, read_eos_ids, read_raw
 from regard.models.checkpoint.family import SAME_NAMES, Family
 from regard.models.checkpoint.gguf import GgufModel, find_gguf
@@ -58,6 +59,7 @@ def load(
     dtype: torch.dtype | None = ...,
     weights: str | None = ...,
     revision: str | None = ...,
+    adapter: str | Path | None = ...,
     allow_missing: Sequence[str] = ...,
     ignore: Sequence[str] = ...,
     finite: bool = ...,
@@ -72,6 +74,7 @@ def load(
     dtype: torch.dtype | None = ...,
     weights: str | None = ...,
     revision: str | None = ...,
+    adapter: str | Path | None = ...,
     allow_missing: Sequence[str] = ...,
     ignore: Sequence[str] = ...,
     finite: bool = ...,
@@ -85,6 +88,7 @@ def load(
     dtype: torch.dtype | None = ...,
     weights: str | None = ...,
     revision: str | None = ...,
+    adapter: str | Path | None = ...,
     allow_missing: Sequence[str] = ...,
     ignore: Sequence[str] = ...,
     finite: bool = ...,
@@ -98,6 +102,7 @@ def load(
     dtype: torch.dtype | None = None,
     weights: str | None = None,
     revision: str | None = None,
+    adapter: str | Path | None = None,
     allow_missing: Sequence[str] = (),
     ignore: Sequence[str] = (),
     finite: bool = False,
@@ -115,10 +120,13 @@ def load(
     where config.json or the family ties the two, or else the model only returns hidden states
     (`hidden`).
 
-    GPTQ, AWQ and compressed-tensors are dequantized to `dtype`. A GGUF file of llama.cpp (llama,
-    qwen2, qwen3 and gemma) is a whole model with its tokenizer, which a tokenizer.json beside it
-    replaces. Its matrices in Q8_0, Q5_0, Q4_0, Q4_1 and Q4_K stay in 8.5, 8.5, 5, 6 and 6 bits per
-    number; those in Q5_1, Q5_K and Q6_K are dequantized.
+    Matrices that GPTQ, AWQ, compressed-tensors, bitsandbytes or MXFP4 quantized keep their numbers:
+    integers of 4 and 8 bits in equal groups of inputs stay so, and others, FP8 and NF4 among them,
+    are dequantized to `dtype` (`converted` of the model counts them).
+
+    A GGUF file of llama.cpp (llama, qwen2, qwen3 and gemma) is a whole model with its tokenizer,
+    which a tokenizer.json beside it replaces. Its matrices in Q8_0, Q5_0, Q4_0, Q4_1 and Q4_K stay
+    in 8.5, 8.5, 5, 6 and 6 bits per number; those in Q5_1, Q5_K and Q6_K are dequantized.
 
     Args:
         source: `"tiny"`, a small Llama in the package; a name of `NAMED_PACKAGES`: `"minilm"`, a
@@ -137,6 +145,8 @@ def load(
             weights keep `dtype`. None stores all weights in `dtype`, except those that the source
             holds in 8 or 4 bits. `regard convert --weights` shows what is lost.
         revision: for a repository of the hub: a branch, a tag or a commit; None is its main branch.
+        adapter: a folder of PEFT with a LoRA or DoRA adapter of this model, which is merged into
+            the weights; None is no adapter.
         allow_missing: patterns (`*`, `?`) of stored names that may be missing and stay random.
         ignore: patterns (`*`, `?`) of keys of config.json, stored tensors, and adapter files that
             the family does not know; `ignored` of the model lists them.
@@ -150,7 +160,8 @@ def load(
             kind of model; or the hub does not serve the repository.
         ArgumentTypeError: allow_missing or ignore is a str; give a sequence of patterns.
         ArgumentError: `dtype`, or `weights` in it, is not possible; ignore names a key or tensor
-            that the family needs; or revision is given for a source that is not on the hub.
+            that the family needs; revision is given for a source that is not on the hub; or adapter
+            for one whose weights are stored in fewer bits already.
 
     >>> load("tiny").config.vocab_size
     1920
@@ -168,7 +179,7 @@ def load(
     def check(folder: Path) -> None:
         # called before the weights of a repository are downloaded, when the number of tensors is
         # not known yet
-        _check_adapter_files(folder, ignore)
+        _check_adapter_files(folder, ignore, adapter)
         read_config(folder, *_family(folder, kind), tensors=_ASSUMED_TENSORS, ignore=ignore)
 
     form = None if weights is None else weight_form(weights)
@@ -182,6 +193,8 @@ def load(
         finite=finite,
     )
     if (file := gguf_file(source, revision)) is not None:
+        if adapter is not None:
+            raise _no_adapter_error(file)
         gguf = GgufModel.open(file, ignore)
         checkpoint = _open_gguf(gguf, kind, form, dtype or gguf.dtype)
         tokenizer = gguf_tokenizer(gguf.header)  # before the weights, because it may be refused
@@ -196,7 +209,7 @@ def load(
             **record,
         )
     folder = resolve_source(source, revision, check)
-    checkpoint = _open_folder(folder, kind, form, ignore)
+    checkpoint = _open_folder(folder, kind, form, ignore, adapter)
     network, config, record, converted = load_checkpoint(checkpoint)
     _check_ignored(ignore, record["ignored"], checkpoint.raw, checkpoint.store)
     model = _model(network, config, folder, checkpoint.raw, record)
@@ -239,7 +252,11 @@ class _Checkpoint(NamedTuple):
 
 
 def _open_folder(
-    folder: Path, kind: type[object] | None, form: WeightForm | None, ignore: Sequence[str]
+    folder: Path,
+    kind: type[object] | None,
+    form: WeightForm | None,
+    ignore: Sequence[str],
+    adapter: str | Path | None,
 ) -> _Checkpoint:
     """Check the files of a folder with config.json and safetensors."""
     its_family, raw = _family(folder, kind)
@@ -252,9 +269,13 @@ def _open_folder(
             f"weights is {form.name!r}, and the weights in {folder} are {records.form} already; "
             "leave weights out, or load the folder that they were made from"
         )
-    adapter_files = _check_adapter_files(folder, ignore)
+    adapter_files = _check_adapter_files(folder, ignore, adapter)
     file = folder / "config.json"
     dtype = partial(_dtype, folder, raw, store)
+    if adapter is not None and records is not None:
+        raise _no_adapter_error(folder)
+    if adapter is not None:
+        store = adapted(store, Path(adapter), its_family)
     return _Checkpoint(its_family, raw, file, store, records, dtype, adapter_files)
 
 
@@ -337,17 +358,28 @@ def _check_kind(
         )
 
 
-def _check_adapter_files(folder: Path, ignore: Sequence[str]) -> tuple[str, ...]:
-    """Return the adapter file beside the model, if it is to be ignored; otherwise raise for it."""
+def _no_adapter_error(source: Path) -> ArgumentError:
+    return ArgumentError(
+        f"adapter is given, and {source} has weights in fewer bits, which a merged adapter would "
+        "change; load the folder that they were made from",
+        argument="adapter",
+    )
+
+
+def _check_adapter_files(
+    folder: Path, ignore: Sequence[str], adapter: str | Path | None
+) -> tuple[str, ...]:
+    """Return the adapter file beside the model, if it is to be ignored; raise for it if it is not
+    the adapter of the caller.
+    """
     name = next((name for name in _ADAPTERS if (folder / name).exists()), None)
-    if name is None:
+    if name is None or (adapter is not None and Path(adapter).resolve() == folder.resolve()):
         return ()
     if not any(fnmatchcase(name, pattern) for pattern in ignore):
         raise FileError(
-            f"{folder} holds an adapter ({name}) beside the model, and adapters are not applied: "
-            "the model would answer without it. Merge it into the weights first (peft: "
-            "merge_and_unload), or load the model without it: regard.load(folder, "
-            f"ignore=({name!r},)), or --ignore {name}"
+            f"{folder} holds an adapter ({name}) beside the model, which would answer without it. "
+            "Merge it: regard.load(folder, adapter=folder), or --adapter; or load the model alone: "
+            f"regard.load(folder, ignore=({name!r},)), or --ignore {name}"
         )
     return (name,)
 
