@@ -40,10 +40,14 @@ from regard.models.encoder import HeadedEncoder
 from regard.models.encoder_decoder import EncoderDecoder
 from regard.models.families import family, find_family
 from regard.models.model import Model
-from regard.models.sentence_settings import read_sentence_settings
+from regard.models.sentence_settings import (
+    DenseSettings,
+    read_sentence_settings,
+    transformer_folder,
+)
 from regard.models.seq2seq import Seq2Seq
 from regard.models.speech_to_text import SpeechEncoder, SpeechToText
-from regard.models.text_encoder import TextEncoder
+from regard.models.text_encoder import SentenceDense, TextEncoder
 from regard.models.tokenizer import Tokenizer
 from regard.untrusted_text import short_repr
 
@@ -135,7 +139,8 @@ def load(
             Hugging Face hub (extra `hub`), which `"hub:org/name"` always means. A `Path` is never
             downloaded.
         kind: `Model`, `TextEncoder`, `Seq2Seq` or `SpeechToText`, to raise for any other; None
-            accepts all.
+            accepts all. With `TextEncoder` a folder of sentence-transformers with a decoder gives
+            the vectors that it is for.
         dtype: the dtype of the weights and of the computation; None is the one that config.json
             names, or else that of the stored weights (float32 for quantized GGUF files). On a CPU,
             bfloat16 and float16 decode equally fast, and bfloat16 reads prompts fastest (LOG.md).
@@ -208,11 +213,12 @@ def load(
             chat_template=gguf_chat_template(gguf.header),
             **record,
         )
-    folder = resolve_source(source, revision, check)
+    root = resolve_source(source, revision, check)
+    folder = transformer_folder(root)
     checkpoint = _open_folder(folder, kind, form, ignore, adapter)
     network, config, record, converted = load_checkpoint(checkpoint)
     _check_ignored(ignore, record["ignored"], checkpoint.raw, checkpoint.store)
-    model = _model(network, config, folder, checkpoint.raw, record)
+    model = _model(network, config, folder, checkpoint.raw, record, root, kind)
     model.converted = converted
     return model
 
@@ -340,6 +346,9 @@ def _load_checkpoint(
 def _family(folder: Path, kind: type[object] | None) -> tuple[Family, Raw]:
     """Return the family that config.json names, and the content of that file."""
     its_family, raw = read_raw(folder, find_family)
+    pools = kind is TextEncoder and its_family.architecture == "decoder"
+    if pools and checked_path_or_none(folder, "modules.json") is not None:
+        return its_family, raw  # its states are pooled
     _check_kind(folder, str(raw["model_type"]), its_family, kind)
     return its_family, raw
 
@@ -427,33 +436,71 @@ MODEL_CLASS_OF_KIND: dict[str, type[Model | TextEncoder | Seq2Seq]] = {
 """`architecture` of a family -> the class of its models."""
 
 
+def _text_encoder(
+    network: nn.Module,
+    tokenizer: Tokenizer | None,
+    config: Any,
+    root: Path,
+    load_record: dict[str, Any],
+) -> TextEncoder:
+    """Combine a network with what a folder of sentence-transformers says of vectors."""
+    settings = read_sentence_settings(root)
+    limits = [getattr(config, "max_position_embeddings", None), settings.max_seq_length]
+    if settings.lowercase and tokenizer is not None:
+        tokenizer = tokenizer.lowercased()
+    assert isinstance(network, HeadedEncoder | Decoder)
+    model = TextEncoder(
+        network,
+        tokenizer,
+        config,
+        pooling=settings.pooling,
+        max_seq_length=min((n for n in limits if n is not None), default=None),
+        prompts=settings.prompts,
+        default_prompt_name=settings.default_prompt_name,
+        similarity_fn_name=settings.similarity,
+        dense=[_sentence_dense(root, dense) for dense in settings.dense],
+        **load_record,
+    )
+    model.dense.to(model.dtype)
+    return model
+
+
+def _sentence_dense(root: Path, settings: DenseSettings) -> SentenceDense:
+    """Return a linear map after the pooling with its stored tensors."""
+    store = CheckpointTensors.open(root / settings.folder)
+    with torch.device("meta"):
+        layer = SentenceDense(settings)
+    wanted = {name: tuple(x.shape) for name, x in layer.state_dict().items()}
+    found = {name: x.shape for name, x in store.tensors.items()}
+    if found != wanted:
+        raise FileError(
+            f"{root / settings.folder}: the tensors are {short_repr(found)}; config.json beside "
+            f"them requires {short_repr(wanted)}"
+        )
+    layer.load_state_dict(dict(store.read()), assign=True)
+    return layer.eval().requires_grad_(False)
+
+
 def _model(
-    network: nn.Module, config: Any, folder: Path, raw: Raw, load_record: dict[str, Any]
+    network: nn.Module,
+    config: Any,
+    folder: Path,
+    raw: Raw,
+    load_record: dict[str, Any],
+    root: Path,
+    kind: type[object] | None,
 ) -> Model | TextEncoder | Seq2Seq:
     """Combine a network with its tokenizer and with what generation needs."""
     name = "tokenizer.json"
     file = checked_path_or_none(folder, name)
     tokenizer = None if file is None else Tokenizer.load(file)
-    if isinstance(network, HeadedEncoder):
-        settings = read_sentence_settings(folder)
-        limits = [config.max_position_embeddings, settings.max_seq_length]
-        if settings.lowercase and tokenizer is not None:
-            tokenizer = tokenizer.lowercased()
-        return TextEncoder(
-            network,
-            tokenizer,
-            config,
-            pooling=settings.pooling,
-            max_seq_length=min(n for n in limits if n is not None),
-            prompts=settings.prompts,
-            default_prompt_name=settings.default_prompt_name,
-            **load_record,
-        )
+    if isinstance(network, HeadedEncoder) or kind is TextEncoder:
+        return _text_encoder(network, tokenizer, config, root, load_record)
     eos_ids = read_eos_ids(folder, raw, tokenizer)
     if isinstance(network, EncoderDecoder):
         start = config.decoder_start_token_id
-        kind = SpeechToText if isinstance(network.encoder, SpeechEncoder) else Seq2Seq
-        return kind(
+        its_class = SpeechToText if isinstance(network.encoder, SpeechEncoder) else Seq2Seq
+        return its_class(
             network,
             tokenizer,
             config,

@@ -131,7 +131,7 @@ class TextModel:
             Path(folder),
             dtype=self.dtype,
             tokenizer=self._tokenizer,
-            json_files=self._json_files(),
+            files=self._files(),
         )
 
     def taps(self, *, patterns: bool = True) -> tuple[str, ...]:
@@ -144,7 +144,7 @@ class TextModel:
             f"a {type(self).__name__} has no run; use Model, TextEncoder, Seq2Seq"
         )
 
-    def _json_files(self) -> Mapping[str, object]:
+    def _files(self) -> Mapping[str, object]:
         """Return the contents of further JSON files to save: path in the folder to content."""
         return {}
 
