@@ -163,9 +163,10 @@ _TOKENIZER_CONFIG_BYTES = 64 << 20
 
 def read_sentence_settings(folder: Path) -> SentenceSettings:
     """Read the files of a sentence-transformers folder; without them, settings are defaults."""
-    name = next((x for x in TRANSFORMER_FILES if checked_path_or_none(folder, x)), None)
-    about_tokens = {} if name is None else read_json(folder, name)
-    where = folder / (name or "")
+    inner = transformer_folder(folder)
+    name = next((x for x in TRANSFORMER_FILES if checked_path_or_none(inner, x)), None)
+    about_tokens = {} if name is None else read_json(inner, name)
+    where = inner / (name or "")
     known = {"max_seq_length", "do_lower_case", *_TRANSFORMER_VALUES}
     _check_keys(where, about_tokens, known, _TRANSFORMER_VALUES)
     about_model = {}
@@ -187,7 +188,7 @@ def read_sentence_settings(folder: Path) -> SentenceSettings:
     pooling, dense = _read_modules(folder, truncate_dim)
     limit = _whole_number(where, about_tokens, "max_seq_length")
     if limit is None and pooling is not None:
-        limit = _length_of_tokenizer(folder)
+        limit = _length_of_tokenizer(inner)
     if pooling is None and truncate_dim is not None:
         pooling = Pooling(truncate_dim=truncate_dim)
     return SentenceSettings(
