@@ -179,7 +179,7 @@ def read_sentence_settings(folder: Path) -> SentenceSettings:
             {"model_type": (None, "SentenceTransformer")},
         )
     truncate_dim = _whole_number(folder / MODEL_FILE, about_model, "truncate_dim")
-    similarity = about_model.get("similarity_fn_name") or "cosine"
+    similarity: Any = about_model.get("similarity_fn_name") or "cosine"
     if similarity not in get_args(Similarity):
         raise FileError(
             f"{folder / MODEL_FILE}: similarity_fn_name is {short_repr(similarity)}; it is one of "
@@ -298,7 +298,7 @@ def _read_pooling(where: Path, normalize: bool, truncate_dim: int | None) -> Poo
     _check_keys(file, keys, _POOLING_KEYS)
     old = [name for key, name in OLD_MODE_KEYS.items() if _flag(file, keys, key, default=False)]
     chosen = keys.get("pooling_mode", old)
-    names = chosen if isinstance(chosen, list) else [chosen]
+    names: list[Any] = chosen if isinstance(chosen, list) else [chosen]
     if not names or not all(isinstance(name, str) and name in MODES for name in names):
         raise FileError(
             f"{file} asks for pooling_mode {short_repr(chosen)}; supported are {', '.join(MODES)}, "

@@ -196,7 +196,7 @@ class TextEncoder(TextModel):
         self.max_seq_length = max_seq_length
         self.prompts, self.default_prompt_name = dict(prompts or {}), default_prompt_name
         self.similarity_fn_name = similarity_fn_name
-        self.dense = nn.ModuleList(dense)
+        self.dense = nn.Sequential(*dense)
         self._packed_encoder: PackedEncoder | None = None
 
     def to(self, device: torch.device | str) -> Self:
@@ -353,9 +353,7 @@ class TextEncoder(TextModel):
             normalize=own.normalize if normalize is None else normalize,
         )
         vectors = pool(states, positions, replace(chosen, normalize=False, truncate_dim=None))
-        for layer in self.dense:
-            vectors = layer(vectors)
-        vectors = finish(vectors, chosen)
+        vectors = finish(self.dense(vectors), chosen)
         # the checkpoint divides before dimensions are left out, a caller wants length 1
         shortened = own.truncate_dim is not None and normalize
         return F.normalize(vectors, dim=-1) if shortened else vectors
@@ -523,15 +521,16 @@ class TextEncoder(TextModel):
         return lambda: self.hidden(ids)
 
     def _files(self) -> Mapping[str, object]:
+        layers = [layer for layer in self.dense if isinstance(layer, SentenceDense)]
         settings = SentenceSettings(
             self.pooling,
             self.max_seq_length,
             prompts=self.prompts,
             default_prompt_name=self.default_prompt_name,
             similarity=self.similarity_fn_name,
-            dense=tuple(layer.settings for layer in self.dense),
+            dense=tuple(layer.settings for layer in layers),
         )
         tensors = {
-            f"{layer.settings.folder}/model.safetensors": layer.state_dict() for layer in self.dense
+            f"{layer.settings.folder}/model.safetensors": layer.state_dict() for layer in layers
         }
         return sentence_files(settings, self.config.hidden_size) | tensors

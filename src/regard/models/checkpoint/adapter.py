@@ -295,7 +295,7 @@ def _setting(
     path: Path, config: Mapping[str, Any], key: str, pattern_key: str, module: str
 ) -> float:
     """Return a number for a module: that of the first pattern with its name, or the common one."""
-    value = config.get(key)
+    value: Any = config.get(key)
     for pattern, own in (config.get(pattern_key) or {}).items():
         if re.search(r"[^\w.\-^\\]", pattern):
             raise FileError(
@@ -307,7 +307,8 @@ def _setting(
             break
     if type(value) not in (int, float) or not 0 < value < 2**24:
         raise FileError(f"{path}: {key} is {short_repr(value)}; it must be a number above 0")
-    return value
+    number: float = value
+    return number
 
 
 def _names_module(name: str, module: str) -> bool:

@@ -6,7 +6,7 @@ encoding of zero points.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from jaxtyping import Float, Int, Int32, Shaped, UInt8
@@ -74,11 +74,14 @@ class IntegerCodes:
         """Return the parameters of a stored tensor, which `unpack` divides without a change of the
         order of inputs.
         """
-        whole = [x.mT if self.turned else x for x in (self.codes, self.scales)]
-        whole += [] if self.zeros is None else [self.zeros]
+        names = ("codes", "scales") if self.zeros is None else ("codes", "scales", "zeros")
+        whole = [getattr(self, name) for name in names]
+        whole = [x.mT for x in whole] if self.turned else whole
         parts = zip(*(unpack(x) for x in whole), strict=True)
         return [
-            IntegerCodes(self.bits, *(x.contiguous() for x in part), groups=self.groups)
+            replace(
+                self, turned=False, **dict(zip(names, map(Tensor.contiguous, part), strict=True))
+            )
             for part in parts
         ]
 

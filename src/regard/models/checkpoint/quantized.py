@@ -115,7 +115,7 @@ def dequantized(store: CheckpointTensors, quantization_config: Any) -> Checkpoin
     if quantization_config is None:
         return store
     is_object = isinstance(quantization_config, Mapping)
-    method = quantization_config.get("quant_method") if is_object else None
+    method: Any = quantization_config.get("quant_method") if is_object else None
     _check_setting(store.folder, "quant_method", method, tuple(READERS))
     pairs = READERS[method](store, quantization_config)
     hidden = {name for pair in pairs for name in (pair.values, *pair.others, *pair.unread)}
@@ -162,7 +162,7 @@ def _fp8(store: CheckpointTensors, settings: Settings) -> list[QuantizedMatrix]:
     ]
 
 
-def _block(folder: Path, sides: object) -> tuple[int, int] | None:
+def _block(folder: Path, sides: Any) -> tuple[int, int] | None:
     """Return the sizes of a block that a setting names."""
     if sides is None:
         return None
@@ -182,7 +182,8 @@ def _float8(
     """
     base = x.name.removesuffix(".weight")
     scales = _beside(store, x, *(x.name + end for end in ends))
-    grid, wanted = scales.shape, "a matrix and one factor, or one for each row"
+    grid: Any = scales.shape
+    wanted = "a matrix and one factor, or one for each row"
     if len(x.shape) == 2 and block is not None:
         sizes = tuple(-(-size // side) for size, side in zip(x.shape, block, strict=True))
         wanted = f"a matrix and factors {sizes}"
@@ -202,9 +203,7 @@ def _float8(
     return QuantizedMatrix(x.name, (scales.name,), plain, unpack, unread)
 
 
-def _unpack_float8(
-    values: Tensor, scales: Tensor, *, grid: tuple[int, int], block: tuple[int, int]
-) -> Tensor:
+def _unpack_float8(values: Tensor, scales: Tensor, *, grid: Any, block: tuple[int, int]) -> Tensor:
     return unpack_fp8(values, scales.reshape(grid), block=block)
 
 
@@ -348,7 +347,8 @@ def _compressed_floats(store: CheckpointTensors, x: StoredTensor, base: str) -> 
     """Read a matrix of 4-bit floats: MXFP4 where scales are bytes, and otherwise NVFP4."""
     scales = _beside(store, x, f"{base}.weight_scale")
     width = 32 if scales.dtype == torch.uint8 else 16
-    names, unpack = (scales.name,), _small_floats
+    names: tuple[str, ...] = (scales.name,)
+    unpack: Callable[..., Tensor | IntegerCodes] = _small_floats
     if width == 16:
         names = (scales.name, _beside(store, x, f"{base}.weight_global_scale").name)
         unpack = unpack_nvfp4
