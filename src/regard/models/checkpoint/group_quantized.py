@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int, Int32, Shaped, UInt8
@@ -78,12 +79,11 @@ class IntegerCodes:
         whole = [getattr(self, name) for name in names]
         whole = [x.mT for x in whole] if self.turned else whole
         parts = zip(*(unpack(x) for x in whole), strict=True)
-        return [
-            replace(
-                self, turned=False, **dict(zip(names, map(Tensor.contiguous, part), strict=True))
-            )
-            for part in parts
-        ]
+        made = []
+        for part in parts:
+            changed: dict[str, Any] = dict(zip(names, map(Tensor.contiguous, part), strict=True))
+            made.append(replace(self, turned=False, **changed))
+        return made
 
     def record(self, dtype: torch.dtype) -> StoredWeight | None:
         """Return the same numbers as a stored weight, for computations in `dtype`; None if none has

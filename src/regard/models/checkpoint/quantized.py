@@ -203,7 +203,10 @@ def _float8(
     return QuantizedMatrix(x.name, (scales.name,), plain, unpack, unread)
 
 
-def _unpack_float8(values: Tensor, scales: Tensor, *, grid: Any, block: tuple[int, int]) -> Tensor:
+def _unpack_float8(
+    values: Tensor, scales: Tensor, *, grid: Any, block: tuple[int, int] | None
+) -> Tensor:
+    assert block is not None  # it was checked
     return unpack_fp8(values, scales.reshape(grid), block=block)
 
 
