@@ -171,7 +171,7 @@ class TextEncoder(TextModel):
     >>> states = model.hidden(*tokens)
     >>> model.pool(states, tokens.positions, mode="max").shape
     torch.Size([2, 8])
-    >>> model.embed(["to be", "or not to be"]).norm(dim=1)
+    >>> model.embed(["to be", "or not to be"]).norm(dim=1).round(decimals=3)
     tensor([1., 1.])
     """
 
@@ -352,8 +352,11 @@ class TextEncoder(TextModel):
             mode=own.mode if mode is None else mode,
             normalize=own.normalize if normalize is None else normalize,
         )
-        vectors = pool(states, positions, replace(chosen, normalize=False, truncate_dim=None))
-        vectors = finish(self.dense(vectors), chosen)
+        if len(self.dense):
+            vectors = pool(states, positions, replace(chosen, normalize=False, truncate_dim=None))
+            vectors = finish(self.dense(vectors), chosen)
+        else:
+            vectors = pool(states, positions, chosen)
         # the checkpoint divides before dimensions are left out, a caller wants length 1
         shortened = own.truncate_dim is not None and normalize
         return F.normalize(vectors, dim=-1) if shortened else vectors
