@@ -419,6 +419,8 @@ def test_contradictions_of_settings_and_tensors_are_refused(tmp_path: Path) -> N
     packed["weight_shape"] = torch.tensor([N, M - 1])
     with pytest.raises(FileError, match="weight_shape is"):
         regard.load(folder_with(tmp_path / "d", packed, scheme(4, "pack-quantized")))
+    with pytest.raises(FileError, match="no tensor beside it is quantized so"):
+        regard.load(folder_with(tmp_path / "f", {"weight": torch.ones(N, M)}, GPTQ))
     rows, _ = bytes_of_rows()
     rows["weight_format"] = torch.tensor(2, dtype=torch.uint8)
     with pytest.raises(FileError, match="weight_format is 2"):

@@ -118,6 +118,12 @@ def dequantized(store: CheckpointTensors, quantization_config: Any) -> Checkpoin
     method: Any = quantization_config.get("quant_method") if is_object else None
     _check_setting(store.folder, "quant_method", method, tuple(READERS))
     pairs = READERS[method](store, quantization_config)
+    if not pairs:
+        raise _config_error(
+            store.folder,
+            f"the quant_method {method!r}, and no tensor beside it is quantized so; remove the key "
+            "if the weights are plain",
+        )
     hidden = {name for pair in pairs for name in (pair.values, *pair.others, *pair.unread)}
     entries = {name: x for name, x in store.tensors.items() if name not in hidden}
     for pair in pairs:
