@@ -471,10 +471,10 @@ def _sentence_dense(root: Path, settings: DenseSettings) -> SentenceDense:
     with torch.device("meta"):
         layer = SentenceDense(settings)
     wanted = {name: tuple(x.shape) for name, x in layer.state_dict().items()}
-    found = {name: x.shape for name, x in store.tensors.items()}
-    if found != wanted:
+    stored = {name: x.shape for name, x in store.tensors.items()}
+    if stored != wanted:
         raise FileError(
-            f"{root / settings.folder}: the tensors are {short_repr(found)}; config.json beside "
+            f"{root / settings.folder}: the tensors are {short_repr(stored)}; config.json beside "
             f"them requires {short_repr(wanted)}"
         )
     layer.load_state_dict(dict(store.read()), assign=True)

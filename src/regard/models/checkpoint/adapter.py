@@ -39,7 +39,7 @@ from regard.untrusted_text import short_repr
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."
 """What PEFT puts before the names of the base."""
-_ENDS = {
+_PARTS = {
     "lora_A.weight": "A",
     "lora_B.weight": "B",
     "lora_embedding_A": "A",
@@ -123,10 +123,10 @@ class AdaptedTensors(CheckpointTensors):
             yield name, self._changed(name, tensor)
 
     def read_kept(
-        self, names: Iterable[str], kept: Collection[str]
+        self, names: Iterable[str], integer_names: Collection[str]
     ) -> Iterator[tuple[str, Tensor | IntegerCodes]]:
         """Yield names and values as `CheckpointTensors.read_kept` does; changed ones are plain."""
-        for name, value in self.base.read_kept(names, set(kept) - self.changes.keys()):
+        for name, value in self.base.read_kept(names, set(integer_names) - self.changes.keys()):
             yield name, self._changed(name, value) if isinstance(value, Tensor) else value
 
     def conversion(self, dense: Mapping[str, int]) -> Conversion | None:
@@ -161,14 +161,14 @@ def adapted(base: CheckpointTensors, folder: Path, family: Family) -> AdaptedTen
                 "the names of PEFT do; was it saved by another library?"
             )
         name = stored.removeprefix(PREFIX)
-        end = next((end for end in _ENDS if name.endswith(f".{end}")), None)
+        end = next((end for end in _PARTS if name.endswith(f".{end}")), None)
         if end is None:
             changes[find(name.replace(".base_layer.", "."))] = stored
         else:
             groups.setdefault(name.removesuffix(f".{end}"), {})[end] = stored
-    for module, ends in groups.items():
+    for module, suffixes in groups.items():
         name = find(f"{module}.weight")
-        changes[name] = _low_rank(adapter, config, module, ends, _is_turned(family, name))
+        changes[name] = _low_rank(adapter, config, module, suffixes, _is_turned(family, name))
     for name, change in changes.items():
         _check_change(base, adapter, name, change)
     _check_saved(header.file, config, changes)
@@ -254,17 +254,17 @@ def _low_rank(
     adapter: CheckpointTensors,
     config: Mapping[str, Any],
     module: str,
-    ends: Mapping[str, str],
+    suffixes: Mapping[str, str],
     turned: bool,  # noqa: FBT001
 ) -> LowRankChange:
     """Return the change of a module, checked against the settings."""
-    path, names = adapter.folder / CONFIG, {_ENDS[end]: stored for end, stored in ends.items()}
-    embeds = "lora_embedding_A" in ends
+    path, names = adapter.folder / CONFIG, {_PARTS[end]: stored for end, stored in suffixes.items()}
+    embeds = "lora_embedding_A" in suffixes
     wanted = {"A", "B", "magnitude"} if config.get("use_dora") else {"A", "B"}
     if names.keys() != wanted or (embeds and config.get("use_dora")):
         raise FileError(
-            f"{adapter.folder / WEIGHTS}: {short_repr(module)} has {', '.join(sorted(ends))}; with "
-            f"use_dora {bool(config.get('use_dora'))} it must have {', '.join(sorted(wanted))}"
+            f"{adapter.folder / WEIGHTS}: {short_repr(module)} has {', '.join(sorted(suffixes))}; "
+            f"with use_dora {bool(config.get('use_dora'))} it must have {', '.join(sorted(wanted))}"
         )
     targets = config.get("target_modules")
     if isinstance(targets, list) and not any(_names_module(str(x), module) for x in targets):
@@ -280,12 +280,12 @@ def _low_rank(
             f"it the rank {rank}, so that they must be [{rank}, in] and [out, {rank}]"
         )
     alpha = _setting(path, config, "lora_alpha", "alpha_pattern", module)
-    told = bool(config.get("fan_in_fan_out"))
-    if turned != told and not embeds:
+    fan_in_fan_out = bool(config.get("fan_in_fan_out"))
+    if turned != fan_in_fan_out and not embeds:
         layout = "[in, out]" if turned else "[out, in]"
         raise FileError(
-            f"{path}: fan_in_fan_out is {told}, and the base stores {short_repr(module)} as "
-            f"{layout}; is this the adapter of another model?"
+            f"{path}: fan_in_fan_out is {fan_in_fan_out}, and the base stores {short_repr(module)} "
+            f"as {layout}; is this the adapter of another model?"
         )
     scale = alpha / math.sqrt(rank) if config.get("use_rslora") else alpha / rank
     return LowRankChange(names, scale, turned or embeds)
@@ -334,7 +334,7 @@ def _check_change(
         shape = (A[1], B[0]) if change.turned else (B[0], A[1])
         magnitude = change.names.get("magnitude")
         if magnitude is not None and adapter.tensors[magnitude].shape != B[:1]:
-            raise FileError(f"{file}: {short_repr(magnitude)} must have {B[0]} numbers")
+            raise FileError(f"{file}: {short_repr(magnitude)} must have the length {B[0]}")
     if shape != base.tensors[name].shape:
         raise FileError(
             f"{file} changes {short_repr(name)} as {shape}, which is {base.tensors[name].shape} in "
@@ -350,5 +350,5 @@ def _check_saved(
     for module in config.get("modules_to_save") or ():
         if not any(_names_module(str(module), name) for name in whole):
             raise FileError(
-                f"{file} lacks {short_repr(module)}, which modules_to_save of {CONFIG} names"
+                f"{file} lacks {short_repr(module)}, which is one of modules_to_save in {CONFIG}"
             )

@@ -79,11 +79,11 @@ class IntegerCodes:
         whole = [getattr(self, name) for name in names]
         whole = [x.mT for x in whole] if self.turned else whole
         parts = zip(*(unpack(x) for x in whole), strict=True)
-        made = []
+        parameters = []
         for part in parts:
             changed: dict[str, Any] = dict(zip(names, map(Tensor.contiguous, part), strict=True))
-            made.append(replace(self, turned=False, **changed))
-        return made
+            parameters.append(replace(self, turned=False, **changed))
+        return parameters
 
     def record(self, dtype: torch.dtype) -> StoredWeight | None:
         """Return the same numbers as a stored weight, for computations in `dtype`; None if none has

@@ -77,7 +77,7 @@ class DequantizedTensors(CheckpointTensors):
     def read_kept(
         self,
         names: Iterable[str],
-        kept: Collection[str],
+        integer_names: Collection[str],
         buffering: ReadBuffering = DEFAULT_BUFFERING,
     ) -> Iterator[tuple[str, Tensor | IntegerCodes]]:
         """Yield names and values as `CheckpointTensors.read_kept` does."""
@@ -96,12 +96,12 @@ class DequantizedTensors(CheckpointTensors):
             except ArgumentError as error:
                 place = f"{pair.plain.file}: {short_repr(name)}"
                 raise FileError(f"{place}: {error_text(error)}") from error
-            if isinstance(value, IntegerCodes) and pair.plain.name not in kept:
+            if isinstance(value, IntegerCodes) and pair.plain.name not in integer_names:
                 value = value.dequantize()
             yield pair.plain.name, value
 
     def conversion(self, dense: Mapping[str, int]) -> Conversion | None:
-        """Return what `CheckpointTensors.conversion` does."""
+        """Count the quantized matrices that became plain numbers of so many bytes; None for none."""
         matrices = [self.pairs[name] for name in dense if name in self.pairs]
         names = [name for x in matrices for name in (x.values, *x.others)]
         before = sum(self.packed.tensors[name].bytes for name in names)
@@ -181,13 +181,16 @@ def _block(folder: Path, sides: Any) -> tuple[int, int] | None:
 
 
 def _float8(
-    store: CheckpointTensors, x: StoredTensor, block: tuple[int, int] | None, ends: tuple[str, ...]
+    store: CheckpointTensors,
+    x: StoredTensor,
+    block: tuple[int, int] | None,
+    suffixes: tuple[str, ...],
 ) -> QuantizedMatrix:
     """Read a matrix of 8-bit floats; without blocks its factors are one, one for each row, or one
     for each group of a row.
     """
     base = x.name.removesuffix(".weight")
-    scales = _beside(store, x, *(x.name + end for end in ends))
+    scales = _beside(store, x, *(x.name + end for end in suffixes))
     grid: Any = scales.shape
     wanted = "a matrix and one factor, or one for each row"
     if len(x.shape) == 2 and block is not None:
@@ -341,9 +344,11 @@ def _unpack_compressed(
     bits: int,
 ) -> IntegerCodes:
     there = dict(zip(parts, others, strict=True))
-    told = there.pop("weight_shape", None)
-    if told is not None and tuple(told.tolist()) != shape:
-        raise ArgumentError(f"weight_shape is {told.tolist()}; the packed numbers are {shape}")
+    stored_shape = there.pop("weight_shape", None)
+    if stored_shape is not None and tuple(stored_shape.tolist()) != shape:
+        raise ArgumentError(
+            f"weight_shape is {stored_shape.tolist()}; the packed numbers are {shape}"
+        )
     if scales.numel() == 1:  # one scale for the whole matrix
         scales = scales.reshape(1, 1).expand(len(values), 1)
     zeros = there.get("weight_zero_point")
@@ -417,19 +422,19 @@ def _four_bits(
             f"{x.file}: {short_repr(name)} has the keys {sorted(state)}; it must have "
             f"{sorted(_STATE_KEYS)}, and those of nested factors where absmax is uint8"
         )
-    told = settings.get("bnb_4bit_quant_type", kind)
+    quant_type = settings.get("bnb_4bit_quant_type", kind)
     shape, sizes = state["shape"], [state["blocksize"], state.get("nested_blocksize", 1)]
-    if kind not in BITSANDBYTES_VALUES or not state["quant_type"] == kind == told:
+    if kind not in BITSANDBYTES_VALUES or not state["quant_type"] == kind == quant_type:
         raise FileError(
             f"{x.file}: {short_repr(name)} is {short_repr(state['quant_type'])}, and "
-            f"quantization_config says {short_repr(told)}; both must be nf4, or fp4"
+            f"quantization_config says {short_repr(quant_type)}; both must be nf4, or fp4"
         )
     if not isinstance(shape, list) or not all(_is_count(size) for size in [*shape, *sizes]):
         raise FileError(f"{x.file}: {short_repr(name)} has the sizes {short_repr([shape, *sizes])}")
     names = [absmax.name, table.name]
     if nested:
-        ends = (".nested_absmax", ".nested_quant_map")
-        names += [_beside(store, x, weight + end).name for end in ends]
+        suffixes = (".nested_absmax", ".nested_quant_map")
+        names += [_beside(store, x, weight + end).name for end in suffixes]
     plain = _dequantized_entry(x, weight, tuple(shape), torch.float32)
     return QuantizedMatrix(x.name, tuple(names), plain, partial(_unpack_four_bits, state), (name,))
 
@@ -471,13 +476,13 @@ READERS: Mapping[str, Callable[[CheckpointTensors, Settings], list[QuantizedMatr
 
 def _beside(store: CheckpointTensors, values: StoredTensor, *names: str) -> StoredTensor:
     """Return the first tensor of these names, which belongs to a quantized matrix."""
-    found = next((name for name in names if name in store.tensors), None)
-    if found is None:
+    present = next((name for name in names if name in store.tensors), None)
+    if present is None:
         raise FileError(
             f"{values.file}: {short_repr(values.name)} is quantized, and its scales "
             f"{short_repr(names[0])} are missing; is a shard missing?"
         )
-    return store.tensors[found]
+    return store.tensors[present]
 
 
 def _present(store: CheckpointTensors, *names: str) -> tuple[str, ...]:

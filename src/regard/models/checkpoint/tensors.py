@@ -71,9 +71,9 @@ class CheckpointTensors:
         return safetensors_files.read_tensors(wanted, self.marks, buffering)
 
     def read_kept(
-        self, names: Iterable[str], kept: Collection[str]
+        self, names: Iterable[str], integer_names: Collection[str]
     ) -> Iterator[tuple[str, Tensor | IntegerCodes]]:
-        """Yield names and values as `read` does; those of `kept` as the integers with scales that a
+        """Yield names and values as `read` does; those of `integer_names` as the integers with scales that a
         quantized checkpoint has.
         """
         yield from self.read(names)

@@ -85,7 +85,7 @@ def fill_parameters(
     filled: dict[int, str] = {}
     memory = HugePageBlock(sum(dtype.itemsize * p.numel() for p in _by_id(parameters).values()))
     storable = {key for key, p in _by_id(parameters).items() if may_store(p, owners[key])}
-    kept = [
+    integer_names = [
         stored_name
         for stored_name, name in name_of.items()
         if form is None
@@ -94,7 +94,7 @@ def fill_parameters(
         and all(id(parameters[p]) in storable for p in bindings[name].parameters)
     ]
     dense: dict[str, int] = {}
-    for stored_name, tensor in store.read_kept(name_of, kept):
+    for stored_name, tensor in store.read_kept(name_of, integer_names):
         if finite:
             check_finite(stored_name, tensor if isinstance(tensor, Tensor) else tensor.scales)
         binding = bindings[name_of[stored_name]]
