@@ -101,7 +101,7 @@ class DequantizedTensors(CheckpointTensors):
             yield pair.plain.name, value
 
     def conversion(self, dense: Mapping[str, int]) -> Conversion | None:
-        """Count the quantized matrices that became plain numbers of so many bytes; None for none."""
+        """Count the quantized matrices that became plain numbers of so many bytes, or None."""
         matrices = [self.pairs[name] for name in dense if name in self.pairs]
         names = [name for x in matrices for name in (x.values, *x.others)]
         before = sum(self.packed.tensors[name].bytes for name in names)

@@ -73,8 +73,8 @@ class CheckpointTensors:
     def read_kept(
         self, names: Iterable[str], integer_names: Collection[str]
     ) -> Iterator[tuple[str, Tensor | IntegerCodes]]:
-        """Yield names and values as `read` does; those of `integer_names` as the integers with scales that a
-        quantized checkpoint has.
+        """Yield names and values as `read` does; those of `integer_names` as the integers with
+        scales that a quantized checkpoint has.
         """
         yield from self.read(names)
 
