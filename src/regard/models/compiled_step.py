@@ -219,11 +219,6 @@ def _hook_count() -> int:
     return count
 
 
-def why_not(decoder: Decoder, caches: Sequence[Cache], rows: int = 1) -> list[str]:
-    """Return the reasons why generation with a decoder does not use the compiled step now."""
-    return PreparedDecoder(decoder).why_not(caches, rows)
-
-
 def _state_reasons() -> list[str]:
     """Return the reasons in the state of the process and this thread."""
     states = (

@@ -198,7 +198,6 @@ class DecoderReader:
         if attention.dropout and attention.training:
             raise Unsupported("the attention has dropout in training mode")
         project = _checked("the projection", attention.project, SeparateQKV, FusedQKV, ClippedQKV)
-        _check_methods(project, "query", "remember", "recall", "postprocess")
         if isinstance(project, FusedQKV):
             return self._fused(project)
         return self._separate(cast("SeparateQKV", project))
@@ -228,7 +227,6 @@ class DecoderReader:
 
     def _fused(self, project: FusedQKV) -> tuple[dict[str, Any], Rotary | None]:
         """Read a projection with one matrix, whose rows may be in any of its orders."""
-        _check_methods(project, "_heads", "_run_steps")
         H, G, D = project.heads, project.groups, project.head_dim
         norm, rotary = self._steps(project.steps, D)
         whole, R = self._map(project.linear, (H + 2 * G) * D), H // G
@@ -265,9 +263,7 @@ class DecoderReader:
         if plain_class(module) is not MoE:
             return self._network("the feed-forward layer", module), ()
         mixture = cast("MoE", module)
-        _check_methods(mixture, "weighted_expert")
         router: Any = _checked("the router", mixture.router, SoftmaxRouter, SigmoidRouter)
-        _check_methods(router, "logits", "choose")
         n, k, groups = router.experts, router.k, router.groups
         if not 0 < k <= n == len(mixture.experts):
             raise Unsupported(
@@ -396,13 +392,6 @@ class DecoderReader:
 def _factor(scale: float) -> Fields:
     """Return a factor in the place of a norm."""
     return {"kind": NORM_KINDS.index("scale"), "offset": float(scale)}
-
-
-def _check_methods(module: nn.Module, *names: str) -> None:
-    """Raise if a method of a module was replaced."""
-    for name in names:
-        if name in module.__dict__:
-            raise Unsupported(f"the {name} of a {type(module).__name__} was replaced")
 
 
 def _checked(name: str, module: object, *allowed: type[Part]) -> Part:

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from regard.ops.cpu.instruction_sets import SOURCES
-from regard.ops.cpu.launch import address
+from regard.ops.cpu.launch import address, row_address
 
 PackedStruct: TypeAlias = array
 """A struct in memory, as an array of 8-byte integers."""
@@ -78,8 +78,9 @@ class StructLayout:
 
         Args:
             **arguments: the value of each field by name: a number; a contiguous tensor for an
-                `Array`; a sequence of all numbers for a field of several numbers. The caller must
-                keep tensors alive as long as the struct is read.
+                `Array`, one with contiguous rows for a `Strided`; a sequence of all numbers for a
+                field of several numbers. The caller must keep tensors alive as long as the struct
+                is read.
         """
         numbers: list[Any] = [*self._zeros]
         for name, dtype, is_wide in self._arguments:
@@ -87,6 +88,8 @@ class StructLayout:
             if dtype is not None:
                 shape = value.shape
                 numbers += (address(value, dtype), *_LEADING_ONES[len(shape)], *shape)
+            elif is_wide and isinstance(value, Tensor):
+                numbers += (row_address(value, value.dtype), *value.stride()[:3])
             elif is_wide:
                 numbers += value
             else:

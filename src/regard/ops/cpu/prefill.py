@@ -155,11 +155,11 @@ def prefill_gradient(
     """
     dtype = dtype or args.q.dtype
     grads = [launch.empty(*x.shape, dtype=dtype) for x in (args.q, args.k, args.v)]
-    out, d_out = _with_rows(out), _with_rows(d_out)
+    d_out = launch.with_rows(d_out)
     top, total, d_lse = (x.detach().contiguous() for x in (*saved, d_lse))
     results = {
-        "out": _strided(out),
-        "d_out": _strided(d_out),
+        "out": launch.with_rows(out),
+        "d_out": d_out,
         "d_out_is_wide": d_out.dtype == torch.float32,
         "max_score": top,
         "scaled_sum": total,
@@ -176,37 +176,21 @@ def prefill_gradient(
 def _run(name: str, struct: str, args: PrefillArgs, **results: Any) -> None:
     """Call an entry with the arguments of `args` and of its own, and with the memory it needs."""
     layout, function = struct_layout(struct), entry(name, args.q.dtype)
-    q, k, v = (_with_rows(x) for x in (args.q, args.k, args.v))
-    names = ("slopes", "q_positions", "k_positions", "starts", "stops")
-    tensors = {x: getattr(args, x).contiguous() for x in names}
-    (B, H, T, D), (_, G, S, E) = q.shape, v.shape
+    (B, H, T, D), (_, G, S, E) = args.q.shape, args.v.shape
+    given = {**vars(args), **{x: launch.with_rows(getattr(args, x)) for x in "qkv"}}
+    is_wide = given.pop("out_dtype") == torch.float32
+    for x in ("slopes", "q_positions", "k_positions", "starts", "stops"):
+        given[x] = given[x].contiguous()
     record = layout.pack(
+        **given,
+        **results,
         **dict(zip("BHGTSDE", (B, H, G, T, S, D, E), strict=True)),
-        scale=args.scale,
-        softcap=args.softcap,
-        symmetric=args.symmetric,
-        q=_strided(q),
-        k=_strided(k),
-        v=_strided(v),
-        **tensors,
         threads=(workers := threads.thread_count()),
-        is_wide=args.out_dtype == torch.float32,
+        is_wide=is_wide,
         bytes=0,
         memory=0,
-        **results,
     )
     threads.run_entry(function, record, 1)  # without memory it says how much it needs
     memory = launch.empty(record[layout.place("bytes")], dtype=torch.uint8)
     record[layout.place("memory")] = launch.address(memory, torch.uint8)
     threads.run_entry(function, record, workers)
-
-
-def _with_rows(x: Tensor) -> Tensor:
-    """Return a tensor whose last dimension is contiguous."""
-    x = x.detach()
-    return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
-
-
-def _strided(x: Tensor) -> tuple[int, ...]:
-    """Return the numbers of a field `Strided`: an address, and the steps of three dimensions."""
-    return launch.row_address(x, x.dtype), *x.stride()[:3]

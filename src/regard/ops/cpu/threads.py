@@ -3,16 +3,10 @@ threads.
 
 Between two operations torch's threads spin while they wait for work. Threads of another pool would
 lose up to a fifth of the memory bandwidth to them (LOG.md) and wake up a hundred times more slowly.
-A compiled loop is therefore run by torch's own threads, which call it through its address. This
-module is the only one that searches for OpenMP:
-
-1. `loaded_openmp_libraries` lists the OpenMP libraries that this process has loaded, torch's own
-first. It reads /proc/self/maps and so works on Linux only.
-2. `find_gomp_parallel` looks up `GOMP_parallel` in each of them; GNU's, LLVM's and Intel's
-libraries all have it.
-3. Where no library has it (another system, a torch without OpenMP), and in a forked process (a
-child has none of its parent's threads), `run_entry` falls back to `ThreadPool`: the same number of
-Python threads, with the same results.
+A compiled loop is therefore run by torch's own threads, by `GOMP_parallel`, which GNU's, LLVM's and
+Intel's libraries all have. Where it is not found (another system than Linux, a torch without
+OpenMP), and in a forked process (a child has none of its parent's threads), `run_entry` uses as
+many Python threads, with the same results.
 """
 
 from __future__ import annotations
@@ -41,25 +35,21 @@ PROC_MAPS = Path("/proc/self/maps")
 
 
 class ThreadPool:
-    """Runs `work(part, parts)` for part = 0 ... parts - 1 at the same time, in Python threads; part
-    0 runs in the calling thread.
-
-    >>> done = []
-    >>> ThreadPool().run(lambda part, parts: done.append((part, parts)), 1)
-    >>> done
-    [(0, 1)]
-    """
+    """Runs work in Python threads that it keeps."""
 
     def __init__(self) -> None:
-        self._lock = Lock()
-        self._executor: ThreadPoolExecutor | None = None
-        self._size = 0
+        self._forget()
         if hasattr(os, "register_at_fork"):
             os.register_at_fork(after_in_child=self._forget)
 
     def run(self, work: Callable[[int, int], object], parts: int) -> None:
-        """Run all parts and return when they are finished; an exception in any of them is
-        raised.
+        """Call `work(part, parts)` for part = 0 ... parts - 1 at the same time, part 0 in this
+        thread, and return when all are finished; an exception in any of them is raised.
+
+        >>> done = []
+        >>> ThreadPool().run(lambda part, parts: done.append((part, parts)), 1)
+        >>> done
+        [(0, 1)]
         """
         if parts <= 1:
             work(0, 1)
@@ -82,8 +72,9 @@ class ThreadPool:
             return self._executor
 
     def _forget(self) -> None:
-        """Reset the pool in a forked child, which has none of its parent's threads."""
-        self._lock, self._executor, self._size = Lock(), None, 0
+        """Begin without threads: a forked child has none of its parent's."""
+        self._lock, self._size = Lock(), 0
+        self._executor: ThreadPoolExecutor | None = None
 
 
 THREAD_POOL = ThreadPool()
