@@ -276,13 +276,8 @@ class DecoderReader:
         if groups is not None and (n % groups.count or groups.best > n // groups.count):
             raise Unsupported(f"{plural(n, 'expert')} cannot be in {groups}")
         shared: nn.Module | None = mixture.shared
-        fields: dict[str, Any] = {
-            "n": n,
-            "k": k,
-            "normalize": router.normalize,
-            "scale": float(router.scale),
-            "router": self._map(router.linear, n),
-        }
+        fields: dict[str, Any] = {"n": n, "k": k, "router": self._map(router.linear, n)}
+        fields |= {"normalize": router.normalize, "scale": float(router.scale)}
         if groups is not None:
             fields |= {"groups": groups.count, "group_topk": groups.topk, "group_best": groups.best}
         if isinstance(router, SigmoidRouter):
@@ -374,12 +369,8 @@ class DecoderReader:
             raise Unsupported(f"{name} is computed when it is read (a parametrization)")
         if type(x) not in (Tensor, nn.Parameter):
             raise Unsupported(f"{name} is {type(x).__name__}")
-        if (
-            x.dtype != (dtype or self.dtype)
-            or not x.is_cpu
-            or not x.is_contiguous()
-            or not x.numel()
-        ):
+        is_readable = x.is_cpu and x.is_contiguous() and x.numel() > 0
+        if x.dtype != (dtype or self.dtype) or not is_readable:
             raise Unsupported(
                 f"{name} is {x.dtype} on {x.device}; it must be {self.dtype}, like the head, "
                 "contiguous, and on a CPU"

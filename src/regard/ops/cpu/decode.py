@@ -24,36 +24,14 @@ TILE_KEYS = 64
 """The number of keys in a tile, as `kTile` of `csrc/decode.cpp`."""
 
 ELEMENTS_PER_THREAD = 1 << 17
-"""The number of elements of keys and values per thread. For fewer, starting a thread takes longer
-than it saves.
-"""
+"""The number of elements of keys and values from which on a thread saves more than it costs."""
 
 
 @dataclass(frozen=True, eq=False)
 class DecodeArgs:
     """The arguments of decoding except keys and values: the queries, which keys each query sees,
-    and the terms that are added to the scores. All tensors are contiguous.
-
-    In the shapes b, h and t are B, H and T, or 1.
-
-    Args:
-        q: queries `[B, G, R, D]` in fp32 with R = H/G * T: row r of key/value head g is query r % T
-            of query head g H/G + r // T.
-        scale: the factor on q . k.
-        T: the number of queries.
-        k_positions: the positions of the keys `[b, S]`, or `[1, 0]` for contiguous positions from
-            `origin` on.
-        origin: the position of key 0 if the positions are contiguous.
-        starts: the starts of the n ranges of positions that each query sees, `[b, h, t, n]`, or
-            empty if `visible` is given.
-        stops: one past the ends of these ranges, in the same shape.
-        visible: in place of ranges, which keys each query sees, bool `[b, h, t, S]`, or
-            `[..., 0]`.
-        softcap: the bound on the scores; 0: none.
-        symmetric: whether ALiBi is symmetric.
-        slopes: the slopes of ALiBi `[H]`, or `[0]`.
-        bias: any other bias `[b, h, t, S]`, or `[..., 0]`.
-        q_positions: the positions of the queries `[b, T]`.
+    and the terms that are added to the scores. All tensors are contiguous; the struct `Decode` of
+    `csrc/arguments.h` says what each of them is, and its shape.
     """
 
     q: Tensor
@@ -72,16 +50,9 @@ class DecodeArgs:
 
     def after_slots(self, slots: int) -> DecodeArgs:
         """Return the arguments for all keys except the first `slots` ones."""
-        k_positions, visible, bias = (
-            x[..., slots:].contiguous() for x in (self.k_positions, self.visible, self.bias)
-        )
-        return replace(
-            self,
-            k_positions=k_positions,
-            origin=self.origin + slots,
-            visible=visible,
-            bias=bias,
-        )
+        rest = {x: getattr(self, x)[..., slots:] for x in ("k_positions", "visible", "bias")}
+        rest = {name: x.contiguous() for name, x in rest.items()}
+        return replace(self, origin=self.origin + slots, **rest)
 
 
 class QuantizedSegment(NamedTuple):
@@ -123,7 +94,8 @@ def quantized_segment(k: Tensor, v: Tensor) -> QuantizedSegment | None:
     keys, values, slots = coded
     if keys.groups.scale.dtype not in DTYPES:
         return None
-    parts, owners = [], []
+    parts: list[tuple[int, ...]] = []
+    owners: list[Tensor] = []
     for x in (keys, values):
         codes, scale, zero = x.groups.codes, x.groups.scale, x.groups.zero
         if not is_readable(x):
@@ -131,7 +103,7 @@ def quantized_segment(k: Tensor, v: Tensor) -> QuantizedSegment | None:
         parts.append(quantized_numbers(codes, scale, zero, x.bits))
         owners += codes, scale, zero
     dtype, recent = keys.groups.scale.dtype, (keys.recent, values.recent)
-    return QuantizedSegment(*parts, dtype, slots, recent, owners)
+    return QuantizedSegment(parts[0], parts[1], dtype, slots, recent, owners)
 
 
 def is_readable(x: QuantizedSlots) -> bool:

@@ -22,24 +22,10 @@ from regard.ops.cpu.library import entry
 
 @dataclass(frozen=True, eq=False)
 class PrefillArgs:
-    """The arguments of prefill: queries, keys and values, which keys each query sees, and the terms
-    that are added to the scores.
-
-    In the shapes b, h and t are B, H and T, or 1.
-
-    Args:
-        q: queries `[B, H, T, D]` of any strides.
-        k: keys `[B, G, S, D]` of any strides.
-        v: values `[B, G, S, E]` of any strides.
-        scale: the factor on q . k.
-        softcap: the bound on the scores; 0: none.
-        symmetric: whether ALiBi is symmetric.
-        slopes: the slopes of ALiBi, fp32 `[H]`, or `[0]`.
-        q_positions: the positions of the queries, int64 `[b, T]`, below 0 for empty slots.
-        k_positions: the positions of the keys, int64 `[b, S]`, below 0 for empty slots.
-        starts: the starts of the n ranges of positions that each query sees, int64 `[b, h, t, n]`.
-        stops: one past the ends of these ranges, in such a shape.
-        out_dtype: the dtype of the output: that of q, or fp32.
+    """The arguments of prefill: queries, keys and values of any strides, which keys each query
+    sees, and the terms that are added to the scores. The struct `Prefill` of `csrc/arguments.h`
+    says what each of them is, and its shape; `out_dtype` is the dtype of the output, that of q or
+    fp32.
     """
 
     q: Tensor
@@ -69,12 +55,8 @@ def prefill(args: PrefillArgs) -> tuple[Tensor, Tensor, Tensor]:
     *rows, E = *args.q.shape[:3], args.v.shape[3]
     out = launch.empty(*rows, E, dtype=args.out_dtype)
     max_score, scaled_sum = (launch.empty(*rows, dtype=torch.float32) for _ in range(2))
-    results = {
-        "out": launch.address(out, out.dtype),
-        "max_score": max_score,
-        "scaled_sum": scaled_sum,
-    }
-    _run("prefill", "PrefillForward", args, **results)
+    results = {"max_score": max_score, "scaled_sum": scaled_sum}
+    _run("prefill", "PrefillForward", args, out=launch.address(out, out.dtype), **results)
     return out, max_score, scaled_sum
 
 

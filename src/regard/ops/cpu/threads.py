@@ -26,19 +26,16 @@ import torch
 from regard.ops.cpu.arguments import PackedStruct
 
 ParallelFunction = Callable[[int, int, int, int], None]
-"""The type of `GOMP_parallel(function, argument of the function, threads, flags)`, with addresses
-as integers.
-"""
-
-PROC_MAPS = Path("/proc/self/maps")
-"""The file that lists what this process has loaded, on Linux."""
+"""`GOMP_parallel(function, argument of the function, threads, flags)`, addresses as integers."""
 
 
 class ThreadPool:
     """Runs work in Python threads that it keeps."""
 
     def __init__(self) -> None:
-        self._forget()
+        self.forked = False  # whether this is a child, which must not use torch's threads either
+        self._lock, self._size = Lock(), 0
+        self._executor: ThreadPoolExecutor | None = None
         if hasattr(os, "register_at_fork"):
             os.register_at_fork(after_in_child=self._forget)
 
@@ -73,23 +70,11 @@ class ThreadPool:
 
     def _forget(self) -> None:
         """Begin without threads: a forked child has none of its parent's."""
-        self._lock, self._size = Lock(), 0
-        self._executor: ThreadPoolExecutor | None = None
+        self._lock, self._executor, self._size, self.forked = Lock(), None, 0, True
 
 
 THREAD_POOL = ThreadPool()
 _EntryPrototype = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
-_forked = False
-
-
-def _mark_as_forked() -> None:
-    """Record that this process is a forked child, which must not use torch's OpenMP threads."""
-    global _forked
-    _forked = True
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_mark_as_forked)
 
 
 def thread_count() -> int:
@@ -110,7 +95,7 @@ def run_entry(entry: int, record: PackedStruct, workers: int) -> None:
     address = record.buffer_info()[0]
     if workers <= 1:
         _callable_at(entry)(address)
-    elif not _forked and (parallel := torch_openmp()) is not None:
+    elif not THREAD_POOL.forked and (parallel := torch_openmp()) is not None:
         parallel(entry, address, workers, 0)
     else:
         function = _callable_at(entry)
@@ -145,7 +130,7 @@ def find_gomp_parallel(paths: Iterable[str]) -> ParallelFunction | None:
     return None
 
 
-def loaded_openmp_libraries(maps: Path = PROC_MAPS) -> list[str]:
+def loaded_openmp_libraries(maps: Path = Path("/proc/self/maps")) -> list[str]:
     """Return the paths of the OpenMP libraries that this process has loaded, torch's own first; an
     empty list on systems other than Linux.
     """
