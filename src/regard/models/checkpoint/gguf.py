@@ -18,6 +18,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -279,7 +280,10 @@ class GgufRecords:
             parts = list(record.tensors().values())
             whole = whole or [empty_like(x, (tensor.shape[0], *x.shape[1:])) for x in parts]
             for x, part in zip(whole, parts, strict=True):
-                x[first : first + len(part)] = part
+                place = x[first : first + len(part)]  # in one thread, like the record
+                np.copyto(
+                    place.view(torch.uint8).numpy(), part.contiguous().view(torch.uint8).numpy()
+                )
         assert record is not None  # no dimension is 0
         give_back_freed_memory()  # otherwise the panels of all matrices add up
         rows, remaining = self.model.rows(name), iter(whole)
