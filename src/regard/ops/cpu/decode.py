@@ -21,7 +21,7 @@ from regard.ops.cpu.library import DTYPES, entry
 from regard.ops.stored_slots import QuantizedSlots, coded_memory
 
 TILE_KEYS = 64
-"""The number of keys in a tile, as `kTile` of `csrc/decode.cpp`."""
+"""A multiple of the number of keys in a tile, `kTile` of `csrc/decode.cpp`."""
 
 ELEMENTS_PER_THREAD = 1 << 17
 """The number of elements of keys and values from which on a thread saves more than it costs."""
