@@ -1,5 +1,6 @@
 // Decoding over keys and values in full precision. While a tile of keys is computed, the cache lines of the next one are
-// prefetched in order, one beside each load: a core that waits for every line reaches half of the memory bandwidth.
+// prefetched in order into the L2 cache, one beside each load, and those of the next keys and values of this tile into the
+// L1 cache: a core that waits for every line reaches half of the memory bandwidth.
 #include "decode.h"
 
 #include <tuple>
@@ -100,6 +101,7 @@ void score_rows(const Queries& q, int64_t r, const Tokens<T>& keys, const int64_
     for (; d + kLanes <= D; d += kLanes) {
       if (d % kLine == 0) {
         for (int i = 0; i < kKeys; i++) __builtin_prefetch(k[i] + d + ahead, 0, 2);
+        for (int i = 0; i < kKeys; i++) __builtin_prefetch(k[i] + d + kKeys * keys.step, 0, 3);
       }
       for (int i = 0; i < kLanes; i++) total[i] = fma(load(x + i / kKeys * width + d), load(k[i % kKeys] + d), total[i]);
     }
@@ -114,7 +116,7 @@ void score_rows(const Queries& q, int64_t r, const Tokens<T>& keys, const int64_
 }
 
 // Adds the values at `places`, times the weights s of kRows rows, to the columns e to e + kVectors kLanes of their sums.
-// With `ahead`, the same part of the value in the next tile is prefetched beside each.
+// With `ahead`, the same part of the values in the next tile and two places on is prefetched beside each.
 template <int kRows, int kVectors, bool kPartial, typename T>
 void add_columns(const float* s, const Tokens<T>& values, const int64_t* places, int64_t n, int64_t e, int64_t left,
                  float* sums, int64_t width, bool ahead) {
@@ -123,6 +125,9 @@ void add_columns(const float* s, const Tokens<T>& values, const int64_t* places,
   for (int64_t c = 0; c < n; c++) {
     const T* value = values.data + places[c] * values.step + e;
     if (ahead) prefetch(value + kTile<T> * values.step, kVectors * kLanes * sizeof(T));
+    for (int u = 0; ahead && u < kVectors * kLanes * int(sizeof(T)); u += 64) {
+      __builtin_prefetch((const char*)(value + 2 * values.step) + u, 0, 3);
+    }
     vf v[kVectors];
     for (int u = 0; u < kVectors; u++) v[u] = kPartial ? load_first(value + u * kLanes, left) : load(value + u * kLanes);
     for (int i = 0; i < kRows * kVectors; i++) {
