@@ -14,7 +14,6 @@ from functools import cached_property
 from typing import Any, ClassVar, TypeVar
 from weakref import ref
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float, Int, Int8, UInt8
@@ -319,15 +318,11 @@ class Int4Weight(StoredWeight):
         """Pack codes in 0 ... 15, in the order of the inputs, with their scales and zero points."""
         group = codes.shape[1] // scales.shape[1]
         padding = -codes.shape[1] % INT4_BLOCK
-        # in one thread: starting others for each of many matrices takes longer
-        pairs = np.pad(codes.cpu().numpy(), ((0, 0), (0, padding))).reshape(
-            len(codes), -1, 4, 2, 16
-        )
-        packed = (pairs[:, :, :, 0] | pairs[:, :, :, 1] << 4).swapaxes(2, 3)
-        packed = packed.reshape(len(codes), -1)
+        pairs = F.pad(codes, (0, padding)).unflatten(1, (-1, 4, 2, 16))
+        packed = (pairs[:, :, :, 0] | pairs[:, :, :, 1] << 4).mT
         factors = torch.stack((scales, zeros.to(scales.dtype)), 1)
         factors = F.pad(factors, (0, padding // group)).contiguous()
-        return cls(torch.from_numpy(packed).to(codes.device), factors, columns, dtype)
+        return cls(packed.flatten(1), factors, columns, dtype)
 
     @property
     def group(self) -> int:
