@@ -1,5 +1,6 @@
-"""`PreparedDecoder`: a decoder that computes one token per row, or a few of one row, in one compiled
-call, where `regard.ops.cpu.step` knows its modules and nothing observes or changes what they compute.
+"""`PreparedDecoder`: a decoder that computes one token per row, or a few of one row, in one
+compiled call, where `regard.ops.cpu.step` knows its modules and nothing observes or changes what
+they compute.
 
 Who owns a loop over tokens prepares the decoder at its beginning (`regard.models.generation`). The
 modules are read once: a part that is replaced afterwards is used by the next preparation. Numbers
@@ -70,7 +71,7 @@ class PreparedDecoder:
             with self._lock:
                 logits = self._try_step(ids, positions, caches)
             if logits is not None:
-                return logits.view(*ids.shape, -1)
+                return logits if ids.shape[1] == 1 else logits.transpose(0, 1)
         result: Tensor = self.decoder(ids, positions, caches, last=last)
         return result
 
@@ -141,7 +142,7 @@ class PreparedDecoder:
             now = {"cos": cos, "sin": sin, "tables": n, "pairs": pairs}
             step.set(layers, {**now, "interleaved": interleaved})
         has_codes = any(slot.coded is not None for slot in opened)
-        x = x.reshape(B * T, 1, -1).contiguous()
+        x = x.contiguous() if T == 1 else x.transpose(0, 1).contiguous()  # [B T,1,M]
         logits = step.run(x, texts=B, has_codes=has_codes)
         for cache, slot, after in zip(caches, opened, joined, strict=True):
             cache.close_slot(slot, after)
@@ -171,8 +172,8 @@ class PreparedDecoder:
         most, dtype = self._reader.max_rows, self._reader.dtype
         if not 0 < B * T <= most:
             return (
-                f"{plural(B * T, 'row')} of {dtype}: torch's products of matrices are faster for more "
-                f"than {most}"
+                f"{plural(B * T, 'row')} of {dtype}: torch's products of matrices are faster for "
+                f"more than {most}"
             )
         memory = _memory(opened)
         if len(memory) == len(self._memory) and all(

@@ -174,9 +174,9 @@ class DecodeStep:
         """Allocate the memory for a number of rows and threads, if there is less."""
         G = self._sizes[:, 1]
         splits = max(-(-8 * workers // (texts * int(G.min()))), 1) if workers > 1 else 1
-        if B > self._room or splits > self._splits:
+        if self._room < B or splits > self._splits:
             self._allocate(max(B, self._room), max(splits, self._splits))
-        elif B == self._rows:
+        elif self._rows == B:
             return
         H, G, D, E = self._sizes.T
         one, columns = np.ones_like(H), self._layers.columns
