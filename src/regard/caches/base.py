@@ -99,6 +99,8 @@ class Cache(ABC):
     """Whether `save` can write the cache, because its settings are plain values."""
     min_context: ClassVar[int] = 1
     """The smallest `max_context` that is allowed."""
+    crop_is_exact: ClassVar[bool] = True
+    """Whether `crop` removes the last tokens as if they had never come; else `restore` does."""
     fields: ClassVar[tuple[str, ...]] = ()
     """The attributes that an update replaces, which `mark` keeps and `restore` sets again. Without
     any, these use `contents` and `fill`.
