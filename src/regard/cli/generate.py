@@ -20,6 +20,7 @@ from regard.cli.options import (
     SOURCE,
     WEIGHTS,
     LoadOptions,
+    ProposalOptions,
     SamplingOptions,
     argument,
     grouped,
@@ -117,8 +118,11 @@ def figures(batch: BatchGeneration) -> dict[str, object]:
         {"prompt": row.prompt, "text": row.text, "ids": row.ids, "finished": row.finished}
         for row in batch.rows
     ]
+    proposed = batch.speculation
     return {
         **(rows[0] if len(rows) == 1 else {"rows": rows}),
+        **({} if proposed is None else {"proposed_tokens": proposed.proposed}),
+        **({} if proposed is None else {"accepted_tokens": proposed.accepted}),
         "tokens": sum(len(row.ids) for row in batch.rows),
         "prompt_tokens": batch.prompt_tokens,
         "seconds": round(batch.seconds, 4),
@@ -199,6 +203,9 @@ def print_summary(result: dict[str, Any]) -> None:
         else translate("no token was decoded after the first")
     )
     size = units.size(result["cache_bytes"])
+    if "proposed_tokens" in result:
+        counts = {"n": result["accepted_tokens"], "all": result["proposed_tokens"]}
+        parts.append(translate("{n} of {all} proposed tokens accepted", **counts))
     parts.append(translate("{kind} cache of {size}", kind=result["cache"], size=size))
     note(translate(", ").join(parts))
 
@@ -238,6 +245,7 @@ def generate(
     ),
     *,
     sampling: SamplingOptions,
+    proposals: ProposalOptions,
     beams: int | None = option(
         "Use beam search with this many beams, which looks for the most likely whole text.",
         shown="off",
@@ -308,6 +316,7 @@ def generate(
             CacheConfig(cache or "growing", max_context),
             cuda_graph,
             bool(special),
+            **proposals.chosen(load_options),
         )
         loaded = load(model, replace(load_options, weights=weights))
         if not isinstance(loaded, Model):
@@ -316,6 +325,12 @@ def generate(
                     "--cuda-graph",
                     "captures the step of a decoder, and this model is an encoder or an "
                     "encoder-decoder; leave --cuda-graph out",
+                )
+            if options.speculates:
+                raise usage_error(
+                    None,
+                    "--speculate and --draft propose tokens to a decoder, and this model is an "
+                    "encoder or an encoder-decoder; leave them out",
                 )
             if chat or ids or messages or special is not None:
                 raise usage_error(

@@ -20,6 +20,7 @@ from regard.models.generation.decode_session import PrefixCache
 from regard.models.generation.generate import BatchGeneration, Generation, GenerationOptions
 from regard.models.generation.sampling import SamplingKeywords, SamplingParams
 from regard.models.prompts import (
+    LanguageModel,
     Prompt,
     encode_messages,
     encode_text,

@@ -23,12 +23,12 @@ from regard.models.generation.sampling import Sampler
 from regard.models.prompts import LanguageModel
 from regard.sequence_scope import current_scope
 
-COSTS = (1.0, 1.3, 1.8, 1.85, 2.6, 2.7, 3.3, 3.4)
+COSTS = (1.0, 1.35, 1.85, 1.9, 2.7, 2.75, 3.45, 3.5)
 """The time of a pass over 1 to 8 tokens, in passes over one token: SmolLM2-135M in 4 bits on a CPU.
 Where reading the weights takes longer than computing with them, it is less.
 """
 
-MATCHES = (4, 3, 2)
+MATCHES = (16, 8, 4, 3)
 """The lengths of the ends of a text that are looked up in it, in this order."""
 
 
@@ -46,11 +46,11 @@ class Proposer(Protocol):
 class Lookup:
     """Proposes what followed the last tokens of the text where they occurred before.
 
-    The longest of the last 4, 3 or 2 tokens that occurred is looked up, where it occurred last. A
-    continuation that reaches the end of the text goes on with itself.
+    The last 16, 8, 4 or 3 tokens are looked up, whichever is the first that occurred, where it
+    occurred last. A continuation that reaches the end of the text goes on with itself.
 
-    >>> Lookup().propose([7, 1, 2, 3, 9, 1, 2], 4), Lookup().propose([1, 2, 1, 2], 5)
-    ([3, 9, 1, 2], [1, 2, 1, 2, 1])
+    >>> Lookup().propose([7, 1, 2, 3, 9, 1, 2, 3], 5), Lookup().propose([1, 2, 1, 2, 1], 4)
+    ([9, 1, 2, 3, 9], [2, 1, 2, 1])
 
     Source: Saxena 2023 (https://github.com/apoorvumang/prompt-lookup-decoding).
     """
@@ -99,7 +99,7 @@ class DraftModel:
             draft.has_tokenizer
             and model.has_tokenizer
             and draft.tokenizer is not model.tokenizer
-            and draft.tokenizer.vocabulary != model.tokenizer.vocabulary
+            and draft.tokenizer.vocabulary() != model.tokenizer.vocabulary()
         )
         if sizes[0] != sizes[1] or tokens:
             raise ArgumentError(
@@ -152,12 +152,14 @@ class Speculation:
             and the passes that read proposals.
     """
 
+    before = 2.0, 1.0
+    """The proposals that were chosen, and those that were not, before anything is known."""
     allowed = 1.0, 0.01
     """The time that proposals may lose, in passes over one token: at first, and for each token."""
 
     def __init__(self, cost: float) -> None:
         self.proposed = self.accepted = self.passes = 0
-        self._hits, self._misses, self._spare = 2.0, 1.0, self.allowed[0]
+        (self._hits, self._misses), self._spare = self.before, self.allowed[0]
         self._times = [time + n * cost for n, time in enumerate(COSTS)]
 
     def length(self) -> int:
@@ -169,13 +171,18 @@ class Speculation:
             tokens, time = sum(a**i for i in range(k + 1)), self._times[k]
             if tokens / time > speed and time - 1 <= self._spare:
                 best, speed = k, tokens / time
+        if not best:  # what was counted is forgotten, so that it is tried again later
+            self._hits, self._misses = (
+                0.95 * x + 0.05 * y
+                for x, y in ((self._hits, self.before[0]), (self._misses, self.before[1]))
+            )
         return best
 
     def count(self, proposed: int, accepted: int) -> None:
         """Count a pass over some proposals, the first of which were accepted."""
         self.proposed, self.accepted = self.proposed + proposed, self.accepted + accepted
         self.passes += 1
-        kept = 0.9**proposed
+        kept = 0.95**proposed
         self._hits = self._hits * kept + accepted
         self._misses = self._misses * kept + (accepted < proposed)
         gain = accepted + 1 - self._times[proposed]
