@@ -170,6 +170,7 @@ class PreparedDecoder:
     def _why_not_memory(self, B: int, T: int, opened: Sequence[OpenSlot]) -> str | None:
         """Return why the step does not suit T tokens of B rows in these caches, or None."""
         most, dtype = self._reader.max_rows, self._reader.dtype
+        most = most if T == 1 else max(most, MAX_TOKENS)
         if not 0 < B * T <= most:
             return (
                 f"{plural(B * T, 'row')} of {dtype}: torch's products of matrices are faster for "

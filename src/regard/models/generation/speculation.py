@@ -178,10 +178,8 @@ class Speculation:
             )
         return best
 
-    def count(self, proposed: int, accepted: int) -> None:
-        """Count a pass over some proposals, the first of which were accepted."""
-        self.proposed, self.accepted = self.proposed + proposed, self.accepted + accepted
-        self.passes += 1
+    def learn(self, proposed: int, accepted: int) -> None:
+        """Take into account a pass over some proposals, the first of which were accepted."""
         kept = 0.95**proposed
         self._hits = self._hits * kept + accepted
         self._misses = self._misses * kept + (accepted < proposed)
@@ -238,6 +236,7 @@ class SpeculativeSession:
         token = int(ids)
         if self._logits is not None and self._pending[self._used : self._used + 1] == [token]:
             self._used += 1
+            self.speculation.accepted += 1
             self._ids.append(token)
             return self._logits[self._used : self._used + 1]
         unread = self._take_back()
@@ -252,6 +251,8 @@ class SpeculativeSession:
             self._marked = len(self._ids) - len(new)
         logits = self._session.read(_row([*new, *pending], self._session))[0, len(unread) :]
         self._pending, self._used, self._logits = pending, 0, logits
+        self.speculation.proposed += len(pending)
+        self.speculation.passes += bool(pending)
         return logits[:1]
 
     def _take_back(self) -> list[int]:
@@ -262,7 +263,7 @@ class SpeculativeSession:
             return []
         proposed, used, self._logits = len(self._pending), self._used, None
         if proposed:
-            self.speculation.count(proposed, used)
+            self.speculation.learn(proposed, used)
         if used == proposed:
             return []
         if self._crops:
