@@ -93,6 +93,7 @@ def _makes_parameters(node: ast.FunctionDef | ast.Call) -> bool:
     return variant or node.name in ("__init__", "reset_parameters", "_init")
 
 
+@pytest.mark.full
 def test_no_default_of_the_user_is_taken(root: Path) -> None:
     package = root / "src/regard"
     files = [x for name in LIBRARY for x in (package / name).rglob("*.py")]
