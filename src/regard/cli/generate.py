@@ -204,8 +204,8 @@ def print_summary(result: dict[str, Any]) -> None:
     )
     size = units.size(result["cache_bytes"])
     if "proposed_tokens" in result:
-        counts = {"n": result["accepted_tokens"], "all": result["proposed_tokens"]}
-        parts.append(translate("{n} of {all} proposed tokens accepted", **counts))
+        n, m = result["accepted_tokens"], result["proposed_tokens"]
+        parts.append(translate("{n} of {m} proposed tokens accepted", n=n, m=m))
     parts.append(translate("{kind} cache of {size}", kind=result["cache"], size=size))
     note(translate(", ").join(parts))
 
