@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from regard import huge_pages
+from regard.models.compiled_step import PreparedDecoder
 from regard.models.decoder import Decoder
 from regard.nn.weights.linear import Linear
 from regard.nn.weights.stored import (
@@ -33,6 +34,7 @@ from tests.models.step_models import (
     V,
     counted_steps,
     decode,
+    full_caches,
     llama,
     plain_logits,
     prompted,
@@ -276,3 +278,33 @@ def test_small_records_move_together_and_one_is_pickled_alone() -> None:
     assert len(pickle.dumps(records[0])) < records[0].bytes + 4000
     layers = torch.nn.Sequential(nn.ReLU())
     stored_to_huge_pages(layers)  # nothing to move
+
+
+@pytest.mark.full(keep=3)
+@pytest.mark.parametrize(("form", "dtype"), [(None, torch.float32), *CASES], ids=str)
+def test_tokens_of_one_row_have_the_bits_of_single_steps(
+    form: str | None, dtype: torch.dtype, steps: list[int]
+) -> None:
+    """Generation verifies proposed tokens so, and takes back wrong ones; only products with 16-bit
+    floats divide their sums by the number of vectors.
+    """
+    decoder = llama(**KINDS["llama"]).to(dtype)  # type: ignore[arg-type]
+    if form is not None:
+        in_few_bits(decoder, STORE[form])
+    ids = torch.randint(V, (1, 17), generator=torch.Generator().manual_seed(4))
+    single, _ = decode(decoder, ids, 9)
+    prepared, caches = PreparedDecoder(decoder), full_caches(decoder, "growing")
+    with torch.inference_mode():
+        decoder(ids[:, :9], None, caches)
+        for T in range(2, 9):
+            prepared((ids[:, 9 : 9 + T] + 1) % V, None, caches)
+            for cache in caches:
+                cache.crop(9)
+            found = prepared(ids[:, 9 : 9 + T], None, caches)
+            for cache in caches:
+                cache.crop(9)
+            if form in ("float16", "bfloat16"):
+                assert float((found - single[:, :T]).abs().max()) < 1e-5 * float(single.abs().max())
+            else:
+                assert torch.equal(found, single[:, :T])
+    assert len(steps) == 8 + 14

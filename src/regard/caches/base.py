@@ -47,10 +47,10 @@ class StaticSize(NamedTuple):
 
 
 class OpenSlot(NamedTuple):
-    """Memory for one new token per row, of `Cache.open_slot`.
+    """Memory for the new tokens of each row, of `Cache.open_slot`; the first goes to `slot`.
 
     Attributes:
-        buffers: `[B, n, c, d]` with c larger than `slot`; the same tuple while they are the same.
+        buffers: `[B, n, c, d]` with room for them; the same tuple while they are the same.
         after: the positions of all slots with the new token; None if it follows all others.
         pages: if buffers consist of pages, slot s of row r is slot pages[r, s // page_size] *
             page_size + s % page_size of them.
@@ -99,6 +99,8 @@ class Cache(ABC):
     """Whether `save` can write the cache, because its settings are plain values."""
     min_context: ClassVar[int] = 1
     """The smallest `max_context` that is allowed."""
+    crop_is_exact: ClassVar[bool] = True
+    """Whether `crop` removes the last tokens as if they had never come; else `restore` does."""
     fields: ClassVar[tuple[str, ...]] = ()
     """The attributes that an update replaces, which `mark` keeps and `restore` sets again. Without
     any, these use `contents` and `fill`.
@@ -329,12 +331,12 @@ class Cache(ABC):
         raise NotImplementedError(f"{type(self).__name__} makes no static form")
 
     def open_slot(self, positions: Positions) -> OpenSlot | None:
-        """Return memory into which a compiled step may write the memory of one new token per row.
+        """Return memory into which a compiled step may write the memory of new tokens.
 
         The contents do not change before `close_slot` is called.
 
         Args:
-            positions: the positions of the new tokens.
+            positions: the positions of the new tokens, of one per row, or of one row.
 
         Returns:
             The buffers and the slot; None if `update` is to be used.

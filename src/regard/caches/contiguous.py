@@ -86,6 +86,7 @@ class Growing(StoredParts, Cache):
         # the present ones are in no tensor that was returned, so they may be written. Whatever
         # else changes the contents drops the buffers.
         self._buffers: Parts | None = None
+        self._shown = 0  # the slots of the buffers that may be in a tensor that was returned
 
     def contents(self) -> Contents:
         """Return the parts and their positions."""
@@ -106,29 +107,29 @@ class Growing(StoredParts, Cache):
         return bytes_of(self._buffers or self._memory or ())
 
     def open_slot(self, positions: Positions) -> OpenSlot | None:
-        """Return buffers with room for one more token per row; None while the cache is empty."""
-        n = len(self)
-        if self._memory is None or self._positions is None or slot_count(positions) != 1:
+        """Return buffers with room for the new tokens; None while the cache is empty."""
+        n, T = len(self), slot_count(positions)
+        if self._memory is None or self._positions is None:
             return None
-        if self._buffers is None or n == self._buffers[0].shape[2]:
+        if self._buffers is None or n + T > self._buffers[0].shape[2]:
             self._read_buffers()
             if any(x.requires_grad for x in self._memory):
                 return None
-            capacity = n + max(MIN_ROOM, n // ROOM_SHARE)
+            capacity = n + max(MIN_ROOM, T, n // ROOM_SHARE)
             buffers = tuple(
                 empty_like(x, (*x.shape[:2], capacity, x.shape[3])) for x in self._memory
             )
-            self._buffers = write_slots(buffers, self._memory, 0)
+            self._buffers, self._shown = write_slots(buffers, self._memory, 0), 0
         return OpenSlot(self._buffers, n, self._positions)
 
     def close_slot(self, opened: OpenSlot, positions: Positions) -> None:
-        """Count the slot as written."""
+        """Count the slots as written."""
         self._buffers, self._positions = opened.buffers, positions
 
     def _read_buffers(self) -> None:
         """Make the memory views of the buffers, if there are any."""
         if self._buffers is not None:
-            n = len(self)
+            self._shown = n = len(self)
             self._memory = tuple(x[:, :, :n] for x in self._buffers)
 
     def update(self, memory: Parts, positions: Positions) -> tuple[Parts, Positions]:
@@ -148,11 +149,12 @@ class Growing(StoredParts, Cache):
         check_crop(length)
         if self._memory is None or self._positions is None:
             return
-        self._read_buffers()
-        self._buffers = None
         positions = positions_before(self._positions, length)
         n = written_length(positions)
-        self._memory = tuple(m[:, :, :n] for m in self._memory)
+        if self._buffers is None or n < self._shown:
+            self._read_buffers()
+            self._buffers = None
+            self._memory = tuple(m[:, :, :n] for m in self._memory)
         self._positions = slice_positions(positions, slice(0, n))
 
 
@@ -249,16 +251,16 @@ class Fixed(Cache):
         self._positions = slice_positions(positions, slice(0, n))
 
     def open_slot(self, positions: Positions) -> OpenSlot | None:
-        """Return the buffers and the next slot; None without buffers or a free slot."""
+        """Return the buffers and the next slot; None without buffers or free slots."""
         n = len(self)
-        if self._buffers is None or n == self.capacity or slot_count(positions) != 1:
+        if self._buffers is None or n + slot_count(positions) > self.capacity:
             return None
         if not can_write_in_place(self._buffers, ()):
             return None
         return OpenSlot(self._buffers, n, self._positions)
 
     def close_slot(self, opened: OpenSlot, positions: Positions) -> None:
-        """Count the slot as written."""
+        """Count the slots as written."""
         self._positions = positions
         self._table = None  # `_extend` makes another one if it needs one
 

@@ -22,6 +22,7 @@ from regard.span import Positions, Span
 class LendingCache(Cache):
     """Another cache for the length of one call, with a record of what it returned."""
 
+    crop_is_exact: ClassVar[bool] = False
     savable: ClassVar[bool] = False
 
     def __init__(self, inner: Cache | None) -> None:

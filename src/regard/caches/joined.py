@@ -20,6 +20,7 @@ class Joined(Cache):
     The mechanisms update `parts`; every other operation is applied to all of them or to none.
     """
 
+    crop_is_exact: ClassVar[bool] = False
     savable: ClassVar[bool] = False
     static_step_refusal: ClassVar[str | None] = None
 

@@ -220,6 +220,7 @@ class Quantized(Cache):
     Source: Liu et al. 2024, KIVI (arXiv 2402.02750), sections 3.2 and 3.3.
     """
 
+    crop_is_exact: ClassVar[bool] = False
     kind: ClassVar[str | None] = "quantized"
     needs_widths: ClassVar[bool] = True
     fields: ClassVar[tuple[str, ...]] = ("_parts", "_positions")

@@ -157,6 +157,7 @@ class RingBase(Cache):
     read; otherwise it is `SlotPositions`.
     """
 
+    crop_is_exact: ClassVar[bool] = False
     static_step_refusal: ClassVar[str | None] = None
 
     def __init__(self, sinks: int, window: int, rewind: int) -> None:

@@ -53,6 +53,7 @@ class State(Cache):
     (128, Span(start=7, length=1))
     """
 
+    crop_is_exact: ClassVar[bool] = False
     static_step_refusal: ClassVar[str | None] = None
 
     def __init__(self) -> None:

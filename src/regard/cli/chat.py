@@ -12,6 +12,7 @@ import typer
 from regard.cli.options import (
     WEIGHTS,
     LoadOptions,
+    ProposalOptions,
     SamplingOptions,
     argument,
     grouped,
@@ -43,6 +44,7 @@ def chat(
     max_tokens: int = option("Maximum number of tokens of an answer.", default=512, min=1),
     *,
     sampling: SamplingOptions,
+    proposals: ProposalOptions,
     stats: bool = option("Print the speed after each answer.", "--stats", default=False),
     weights: str | None = WEIGHTS,
     load_options: LoadOptions,
@@ -59,7 +61,9 @@ def chat(
     for stream in (sys.stdin, sys.stdout):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")  # a terminal that lacks a letter shows "?"
-    options = GenerationOptions(max_tokens, sampling=sampling.params())
+    options = GenerationOptions(
+        max_tokens, sampling=sampling.params(), **proposals.chosen(load_options)
+    )
     loaded = load(model, replace(load_options, weights=weights), Model)
     conversation = Conversation(loaded, system=system, options=options)
     if sys.stdin.isatty():

@@ -21,6 +21,7 @@ from regard.cli.options import (
     WEIGHTS,
     LoadOptions,
     PromptOptions,
+    ProposalOptions,
     SamplingOptions,
     argument,
     grouped,
@@ -112,8 +113,11 @@ def figures(batch: BatchGeneration) -> dict[str, object]:
         {"prompt": row.prompt, "text": row.text, "ids": row.ids, "finished": row.finished}
         for row in batch.rows
     ]
+    proposed = batch.speculation
     return {
         **(rows[0] if len(rows) == 1 else {"rows": rows}),
+        **({} if proposed is None else {"proposed_tokens": proposed.proposed}),
+        **({} if proposed is None else {"accepted_tokens": proposed.accepted}),
         "tokens": sum(len(row.ids) for row in batch.rows),
         "prompt_tokens": batch.prompt_tokens,
         "seconds": round(batch.seconds, 4),
@@ -194,6 +198,9 @@ def print_summary(result: dict[str, Any]) -> None:
         else translate("no token was decoded after the first")
     )
     size = units.size(result["cache_bytes"])
+    if "proposed_tokens" in result:
+        n, m = result["accepted_tokens"], result["proposed_tokens"]
+        parts.append(translate("{n} of {m} proposed tokens accepted", n=n, m=m))
     parts.append(translate("{kind} cache of {size}", kind=result["cache"], size=size))
     note(translate(", ").join(parts))
 
@@ -219,6 +226,7 @@ def generate(
     *,
     reading: PromptOptions,
     sampling: SamplingOptions,
+    proposals: ProposalOptions,
     beams: int | None = option(
         "Use beam search with this many beams, which looks for the most likely whole text.",
         shown="off",
@@ -290,6 +298,7 @@ def generate(
             CacheConfig(cache or "growing", max_context),
             cuda_graph,
             bool(reading.special),
+            **proposals.chosen(load_options),
         )
         loaded = load(model, replace(load_options, weights=weights))
         if isinstance(loaded, TextEncoder):
@@ -304,6 +313,12 @@ def generate(
                     "--cuda-graph",
                     "captures the step of a decoder, and this model is an encoder-decoder; leave "
                     "--cuda-graph out",
+                )
+            if options.speculates:
+                raise usage_error(
+                    None,
+                    "--speculate and --draft propose tokens to a decoder, and this model is an "
+                    "encoder-decoder; leave them out",
                 )
             generate_seq2seq(
                 loaded, reading.read(loaded, texts), max_tokens, beams or 1, length_penalty, json

@@ -16,6 +16,7 @@ from typing import (
     TYPE_CHECKING,
     Annotated,
     Any,
+    Literal,
     TypeVar,
     get_args,
     get_origin,
@@ -453,6 +454,31 @@ class SamplingOptions:
         from regard.models.generation import SamplingParams
 
         return SamplingParams(**asdict(self))
+
+
+@dataclass(frozen=True)
+class ProposalOptions:
+    """The options with which a command lets a model read several proposed tokens at once."""
+
+    speculate: Literal["lookup"] | None = option(
+        "Propose tokens that followed the last ones before in the text, and read several at once; "
+        "the result is the same.",
+        shown="off",
+        panel=SAMPLING,
+    )
+    draft: str | None = option(
+        "A smaller model with the same tokens, which proposes them instead.",
+        metavar="MODEL",
+        shown="none",
+        panel=SAMPLING,
+    )
+
+    def chosen(self, options: LoadOptions) -> dict[str, Any]:
+        """Return them as generation takes them; the draft is loaded as the model is."""
+        from regard.models import Model
+
+        draft = None if self.draft is None else load(self.draft, options, Model)
+        return {"speculate": self.speculate, "draft": draft}
 
 
 @overload

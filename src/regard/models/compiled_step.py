@@ -1,5 +1,6 @@
-"""`PreparedDecoder`: a decoder that computes one token per row in one compiled call, where
-`regard.ops.cpu.step` knows its modules and nothing observes or changes what they compute.
+"""`PreparedDecoder`: a decoder that computes one token per row, or a few of one row, in one
+compiled call, where `regard.ops.cpu.step` knows its modules and nothing observes or changes what
+they compute.
 
 Who owns a loop over tokens prepares the decoder at its beginning (`regard.models.generation`). The
 modules are read once: a part that is replaced afterwards is used by the next preparation. Numbers
@@ -31,17 +32,20 @@ from regard.ops.softmax.cpu import causal_positions, visible_ranges
 from regard.ops.softmax.dispatch import KERNELS, all_kernels
 from regard.process_state import is_compiling, is_transformed
 from regard.sequence_scope import current_scope
-from regard.span import Positions, Span, concat_positions, slot_count
+from regard.span import Positions, Span, as_tensor, concat_positions, slot_count
 from regard.tracing import is_tracing
 from regard.units import plural
 
 if TYPE_CHECKING:
     from regard.models.decoder import Decoder
 
+MAX_TOKENS = 8
+"""The most tokens of one row that are computed at once, as generation verifies proposed ones."""
+
 
 class PreparedDecoder:
-    """A decoder that is called as before, and computes single tokens in one compiled call where it
-    can.
+    """A decoder that is called as before, and computes single tokens, or the logits of a few tokens
+    of one row, in one compiled call where it can.
 
     Args:
         decoder: the decoder.
@@ -60,11 +64,14 @@ class PreparedDecoder:
         last: int | None = None,
     ) -> Tensor:
         """Compute the logits for the token after each given token, as the decoder does."""
-        if caches and ids.ndim == 2 and ids.shape[1] == 1 and not is_compiling():
+        few = ids.ndim == 2 and (
+            ids.shape[1] == 1 or (len(ids) == 1 and last is None and ids.shape[1] <= MAX_TOKENS)
+        )
+        if caches and few and not is_compiling():
             with self._lock:
                 logits = self._try_step(ids, positions, caches)
             if logits is not None:
-                return logits
+                return logits if ids.shape[1] == 1 else logits.transpose(0, 1)
         result: Tensor = self.decoder(ids, positions, caches, last=last)
         return result
 
@@ -76,7 +83,7 @@ class PreparedDecoder:
             unfit = self._reason
             if unfit is None:
                 opened = self._open_slots(caches[0].next(1) if caches else Span(0, 1), caches)
-                unfit = opened if isinstance(opened, str) else self._why_not_memory(rows, opened)
+                unfit = opened if isinstance(opened, str) else self._why_not_memory(rows, 1, opened)
         return [*_state_reasons(), *([] if unfit is None else [unfit])]
 
     def _read(self) -> None:
@@ -106,21 +113,23 @@ class PreparedDecoder:
             self._read()
         if self._reason is not None or _state_reasons():
             return None
-        new = caches[0].next(1) if positions is None else positions
+        (B, T), reader, step = ids.shape, self._reader, self._step
+        new = caches[0].next(T) if positions is None else positions
         opened = self._open_slots(new, caches)
-        if isinstance(opened, str):
+        if isinstance(opened, str) or (T > 1 and not isinstance(new, Span)):
             return None
-        B, reader, step = len(ids), self._reader, self._step
-        ranges = [visible_ranges(mask, new) for mask in reader.masks]
-        if self._why_not_memory(B, opened) is not None or None in ranges:
+        # tokens of one row are computed like rows that share their memory, [T,1]
+        rows = as_tensor(new)[0][:, None] if T > 1 else new
+        ranges = [visible_ranges(mask, rows) for mask in reader.masks]
+        if self._why_not_memory(B, T, opened) is not None or None in ranges:
             return None
         x: Tensor = self.decoder.embed(ids, new)
         fits = type(x) is Tensor and x.dtype == reader.dtype and x.shape[2] == reader.width
         if not (fits and x.is_cpu):
             return None
         self._set_memory(opened)
-        joined = self._set_places(opened, new, B)
-        now: Fields = {"q_positions": causal_positions(new)[0]}
+        joined = self._set_places(opened, new, B, T)
+        now: Fields = {"q_positions": causal_positions(rows)[0]}
         step.set(slice(None), {"attention": now, "codes": now})
         for mask, layers in self._of_mask:
             now = dict(zip(("starts", "stops"), ranges[mask], strict=True))  # type: ignore[arg-type]
@@ -133,7 +142,8 @@ class PreparedDecoder:
             now = {"cos": cos, "sin": sin, "tables": n, "pairs": pairs}
             step.set(layers, {**now, "interleaved": interleaved})
         has_codes = any(slot.coded is not None for slot in opened)
-        logits = step.run(x.contiguous(), has_codes=has_codes)
+        x = x.contiguous() if T == 1 else x.transpose(0, 1).contiguous()  # [B T,1,M]
+        logits = step.run(x, texts=B, has_codes=has_codes)
         for cache, slot, after in zip(caches, opened, joined, strict=True):
             cache.close_slot(slot, after)
         return logits if reader.cap is None else reader.cap * torch.tanh(logits / reader.cap)
@@ -157,13 +167,14 @@ class PreparedDecoder:
             return "there is not one cache for each layer"
         return opened
 
-    def _why_not_memory(self, B: int, opened: Sequence[OpenSlot]) -> str | None:
-        """Return why the step does not suit a batch of B rows in these caches, or None."""
+    def _why_not_memory(self, B: int, T: int, opened: Sequence[OpenSlot]) -> str | None:
+        """Return why the step does not suit T tokens of B rows in these caches, or None."""
         most, dtype = self._reader.max_rows, self._reader.dtype
-        if not 0 < B <= most:
+        most = most if T == 1 else max(most, MAX_TOKENS)
+        if not 0 < B * T <= most:
             return (
-                f"{plural(B, 'row')} of {dtype}: torch's products of matrices are faster for more "
-                f"than {most}"
+                f"{plural(B * T, 'row')} of {dtype}: torch's products of matrices are faster for "
+                f"more than {most}"
             )
         memory = _memory(opened)
         if len(memory) == len(self._memory) and all(
@@ -180,7 +191,10 @@ class PreparedDecoder:
         if self._memory:
             return
         for i, slot in enumerate(opened):
-            fields = dict(zip("kv", slot.buffers, strict=True))
+            # with a distance of 0 between rows, the only row serves all of its new tokens
+            alone = slot.pages is None and len(slot.buffers[0]) == 1
+            buffers = [x.expand(2, -1, -1, -1) for x in slot.buffers] if alone else slot.buffers
+            fields = dict(zip("kv", buffers, strict=True))
             pages, size = (
                 (launch.NO_POSITIONS, 1) if slot.pages is None else (slot.pages, slot.page_size)
             )
@@ -189,7 +203,9 @@ class PreparedDecoder:
                 self._step.set_codes(i, slot.coded.parts)
         self._memory = list(map(ref, _memory(opened)))
 
-    def _set_places(self, opened: Sequence[OpenSlot], new: Positions, B: int) -> list[Positions]:
+    def _set_places(
+        self, opened: Sequence[OpenSlot], new: Positions, B: int, T: int
+    ) -> list[Positions]:
         """Set where the keys are and where the new ones go; return the positions with the new
         tokens, of each cache. Many caches have the same place.
         """
@@ -209,7 +225,7 @@ class PreparedDecoder:
             concat_positions(x.positions, new) if x.after is None else x.after for x in firsts
         ]
         for i, layers in self._of_place:
-            self._step.set(layers, _place_fields(firsts[i], joined[i], B))
+            self._step.set(layers, _place_fields(firsts[i], joined[i], B, T))
         return [joined[i] for i in place_of]
 
 
@@ -271,11 +287,18 @@ def _same(a: object, b: object) -> bool:
     return type(a) is type(b) and a == b
 
 
-def _place_fields(slot: OpenSlot, positions: Positions, B: int) -> Fields:
+def _coded_slots(slot: OpenSlot) -> int:
+    """Return the number of slots that a cache holds as codes."""
+    return 0 if slot.coded is None else slot.coded.slots
+
+
+def _place_fields(slot: OpenSlot, positions: Positions, B: int, T: int) -> Fields:
     """Return the fields of layers whose caches have these positions, the new token's included."""
-    slots, coded = slot.slots, 0 if slot.coded is None else slot.coded.slots
-    if slots is None:
+    slots, coded = slot.slots, _coded_slots(slot)
+    if slots is None and T == 1:
         slots = launch.full((B,), slot.slot, dtype=torch.int64)
+    elif slots is None:
+        slots = launch.arange(slot.slot, slot.slot + T)
     S = slot_count(positions) - coded
     start, own, others = 0, launch.NO_POSITIONS, launch.NO_POSITIONS
     if isinstance(positions, Span):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, Unpack, overload
+from typing import Any, Literal, Unpack, overload
 
 import torch
 from jaxtyping import Float, Int
@@ -20,6 +20,7 @@ from regard.models.generation.decode_session import PrefixCache
 from regard.models.generation.generate import BatchGeneration, Generation, GenerationOptions
 from regard.models.generation.sampling import SamplingKeywords, SamplingParams
 from regard.models.prompts import (
+    LanguageModel,
     Prompt,
     encode_messages,
     encode_text,
@@ -180,6 +181,8 @@ class Model(TextModel):
         cache: str | None = ...,
         cuda_graph: bool = ...,
         special: bool | None = ...,
+        speculate: Literal["lookup"] | None = ...,
+        draft: LanguageModel | None = ...,
         **choices: Unpack[SamplingKeywords],
     ) -> Generation: ...
 
@@ -196,6 +199,8 @@ class Model(TextModel):
         cache: str | None = ...,
         cuda_graph: bool = ...,
         special: bool | None = ...,
+        speculate: Literal["lookup"] | None = ...,
+        draft: LanguageModel | None = ...,
         **choices: Unpack[SamplingKeywords],
     ) -> BatchGeneration: ...
 
@@ -211,6 +216,8 @@ class Model(TextModel):
         cache: str | None = None,
         cuda_graph: bool = False,
         special: bool | None = None,
+        speculate: Literal["lookup"] | None = None,
+        draft: LanguageModel | None = None,
         **choices: Unpack[SamplingKeywords],
     ) -> Generation | BatchGeneration:
         """Continue one prompt, or several prompts as a batch, and stream the new text.
@@ -236,6 +243,10 @@ class Model(TextModel):
             special: whether names of special tokens in a text or a message are these tokens, as
                 in text that a chat template made; False reads them as ordinary text, and None does
                 so with a warning.
+            speculate: "lookup" proposes the tokens that followed the last ones where they occurred
+                before, and several are read in one pass; each seed gives the text that it gives
+                without. It is faster where a text quotes itself, and stops where it does not pay.
+            draft: a smaller model with the same tokens, which proposes them instead.
             **choices: temperature, top_k, top_p, min_p, repetition_penalty and seed, as in
                 `SamplingParams`; PyTorch's global generator is not used.
 
@@ -265,6 +276,8 @@ class Model(TextModel):
             _cache_config(cache, max_context),
             cuda_graph,
             special,
+            speculate,
+            draft,
         )
         if is_single_prompt(prompt):
             return Generation(self, prompt, options, prefix)

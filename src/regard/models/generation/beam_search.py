@@ -299,6 +299,7 @@ def beam_search_text(
             "repetition_penalty and stop, or leave out beams",
             argument=name,
         )
+    options.refuse_proposals("beam search writes several")
     if options.cuda_graph:
         raise ArgumentError(
             "cuda_graph captures steps whose rows stay in their places, and beam search moves "

@@ -73,6 +73,11 @@ class DecodeSession:
         """The number of bytes in the caches of all layers."""
         return sum(cache.bytes for cache in self.caches)
 
+    @property
+    def follows_length(self) -> bool:
+        """Whether rotary frequencies depend on the length, so that no token can be taken back."""
+        return self._prefix is not None
+
     def prepare(self) -> None:
         """Read the modules of the decoder once, for single tokens in one compiled call where it is
         possible: until the next call of this method no part of the decoder may be replaced.
@@ -119,6 +124,19 @@ class DecodeSession:
             logits = self._network(ids[:, a : a + step], where, self._caches, last=1)
         assert logits is not None, "ids has at least one column"
         return logits[:, -1]
+
+    @torch.inference_mode()
+    def read(self, ids: Int[Tensor, "B T"]) -> Float[Tensor, "B T V"]:
+        """Read tokens as `append` in one pass, and return the logits after each of them.
+
+        Args:
+            ids: token ids [B, T].
+
+        Returns:
+            Logits [B, T, V].
+        """
+        logits: Tensor = self._network(ids, None, self._caches)
+        return logits
 
     def _append_over_ranks(
         self, scope: SequenceScope, ids: Tensor, positions: Positions | None

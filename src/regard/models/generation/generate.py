@@ -20,6 +20,14 @@ from regard.models.generation.decode_session import (
     pad_left,
 )
 from regard.models.generation.sampling import Sampler, SamplingParams
+from regard.models.generation.speculation import (
+    DraftModel,
+    Lookup,
+    Proposer,
+    Speculation,
+    SpeculativeSession,
+    check_proposals,
+)
 from regard.models.prompts import LanguageModel, Prompt, encode_prompt
 
 
@@ -121,6 +129,9 @@ class GenerationOptions:
             (`CapturedSession`).
         special: whether names of special tokens in a prompt are these tokens; None is no, with a
             warning.
+        speculate: "lookup" proposes tokens that followed the last ones before in the text, and the
+            model reads several at once; None is one token after another.
+        draft: a smaller model with the same tokens that proposes them instead.
 
     Raises:
         ArgumentError, ArgumentTypeError: an option has a wrong type or is out of its range.
@@ -136,8 +147,19 @@ class GenerationOptions:
     cache_config: CacheConfig | None = None
     cuda_graph: bool = False
     special: bool | None = None
+    speculate: Literal["lookup"] | None = None
+    draft: LanguageModel | None = None
 
     def __post_init__(self) -> None:
+        if self.speculate not in (None, "lookup"):
+            raise ArgumentError(
+                argument="speculate", value=self.speculate, allowed='"lookup" or None'
+            )
+        if self.speculates and (self.cuda_graph or None not in (self.speculate, self.draft)):
+            raise ArgumentError(
+                "speculate, draft and cuda_graph are three ways to decode faster; give one of them",
+                argument="speculate" if self.speculate else "draft",
+            )
         if not isinstance(self.cuda_graph, bool):
             raise ArgumentTypeError(
                 f"cuda_graph is {type(self.cuda_graph).__name__}; it must be True or False",
@@ -155,6 +177,21 @@ class GenerationOptions:
                     f"{name} is {n}; it must be {least} or more", argument=name, value=n
                 )
         StopStrings(self.stop)
+
+    @property
+    def speculates(self) -> bool:
+        """Whether tokens are proposed, by lookup or by another model."""
+        return self.speculate is not None or self.draft is not None
+
+    def refuse_proposals(self, rows: str) -> None:
+        """Raise if tokens are to be proposed for several rows."""
+        if self.speculates:
+            name = "draft" if self.speculate is None else "speculate"
+            raise ArgumentError(
+                f"{name} proposes tokens for one text, and {rows}; leave {name} out, or generate "
+                "one text at a time without beams",
+                argument=name,
+            )
 
 
 class Continuation:
@@ -237,6 +274,8 @@ class _GenerationLoop:
         decode_seconds: the part of it after the first token of each row, which the pass over the
             prompt gives.
         prompt_tokens: the number of tokens of all prompts, without those of a prefix.
+        speculation: the numbers of proposed and accepted tokens, if there is `speculate` or
+            `draft`, and generation has begun; otherwise None.
     """
 
     def __init__(
@@ -255,6 +294,8 @@ class _GenerationLoop:
         self._prompt_ids = [
             encode_prompt(model, prompt, before, special=options.special) for prompt in prompts
         ]
+        if len(prompts) > 1:
+            options.refuse_proposals(f"there are {len(prompts)} prompts")
         self._options, self._prefix = options, prefix
         self._cache_config = self._checked_config()
         rows = [[*self._prefix_ids, *ids] for ids in self._prompt_ids]
@@ -275,7 +316,18 @@ class _GenerationLoop:
         )
         if options.cuda_graph:
             check_captured(session)
-        self._session: DecodeSession | CapturedSession | None = session if prefix is None else None
+        self._session: DecodeSession | CapturedSession | SpeculativeSession | None = None
+        if prefix is None:
+            self._session = session
+        self._proposer: Proposer | None = None
+        if options.speculates:
+            check_proposals(session, "draft" if options.draft else "speculate")
+            self._proposer = (
+                Lookup()
+                if options.draft is None
+                else DraftModel(model, options.draft, self._sampler)
+            )
+        self.speculation: Speculation | None = None
         self._pieces = self._run()
 
     def __iter__(self) -> Self:
@@ -324,6 +376,12 @@ class _GenerationLoop:
         logits = self._prefill()
         if self._options.cuda_graph and self._options.max_tokens > 1:
             self._capture_steps()
+        if self._proposer is not None:
+            assert isinstance(self._session, DecodeSession), "prompts are read first"
+            ids = [*self._prefix_ids, *self._prompt_ids[0]]
+            most = len(ids) + self._options.max_tokens - 1
+            self._session = SpeculativeSession(self._session, ids, most, self._proposer)
+            self.speculation = self._session.speculation
         self.prefill_seconds = time.perf_counter() - start
         active, is_decoding = list(range(len(self.rows))), False
         while True:
@@ -379,6 +437,7 @@ class _GenerationLoop:
         """Keep only the rows with these indices, in the session and in the sampler."""
         assert self._session is not None, "prompts are read first"
         self._max_bytes = self.cache_bytes
+        assert not isinstance(self._session, SpeculativeSession), "it has one row"
         self._session.select(torch.tensor(indices, device="cpu"))
         self._sampler.select(indices)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import dataclass
 from typing import TypedDict
 
@@ -259,6 +260,13 @@ class Sampler:
         numbers: list[float] = torch.cat([largest.double(), best.double()]).tolist()
         _check_finite(numbers[:rows])
         return [int(token) for token in numbers[rows:]]
+
+    def copy(self) -> Sampler:
+        """Return another sampler that draws as this one will."""
+        other = copy(self)
+        other._generators = [generator.clone_state() for generator in self._generators]
+        other._seen_ids = None if self._seen_ids is None else self._seen_ids.clone()
+        return other
 
     def select(self, rows: Sequence[int]) -> None:
         """Keep the given rows, in this order.

@@ -137,7 +137,7 @@ class DecodeStep:
         # for each layer: heads, groups, the sizes of keys and values
         self._sizes = np.stack([columns[x] for x in ("q_n", "k_n", "k_size", "v_size")], 1)
         self._width = max(self._width, int((columns["q_n"] * columns["v_size"]).max()))
-        self._rows = self._splits = 0
+        self._rows = self._room = self._splits = 0
         self._one_split_of = 0
         self._memory: list[Tensor] = []
         self._used: list[object] = []
@@ -155,13 +155,13 @@ class DecodeStep:
             numbers = quantized_numbers(groups.codes, groups.scale, groups.zero, x.bits)
             self._layers.put_numbers(layer, f"codes_{name}", numbers)
 
-    def run(self, x: Tensor, *, has_codes: bool = True) -> Tensor:
+    def run(self, x: Tensor, *, texts: int, has_codes: bool = True) -> Tensor:
         """Compute the logits of the embedded tokens `[B, 1, M]`, and write their keys and values
-        to the caches.
+        to the caches. The keys are divided as for one token of each of the `texts`.
         """
         B, workers = x.shape[0], threads.thread_count()
-        self._prepare_memory(B, workers)
-        self._set_splits(B, workers, has_codes=has_codes)
+        self._prepare_memory(B, texts, workers)
+        self._set_splits(texts, workers, has_codes=has_codes)
         logits = launch.empty(B, 1, self._V, dtype=self._dtype)
         self._counters.zero_()
         for name in ("attention_taken", "attention_done", "codes_taken", "codes_done"):
@@ -172,12 +172,29 @@ class DecodeStep:
         self._used.clear()
         return logits
 
-    def _prepare_memory(self, B: int, workers: int) -> None:
-        """Allocate the memory for a number of rows and threads, if that has changed."""
-        H, G, D, E = self._sizes.T
-        splits = max(-(-8 * workers // (B * int(G.min()))), 1) if workers > 1 else 1
-        if self._rows == B and splits <= self._splits:
+    def _prepare_memory(self, B: int, texts: int, workers: int) -> None:
+        """Allocate the memory for a number of rows and threads, if there is less."""
+        G = self._sizes[:, 1]
+        splits = max(-(-8 * workers // (texts * int(G.min()))), 1) if workers > 1 else 1
+        if self._room < B or splits > self._splits:
+            self._allocate(max(B, self._room), max(splits, self._splits))
+        elif self._rows == B:
             return
+        H, G, D, E = self._sizes.T
+        one, columns = np.ones_like(H), self._layers.columns
+        for kind in ("attention", "codes"):
+            for name, shape in (
+                ("q", (B * one, G, H // G, D)),
+                ("out", (B * G, one, H // G, E)),
+                ("lse", (B * one, G, one, H // G)),
+            ):
+                columns[f"{kind}_{name}_shape"][:] = np.stack(shape, 1)
+        self._step.put(0, {"R": B})
+        self._rows, self._one_split_of = B, texts
+
+    def _allocate(self, B: int, splits: int) -> None:
+        """Allocate the memory for at most B rows, whose keys are in so many splits."""
+        H, G, D, E = self._sizes.T
         columns, L = self._layers.columns, len(H)
         experts, k = int(columns["mixture_n"].max()), int(columns["mixture_k"].max())
         flat = columns["q_flat_kind"] + columns["k_flat_kind"] > 0
@@ -198,9 +215,8 @@ class DecodeStep:
             "parts": numbers(B * (k + 1), self._M),
             "counters": self._counters,
         }
-        sizes = {"R": B, "width": self._width, "head": int(max(D.max(), E.max()))}
-        self._step.put(0, {**states, **more, **sizes, "flat": raw_width})
-        self._step.put(0, {"layers": self._layers.address()})
+        sizes = {"width": self._width, "head": int(max(D.max(), E.max())), "flat": raw_width}
+        self._step.put(0, {**states, **more, **sizes, "layers": self._layers.address()})
         for i in range(L):
             self._layers.put(i, {"mixture_routing": numbers(3 * B * k + 2, dtype=torch.int64)})
         q = numbers(B, int((H * D).max()), dtype=fp32)
@@ -208,14 +224,7 @@ class DecodeStep:
             out = numbers(B, splits, int((H * E).max()), dtype=fp32)
             lse = numbers(B, splits, int(H.max()), dtype=fp32)
             self._layers.put(slice(None), {kind: {"q": q, "out": out, "lse": lse}})
-            one = np.ones_like(H)
-            for name, shape in (
-                ("q", (B * one, G, H // G, D)),
-                ("out", (B * G, one, H // G, E)),
-                ("lse", (B * one, G, one, H // G)),
-            ):
-                columns[f"{kind}_{name}_shape"][:] = np.stack(shape, 1)
-        self._rows, self._splits, self._one_split_of = B, splits, B
+        self._room, self._splits = B, splits
 
     def _set_splits(self, B: int, workers: int, *, has_codes: bool) -> None:
         """Divide the keys into splits, exactly as `regard.ops.cpu.decode` does."""

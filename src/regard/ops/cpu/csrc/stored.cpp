@@ -52,6 +52,7 @@ static inline vf load_codes(const int8_t* p) {
 // scale (code - zero) for the lowest four bits of each word.
 struct Int4Numbers {
   vf scale, zero;
+  Int4Numbers() = default;
 #if defined(__AVX512F__)
   vf table;
   Int4Numbers(float s, float z) : scale(splat(s)), zero(splat(z)) {
@@ -67,61 +68,52 @@ struct Int4Numbers {
 
 // ---- products in fp32
 
-// The dot products of a row of 8-bit codes with R vectors. A scale is applied once to the sums of its group.
-template <int kGroup, int R>
-static inline void int8_dot(const uint8_t* row, const float* scales, const float*, const float* x, int64_t distance,
-                            int64_t width, float* out) {
-  constexpr int kVectors = kGroup / kLanes, kSums = std::min<int>(kVectors, kGemvVectors / R);
-  vf total[R][kSums] = {};
-  for (int64_t g = 0; g < width / kGroup; g++) {
-    auto codes = (const int8_t*)row + g * kGroup;
-    prefetch(codes + kGemvAhead, kGroup);
-    vf inner[R][kSums] = {}, scale = splat(scales[g]);
-    for (int j = 0; j < kVectors; j++) {
-      vf w = load_codes(codes + j * kLanes);
-      for (int r = 0; r < R; r++) {
-        vf numbers = load(x + r * distance + g * kGroup + j * kLanes);
-        inner[r][j % kSums] = j < kSums ? w * numbers : fma(w, numbers, inner[r][j % kSums]);
+// The dot products of kRows rows of codes with kCount vectors. scales: those of the first row, in fp32; the second half of the
+// `row_scales` numbers of a row of 4-bit codes are its zeros. A product has one sum, whatever else is computed beside it.
+template <int kBits, int kGroup, int kRows, int kCount>
+static inline void code_dots(const uint8_t* codes, int64_t row_bytes, const float* scales, int64_t row_scales, const float* x,
+                             int64_t distance, int64_t width, float (&out)[kRows][kCount]) {
+  const int64_t ahead = std::max(kGemvAhead, kRows * row_bytes);  // behind the rows that are read now
+  vf total[kRows][kCount] = {}, w[kRows];
+  auto add = [&](int64_t m) {
+    for (int r = 0; r < kCount; r++) {
+      vf numbers = load(x + r * distance + m);
+      for (int n = 0; n < kRows; n++) total[n][r] = fma(w[n], numbers, total[n][r]);
+    }
+  };
+  if constexpr (kBits == 8) {
+    for (int64_t g = 0; g < width / kGroup; g++) {
+      for (int n = 0; n < kRows; n++) prefetch(codes + n * row_bytes + g * kGroup + ahead, kGroup);
+      for (int j = 0; j < kGroup; j += kLanes) {
+        for (int n = 0; n < kRows; n++) {
+          w[n] = load_codes((const int8_t*)codes + n * row_bytes + g * kGroup + j) * scales[n * row_scales + g];
+        }
+        add(g * kGroup + j);
       }
     }
-    for (int r = 0; r < R; r++) {
-      for (int u = 0; u < kSums; u++) total[r][u] = fma(inner[r][u], scale, total[r][u]);
-    }
-  }
-  for (int r = 0; r < R; r++) {
-    for (int u = 1; u < kSums; u++) total[r][0] += total[r][u];
-    out[r] = sum(total[r][0]);
-  }
-}
-
-// The dot products of a row of 4-bit codes with R vectors.
-template <int kGroup, int R>
-static inline void int4_dot(const uint8_t* row, const float* scales, const float* zeros, const float* x, int64_t distance,
-                            int64_t width, float* out) {
-  constexpr int kSums = kGemvVectors / R;
-  vf total[R][kSums] = {};
-  for (int64_t i = 0; i < width; i += kInt4Block) {
-    prefetch(row + i / 2 + kGemvAhead, kInt4Block / 2);
+  } else {
+    for (int64_t i = 0; i < width; i += kInt4Block) {
+      for (int n = 0; n < kRows; n++) prefetch(codes + n * row_bytes + i / 2 + ahead, kInt4Block / 2);
 #pragma GCC unroll 4
-    for (int n = 0; n < kInt4Block / kGroup; n++) {
-      int64_t g = i / kGroup + n;
-      Int4Numbers numbers(scales[g], zeros[g]);
-      for (int part = 0; part < 16 / kLanes; part++) {
-        vu words = load_bits<vu>(row + i / 2 + 4 * kLanes * part);
+      for (int part = 0; part < 16 / kLanes * (kInt4Block / kGroup); part++) {
+        int64_t lanes = part % (16 / kLanes) * kLanes, group = part / (16 / kLanes), g = i / kGroup + group;
+        vu words[kRows];
+        for (int n = 0; n < kRows; n++) words[n] = load_bits<vu>(codes + n * row_bytes + i / 2 + 4 * lanes);
+        Int4Numbers numbers[kRows];
+        for (int n = 0; n < kRows; n++) {
+          const float* own = scales + n * row_scales + g;
+          numbers[n] = {own[0], own[row_scales / 2]};
+        }
 #pragma GCC unroll 8
-        for (int j = n * kGroup / 16; j < (n + 1) * kGroup / 16; j++) {
-          vf w = numbers(words >> (4 * j));
-          for (int r = 0; r < R; r++) {
-            vf& now = total[r][j % kSums];
-            now = fma(w, load(x + r * distance + i + 16 * j + kLanes * part), now);
-          }
+        for (int64_t j = group * kGroup / 16; j < (group + 1) * kGroup / 16; j++) {
+          for (int n = 0; n < kRows; n++) w[n] = numbers[n](words[n] >> uint32_t(4 * j));
+          add(i + 16 * j + lanes);
         }
       }
     }
   }
-  for (int r = 0; r < R; r++) {
-    for (int u = 1; u < kSums; u++) total[r][0] += total[r][u];
-    out[r] = sum(total[r][0]);
+  for (int n = 0; n < kRows; n++) {
+    for (int r = 0; r < kCount; r++) out[n][r] = sum(total[n][r]);
   }
 }
 
@@ -149,24 +141,42 @@ static void widen_scales(const Product& call, int64_t n, float* wide) {
   });
 }
 
+// The products of kRows rows from row n on with all vectors, up to kMost of them at a time.
+template <int kBits, int kGroup, int kRows, int kMost = kLanes == 16 ? 8 : 4>
+static void multiply_code_rows(const Product& call, int64_t n, const float* scales) {
+  const StoredMatrix& m = call.matrix;
+  for (int64_t r = 0; r < call.R; r += kMost) {
+    int64_t left = std::min<int64_t>(kMost, call.R - r);
+    auto run = [&](auto rows, auto count) {  // fewer rows at a time, where the sums would not stay in registers
+      for (int i = 0; i < kRows; i += rows) {
+        float out[rows][count];
+        code_dots<kBits, kGroup, rows, count>(call.row(n + i), m.row_bytes, scales + i * m.row_scales, m.row_scales,
+                                              call.vectors + r * call.distance, call.distance, m.width, out);
+        for (int j = 0; j < left; j++) {
+          for (int k = 0; k < rows; k++) call.sums[(r + j) * call.sums_distance + n + i + k - call.first] = out[k][j];
+        }
+      }
+    };
+    constexpr std::integral_constant<int, kRows> all;
+    constexpr std::integral_constant<int, std::min(2, kRows)> few;
+    if (left == 1) run(all, std::integral_constant<int, 1>());
+    if (left == 2) run(all, std::integral_constant<int, 2>());
+    if (left > 2 && left <= 4) run(std::conditional_t<kLanes == 16, decltype(all), decltype(few)>(), std::integral_constant<int, 4>());
+    if constexpr (kMost == 8) {
+      if (left > 4 && left <= 6) run(few, std::integral_constant<int, 6>());
+      if (left > 6) run(few, std::integral_constant<int, 8>());
+    }
+  }
+}
+
 template <int kBits, int kGroup>
 static void multiply_codes(const Product& call, float* wide) {
-  const StoredMatrix& m = call.matrix;
-  constexpr auto one = kBits == 8 ? int8_dot<kGroup, 1> : int4_dot<kGroup, 1>;
-  constexpr auto two = kBits == 8 ? int8_dot<kGroup, 2> : int4_dot<kGroup, 2>;
-  constexpr auto four = kBits == 8 ? int8_dot<kGroup, 4> : int4_dot<kGroup, 4>;
-  for (int64_t n = call.first; n < call.last; n++) {
-    int64_t place = (n - call.first) % kScaledRows;
-    if (place == 0) widen_scales(call, n, wide);
-    const float *scales = wide + place * m.row_scales, *zeros = scales + m.row_scales / 2;
-    for (int64_t r = 0; r < call.R; r += kGemvVectors) {
-      float out[kGemvVectors];
-      auto dot = call.R == 1 ? one : call.R - r <= 2 ? two : four;
-      dot(call.row(n), scales, zeros, call.vectors + r * call.distance, call.distance, m.width, out);
-      for (int64_t j = 0; j < std::min(kGemvVectors, call.R - r); j++) {
-        call.sums[(r + j) * call.sums_distance + n - call.first] = out[j];
-      }
-    }
+  for (int64_t begin = call.first; begin < call.last; begin += kScaledRows) {
+    int64_t end = std::min(call.last, begin + kScaledRows), n = begin;
+    widen_scales(call, begin, wide);
+    auto scales = [&] { return wide + (n - begin) * call.matrix.row_scales; };
+    for (; n + kRowsAtOnce <= end; n += kRowsAtOnce) multiply_code_rows<kBits, kGroup, kRowsAtOnce>(call, n, scales());
+    for (; n < end; n++) multiply_code_rows<kBits, kGroup, 1>(call, n, scales());
   }
 }
 
