@@ -311,3 +311,17 @@ def test_cell(
 def test_every_command_is_here() -> None:
     no_model = {"compare", "describe", "inspect", "layer", "show", "train"}
     assert set(CELLS) == (set(COMMANDS) - no_model) | set(TASKS)
+
+
+def test_what_would_say_nothing_is_refused(
+    form_of: Callable[[str], Form], said: Said, tmp_path: Path
+) -> None:
+    """A gradient that is 0 by definition, and a text where a recording belongs."""
+    text = tmp_path / "notes.txt"
+    text.write_text(TEXT, "utf-8")
+    assert "--file" in said("view", text, code=2)
+    minilm = form_of("minilm").source
+    gradient = ("inspect", "attribute", TEXT, "--method", "gradient", "--model", minilm)
+    assert "gradient there is 0" in " ".join(said(*gradient, code=2).split())
+    told = json.loads(said(*gradient, "--answer", "a dog", "--json"))
+    assert max(abs(x) for row in told["values"] for x in row) > 1e-3
