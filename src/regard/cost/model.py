@@ -27,23 +27,28 @@ class FeedForwardSpec(Protocol):
         ...
 
 
+_NOTHING = ParameterCounts()
+
+
 @dataclass(frozen=True)
 class DenseSpec:
     """A dense layer: an up projection (M F), a down projection (F M), and if gated a gate
-    projection (M F), each with or without a bias.
+    projection (M F), each with or without a bias, and `beside` of smaller parts.
     """
 
     dim: int
     hidden: int
     gated: bool = True
     bias: bool = False
+    beside: ParameterCounts = _NOTHING
 
     @property
     def total(self) -> ParameterCounts:
         """All parameters of the layer as one record."""
         up_projections = 2 if self.gated else 1
         biases = up_projections * self.hidden + self.dim if self.bias else 0
-        return ParameterCounts((up_projections + 1) * self.dim * self.hidden, biases)
+        matrices = (up_projections + 1) * self.dim * self.hidden
+        return ParameterCounts(matrices, biases) + self.beside
 
     @property
     def weights(self) -> dict[str, ParameterCounts]:
