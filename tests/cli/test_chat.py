@@ -135,7 +135,7 @@ def test_every_command_reads_messages_and_ids(folder: Path, said: Said, tmp_path
     # the same in Python
     for prompt in (message, ids[0].tolist(), ids):
         assert torch.equal(regard.inspect.record(model, prompt).ids, ids)
-        assert regard.inspect.explain(model, prompt).tokens.ids == tuple(ids[0].tolist())
+        assert regard.inspect.explain(model, prompt).tokens.ids.tolist() == ids[0].tolist()
         assert regard.inspect.logit_lens(model, prompt).values.shape[1] == ids.shape[1]
 
 

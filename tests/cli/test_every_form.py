@@ -22,6 +22,7 @@ from regard.models import Model, TextEncoder
 from regard.nn.weights.stored import count_parameters
 from tests.cli.command import Said
 from tests.cli.test_few_bit_models import small_model, write_as_gguf
+from tests.models.checkpoint.test_quantized_folders import MXFP4, bytes_, pack
 from tests.models.small import named_model
 
 TEXT, OTHER = "the cat sat on", "the dog sat on"
@@ -70,6 +71,8 @@ def form_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Form]:
             )
         elif name == "gguf":
             source = write_as_gguf(small_model(), folder)
+        elif name == "mxfp4":
+            source = _mxfp4_folder(folder)
         elif name == "transformers":
             source = _transformers_folder(folder)
         return Form(name, str(source), regard.load(source))
@@ -85,6 +88,36 @@ def _transformers_folder(folder: Path) -> Path:
     config = transformers.Qwen2Config(vocab_size=tiny.config.vocab_size, **sizes, **heads)
     torch.manual_seed(0)
     transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    tiny.tokenizer.save(folder)
+    return folder
+
+
+def _mxfp4_folder(folder: Path) -> Path:
+    """A gpt-oss whose experts are packed."""
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 64, "intermediate_size": 32, "num_hidden_layers": 2, "head_dim": 8}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_local_experts": 3}
+    rope = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}
+    tiny = regard.load("tiny")
+    config = transformers.GptOssConfig(
+        vocab_size=tiny.config.vocab_size,
+        num_experts_per_tok=2,
+        max_position_embeddings=64,
+        **sizes,
+        **heads,
+        **rope,
+    )
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    model.save_pretrained(folder)
+    change: dict[str, Tensor | None] = {}
+    for i in range(2):
+        for name, inside, outside in (("gate_up_proj", 64, 64), ("down_proj", 32, 64)):
+            stored = f"model.layers.{i}.mlp.experts.{name}"
+            scales = bytes_(3, outside, inside // 32, low=118, high=124)
+            change |= {stored: None, f"{stored}_scales": scales}
+            change[f"{stored}_blocks"] = bytes_(3, outside, inside // 32, 16)
+    pack(folder, change, MXFP4)
     tiny.tokenizer.save(folder)
     return folder
 
@@ -151,6 +184,7 @@ def rollout(run: Command, form: Form) -> None:
     product = torch.eye(len(p[0]), dtype=torch.float64)
     for pattern in p:
         product = (pattern + torch.eye(len(pattern))) / 2 @ product
+    product = product / product.sum(-1, keepdim=True)  # a sink takes some of a row
     told = run.json("inspect", "rollout", TEXT)["values"]
     for row, wanted in zip(told, product, strict=True):
         assert all(near(x, y) for x, y in zip(row, wanted, strict=True) if y > 0)
@@ -286,8 +320,6 @@ def test_cell(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    if name == "mxfp4":
-        pytest.skip("no folder in MXFP4 is read yet")
     if (command, name) in SKIPPED:
         pytest.skip(SKIPPED[command, name])
     monkeypatch.setattr("regard.inspect.tile_server.serve.Server.wait", lambda self: self.close())
@@ -311,3 +343,17 @@ def test_cell(
 def test_every_command_is_here() -> None:
     no_model = {"compare", "describe", "inspect", "layer", "show", "train"}
     assert set(CELLS) == (set(COMMANDS) - no_model) | set(TASKS)
+
+
+def test_what_would_say_nothing_is_refused(
+    form_of: Callable[[str], Form], said: Said, tmp_path: Path
+) -> None:
+    """A gradient that is 0 by definition, and a text where a recording belongs."""
+    text = tmp_path / "notes.txt"
+    text.write_text(TEXT, "utf-8")
+    assert "--file" in said("view", text, code=2)
+    minilm = form_of("minilm").source
+    gradient = ("inspect", "attribute", TEXT, "--method", "gradient", "--model", minilm)
+    assert "gradient there is 0" in " ".join(said(*gradient, code=2).split())
+    told = json.loads(said(*gradient, "--answer", "a dog", "--json"))
+    assert max(abs(x) for row in told["values"] for x in row) > 1e-3

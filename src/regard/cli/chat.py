@@ -121,7 +121,7 @@ def _answer(conversation: Conversation, text: str) -> None:
 def _print_speed(conversation: Conversation) -> None:
     """Print the speed of the last answer on standard error."""
     x = conversation.generation
-    if x is not None:
+    if x is not None and x.ids:  # Ctrl-C may have come before the first token
         note(
             translate(
                 "read {n} at {reading:.1f} tokens/s, wrote {m} at {writing:.1f} tokens/s",

@@ -266,7 +266,8 @@ def extend_context(
             f"the context of a {checkpoint.model_type} cannot be extended: its config has no "
             "rope_theta and rope_scaling for all layers"
         )
-    if config.rope_scaling is not None:
+    # "default" is how files write that there is none
+    if config.rope_scaling is not None and config.rope_scaling.get("rope_type") != "default":
         raise ArgumentError(
             f"rope_scaling is {dict(config.rope_scaling)} already; extend the checkpoint that it "
             "was derived from"
