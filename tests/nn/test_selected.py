@@ -24,6 +24,7 @@ from regard.nn.attention.selected import (
     Indexer,
     KeySelector,
     MoBA,
+    Places,
     Quest,
     SelectedAttention,
     indexer_losses,
@@ -264,7 +265,7 @@ def test_the_indexer_is_the_published_one() -> None:
 
     def choose(indexer: Indexer) -> Tensor:
         q = torch.zeros(B, 1, T, 1)
-        return indexer.choose(q, q, x, indexer.remember(x, at), at, at).block(at, at)[:, 0]
+        return indexer.choose(q, q, x, indexer.remember(x, at), Places(at, at)).block(at, at)[:, 0]
 
     assert choose(ours).equal(chosen)
     wrong = copy.deepcopy(ours)  # the layout of the main attention is a bug here
@@ -338,7 +339,7 @@ def test_counts_equal_what_is_seen() -> None:
             memory = module.selector.remember(x, Span(0, context))
             q = module.project.query(x[:, -1:], at)
             k, _ = module.project.remember(x, Span(0, context))
-            mask = module.selector.choose(q, k, x[:, -1:], memory, at, Span(0, context))
+            mask = module.selector.choose(q, k, x[:, -1:], memory, Places(at, Span(0, context)))
             seen = mask.visible(at, Span(0, context))
             assert seen.eq(module.selector.spec.tokens(context).value).all()
         with regard.Trace("pattern") as trace:

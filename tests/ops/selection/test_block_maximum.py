@@ -9,7 +9,7 @@ from transformers.models.minimax_m3_vl.modeling_minimax_m3_vl import MiniMaxM3VL
 
 import regard
 from regard.nn import HeadProjection
-from regard.nn.attention.selected import BlockMaximum
+from regard.nn.attention.selected import BlockMaximum, Places
 from regard.nn.blocks.norms import RMSNorm
 from regard.ops.selection import block_maximum_mask
 from regard.positions import Rotary, rope_frequencies
@@ -80,7 +80,7 @@ def test_the_choice_is_that_of_the_published_indexer() -> None:
     q = torch.zeros(B, H, n, 1, dtype=torch.float64)
 
     def choose(selector: BlockMaximum) -> torch.Tensor:
-        mask = selector.choose(q, q, x, selector.remember(x, at), at, at)
+        mask = selector.choose(q, q, x, selector.remember(x, at), Places(at, at))
         return mask.block(at, at)
 
     assert choose(ours).equal(right)
