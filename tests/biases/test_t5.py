@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from regard.biases import T5Relative, t5_bucket
-from regard.biases.t5 import bucket_starts
+from regard.biases.distance import bucket_starts
 from regard.errors import ArgumentError, ArgumentTypeError
 from regard.span import Span
 

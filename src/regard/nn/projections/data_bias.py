@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from regard.argument_checks import check_choice, check_number, check_positions
 from regard.biases import Bias, DenseBias, ForgetBias
-from regard.biases.relative_logits import RelativeLogits
+from regard.biases.tables import RelativeLogits
 from regard.caches import Parts
 from regard.errors import ArgumentError
 from regard.nn.explainable import InputSteps, MechanismStep, ProjectionQuery
