@@ -13,7 +13,7 @@ from regard.nn import CausalConvolution, HeadProjection, Recurrent, RMSNorm
 from regard.nn.recurrence import mamba
 from regard.nn.recurrence.mamba import SelectiveQKV, SelectiveScanRule
 from regard.nn.variants import VARIANTS
-from regard.nn.weights.linear import Linear
+from regard.nn.weights import Linear
 from tests.nn import catalogue
 
 M, N, D, RANK, KERNEL, T = 6, 5, 3, 2, 4, 11

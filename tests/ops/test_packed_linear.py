@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from regard.errors import ArgumentError, ArgumentTypeError
-from regard.ops.packed_linear import pack_linear, why_not_packed
+from regard.ops.onednn import pack_linear, why_not_packed
 from tests.rules import assert_close_rule
 
 REASON = why_not_packed(torch.eye(2))

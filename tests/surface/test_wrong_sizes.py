@@ -23,10 +23,9 @@ import regard.nn as parts
 from regard import linear, memory, positions, scores
 from regard.caches import Cache, Cross, Memory, State
 from regard.nn.variants import VARIANTS
-from regard.nn.weights.linear import linear as linear_map
+from regard.nn.weights import linear as linear_map
 from regard.ops.additive_attention import additive_attention
 from regard.ops.gemv import check_linear_map, gemv
-from regard.ops.rms_norm import rms_norm
 from regard.ops.selection import (
     NSABlocks,
     block_layout,
@@ -40,6 +39,7 @@ from regard.ops.selection import (
     top_k_mask,
 )
 from regard.ops.selection.nsa import compression_positions, compression_windows
+from regard.ops.tokenwise import rms_norm
 from tests.caches.kinds import KINDS
 from tests.surface.wrong_sizes import Call, Wrong, wrongs
 
@@ -350,7 +350,7 @@ MODULES_OF_OPS = (
     "regard.ops.additive_attention",
     "regard.ops.selection",
 )
-FILES_OF_OPS = ("regard.ops.gemv", "regard.ops.rms_norm", "regard.nn.weights.linear")
+FILES_OF_OPS = ("regard.ops.gemv", "regard.ops.tokenwise", "regard.nn.weights")
 """They have no list of public names."""
 NO_OPS = {"try_gemv", "compiled_kernel_applies"}
 """They answer None and False for what does not fit (tests/ops/test_gemv.py)."""

@@ -20,7 +20,7 @@ from regard.huge_pages import HugePageBlock
 from regard.models.checkpoint.family import Family, TensorBinding, bind_names, name_pattern
 from regard.models.checkpoint.stored_forms import StoredRecords, WeightForm, may_store
 from regard.models.checkpoint.tensors import CheckpointTensors, check_finite
-from regard.nn.weights.stored import StoredWeightMixin, store_weight, stored_to_huge_pages
+from regard.nn.weights import StoredWeightMixin, store_weight, stored_to_huge_pages
 from regard.ops.stored_weights import StoredWeight
 from regard.untrusted_text import error_text, escape_controls, short_repr
 

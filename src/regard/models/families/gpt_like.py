@@ -27,7 +27,7 @@ from regard.nn import Attention, Block, FeedForward, FusedQKV, InputEmbedding, P
 from regard.nn.blocks.blocks import NormedResidual
 from regard.nn.projections.fused import ClippedQKV
 from regard.nn.variants.projections import separate_qkv
-from regard.nn.weights.linear import Linear
+from regard.nn.weights import Linear
 from regard.positions import LearnedPositions
 
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from regard.argument_checks import check_device, check_number, check_positions, check_sizes
 from regard.errors import ArgumentError, ArgumentTypeError
-from regard.nn.weights.linear import Linear
+from regard.nn.weights import Linear
 from regard.positions import sinusoidal
 from regard.positions.sinusoidal import SinusoidalLayout
 from regard.span import Positions, Span, find_empty_slots

@@ -16,7 +16,7 @@ from regard.errors import ArgumentError
 from regard.nn.explainable import InputSteps, MechanismStep, ProjectionQuery
 from regard.nn.mixer import check_recorded_graph
 from regard.nn.projections.heads import HeadProjection, ProjectionShape, SeparateQKV
-from regard.nn.weights.linear import Linear
+from regard.nn.weights import Linear
 from regard.process_state import is_exporting_onnx
 from regard.scores.base import stable_argsort
 from regard.span import Positions, Span, as_tensor

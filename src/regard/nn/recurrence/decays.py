@@ -24,7 +24,7 @@ from regard.cost.fixed_state import CountedSpec, LinearSpec
 from regard.cost.spec import HeadShape, ParameterCounts
 from regard.errors import ArgumentError
 from regard.nn.recurrence.recurrent import RecurrenceRule, RuleCall, initial_step_bias, wide
-from regard.nn.weights.linear import Linear
+from regard.nn.weights import Linear
 from regard.ops.linear.feature_maps import cosine_features
 from regard.ops.linear.gated_slots import gated_slots, log_sum_exp_gates
 from regard.ops.linear.linear_attention import (
@@ -32,9 +32,9 @@ from regard.ops.linear.linear_attention import (
     feature_map_of,
     gated_linear,
     linear_attention,
+    mlstm,
     retention,
 )
-from regard.ops.linear.mlstm import mlstm
 from regard.ops.linear.rwkv import rwkv4, rwkv6
 from regard.positions.constant_tensor import ConstantTensor
 from regard.span import Span

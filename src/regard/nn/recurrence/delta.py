@@ -24,7 +24,7 @@ from regard.nn.blocks.norms import L2Norm
 from regard.nn.projections.heads import HeadProjection, ProjectionShape
 from regard.nn.recurrence.projections import CausalConvolution, ConvolvedQKV
 from regard.nn.recurrence.recurrent import RecurrenceRule, RuleCall, initial_step_bias, wide
-from regard.nn.weights.linear import Linear
+from regard.nn.weights import Linear
 from regard.ops.linear.call import empty_slot_mask, zero_empty_slots
 from regard.ops.linear.delta_rules import (
     delta_product,

@@ -16,7 +16,7 @@ from regard.nn.explainable import InputSteps, MechanismStep, MechanismSteps, Pro
 from regard.nn.projections.heads import HeadProjection
 from regard.nn.recurrence.projections import CausalConvolution, ProjectedQKV, StatefulQKV
 from regard.nn.recurrence.recurrent import RecurrenceRule, RuleCall, initial_step_bias, wide
-from regard.nn.weights.linear import Linear
+from regard.nn.weights import Linear
 from regard.ops.linear.linear_attention import gated_linear
 from regard.process_state import is_compiling
 from regard.span import Positions, slice_positions

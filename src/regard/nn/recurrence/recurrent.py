@@ -29,7 +29,7 @@ from regard.nn.recurrence.projections import (
     StatefulQKV,
     project_tokens,
 )
-from regard.nn.weights.linear import Linear
+from regard.nn.weights import Linear
 from regard.span import Positions, Span, slice_positions
 from regard.tracing import tap
 from regard.units import plural

@@ -10,7 +10,7 @@ from typing import Unpack
 from regard.argument_checks import check_groups, resolve_head_dim
 from regard.masks import Causal, Window
 from regard.nn.attention.attention import Attention
-from regard.nn.attention.cross_layer import ValueResidualQKV
+from regard.nn.attention.cross import ValueResidualQKV
 from regard.nn.blocks.norms import RMSNorm
 from regard.nn.projections.factored import KeysAsValues, SharedKeyValue
 from regard.nn.projections.finishes import (

@@ -21,6 +21,9 @@ from regard.ops.linear.call import (
     RecurrenceCall,
     TokenInputs,
     chunk_size,
+    group_heads,
+    shared_matmul,
+    split_value_heads,
     without_autocast,
 )
 from regard.ops.linear.chunks import (
@@ -33,8 +36,7 @@ from regard.ops.linear.chunks import (
     split_into_chunks,
     valid_decays,
 )
-from regard.ops.linear.form_choice import run_form
-from regard.ops.linear.value_heads import group_heads, shared_matmul, split_value_heads
+from regard.ops.linear.linear_recurrence import run_form
 from regard.ops.shared_arguments import with_shared_arguments
 from regard.span import Positions, find_empty_slots
 

@@ -13,12 +13,12 @@ from regard.ops.linear.call import (
     DECAY_PER_CHANNEL,
     SHARED_ARGUMENTS,
     TokenInputs,
+    group_heads,
     without_autocast,
     zero_empty_slots,
 )
 from regard.ops.linear.chunks import FLOOR, decayed_sum, running_maximum
 from regard.ops.linear.linear_recurrence import linear_recurrence
-from regard.ops.linear.value_heads import group_heads
 from regard.ops.shared_arguments import with_shared_arguments
 from regard.span import Positions
 
