@@ -54,10 +54,7 @@ def why_not_onednn(x: Tensor, weight: Tensor, bias: Tensor | None) -> list[str]:
         ("a tensor is not a plain tensor on a CPU", lambda: not all(map(_is_plain, tensors))),
         ("a tensor is not float32", lambda: any(y.dtype != torch.float32 for y in tensors)),
         ("this torch has no oneDNN", lambda: not torch.backends.mkldnn.is_available()),
-        (
-            f"x has {plural(rows, 'row')}; at least {MIN_ROWS} are needed",
-            lambda: rows < MIN_ROWS,
-        ),
+        (f"x has {plural(rows, 'row')}; at least {MIN_ROWS} are needed", lambda: rows < MIN_ROWS),
         (
             f"W has {plural(weight.numel(), 'weight')}; at least {MIN_WEIGHTS:,} are needed",
             lambda: weight.numel() < MIN_WEIGHTS,

@@ -10,14 +10,7 @@ from torch import Tensor
 
 from regard.errors import ArgumentError, ArgumentTypeError
 from regard.process_state import drops_conditions
-from regard.scores.base import (
-    Scope,
-    ScoreBlock,
-    ScoreRule,
-    Stage,
-    along_keys,
-    stable_argsort,
-)
+from regard.scores.base import Scope, ScoreBlock, ScoreRule, Stage, along_keys, stable_argsort
 from regard.span import Positions
 from regard.units import plural
 

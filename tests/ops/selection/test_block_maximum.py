@@ -26,14 +26,7 @@ def test_the_choice_equals_the_definition(call: str, topk: int, local: int) -> N
         q, _, _, q_at, k_at = inputs(call, 3.0)
         k = inputs(call)[1][:, :1]
         mask = block_maximum_mask(
-            q[:, :J],
-            k,
-            heads=H,
-            size=3,
-            topk=topk,
-            local=local,
-            q_positions=q_at,
-            k_positions=k_at,
+            q[:, :J], k, heads=H, size=3, topk=topk, local=local, q_positions=q_at, k_positions=k_at
         )
         chosen = oracle.block_maximum(q[:, :J], k, H, (3, topk, local), rows(q_at), rows(k_at))
         assert mask.block(q_at, k_at).expand(B, H, -1, -1).equal(dense(chosen, k_at))

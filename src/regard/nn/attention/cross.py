@@ -111,10 +111,7 @@ class CrossAttention(Attention):
 
 
 def project_memory(
-    project: Projection,
-    memory: Tensor | None,
-    positions: Positions | None,
-    cache: Cache | None,
+    project: Projection, memory: Tensor | None, positions: Positions | None, cache: Cache | None
 ) -> tuple[Parts, Positions]:
     """Compute what a cache stores for the memory, or read it from the cache."""
     if cache is not None and not isinstance(cache, Cross):

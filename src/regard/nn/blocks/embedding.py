@@ -222,9 +222,7 @@ class LogMelEmbedding(nn.Module):
         return (features.shape[-1] + 1) // 2
 
     def forward(
-        self,
-        features: Float[Tensor, "B F L"],
-        positions: Positions | None = None,
+        self, features: Float[Tensor, "B F L"], positions: Positions | None = None
     ) -> Float[Tensor, "B S M"]:
         """Embed log-mel features as encoder states."""
         if not isinstance(features, Tensor) or not features.is_floating_point():

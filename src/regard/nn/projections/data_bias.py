@@ -208,11 +208,7 @@ class DisentangledProjection(SeparateQKV):
 
     def _bias(self, logits: Tensor, *, of_keys: bool) -> RelativeLogits:
         return RelativeLogits(
-            logits,
-            self.buckets,
-            of_keys,
-            buckets=self.buckets,
-            max_distance=self.max_distance,
+            logits, self.buckets, of_keys, buckets=self.buckets, max_distance=self.max_distance
         )
 
     def data_bias(

@@ -109,10 +109,7 @@ class TensorProductProjection(Projection, nn.Module):
     """
 
     def __init__(
-        self,
-        q: TensorProductHeads | HeadProjection,
-        k: TensorProductHeads,
-        v: TensorProductHeads,
+        self, q: TensorProductHeads | HeadProjection, k: TensorProductHeads, v: TensorProductHeads
     ) -> None:
         super().__init__()
         if not q.heads == k.heads == v.heads or q.head_dim != k.head_dim:

@@ -13,13 +13,7 @@ from torch import Tensor, nn
 
 from regard.argument_checks import check_choice, check_number, check_positive_sizes
 from regard.caches import Parts
-from regard.cost.decayed_state import (
-    lightnet_spec,
-    mlstm_spec,
-    rwkv4_spec,
-    rwkv6_spec,
-    slots_spec,
-)
+from regard.cost.decayed_state import lightnet_spec, mlstm_spec, rwkv4_spec, rwkv6_spec, slots_spec
 from regard.cost.fixed_state import CountedSpec, LinearSpec
 from regard.cost.spec import HeadShape, ParameterCounts
 from regard.errors import ArgumentError
@@ -144,14 +138,7 @@ class RetentionRule(RecurrenceRule):
         decay = None
         if self.decay is not None:
             decay = self._decay_tensor.on(k.device)
-        return retention(
-            q,
-            k,
-            v,
-            decay=decay,
-            scale=self.scale,
-            **call,
-        )
+        return retention(q, k, v, decay=decay, scale=self.scale, **call)
 
     def extra_repr(self) -> str:
         """Return the decays, if they are not those of the paper."""
@@ -353,14 +340,7 @@ class Mamba2Rule(RecurrenceRule):
         """Return the results [B,max(H,N),T,E] and the state (S,) after the last token."""
         step = self.step(x)[..., None]
         g = -wide(self.A_log).exp()[:, None, None] * step
-        z, state = gated_linear(
-            wide(q),
-            wide(k),
-            wide(v) * step,
-            g,
-            scale=1.0,
-            **call,
-        )
+        z, state = gated_linear(wide(q), wide(k), wide(v) * step, g, scale=1.0, **call)
         skip = wide(self.skip)[:, None, None] * wide(v)
         z = z + skip.repeat_interleave(z.shape[1] // v.shape[1], 1)
         return z.to(q.dtype), state
@@ -474,12 +454,7 @@ class CosineRule(LinearAttentionRule):
         where = Span(0, q.shape[2]) if positions is None else positions
         queries, keys = (cosine_features(wide(part), where, self.period) for part in (q, k))
         z, state = linear_attention(
-            queries,
-            keys,
-            wide(v),
-            feature_map="identity",
-            normalize=self.normalize,
-            **call,
+            queries, keys, wide(v), feature_map="identity", normalize=self.normalize, **call
         )
         return z.to(q.dtype), state
 

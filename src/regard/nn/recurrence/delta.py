@@ -11,12 +11,7 @@ from torch import Tensor, nn
 
 from regard.argument_checks import check_number, check_positive_sizes, check_value_heads
 from regard.caches import Parts
-from regard.cost.delta_rules import (
-    delta_product_spec,
-    mesa_spec,
-    preconditioned_spec,
-    titans_spec,
-)
+from regard.cost.delta_rules import delta_product_spec, mesa_spec, preconditioned_spec, titans_spec
 from regard.cost.fixed_state import CountedSpec, DeltaSpec
 from regard.cost.spec import HeadShape, ParameterCounts
 from regard.errors import ArgumentError
@@ -79,13 +74,7 @@ class ChannelLogDecay(nn.Module):
     """
 
     def __init__(
-        self,
-        dim: int,
-        groups: int,
-        head_dim: int,
-        rank: int,
-        *,
-        lower_bound: float | None = None,
+        self, dim: int, groups: int, head_dim: int, rank: int, *, lower_bound: float | None = None
     ) -> None:
         super().__init__()
         check_number("lower_bound", lower_bound, float("-inf"), 0, "below 0")

@@ -34,8 +34,7 @@ class Convolved(Valued, total=False):
     """Heads behind a short convolution."""
 
     kernel: Annotated[
-        int,
-        Option("the tokens of the short causal convolution over queries, keys and values.", 4),
+        int, Option("the tokens of the short causal convolution over queries, keys and values.", 4)
     ]
 
 

@@ -55,11 +55,7 @@ class Corrected(Recurrence, total=False):
         ),
     ]
     max_beta: Annotated[
-        float,
-        Option(
-            "the upper bound of beta, above 0 and at most 2 (`DeltaRule`).",
-            1.0,
-        ),
+        float, Option("the upper bound of beta, above 0 and at most 2 (`DeltaRule`).", 1.0)
     ]
 
 

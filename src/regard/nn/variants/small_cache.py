@@ -107,12 +107,10 @@ class Budget(RotatedShared, total=False):
     """A cache with a budget of tokens."""
 
     budget: Annotated[
-        int,
-        Option("the number of tokens per key/value head that stay after an eviction.", 960),
+        int, Option("the number of tokens per key/value head that stay after an eviction.", 960)
     ]
     interval: Annotated[
-        int,
-        Option("the number of tokens between two evictions; 1 evicts one at every step.", 64),
+        int, Option("the number of tokens between two evictions; 1 evicts one at every step.", 64)
     ]
 
 

@@ -77,11 +77,7 @@ class DecodeArgs:
             x[..., slots:].contiguous() for x in (self.k_positions, self.visible, self.bias)
         )
         return replace(
-            self,
-            k_positions=k_positions,
-            origin=self.origin + slots,
-            visible=visible,
-            bias=bias,
+            self, k_positions=k_positions, origin=self.origin + slots, visible=visible, bias=bias
         )
 
 
@@ -223,13 +219,7 @@ def decode_quantized(args: DecodeArgs, segment: QuantizedSegment, E: int) -> tup
     """
     fields = segment.k, segment.v
     return _run_decode(
-        args,
-        "DecodeQuantized",
-        "decode_quantized",
-        segment.dtype,
-        fields,
-        segment.slots,
-        E,
+        args, "DecodeQuantized", "decode_quantized", segment.dtype, fields, segment.slots, E
     )
 
 

@@ -195,13 +195,7 @@ def _recurrent(
 
 
 def _chunked(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    gates: Gates,
-    M: Tensor,
-    N: Tensor,
-    size: int,
+    q: Tensor, k: Tensor, v: Tensor, gates: Gates, M: Tensor, N: Tensor, size: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute the memory in chunks of `size` tokens, with the arguments of `_recurrent`.
 
