@@ -439,6 +439,20 @@ SYMBOLS: dict[str, str] = {
     "V": "values",
     "topk": "number of selected keys or blocks",
     "m": "the second sequence, from which keys and values come",
+    "S'": "the state after its decay",
+    "R_d": "rotation by the distance d",
+    "s_il": "score of query i and key l",
+    "W_1": "first matrix of the decay",
+    "W_2": "second matrix of the decay",
+    "W_kr": "learned matrix of the rotary key",
+    "k_r": "rotary key of a token, shared by all heads",
+    "scale": "1 / sqrt(width of a whole query)",
+    "p_tj": "weight that query t gave to key j",
+    "x'": "hidden states of the token before",
+    "q_r": "rotary part of a query",
+    "W_c": "learned matrix from hidden states to one latent",
+    "sigma": "feature map elu + 1",
+    "s_h": "learned factors of a query head, one for each channel",
 }
 """The meaning of a symbol in the equations, unless a mechanism gives another one."""
 
