@@ -107,7 +107,12 @@ class Budget(RotatedShared, total=False):
     """A cache with a budget of tokens."""
 
     budget: Annotated[
-        int, Option("the number of tokens per key/value head that stay after an eviction.", 960)
+        int,
+        Option(
+            "the number of tokens per key/value head that stay after an eviction; a cache has budget "
+            "+ interval slots, and what was evicted is lost for all later queries.",
+            960,
+        ),
     ]
     interval: Annotated[
         int, Option("the number of tokens between two evictions; 1 evicts one at every step.", 64)
@@ -504,9 +509,6 @@ def _evicting(dim: int, heads: int, rule: EvictionRule, options: Budget) -> Evic
 def h2o(dim: int, heads: int, *, newest: int = 256, **options: Unpack[Budget]) -> EvictingAttention:
     """H2O: the cache keeps the tokens that got the most attention so far, and the newest ones.
 
-    A cache has budget + interval slots per key/value head, and what was evicted is lost for all
-    later queries.
-
     Args:
         newest: the number n of newest tokens that always stay.
     """
@@ -524,11 +526,7 @@ def h2o(dim: int, heads: int, *, newest: int = 256, **options: Unpack[Budget]) -
     example={"groups": 2, "budget": 5, "interval": 2},
 )
 def tova(dim: int, heads: int, **options: Unpack[Budget]) -> EvictingAttention:
-    """TOVA: the cache keeps the tokens to which the last query attends most.
-
-    A cache has budget + interval slots per key/value head, and what was evicted is lost for all
-    later queries.
-    """
+    """TOVA: the cache keeps the tokens to which the last query attends most."""
     return _evicting(dim, heads, LastQuery(), options)
 
 
@@ -549,9 +547,6 @@ def tova(dim: int, heads: int, **options: Unpack[Budget]) -> EvictingAttention:
 def snapkv(dim: int, heads: int, **options: Unpack[Observed]) -> EvictingAttention:
     """SnapKV: the cache keeps the tokens to which the last queries attend most, smoothed over
     neighbours.
-
-    A cache has budget + interval slots per key/value head, and what was evicted is lost for all
-    later queries.
     """
     rule = ObservedWindow(options["window"], options["pool"])
     return _evicting(dim, heads, rule, options)
@@ -568,11 +563,7 @@ def snapkv(dim: int, heads: int, **options: Unpack[Observed]) -> EvictingAttenti
     example={"groups": 2, "budget": 5, "interval": 2},
 )
 def key_norm(dim: int, heads: int, **options: Unpack[Budget]) -> EvictingAttention:
-    """Small key norms: the cache keeps the tokens whose keys have the smallest norm.
-
-    A cache has budget + interval slots per key/value head, and what was evicted is lost for all
-    later queries.
-    """
+    """Small key norms: the cache keeps the tokens whose keys have the smallest norm."""
     return _evicting(dim, heads, SmallKeyNorm(), options)
 
 
@@ -588,11 +579,7 @@ def key_norm(dim: int, heads: int, **options: Unpack[Budget]) -> EvictingAttenti
     example={"groups": 2, "budget": 5, "interval": 2},
 )
 def keydiff(dim: int, heads: int, **options: Unpack[Budget]) -> EvictingAttention:
-    """KeyDiff: the cache keeps the tokens whose keys differ most in direction from the mean.
-
-    A cache has budget + interval slots per key/value head, and what was evicted is lost for all
-    later queries.
-    """
+    """KeyDiff: the cache keeps the tokens whose keys differ most in direction from the mean."""
     return _evicting(dim, heads, KeyDifference(), options)
 
 
