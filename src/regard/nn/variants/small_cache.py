@@ -109,8 +109,8 @@ class Budget(RotatedShared, total=False):
     budget: Annotated[
         int,
         Option(
-            "the number of tokens per key/value head that stay after an eviction; a cache has budget "
-            "+ interval slots, and what was evicted is lost for all later queries.",
+            "the number of tokens per key/value head that stay after an eviction; a cache has "
+            "budget + interval slots, and what was evicted is lost for all later queries.",
             960,
         ),
     ]
