@@ -218,21 +218,9 @@ def test_refusals() -> None:
             regard.ArgumentError,
             "weight is torch.float64 on cpu and query torch.float32 on cpu",
         ),
-        (
-            lambda: additive_attention(q[0], k, v, w),
-            regard.ArgumentError,
-            "query has 3 dimensions, (4, 3, 6)",
-        ),
-        (
-            lambda: additive_attention(q, k[:, :, :4], v, w),
-            regard.ArgumentError,
-            "key length 4 != value length 5",
-        ),
-        (
-            lambda: additive_attention(q, k[..., :4], v, w),
-            regard.ArgumentError,
-            "query dim 6 and key dim 4 must be equal",
-        ),
+        (lambda: additive_attention(q[0], k, v, w), regard.ArgumentError, "query has 3"),
+        (lambda: additive_attention(q, k[:, :, :4], v, w), regard.ArgumentError, "key length 4"),
+        (lambda: additive_attention(q, k[..., :4], v, w), regard.ArgumentError, "query dim 6"),
         (
             lambda: additive_attention(q[:, :3], k, v, w[:3]),
             regard.ArgumentError,
