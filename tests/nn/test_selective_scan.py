@@ -119,12 +119,6 @@ def test_long_texts_are_computed_in_pieces() -> None:
     assert sizes[3:] == [150]
 
 
-def test_gradients_are_those_of_the_definition() -> None:
-    mixer = layer().requires_grad_(True)
-    x = tokens(1, 4).requires_grad_(True)
-    assert torch.autograd.gradcheck(mixer, (x,))
-
-
 def test_what_is_refused() -> None:
     with pytest.raises(regard.ArgumentError, match="each must be at least 1"):
         SelectiveScanRule(3, 0, 1)
