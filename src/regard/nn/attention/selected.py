@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from typing import NamedTuple
+from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -24,6 +24,7 @@ from regard.cost.softmax import ALL_EARLIER_KEYS
 from regard.cost.spec import Spec
 from regard.errors import ArgumentError
 from regard.masks import Causal, Mask
+from regard.nn.attention.attention import Places
 from regard.nn.mixer import Mixer, count_weights
 from regard.nn.projections.heads import HeadProjection, Projection, check_adds_no_bias
 from regard.nn.projections.latent import LatentProjection, LowRankProjection
@@ -45,13 +46,6 @@ from regard.ops.softmax import attend, attention_weights
 from regard.span import Positions, Span, slot_count
 from regard.tracing import tap
 from regard.units import plural
-
-
-class Places(NamedTuple):
-    """The positions of the queries and keys of a call, named as the functions name them."""
-
-    q_positions: Positions
-    k_positions: Positions
 
 
 class KeySelector(nn.Module):
@@ -406,7 +400,7 @@ class BlockMaximum(IndexHeads):
         """Return the mask of the chosen blocks."""
         with torch.no_grad():
             queries = self.q(x, places.q_positions)
-        sizes = {"size": self.size, "topk": self.topk, "local": self.local}
+        sizes: Any = {"size": self.size, "topk": self.topk, "local": self.local}
         return block_maximum_mask(queries, memory[0], heads=self.heads, **sizes, **places._asdict())
 
     @property
