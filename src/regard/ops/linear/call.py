@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import NamedTuple, TypedDict
 
 import torch
 from jaxtyping import Bool, Float
@@ -22,6 +22,7 @@ from torch import dtype as Dtype
 from regard.argument_checks import (
     check_device,
     check_finite,
+    check_keyword_names,
     check_number,
     check_positions,
     check_query_key_value,
@@ -79,12 +80,31 @@ DECAY_PER_CHANNEL = "one number per key channel and token, or one for all channe
 """What a decay is, in an error."""
 
 
+class ScaledOptions(TypedDict, total=False):
+    """The options of most recurrences, which `help` shows; `SHARED_ARGUMENTS` explains them."""
+
+    scale: float | None
+    state: tuple[Tensor, ...] | None
+    k_positions: Positions | None
+    form: str
+    chunk: int
+
+
+class RecurrenceOptions(TypedDict, total=False):
+    """The same without the scale, for recurrences with one of their own."""
+
+    state: tuple[Tensor, ...] | None
+    k_positions: Positions | None
+    form: str
+    chunk: int
+
+
 class TokenInputs:
     """The checked tokens of a recurrence, with 0 in empty slots, and its options.
 
     Args:
         q, k, v: `[B, H, T, D]`, `[B, G, T, D]` and `[B, N, T, E]`.
-        form: one of `forms`, those that the recurrence has.
+        options: those of the recurrence, with a form that is one of `forms`.
         one_state_per_head: what needs as many key and value heads as query heads, or "".
     """
 
@@ -93,15 +113,18 @@ class TokenInputs:
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        scale: float | None,
-        positions: Positions | None,
-        form: str,
-        chunk: int,
+        options: ScaledOptions,
         *,
         forms: tuple[str, ...] = FORMS,
         one_state_per_head: str = "",
     ) -> None:
+        names = ScaledOptions.__optional_keys__
+        if not names.issuperset(options):
+            check_keyword_names("this recurrence", options, names)
+        scale, positions = options.get("scale"), options.get("k_positions")
+        form, chunk = options.get("form", "auto"), options.get("chunk", 64)
         _check_call(q, k, v, scale, positions, form, chunk, forms)
+        self.form, self.chunk, self.before = form, chunk, options.get("state")
         if one_state_per_head and not q.shape[1] == k.shape[1] == v.shape[1]:
             raise ArgumentError(
                 f"q has {plural(q.shape[1], 'head')}, k {k.shape[1]} and v {v.shape[1]}; "
@@ -136,16 +159,10 @@ class TokenInputs:
         self.check(name, x, shapes, meaning, **others)
         return zero_empty_slots(x if x.ndim == 4 else x.unsqueeze(-1), self.empty)
 
-    def state(
-        self,
-        state: tuple[Tensor, ...] | None,
-        *,
-        sizes: dict[str, int] | None = None,
-        **shapes: str,
-    ) -> tuple[Tensor, ...]:
+    def state(self, *, sizes: dict[str, int] | None = None, **shapes: str) -> tuple[Tensor, ...]:
         """Return the state before the first token, of shapes such as S="B N D E"."""
         expected = {name: self.shape(x, **(sizes or {})) for name, x in shapes.items()}
-        return initial_state(state, expected, self.k)
+        return initial_state(self.before, expected, self.k)
 
     def output(self, out: Tensor) -> Tensor:
         """Return outputs in the dtype of the queries, with 0 in empty slots."""
