@@ -60,9 +60,9 @@ def _constant(value: int) -> PositionMap:
     return PositionMap(modulus=1, offset=value)
 
 
-def _near_and_far(window: int, name: str, seen: Mask) -> tuple[RemappedPart, ...]:
+def _near_and_far(window: int, name: str, mask: Mask) -> tuple[RemappedPart, ...]:
     """Return the window, and the other keys that are seen, all at the distance of the window."""
-    far = RemappedPart(name, seen & ~Window(window), _constant(window), _constant(0))
+    far = RemappedPart(name, mask & ~Window(window), _constant(window), _constant(0))
     return RemappedPart("near", Causal() & Window(window)), far
 
 

@@ -207,7 +207,15 @@ class SelectedAttention(Mixer):
         return tap("out", self.output(z.transpose(1, 2).flatten(2)))
 
     def selector_memory(self, memory: Parts, cache: Cache | None) -> Parts:
-        """Return what the selector chooses by: its stored parts, or what the cache has for it."""
+        """Return what the selector chooses by, beside queries and keys.
+
+        Args:
+            memory: the stored parts of the selector.
+            cache: the cache, which may hold more for the selector.
+
+        Returns:
+            The parts that `choose` gets, here those that are stored for each token.
+        """
         return memory
 
     @property

@@ -274,7 +274,7 @@ class Block(nn.Module):
     def _plain_forward(
         self, x: Tensor, positions: Positions | None, cache: Cache | None, backend: str
     ) -> Tensor:
-        """Compute `forward` without taps."""
+        """Apply both sublayers to hidden states [B,T,M], one after the other, without taps."""
         parts: dict[str, Any] = self._modules  # much faster than nn.Module's attribute access
         attention = parts["attention"]
         x = parts["attention_residual"](

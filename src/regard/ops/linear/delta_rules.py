@@ -417,13 +417,13 @@ def delta_product(
     first = beta.new_zeros(*beta.shape)
     if log_decay is not None and n:
         first = F.pad(log_decay[..., None], (0, n - 1))  # [B,N,T,n]
-    given: ScaledOptions = {**options, "k_positions": positions}
+    all_options: ScaledOptions = {**options, "k_positions": positions}
     out, S = gated_delta_rule(
         q.repeat_interleave(n, 2),
         k.flatten(2, 3),
         v.flatten(2, 3),
         beta.flatten(2),
         first.flatten(2),
-        **given,
+        **all_options,
     )
     return out[:, :, n - 1 :: n], S

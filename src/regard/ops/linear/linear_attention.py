@@ -137,8 +137,8 @@ def linear_attention(
 
     Source: Katharopoulos et al. 2020 (arXiv 2006.16236), equations 8 to 12 and 16 to 20.
     """
-    given: ScaledOptions = {"scale": scale, **options}
-    tokens = TokenInputs(q, k, v, given, forms=FORMS_WITH_TRITON)
+    all_options: ScaledOptions = {"scale": scale, **options}
+    tokens = TokenInputs(q, k, v, all_options, forms=FORMS_WITH_TRITON)
     features, dtype, empty = feature_map_of(feature_map), tokens.dtype, tokens.empty
     q, k, v, N, G = tokens.q, tokens.k, tokens.v, tokens.N, tokens.G
     with without_autocast(q):

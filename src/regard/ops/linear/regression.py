@@ -72,8 +72,8 @@ def mesa(
 
     Source: von Oswald et al. 2025 (arXiv 2506.05233), equations 6 to 8.
     """
-    given: ScaledOptions = {"scale": None, "chunk": 16, **options}
-    tokens = TokenInputs(q, k, v, given, one_state_per_head="a Mesa layer")
+    all_options: ScaledOptions = {"scale": None, "chunk": 16, **options}
+    tokens = TokenInputs(q, k, v, all_options, one_state_per_head="a Mesa layer")
     meaning, wide, T = "one number per head and token", tokens.dtype, tokens.T
     strength = tokens.gate("beta", beta, "B H T", meaning).to(wide)  # [B,H,T,1]
     g = tokens.gate("log_decay", log_decay, "B H T", meaning).to(wide)
