@@ -232,7 +232,7 @@ def tiny(family: str, change: dict[str, Any]) -> dict[str, Any]:
 SLIDING = {"sliding_window": None, "layer_types": ["sliding_attention"] * 3}
 OWN = TINY["regard"]
 CONFIGS: list[tuple[dict[str, Any], str]] = [
-    ({"model_type": "lama"}, r"'lama' is not known; did you mean 'llama'\? Known are arcee"),
+    ({"model_type": "lama"}, r"'lama' is not known; did you mean 'llama'\? Known are apertus"),
     ({}, "model_type None is not known"),
     ({"model_type": "llama"}, r"config\.json: it lacks vocab_size, hidden_size"),
     (tiny("llama", {"hidden_size": "24"}), "hidden_size is '24'; it must be int"),

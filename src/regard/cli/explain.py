@@ -20,10 +20,10 @@ from regard.cli.options import (
     SOURCE,
     TEXT_FILE,
     LoadOptions,
+    PromptOptions,
     argument,
     check_files,
     console_of,
-    given_text,
     grouped,
     load,
     option,
@@ -138,6 +138,7 @@ def explain(
     ),
     color: bool | None = COLOR,
     *,
+    reading: PromptOptions,
     load_options: LoadOptions,
 ) -> None:
     """Follow one query and one key through one attention head, number by number: inputs, scores,
@@ -162,22 +163,24 @@ def explain(
         }
         others |= {"--set": settings, "--seed": seed, "--model": model != "tiny"}
         others |= {"--beside": beside, "--beside-model": beside_model}
-        _check_alone(others | dict.fromkeys(load_options.flags_given(), True))
+        flags = [*reading.flags_given(), *load_options.flags_given()]
+        _check_alone(others | dict.fromkeys(flags, True))
         if place is not None and layer is not None:
             raise usage_error("--place", "already names the place; leave --layer out")
         place_or_layer = place if place is not None else layer
         choice = _RowChoice(query, key, place_or_layer, head, batch)
         _explain_module(module, choice, html, figure, lang, json, list_heads, color, full=full)
         return
-    text = given_text(text, file)
+    prompt = reading.prompt(text, file)
     if batch:
         raise usage_error("--batch", "applies to --module only; leave it out")
-    check_options(attention, model, {"--set": settings, "--seed": seed}, load_options)
-    with working("running the model", len(text)):
+    flags = [*reading.flags_given(), *load_options.flags_given()]
+    check_options(attention, model, {"--set": settings, "--seed": seed}, flags)
+    with working("running the model", len(prompt)):
         if attention is not None:
-            run = mechanism(attention, text, settings, seed, target)
+            run = mechanism(attention, prompt, settings, seed, target)
         else:
-            run = read_text(text, model, load_options, target=target)
+            run = read_text(prompt, model, load_options, target=target, reading=reading)
     target_head = ExplainTarget(run, query, key, layer, head, place)
     if list_heads:
         print_heads(target_head, json, console_of(color), lang)
@@ -185,11 +188,17 @@ def explain(
     explanation = target_head.explained(call)
     beside_run = None
     if beside or beside_model:
+        if beside and reading.messages:
+            raise usage_error("--beside", "is another text than --messages; give one of them")
         # --revision, --allow-missing, --ignore and --finite apply to the folder of --model only
-        beside_options = load_options
-        if beside_model:
-            beside_options = LoadOptions(load_options.dtype, load_options.device)
-        beside_run = read_text(beside or text, beside_model or model, beside_options, target=target)
+        plain = LoadOptions(load_options.dtype, load_options.device)
+        beside_run = read_text(
+            reading.prompt(beside, None) if beside else prompt,
+            beside_model or model,
+            plain if beside_model else load_options,
+            target=target,
+            reading=reading,
+        )
 
     def page_of(data: dict[str, Any]) -> str:
         return page(explanation, run, data, lang, beside_run)
@@ -299,7 +308,12 @@ def _write_output(
 
 
 def read_text(
-    text: str, source: str, load_options: LoadOptions | None = None, *, target: str | None = None
+    text: Any,
+    source: str,
+    load_options: LoadOptions | None = None,
+    *,
+    target: str | None = None,
+    reading: PromptOptions | None = None,
 ) -> PreparedRun:
     """Run the model of a folder, of a name, or of a trained task on the text, and return the
     recorded run.
@@ -311,13 +325,16 @@ def read_text(
     from regard.language import translate
 
     if (Path(source) / "task.json").exists():
+        if reading is not None and (flags := reading.flags_given()):
+            raise usage_error(flags[0], "applies to a decoder, and this model is none")
         if load_options is not None and load_options.device not in (None, "cpu"):
             raise usage_error("--device", "a model that was trained on a task runs on the CPU here")
         return _run_task_model(text, source, target)
     model = load(source, LoadOptions() if load_options is None else load_options)
-    run_on_text = prepare_run(model, text, target)
+    prompt = text if reading is None else reading.read(model, [text])[0]
+    run_on_text = prepare_run(model, prompt, target)
     _check_length(run_on_text)
-    if warning := warn_about_text(model, text):
+    if isinstance(prompt, str) and (warning := warn_about_text(model, prompt)):
         typer.echo(translate("note: {note}", note=warning), err=True)
     return replace(run_on_text, name=Path(source).name or source)
 
@@ -354,7 +371,7 @@ def check_options(
     attention: str | None,
     source: str,
     mechanism_options: dict[str, object],
-    load_options: LoadOptions,
+    model_flags: Sequence[str],
 ) -> None:
     """Raise an error for options of a mechanism where there is a model, and the other way round."""
     if attention is None:
@@ -369,9 +386,9 @@ def check_options(
         raise usage_error(
             "--attention", "builds a network with random weights; leave out --model or --attention"
         )
-    elif load_flags := load_options.flags_given():
+    elif model_flags:
         raise usage_error(
-            load_flags[0],
+            model_flags[0],
             "applies to a model that is loaded, but --attention builds a network with random "
             "weights; leave one of them out",
         )

@@ -37,9 +37,7 @@ PUBLISHED_MODELS: dict[str, PublishedModel] = {
 
 SIZES_NOT_PUBLISHED = {
     "mistral-medium": "Mistral AI has not published the sizes of Mistral Medium",
-    "gemma-4": (
-        "Gemma 4 has heads of another size in its global layers, which are not counted yet"
-    ),
+    "gemma-4": "The sizes of Gemma 4 are not stored here; its config.json has them",
 }
 """Beginnings of the names of models that readers ask for, and why no sizes stand here."""
 

@@ -239,8 +239,9 @@ def explain(
         model: a decoder, text encoder or encoder-decoder from `regard.load`; a `PretokenizedInput`;
             a prepared run, such as that of `random_model`, a mechanism with random weights; a
             recording; or any other module that `record` supports.
-        text: the text, at least one token; None for a `PretokenizedInput`, a prepared run or a
-            recording, which contain theirs. For any other module: its input, a tuple of its inputs,
+        text: the text, at least one token; for a decoder also its ids, or messages, as in
+            `Model.generate`. None for a `PretokenizedInput`, a prepared run or a recording, which
+            contain theirs. For any other module: its input, a tuple of its inputs,
             or a mapping of its keyword arguments.
         layer: index of the layer; negative counts from the end. In an encoder-decoder this is the
             cross-attention of the layer, in a recording the index of the place.

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from regard.errors import ArgumentError, ArgumentTypeError
 from regard.models.encoder_decoder import EncoderDecoder
 from regard.models.model import Model
+from regard.models.prompts import Prompt, encode_prompt
 from regard.models.seq2seq import Seq2Seq
 from regard.models.text_encoder import TextEncoder
 from regard.nn.weights import device_of
@@ -201,7 +202,7 @@ ModelInput: TypeAlias = Model | TextEncoder | Seq2Seq | PretokenizedInput
 
 
 def prepare_run(
-    model: ModelInput, text: str | None = None, target: str | None = None
+    model: ModelInput, text: Prompt | None = None, target: str | None = None
 ) -> PreparedRun:
     """Prepare a model and a text to be run and explained."""
     if isinstance(model, PretokenizedInput):
@@ -210,31 +211,32 @@ def prepare_run(
             if model.target is None
             else _prepare_pretokenized_pair(model, model.target)
         )
-    if not isinstance(text, str):
+    if isinstance(model, TextEncoder) and target is None and isinstance(text, (str, Tensor)):
+        return _prepare_text_encoder(model, text)
+    if text is None or not (isinstance(text, str) or isinstance(model, Model)):
         raise ArgumentTypeError(f"text is {type(text).__name__}; it must be str", argument="text")
     if isinstance(model, Seq2Seq):
+        assert isinstance(text, str), "refused above"
         return _prepare_seq2seq(model, text, target)
     if target is not None:
         kind = type(model).__name__
         raise ArgumentError(
             f"target is given, but a {kind} takes no target; leave it out", argument="target"
         )
-    return (
-        _prepare_text_encoder(model, text)
-        if isinstance(model, TextEncoder)
-        else _prepare_decoder(model, text)
-    )
+    assert isinstance(model, Model), "an encoder is served above"
+    return _prepare_decoder(model, text)
 
 
-def _prepare_decoder(model: Model, text: str) -> PreparedRun:
-    ids, decoder = model.encode(text), model.decoder
+def _prepare_decoder(model: Model, prompt: Prompt) -> PreparedRun:
+    ids, decoder = torch.tensor([encode_prompt(model, prompt)], device=model.device), model.decoder
+    tokens = token_sequence(model, ids, prompt if isinstance(prompt, str) else None)
     head, run = decoder.head, decoder if model.has_head else decoder.hidden
     predict = None if head is None else lambda x: head(decoder.norm(x))
     return PreparedRun(
         _model_type(model),
-        text,
+        tokens.text,
         decoder,
-        {"text": token_sequence(model, ids, text)},
+        {"text": tokens},
         tuple(_self_attentions(decoder.layers, "", "text")),
         lambda: run(ids, last=1),
         decoder.embed,
@@ -246,16 +248,17 @@ def _prepare_decoder(model: Model, text: str) -> PreparedRun:
     )
 
 
-def _prepare_text_encoder(model: TextEncoder, text: str) -> PreparedRun:
-    ids, positions, segments = model.encode(text)
+def _prepare_text_encoder(model: TextEncoder, text: str | Tensor) -> PreparedRun:
+    ids, positions, segments = model.encode(text) if isinstance(text, str) else (text, None, None)
+    tokens = token_sequence(model, ids)
     network, encoder = model.network, model.network.encoder
     head = network.head
     predict = None if head is None else lambda x: head(encoder.norm(x))
     return PreparedRun(
         _model_type(model),
-        text,
+        text if isinstance(text, str) else tokens.text,
         network,
-        {"text": token_sequence(model, ids)},
+        {"text": tokens},
         tuple(_self_attentions(encoder.layers, "", "text")),
         lambda: network(ids, positions, segments),
         encoder.embed,

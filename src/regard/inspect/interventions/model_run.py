@@ -18,6 +18,7 @@ from regard.errors import ArgumentError, ArgumentTypeError
 from regard.integrations.pytorch.watch import watch
 from regard.models.generation.decode_session import pad_left
 from regard.models.model import Model
+from regard.models.prompts import encode_rows
 from regard.models.seq2seq import Seq2Seq
 from regard.models.text_encoder import TextEncoder
 from regard.models.text_model import TextModel
@@ -31,7 +32,7 @@ AnyModel: TypeAlias = Model | TextEncoder | Seq2Seq | nn.Module
 """A model of this package, or any module."""
 
 Input: TypeAlias = Any
-"""A text, token ids `[B, T]`, or a mapping of a module's arguments."""
+"""A text, ids, messages, several of them, or a mapping of a module's arguments."""
 
 
 class RunResult(NamedTuple):
@@ -138,10 +139,10 @@ def _prepare_decoder(model: Model, text: Input) -> ModelRun:
     positions: Positions | None = None
     if isinstance(text, Tensor):
         ids = text
-    elif isinstance(text, str):
-        ids = model.encode(text)
     else:
-        ids, positions = pad_left([model.encode(row)[0].tolist() for row in text])
+        rows = encode_rows(model, text)
+        ids, positions = pad_left(rows) if len(rows) > 1 else (torch.tensor(rows), None)
+        ids = ids.to(model.device)
     run = model.forward if model.has_head else model.hidden
     return ModelRun(model, lambda: run(ids, positions), ids, _pieces(model, ids))
 

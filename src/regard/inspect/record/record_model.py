@@ -19,6 +19,7 @@ from regard.integrations.pytorch.module_places import ModulePlaces
 from regard.integrations.pytorch.watch import watch
 from regard.models.generation.decode_session import pad_left
 from regard.models.model import Model
+from regard.models.prompts import Prompt, encode_prompt, encode_rows, is_single_prompt
 from regard.models.seq2seq import Seq2Seq
 from regard.models.text_encoder import TextEncoder
 from regard.span import Positions, slice_positions
@@ -188,7 +189,8 @@ def record(
         model: a `Model`, a `TextEncoder`, a `Seq2Seq`, or any other module, such as one of
             transformers, timm or diffusers.
         *inputs: for the models of this package, `text`: one text; several texts, padded on the left
-            at position -1; or token ids `[B, T]`; and for a `Seq2Seq` also `target`. For any other
+            at position -1; or token ids `[B, T]`; for a `Model` also a list of ids, or the messages
+            of a conversation, as in `Model.generate`; for a `Seq2Seq` also `target`. For any other
             module: its inputs, or one mapping of its keyword arguments, which may have the names of
             the options below.
         labels: texts for the tokens of a module without a tokenizer, such as words, patches or
@@ -321,7 +323,7 @@ def _metadata(model: object) -> dict[str, str]:
 
 def _run_decoder(
     model: Model,
-    text: Text,
+    text: Prompt | Sequence[Prompt],
     positions: Positions | None,
     chunk: int | None,
     **generation_options: Any,
@@ -338,12 +340,11 @@ def _run_decoder(
     if isinstance(text, Tensor):
         ids = text
     else:
-        rows = [text] if isinstance(text, str) else list(text)
-        if not rows or not all(isinstance(row, str) for row in rows):
-            raise ArgumentTypeError("text must be a str, several of them, or ids [B,T]")
+        if not isinstance(text, (str, list, tuple)) or not text:
+            raise ArgumentTypeError("text must be a str, messages, ids, or several of them")
         if positions is not None:
-            raise ArgumentError("positions can be given only with ids, not with a text")
-        ids, positions = pad_left([model.encode(row)[0].tolist() for row in rows])
+            raise ArgumentError("positions can be given only with a tensor of ids")
+        ids, positions = pad_left(encode_rows(model, text))
     # a base model without a head has attention, but no logits
     run = model.forward if model.has_head else model.hidden
     if chunk is None:
@@ -364,7 +365,7 @@ def _run_decoder(
 
 def _run_generation(
     model: Model,
-    text: Text,
+    text: Any,
     positions: Positions | None,
     chunk: int | None,
     *,
@@ -373,16 +374,16 @@ def _run_generation(
     max_context: int | None,
 ) -> dict[str, object]:
     """Generate tokens after one text with a decoder."""
-    if not isinstance(text, str) or positions is not None:
+    if not is_single_prompt(text) or positions is not None:
         raise ArgumentError(
             "tokens can be generated after one text only; for several texts, use `with Recorder()` "
             "around model.generate"
         )
-    prompt_ids = model.encode(text)[0].tolist()
+    prompt_ids = encode_prompt(model, text)
     if cache in ("fixed", "paged") and max_context is None:
         max_context = len(prompt_ids) + tokens
     generation = model.generate(
-        text, max_tokens=tokens, chunk=chunk, cache=cache, max_context=max_context
+        prompt_ids, max_tokens=tokens, chunk=chunk, cache=cache, max_context=max_context
     )
     for _ in generation:
         pass
