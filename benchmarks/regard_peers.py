@@ -28,7 +28,7 @@ from regard.masks import Causal, Document, Mask, Prefix, Sinks, Window
 from regard.models.compiled_step import PreparedDecoder
 from regard.models.decoder import Decoder
 from regard.models.generation.captured_step import WARM_UP_STEPS, CudaGraphRecorder
-from regard.nn.weights.stored import can_store_weight, store_weight, stored_to_huge_pages
+from regard.nn.weights import can_store_weight, store_weight, stored_to_huge_pages
 from regard.ops.softmax import attend, dispatch, plan
 from regard.ops.stored_weights import Int4Weight, Int8Weight, StoredWeight
 from regard.span import Span

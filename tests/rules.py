@@ -1,5 +1,5 @@
 """When is a result right? One rule for every kernel and dtype, and no tolerance that anybody
-chose.
+chose. When is a call refused? With a type of error, and words of its message.
 """
 
 from __future__ import annotations
@@ -9,9 +9,12 @@ import functools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
+import pytest
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from regard.errors import ArgumentError
 
 Result, Part = TypeVar("Result"), TypeVar("Part")
 Order = Callable[[Tensor, int], Tensor]
@@ -23,6 +26,14 @@ SUMS = {aten.sum.default, aten.sum.dim_IntList, aten.mean.default, aten.mean.dim
 
 GRADIENT = 3.0
 """The factor for gradients."""
+
+
+def assert_refused(cases: Iterable[tuple[Any, ...]]) -> None:
+    """Each case is (call, words), or (call, type of the error, words), words of its message."""
+    for call, *kind, words in cases:
+        with pytest.raises(kind[0] if kind else ArgumentError) as error:
+            call()
+        assert words in str(error.value)
 
 
 def assert_close_rule(

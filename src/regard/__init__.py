@@ -42,9 +42,8 @@ if TYPE_CHECKING:
     from regard.models.load import load
     from regard.ops.softmax.attend import attend, attend_partial, attention_weights
     from regard.ops.softmax.call import Partial
-    from regard.ops.softmax.dispatch import register_kernel
+    from regard.ops.softmax.dispatch import Plan, plan, register_kernel
     from regard.ops.softmax.merge import merge
-    from regard.ops.softmax.plan import Plan, plan
     from regard.span import EMPTY, Span
     from regard.tracing import Trace
 

@@ -23,9 +23,9 @@ from regard.ops.linear.linear_attention import (
     FEATURE_MAPS,
     gated_linear,
     linear_attention,
+    mlstm,
     retention,
 )
-from regard.ops.linear.mlstm import mlstm
 from regard.ops.linear.regression import mesa, titans_memory
 from regard.ops.linear.rwkv import rwkv4, rwkv6
 from regard.ops.linear.short_convolution import short_convolution

@@ -128,26 +128,10 @@ def test_learned_slopes():
         (lambda: ALiBi(2, (1.0, 2.0)), ArgumentError, r"ALiBi\(heads=2, slopes=given\)"),
         (lambda: ALiBi(0), ArgumentError, "heads is 0; it must be at least 1"),
         (lambda: alibi_slopes(0), ArgumentError, "heads is 0"),
-        (
-            lambda: ALiBi(slopes=torch.ones(2, 1)),
-            ArgumentError,
-            r"slopes is \(2, 1\); it must be 1-D",
-        ),
-        (
-            lambda: ALiBi(slopes=torch.ones(2).long()),
-            ArgumentTypeError,
-            "slopes is a tensor of integers",
-        ),
-        (
-            lambda: ALiBi(slopes=[1.0, float("nan")]),
-            ArgumentError,
-            r"slopes\[1\] is nan; it must be finite",
-        ),
-        (
-            lambda: ALiBi(8).require(1, 12, 4, 4),
-            ArgumentError,
-            r"alibi\(8\) has 8 heads and the query has 12; create the bias",
-        ),
+        (lambda: ALiBi(slopes=torch.ones(2, 1)), ArgumentError, r"slopes is \(2, 1\); it must"),
+        (lambda: ALiBi(slopes=torch.ones(2).long()), ArgumentTypeError, "slopes is a tensor of"),
+        (lambda: ALiBi(slopes=[1.0, float("nan")]), ArgumentError, r"slopes\[1\] is nan; it"),
+        (lambda: ALiBi(8).require(1, 12, 4, 4), ArgumentError, r"alibi\(8\) has 8 heads and"),
         (
             lambda: ALiBi(slopes=torch.ones(2)).require(1, 3, 4, 4),
             ArgumentError,

@@ -243,33 +243,17 @@ def test_which_dense_shapes_serve_a_call(shape, fits):
 @pytest.mark.parametrize(
     "call, error, message",
     [
-        (
-            lambda: DenseBias(torch.zeros(2, 4, 7)),
-            ArgumentError,
-            r"bias has 3 dimensions, \(2, 4, 7\); it must be \[T, S\]",
-        ),
-        (
-            lambda: DenseBias(torch.zeros(4, 7).bool()),
-            ArgumentTypeError,
-            "bias is bool; it must be float64",
-        ),
+        (lambda: DenseBias(torch.zeros(2, 4, 7)), ArgumentError, r"bias has 3 dimensions, \(2"),
+        (lambda: DenseBias(torch.zeros(4, 7).bool()), ArgumentTypeError, "bias is bool; it must"),
         (lambda: DenseBias([[0.0]]), ArgumentTypeError, "bias is list"),
         (lambda: FnBias(3), ArgumentTypeError, r"fn is int; it must be a function fn\(q, k, ...\)"),
-        (
-            lambda: FnBias(slope, (1.0,)),
-            ArgumentTypeError,
-            r"parameters\[0\] is float; it must be a tensor",
-        ),
+        (lambda: FnBias(slope, (1.0,)), ArgumentTypeError, r"parameters\[0\] is float; it must"),
         (
             lambda: FnBias(lambda q, k: q - k).block(Q, K),
             ArgumentTypeError,
             "returned torch.int64; it must return a float tensor",
         ),
-        (
-            lambda: FnBias(constant).block(Q, K),
-            ArgumentTypeError,
-            "returned float; it must return a float tensor",
-        ),
+        (lambda: FnBias(constant).block(Q, K), ArgumentTypeError, "returned float; it must"),
         (
             lambda: FnBias(lambda q, k: (q - k)[0] * 1.0).block(Q, K),
             ArgumentError,

@@ -19,7 +19,7 @@ import regard
 from regard.cli.app import COMMANDS
 from regard.cli.inspect import TASKS
 from regard.models import Model, TextEncoder
-from regard.nn.weights.stored import count_parameters
+from regard.nn.weights import count_parameters
 from tests.cli.command import Said
 from tests.cli.test_few_bit_models import small_model, write_as_gguf
 from tests.models.checkpoint.test_quantized_folders import MXFP4, bytes_, pack

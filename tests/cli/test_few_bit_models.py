@@ -21,7 +21,7 @@ from regard.files.gguf_writer import TensorToWrite, write_gguf
 from regard.models.families import family
 from regard.models.model import Model
 from regard.models.tokenizer import Tokenizer
-from regard.nn.weights.stored import count_parameters, stored_modules
+from regard.nn.weights import count_parameters, stored_modules
 from tests.models import small
 from tests.models.checkpoint import gguf_writer
 from tests.models.checkpoint.test_gguf import checkpoint

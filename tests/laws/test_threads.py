@@ -40,9 +40,9 @@ from regard.models.tokenizer import Tokenizer
 from regard.nn.projections import dynamic_rotary
 from regard.ops.cpu import decode, threads
 from regard.ops.gemv import gemv
-from regard.ops.rms_norm import rms_norm
 from regard.ops.softmax import cpu, flex
 from regard.ops.softmax.dispatch import KERNELS
+from regard.ops.tokenwise import rms_norm
 from regard.positions import DynamicNTK, Rotary
 from regard.span import Span
 from tests.caches.kinds import KINDS

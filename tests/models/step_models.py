@@ -31,7 +31,7 @@ from regard.nn import (
     SwiGLU,
 )
 from regard.nn.blocks.embedding import CappedLogits
-from regard.nn.weights.linear import Linear
+from regard.nn.weights import Linear
 from regard.ops.cpu import threads
 from regard.positions import LinearScaling, Rotary
 from tests.models import small

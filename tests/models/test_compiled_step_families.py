@@ -43,7 +43,7 @@ from regard.nn.blocks.feed_forward import ReLUSquared
 from regard.nn.blocks.norms import OffsetLayerNorm
 from regard.nn.projections.fused import ClippedQKV
 from regard.nn.projections.steps import Clip
-from regard.nn.weights.linear import Linear
+from regard.nn.weights import Linear
 from regard.ops.cpu import launch
 from regard.ops.cpu.step import ACTIVATIONS, NORM_KINDS, DecodeStep, Fields, StepLayer
 from regard.ops.stored_weights import Int4Weight, Int8Weight

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from regard import huge_pages
 from regard.models.compiled_step import PreparedDecoder
 from regard.models.decoder import Decoder
-from regard.nn.weights.linear import Linear
-from regard.nn.weights.stored import (
+from regard.nn.weights import (
+    Linear,
     plain_class,
     store_weight,
     stored_modules,

@@ -23,7 +23,7 @@ from regard.models.text_encoder import _batches_of
 from regard.nn import Attention, Block, FeedForward, InputEmbedding, PreNorm, RMSNorm
 from regard.nn.blocks.embedding import SinusoidalPositions
 from regard.nn.variants.projections import output_projection, separate_qkv
-from regard.ops.packed_linear import why_not_packed
+from regard.ops.onednn import why_not_packed
 from tests.models.test_text_encoder import CONFIG, TEXTS, tokenizer
 from tests.rules import assert_close_rule
 

@@ -26,7 +26,7 @@ from regard.models.decoder import Decoder
 from regard.models.families.regard import Config, build
 from regard.models.generation.cache_config import CacheConfig
 from regard.nn import RMSNorm
-from regard.nn.attention.cross_layer import (
+from regard.nn.attention.cross import (
     QueryProjection,
     SharedMemoryAttention,
     without_own_memory,

@@ -22,8 +22,8 @@ from regard.models.convert import ConversionOptions, convert
 from regard.nn import RMSNorm
 from regard.nn.mixer import count_weights
 from regard.nn.projections.fused import FusedQKV
-from regard.nn.weights.linear import Linear
-from regard.nn.weights.stored import (
+from regard.nn.weights import (
+    Linear,
     StoredEmbedding,
     count_parameters,
     device_of,

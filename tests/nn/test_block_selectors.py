@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
 
 import regard
-from regard.caches import BoundedPages, Growing, load, save
+from regard.caches import BoundedPages, Growing
 from regard.cost.selected import BlockMaximumSelection, PageSelection
 from regard.errors import ArgumentError
 from regard.models.generation.cache_config import CacheConfig
@@ -73,20 +71,6 @@ def test_positions_that_are_no_run_have_no_stored_bounds() -> None:
     assert cache.bounds() is None
     with pytest.raises(ArgumentError, match="BoundedPages size is 0; it must be at least 1"):
         BoundedPages(0)
-
-
-def test_a_fork_and_a_saved_cache_go_on(tmp_path: Path) -> None:
-    layer, x = example(VARIANTS["quest"]), tokens(19)
-    cache = layer.new_cache()
-    with torch.no_grad():
-        layer(x[:, :11], None, cache)
-        save(cache, tmp_path / "cache")
-        others = [cache.fork(), load(tmp_path / "cache")]
-        right = layer(x)[:, 11:]
-        for other in (*others, cache):
-            assert isinstance(other, BoundedPages)
-            assert other.size == 4
-            assert (layer(x[:, 11:], None, other) - right).abs().max() < 1e-12
 
 
 def test_what_a_step_reads() -> None:

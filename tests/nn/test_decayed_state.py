@@ -242,10 +242,7 @@ def test_half_precision_states_are_float32() -> None:
         (lambda: rules.MLSTMRule(0, 2), r"MLSTMRule\(dim=0, heads=2\): each must be at least 1"),
         (lambda: rules.MLSTMRule(8, 2, gate_cap=0.0), "gate_cap is 0.0"),
         (lambda: rules.SlotRule(8, 2, 0), r"SlotRule\(dim=8, groups=2, slots=0\): each must be at"),
-        (
-            lambda: rules.SlotRule(8, 2, 3, gates="x"),
-            "gates is 'x'; it must be one of sigmoid",
-        ),  # type: ignore[arg-type]
+        (lambda: rules.SlotRule(8, 2, 3, gates="x"), "gates is 'x'; it must be one of sigmoid"),  # type: ignore[arg-type]
         (lambda: rules.CosineRule(0), "period is 0; it must be at least 1"),
         (lambda: variants.lightning(32, 4, layer=3, layers=3), "layer must be from 0 to layers -"),
         (lambda: variants.mamba2(32, 5), "2 dim is 64; it must be divisible by heads = 5, or give"),

@@ -79,8 +79,7 @@ def fixed(rule: EvictionRule, budget: int, interval: int = 1) -> tuple[Tensor, l
 
 
 @pytest.mark.parametrize(
-    ("name", "right"),
-    [("h2o", [0, 2, 6, 7]), ("tova", [0, 3, 6, 7]), ("key_norm", [0, 2, 3, 5])],
+    ("name", "right"), [("h2o", [0, 2, 6, 7]), ("tova", [0, 3, 6, 7]), ("key_norm", [0, 2, 3, 5])]
 )
 def test_what_stays_of_the_fixed_example(name: str, right: list[int]) -> None:
     out, held = fixed(RULES[name][0], 4)

@@ -8,8 +8,8 @@ import torch.nn.functional as F
 
 from regard.errors import ArgumentError
 from regard.nn import set_fp32_product
-from regard.nn.weights import linear as module
-from regard.nn.weights.linear import FP16_MATMUL_ROWS, Linear, linear
+from regard.nn import weights as module
+from regard.nn.weights import FP16_MATMUL_ROWS, Linear, linear
 from regard.ops.onednn import MIN_ROWS, onednn_linear
 from tests.rules import assert_close_rule
 

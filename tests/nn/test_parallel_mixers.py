@@ -14,7 +14,7 @@ from regard.models.generation.cache_config import CacheConfig
 from regard.models.generation.decode_session import DecodeSession
 from regard.nn.blocks.mixer_block import ParallelMixers
 from regard.nn.variants import gqa, mamba2
-from regard.nn.weights.linear import Linear, ScaledLinear, scaled_map
+from regard.nn.weights import Linear, ScaledLinear, scaled_map
 from regard.span import Span
 from tests.models.generation import stacks
 

@@ -17,7 +17,7 @@ from torch.nn.utils import parametrize
 from regard.nn import Block, HeadProjection, PreNorm, RMSNorm, SwiGLU
 from regard.nn.blocks.feed_forward import FeedForward
 from regard.nn.variants import gqa
-from regard.nn.weights.linear import Linear
+from regard.nn.weights import Linear
 from regard.positions import Rotary
 from regard.span import Span
 

@@ -36,7 +36,7 @@ from regard.nn.projections.dynamic_rotary import (
 )
 from regard.positions import DynamicNTK, DynamicYaRN, LongRoPE, Rotary, Scaling
 from regard.span import Span
-from tests.rules import assert_close_rule
+from tests.rules import assert_close_rule, assert_refused
 
 M, H, G, D, TRAINED, TOTAL = 12, 4, 2, 8, 6, 15
 NTK = DynamicNTK(2.0, TRAINED)
@@ -454,13 +454,7 @@ def test_errors() -> None:
         ),
         (
             lambda: layer(NTK, "pre_rope").project.query(torch.zeros(1, 2, M).double(), None),
-            (
-                "positions is None; a projection with rotary positions needs them: pass a Span or "
-                "integers [batch, length]"
-            ),
+            "positions is None; a projection with rotary positions needs them",
         ),
     ]
-    for call, message in cases:
-        with pytest.raises(regard.ArgumentError) as error:
-            call()
-        assert message in str(error.value)
+    assert_refused(cases)

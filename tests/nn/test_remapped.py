@@ -13,14 +13,7 @@ from torch import Tensor, nn
 
 from regard.errors import ArgumentError, ArgumentTypeError
 from regard.masks import Causal
-from regard.nn import (
-    DistanceMap,
-    DualChunk,
-    LMInfinite,
-    RemappedAttention,
-    ReRoPE,
-    SelfExtend,
-)
+from regard.nn import DistanceMap, DualChunk, LMInfinite, RemappedAttention, ReRoPE, SelfExtend
 from regard.nn.variants import VARIANTS, gqa
 from regard.nn.variants.projections import separate_qkv
 from regard.positions import Rotary

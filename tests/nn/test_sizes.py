@@ -13,10 +13,10 @@ from torch import Tensor
 import regard
 from regard import nn
 from regard.nn.variants import build
-from regard.nn.weights.linear import linear
+from regard.nn.weights import linear
 from regard.ops import gemv as gemv_module
 from regard.ops.gemv import gemv
-from regard.ops.rms_norm import rms_norm
+from regard.ops.tokenwise import rms_norm
 
 
 @pytest.fixture(params=["grad", "no_grad", "no_grad, no kernels"])

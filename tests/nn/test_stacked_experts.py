@@ -24,7 +24,7 @@ from regard.nn import (
 )
 from regard.nn.blocks.experts import InputWeightedMoE
 from regard.nn.blocks.routers import LogitSigmoidRouter
-from regard.nn.weights.stored import store_weight
+from regard.nn.weights import store_weight
 from regard.ops.stored_weights import Int8Weight
 from tests.pretended_device import HiddenRead, pretended_cuda
 from tests.rules import assert_close_rule

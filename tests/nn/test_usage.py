@@ -18,8 +18,7 @@ from regard.errors import RegardError
 from regard.nn.blocks.norms import HeadNorm, JoinedHeadsRMSNorm, RMSNorm
 from regard.nn.projections.steps import WeightlessRMSNorm
 from regard.nn.variants import VARIANTS, Variant, build
-from regard.nn.variants.registry import option_names, required_options
-from regard.nn.variants.symbols import equation_symbols
+from regard.nn.variants.registry import equation_symbols, option_names, required_options
 from regard.positions import LinearScaling
 from tests.annotations import AnnotationMismatch
 

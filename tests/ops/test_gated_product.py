@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from regard.nn import SwiGLU
 from regard.nn.blocks import feed_forward
-from regard.ops.gated_product import MIN_SIZE, silu_product
+from regard.ops.tokenwise import MIN_SIZE, silu_product
 from tests.rules import assert_close_rule
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)

@@ -12,11 +12,11 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import regard
 from regard import huge_pages
-from regard.nn.weights.linear import Linear
-from regard.ops import rms_norm as rms_norm_module
+from regard.nn.weights import Linear
+from regard.ops import tokenwise
 from regard.ops.cpu import threads
 from regard.ops.gemv import gemv, try_gemv
-from regard.ops.rms_norm import rms_norm
+from regard.ops.tokenwise import rms_norm
 from tests.kernels import require_kernels
 from tests.rules import assert_close_rule
 
@@ -120,7 +120,7 @@ def test_rms_norm(dtype: torch.dtype, scale: float, offset: float) -> None:
     wide = x.double()
     exact = wide / (wide.square().mean(-1, keepdim=True) + 1e-6).sqrt() * (w.double() + offset)
     few = rms_norm(x, w, 1e-6, offset)
-    copies = 2 * rms_norm_module.SIZE_PER_THREAD // 77  # several threads and tasks
+    copies = 2 * tokenwise.SIZE_PER_THREAD // 77  # several threads and tasks
     many = rms_norm(x.repeat(1, copies, 1), w, 1e-6, offset)
     by_torch = rms_norm(x.clone().requires_grad_(), w, 1e-6, offset).detach()
     single = x.float() / (x.float().square().mean(-1, keepdim=True) + 1e-6).sqrt()

@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from regard.errors import ArgumentError, ArgumentTypeError
-from regard.ops.packed_linear import pack_linear, why_not_packed
-from tests.rules import assert_close_rule
+from regard.ops.onednn import pack_linear, why_not_packed
+from tests.rules import assert_close_rule, assert_refused
 
 REASON = why_not_packed(torch.eye(2))
 pytestmark = pytest.mark.skipif(REASON is not None, reason=f"nothing can be packed: {REASON}")
@@ -84,16 +84,14 @@ def test_refusals() -> None:
     cases: list[tuple[Any, type[Exception], str]] = [
         (lambda: packed(x, activation=wrong), ArgumentError, "activation is 'swish'; it is one of"),
         (lambda: packed(x, activation="relu", add=x), ArgumentError, "both activation 'relu' and"),
-        (lambda: packed(x[:, :2]), ArgumentError, r"x is \(2, 2\); with a packed weight \(3, 3\)"),
-        (lambda: packed(x, add=x[:1]), ArgumentError, r"add is \(1, 3\)"),
+        (lambda: packed(x[:, :2]), ArgumentError, "x is (2, 2); with a packed weight (3, 3)"),
+        (lambda: packed(x, add=x[:1]), ArgumentError, "add is (1, 3)"),
         (lambda: packed(x.double()), ArgumentTypeError, "x is torch.float64 and the packed weight"),
         (lambda: packed(x.requires_grad_()), ArgumentError, "x requires a gradient"),
         (lambda: pack_linear(torch.eye(3).double()), ArgumentError, "the weight is torch.float64"),
-        (lambda: pack_linear(torch.eye(3), x[0, :2]), ArgumentError, r"bias is \(2,\)"),
+        (lambda: pack_linear(torch.eye(3), x[0, :2]), ArgumentError, "bias is (2,)"),
     ]
-    for call, kind, message in cases:
-        with pytest.raises(kind, match=message):
-            call()
+    assert_refused(cases)
     assert "empty" in str(why_not_packed(torch.empty(0, 3)))
     assert "on meta" in str(why_not_packed(torch.empty(2, 3, device="meta")))
     torch._C._set_mkldnn_enabled(False)  # torch's context manager for it warns of its other flags

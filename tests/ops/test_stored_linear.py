@@ -19,12 +19,7 @@ from regard.errors import ArgumentError, ArgumentTypeError
 from regard.ops import onednn
 from regard.ops.cpu import threads
 from regard.ops.cpu.library import instruction_set
-from regard.ops.stored_linear import (
-    MAX_VECTORS,
-    _dequantize_rows,
-    plan_linear,
-    stored_linear,
-)
+from regard.ops.stored_linear import MAX_VECTORS, _dequantize_rows, plan_linear, stored_linear
 from regard.ops.stored_weights import (
     GROUPS,
     HalfWeight,

@@ -1,9 +1,13 @@
-"""Compiling a launch for a GPU that need not be there, and what the compiled kernel uses."""
+"""Compiling a launch for a GPU that need not be there, what the compiled kernel uses, and running
+a contract in a process of its own.
+"""
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
+import sys
 import tempfile
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,6 +21,22 @@ TYPES = {
     torch.float32: "*fp32", torch.float16: "*fp16", torch.bfloat16: "*bf16",
     torch.int32: "*i32", torch.uint8: "*u8", torch.int8: "*i8",
 }  # fmt: skip
+
+
+def run_contract(folder: str, *options: str, **environment: str) -> str:
+    """Run the contract of the kernels of a folder in a process; return what pytest printed."""
+    here = Path(__file__).parent
+    usual = ["-n", "0", "-q", "--full", "-p", "no:cacheprovider", *options]
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", *usual, str(here / folder / "triton" / "contract.py")],
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        cwd=here.parents[1],
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-1000:]
+    return done.stdout
 
 
 class Compiled(NamedTuple):

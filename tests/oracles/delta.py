@@ -92,13 +92,7 @@ def delta_plain(
 
 
 def delta_plain_matrices(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    beta: Tensor,
-    log_decay: Tensor,
-    *,
-    differences: bool = False,
+    q: Tensor, k: Tensor, v: Tensor, beta: Tensor, log_decay: Tensor, *, differences: bool = False
 ) -> Tensor:
     """The same as one system of equations for all tokens, as somebody would type it, in the dtype
     of its inputs; H = G.

@@ -146,10 +146,7 @@ MADE: dict[str, tuple[Callable[..., Meant], tuple[tuple[int, ...], ...]]] = {
     "fn": (_fn, ((H,),)),
     "wave": (_wave, ()),
     "clamp": (lambda: Meant(scores.SoftClamp(1.5), Steps((_clamp,))), ()),
-    "number": (
-        lambda: Meant(scores.Temperature(0.5), Steps((lambda s, *_: s / 0.5,))),
-        (),
-    ),
+    "number": (lambda: Meant(scores.Temperature(0.5), Steps((lambda s, *_: s / 0.5,))), ()),
     "by-head": (_by_head, ((H,),)),
     "by-place": (_by_place, ((H, 200),)),
     "clamp-then-head": (
@@ -160,19 +157,13 @@ MADE: dict[str, tuple[Callable[..., Meant], tuple[tuple[int, ...], ...]]] = {
         ),
         ((H,),),
     ),
-    "before": (
-        lambda w: Meant(scores.TalkingHeads(before=w), Steps(before=w), (w,)),
-        ((H, H),),
-    ),
+    "before": (lambda w: Meant(scores.TalkingHeads(before=w), Steps(before=w), (w,)), ((H, H),)),
     "after": (lambda w: Meant(scores.TalkingHeads(after=w), Steps(after=w), (w,)), ((H, H),)),
     "talking": (_talking, ((H, H), (H, H))),
     "cope": (lambda e: Meant(scores.CoPE(e), Steps(cope=e), (e,)), ((3, D),)),
     "cope-by-head": (lambda e: Meant(scores.CoPE(e), Steps(cope=e), (e,)), ((H, 5, D),)),
     "top": (lambda: Meant(scores.TopK(2), Steps(top=2)), ()),
-    "sigmoid": (
-        lambda: Meant(scores.Sigmoid(), Steps(sigmoid=lambda h, n: -math.log(n))),
-        (),
-    ),
+    "sigmoid": (lambda: Meant(scores.Sigmoid(), Steps(sigmoid=lambda h, n: -math.log(n))), ()),
     "sigmoid-by-head": (
         lambda b: Meant(scores.Sigmoid(b), Steps(sigmoid=lambda h, n: b[h]), (b,)),
         ((H,),),
@@ -184,10 +175,7 @@ MADE: dict[str, tuple[Callable[..., Meant], tuple[tuple[int, ...], ...]]] = {
     "entmax": (lambda: Meant(scores.Entmax(), Steps(normalize=_entmax(1.5))), ()),
     "signed": (lambda: Meant(scores.SignedSoftmax(), Steps(normalize=_signed)), ()),
     "stick": (lambda: Meant(scores.StickBreaking(), Steps(normalize=_stick)), ()),
-    "scalable": (
-        lambda: Meant(scores.ScalableSoftmax(0.43), Steps(scalable=lambda h: 0.43)),
-        (),
-    ),
+    "scalable": (lambda: Meant(scores.ScalableSoftmax(0.43), Steps(scalable=lambda h: 0.43)), ()),
     "scalable-by-head": (_scalable, ((H,),)),
     "long": (_long, ((H,), (H, H), (H,), (H, H))),
 }

@@ -399,11 +399,7 @@ REFUSED: list[tuple[Any, type[Exception], str]] = [
     (lambda: scores.Sigmoid(torch.ones(2).long()), ArgumentTypeError, "use .float()"),
     (lambda: scores.Chain(()), ArgumentError, "a chain has no rules"),
     (lambda: scores.Chain((3,)), ArgumentTypeError, "a chain has a rule of type int"),
-    (
-        lambda: scores.Sigmoid() >> scores.Temperature(2.0),
-        ArgumentError,
-        r"temperature\(2\) works on the scores and stands after sigmoid\(\)",
-    ),
+    (lambda: scores.Sigmoid() >> scores.Temperature(2.0), ArgumentError, r"temperature\(2\)"),
     (lambda: scores.Sigmoid() >> Projected(), ArgumentError, "with one normalizer"),
     (lambda: scores.TopK(2) >> scores.SoftClamp(1.0), ArgumentError, "stands after topk"),
     (lambda: scores.TalkingHeads(EYE, EYE) >> scores.TopK(1), ArgumentError, "stands after talk"),

@@ -76,10 +76,7 @@ def layer(dtype: torch.dtype) -> Made:
 
 def hides(dtype: torch.dtype) -> Made:
     lengths = torch.tensor([4, 6])  # and the first query sees nothing
-    return (
-        lambda s, b, h, i, j: torch.where((j < lengths[b]) & (i > 0), s, -float("inf")),
-        (),
-    )
+    return (lambda s, b, h, i, j: torch.where((j < lengths[b]) & (i > 0), s, -float("inf")), ())
 
 
 def in_place(dtype: torch.dtype) -> Made:

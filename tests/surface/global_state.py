@@ -67,10 +67,10 @@ def _mechanisms() -> dict[str, Operation]:
 
 def _kernels() -> dict[str, Operation]:
     """Each kernel, for decoding and for a prompt, with the gradient; and every linear map."""
-    from regard.nn.weights.linear import linear
-    from regard.ops.gated_product import silu_product
+    from regard.nn.weights import linear
     from regard.ops.stored_linear import stored_linear
     from regard.ops.stored_weights import Int4Weight, Int8Weight
+    from regard.ops.tokenwise import silu_product
 
     draw = torch.Generator().manual_seed(0)
 

@@ -38,8 +38,7 @@ from regard.configs.published import PUBLISHED_MODELS, SIZES_NOT_PUBLISHED
 from regard.configs.reader import NOT_COUNTED
 from regard.cost.evidence import QUALITY_EVIDENCE
 from regard.nn.variants import VARIANTS
-from regard.nn.variants.registry import GROUPS
-from regard.nn.variants.symbols import equation_symbols
+from regard.nn.variants.registry import GROUPS, equation_symbols
 from regard.notation import GLOSSARY
 from regard.train.tasks import TASKS
 from regard.view import cost_text, layer_text

@@ -23,10 +23,9 @@ import regard.nn as parts
 from regard import linear, memory, positions, scores
 from regard.caches import Cache, Cross, Memory, State
 from regard.nn.variants import VARIANTS
-from regard.nn.weights.linear import linear as linear_map
+from regard.nn.weights import linear as linear_map
 from regard.ops.additive_attention import additive_attention
 from regard.ops.gemv import check_linear_map, gemv
-from regard.ops.rms_norm import rms_norm
 from regard.ops.selection import (
     NSABlocks,
     block_layout,
@@ -40,6 +39,7 @@ from regard.ops.selection import (
     top_k_mask,
 )
 from regard.ops.selection.nsa import compression_positions, compression_windows
+from regard.ops.tokenwise import rms_norm, silu_product
 from tests.caches.kinds import KINDS
 from tests.surface.wrong_sizes import Call, Wrong, wrongs
 
@@ -338,6 +338,7 @@ EXEMPT: dict[Callable[..., Any], str] = {
     memory.elu_plus_one: "it takes any shape",
     top_k_mask: "it takes any shape",
     check_linear_map: "it is the check",
+    silu_product: "its operands are two results of one layer, and broadcast as in torch",
     positions.long_term_decay: "it takes one tensor, of any length",
     positions.next_text_positions: "it takes one tensor, of any sizes, and checks its rank",
 }
@@ -350,7 +351,7 @@ MODULES_OF_OPS = (
     "regard.ops.additive_attention",
     "regard.ops.selection",
 )
-FILES_OF_OPS = ("regard.ops.gemv", "regard.ops.rms_norm", "regard.nn.weights.linear")
+FILES_OF_OPS = ("regard.ops.gemv", "regard.ops.tokenwise", "regard.nn.weights")
 """They have no list of public names."""
 NO_OPS = {"try_gemv", "compiled_kernel_applies"}
 """They answer None and False for what does not fit (tests/ops/test_gemv.py)."""

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from regard.biases.alibi import alibi_slopes
+from regard.biases.distance import alibi_slopes
 from regard.positions import rope_frequencies, rotate
 from regard.span import Span
 

@@ -1,13 +1,8 @@
 """Biases: numbers that are added to the attention scores before the softmax."""
 
-from regard.biases.alibi import ALiBi, alibi_slopes
 from regard.biases.base import BIASES, Bias, Sum
-from regard.biases.custom import DenseBias, FnBias
-from regard.biases.fire import FIRE
-from regard.biases.forget import ForgetBias
-from regard.biases.kerple import Kerple
-from regard.biases.relative_logits import RelativeLogits, deberta_bucket
-from regard.biases.t5 import T5Relative, t5_bucket
+from regard.biases.distance import FIRE, ALiBi, Kerple, T5Relative, alibi_slopes, t5_bucket
+from regard.biases.tables import DenseBias, FnBias, ForgetBias, RelativeLogits, deberta_bucket
 from regard.registry import import_all
 
 __all__ = [

@@ -179,7 +179,7 @@ def _description_text(
     options: dict[str, object],
     description: Description | None,
 ) -> str:
-    from regard.nn.variants.symbols import equation_symbols
+    from regard.nn.variants.registry import equation_symbols
 
     columns = line_width()
 

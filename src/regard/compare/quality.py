@@ -22,7 +22,7 @@ from regard.compare.experiment import Experiment, Numbers, ReportProgress, ignor
 from regard.compare.mechanisms import build_decoder
 from regard.errors import ArgumentError
 from regard.models.families.regard import Config
-from regard.nn.weights.stored import device_of
+from regard.nn.weights import device_of
 from regard.timing.machine import wait_for
 from regard.train.batches import Batches, BatchSource, ExampleBatch, validation_rows
 from regard.train.corpus import DEFAULT_SOURCE, TextDocument, load_documents, split_documents

@@ -20,7 +20,7 @@ from regard.models.compiled_step import PreparedDecoder
 from regard.models.decoder import Decoder
 from regard.models.families.regard import Config
 from regard.models.generation.cache_config import CacheConfig
-from regard.nn.weights.stored import device_of
+from regard.nn.weights import device_of
 from regard.timing.machine import free_memory, peak_bytes_on, wait_for
 from regard.timing.measurement import (
     call_in_subprocess,

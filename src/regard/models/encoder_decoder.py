@@ -20,7 +20,7 @@ from regard.nn.blocks.embedding import InputEmbedding, SinusoidalPositions
 from regard.nn.blocks.feed_forward import FeedForward
 from regard.nn.variants.cross import cross_attention
 from regard.nn.variants.projections import output_projection, separate_qkv
-from regard.nn.weights.linear import Linear
+from regard.nn.weights import Linear
 from regard.process_state import is_compiling
 from regard.span import Positions, Span
 from regard.tracing import named_scope, tap

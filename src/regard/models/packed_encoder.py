@@ -1,5 +1,5 @@
 """`PackedEncoder`: an encoder's hidden states for texts in one row without padding, by weights that
-are reordered once (`ops.packed_linear`), where `why_not_packed_encoder` has no reason.
+are reordered once (`ops.onednn`), where `why_not_packed_encoder` has no reason.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from regard.nn.blocks.blocks import Block, PostNorm, PreNorm, Residual
 from regard.nn.blocks.feed_forward import FeedForward
 from regard.nn.module_calls import why_not_as_written
 from regard.nn.projections.heads import HeadProjection, SeparateQKV
-from regard.nn.weights.linear import Linear
-from regard.ops.packed_linear import (
+from regard.nn.weights import Linear
+from regard.ops.onednn import (
     PackedActivation,
     PackedLinear,
     pack_linear,

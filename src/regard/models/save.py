@@ -19,7 +19,7 @@ from regard.models.checkpoint.family import bind_names
 from regard.models.checkpoint.stored_forms import METHOD, MIXED, record_tensors
 from regard.models.families import family, model_type_of
 from regard.models.tokenizer import Tokenizer
-from regard.nn.weights.stored import stored_modules
+from regard.nn.weights import stored_modules
 from regard.ops.stored_weights import HalfWeight, Int4Weight, Int8Weight, StoredWeight
 from regard.untrusted_text import error_text
 

@@ -39,8 +39,7 @@ from regard.nn.blocks.norms import OffsetLayerNorm
 from regard.nn.module_calls import why_not_as_written
 from regard.nn.projections.fused import ClippedQKV
 from regard.nn.projections.steps import Clip
-from regard.nn.weights.linear import Linear
-from regard.nn.weights.stored import plain_class
+from regard.nn.weights import Linear, plain_class
 from regard.ops.cpu import launch
 from regard.ops.cpu.step import ACTIVATIONS, NORM_KINDS, Fields, StepLayer
 from regard.ops.gemv import MAX_VECTORS, MIN_WEIGHT_SIZE

@@ -14,7 +14,7 @@ from regard.errors import ArgumentError, ArgumentTypeError, FileError
 from regard.models.checkpoint.tensors import Conversion
 from regard.models.save import save_model
 from regard.models.tokenizer import Tokenizer
-from regard.nn.weights.stored import device_of, stored_modules
+from regard.nn.weights import device_of, stored_modules
 from regard.span import Positions, as_tensor
 from regard.tracing import list_taps
 

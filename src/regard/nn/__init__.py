@@ -74,7 +74,7 @@ from regard.nn.projections.latent import LatentProjection
 from regard.nn.projections.steps import L2Clip, QueryTemperature, UnitNorm, WeightlessRMSNorm
 from regard.nn.recurrence.projections import CausalConvolution, ConvolvedQKV, GroupedValueQKV
 from regard.nn.recurrence.recurrent import Recurrent
-from regard.nn.weights.linear import Linear, set_fp32_product
+from regard.nn.weights import Linear, set_fp32_product
 
 if TYPE_CHECKING:
     from regard.nn import variants

@@ -20,7 +20,7 @@ from regard.masks.pair_counts import count_pairs
 from regard.nn.explainable import Explainable
 from regard.nn.module_calls import call_as_leaf, is_proxy
 from regard.nn.recurrence.projections import CausalConvolution
-from regard.nn.weights.stored import count_parameters
+from regard.nn.weights import count_parameters
 from regard.process_state import (
     drops_conditions,
     is_compiling,

@@ -155,7 +155,7 @@ def _linear_operator(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor |
     if x.shape[-1] != M or N * M < MIN_WEIGHT_SIZE or (bias is not None and bias.shape != (N,)):
         return None
     # many fp16 vectors take three times as long in torch's operation as in
-    # `regard.nn.weights.linear`, which asks for their number as well: this adds no graph
+    # `regard.nn.weights`, which asks for their number as well: this adds no graph
     if x.dtype == torch.float16 and x.numel() > MAX_VECTORS[x.dtype] * M:
         return None
     z: Tensor = torch.ops.regard.linear(x, weight, bias)
@@ -219,6 +219,6 @@ def gemv(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
             f"{tuple(weight.shape)}; it supports "
             f"{', '.join(str(dtype).removeprefix('torch.') for dtype in MAX_VECTORS)} on a CPU, "
             "contiguous, not empty, without gradients or autocast, and it needs compiled kernels: "
-            "use regard.nn.weights.linear.linear"
+            "use regard.nn.weights.linear"
         )
     return y

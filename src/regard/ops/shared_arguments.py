@@ -16,11 +16,12 @@ _REST = re.compile(r"^(>>>|Source:)", re.MULTILINE)
 
 
 def with_shared_arguments(
-    meanings: Mapping[str, str], options: type | None = None
+    meanings: Mapping[str, str], options: type | None = None, **defaults: object
 ) -> Callable[[Function], Function]:
     """Return a decorator that completes a docstring: parameters that it does not explain get the
     line of their name in `meanings`, in the order of the signature, and so do Returns and Raises.
-    The keys of `options`, a TypedDict, take the place of **options in the signature.
+    The keys of `options`, a TypedDict, take the place of **options in the signature, with these
+    defaults.
 
     >>> @with_shared_arguments({"x": "a number.", "Returns": "The sum."})
     ... def add(x, y):
@@ -42,7 +43,7 @@ def with_shared_arguments(
 
     def complete(function: Function) -> Function:
         if options is not None:
-            _show_options(function, options)
+            _show_options(function, options, defaults)
         if function.__doc__ is None:  # python -OO
             return function
         text = inspect.cleandoc(function.__doc__)
@@ -79,15 +80,18 @@ def meanings_of(options: type) -> dict[str, str]:
     return dict(_ENTRY.findall(textwrap.dedent(text.partition("Args:\n")[2])))
 
 
-def _show_options(function: Callable[..., object], options: type) -> None:
+def _show_options(
+    function: Callable[..., object], options: type, defaults: Mapping[str, object]
+) -> None:
     """Show in the signature of a function which options it accepts, with defaults."""
+    defaults = {"form": "auto", "chunk": 64, "dropout": 0.0, **defaults}
     signature = inspect.signature(function)
     *parameters, _ = signature.parameters.values()
     shown = [
         inspect.Parameter(
             name,
             inspect.Parameter.KEYWORD_ONLY,
-            default=0.0 if annotation.__forward_arg__ == "float" else None,
+            default=defaults.get(name),
             annotation=annotation.__forward_arg__,
         )
         for name, annotation in options.__annotations__.items()

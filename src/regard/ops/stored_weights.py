@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from array import array
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, Self, TypeVar
 from weakref import ref
 
 import torch
@@ -52,13 +52,14 @@ class StoredWeight(ABC):
     def shape(self) -> torch.Size:
         """The numbers of outputs N and inputs M."""
 
-    @abstractmethod
-    def tensors(self) -> Mapping[str, Tensor]:
-        """Return the stored tensors by name; the first dimension of each is that of the outputs."""
+    def tensors(self) -> dict[str, Tensor]:
+        """Return the stored tensors by name, the codes first; the rows of each are the outputs."""
+        return {name: x for name, x in vars(self).items() if isinstance(x, Tensor)}
 
-    @abstractmethod
-    def map(self, function: Callable[[Tensor], Tensor]) -> StoredWeight:
+    def map(self, function: Callable[[Tensor], Tensor]) -> Self:
         """Return the same form with a function applied to each stored tensor."""
+        changed: Any = {name: function(x) for name, x in self.tensors().items()}
+        return replace(self, **changed)  # type: ignore[type-var]
 
     @abstractmethod
     def dequantize(self, dtype: torch.dtype | None = None) -> Float[Tensor, "N M"]:
@@ -186,14 +187,6 @@ class HalfWeight(StoredWeight):
 
         return _by_panels(weight, panel)
 
-    def tensors(self) -> Mapping[str, Tensor]:
-        """Return the values, the only tensor of this form."""
-        return {"values": self.values}
-
-    def map(self, function: Callable[[Tensor], Tensor]) -> HalfWeight:
-        """Return the same form with a function applied to the values."""
-        return replace(self, values=function(self.values))
-
     def dequantize(self, dtype: torch.dtype | None = None) -> Float[Tensor, "N M"]:
         """Return the matrix in `dtype`; see `StoredWeight.dequantize`."""
         return self.values.to(dtype or self.dtype)
@@ -246,14 +239,6 @@ class Int8Weight(StoredWeight):
     def shape(self) -> torch.Size:
         """The numbers of outputs N and inputs M."""
         return torch.Size((self.codes.shape[0], self.columns))
-
-    def tensors(self) -> Mapping[str, Tensor]:
-        """Return the codes and the scales."""
-        return {"codes": self.codes, "scales": self.scales}
-
-    def map(self, function: Callable[[Tensor], Tensor]) -> Int8Weight:
-        """Return the same form with a function applied to codes and scales."""
-        return replace(self, codes=function(self.codes), scales=function(self.scales))
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Float[Tensor, "N M"]:
         """Return the matrix in `dtype`; see `StoredWeight.dequantize`."""
@@ -333,14 +318,6 @@ class Int4Weight(StoredWeight):
     def shape(self) -> torch.Size:
         """The numbers of outputs N and inputs M."""
         return torch.Size((self.codes.shape[0], self.columns))
-
-    def tensors(self) -> Mapping[str, Tensor]:
-        """Return the codes and the scales."""
-        return {"codes": self.codes, "scales": self.scales}
-
-    def map(self, function: Callable[[Tensor], Tensor]) -> Int4Weight:
-        """Return the same form with a function applied to codes and scales."""
-        return replace(self, codes=function(self.codes), scales=function(self.scales))
 
     def unpacked(self) -> UInt8[Tensor, "N width"]:
         """Return the codes [N, width], one in each byte, in the order of the inputs."""

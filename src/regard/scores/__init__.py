@@ -8,10 +8,9 @@ on: "pair", "heads", or "row" (the default: only the reference computes it).
 from regard.registry import import_all
 from regard.scores.base import SCORES, Chain, PairRule, ScoreBlock, ScoreRule
 from regard.scores.convert import from_score_mod, to_score_mod
-from regard.scores.heads import TalkingHeads
 from regard.scores.normalizers import Entmax, ReLU, Sigmoid, SignedSoftmax, Softpick, StickBreaking
 from regard.scores.pairs import FnScore, ScalableSoftmax, SoftClamp, Temperature
-from regard.scores.rows import CoPE, TopK
+from regard.scores.rows import CoPE, TalkingHeads, TopK
 
 __all__ = [
     "SCORES",

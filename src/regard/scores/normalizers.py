@@ -11,14 +11,7 @@ from torch import Tensor
 from regard.argument_checks import check_number
 from regard.errors import ArgumentError, ArgumentTypeError
 from regard.process_state import is_tracing_onnx
-from regard.scores.base import (
-    Scope,
-    ScoreBlock,
-    ScoreRule,
-    Stage,
-    along_keys,
-    stable_argsort,
-)
+from regard.scores.base import Scope, ScoreBlock, ScoreRule, Stage, along_keys, stable_argsort
 
 
 @dataclass(frozen=True, eq=False, repr=False)

@@ -28,7 +28,7 @@ from regard.models.save import save
 from regard.models.tokenizer import Tokenizer
 from regard.nn.variants import VARIANTS
 from regard.nn.variants.registry import option_names, parse_options, required_options
-from regard.nn.weights.stored import stored_modules
+from regard.nn.weights import stored_modules
 from regard.process_state import seeded
 from regard.train import checkpoints
 from regard.train.batches import Batches, token_stream, validation_rows

@@ -19,7 +19,7 @@ from regard.models.checkpoint.gguf_blocks import RECORD_FORMS
 from regard.models.families import family
 from regard.models.model import Model
 from regard.models.text_encoder import TextEncoder
-from regard.nn.weights.stored import stored_modules
+from regard.nn.weights import stored_modules
 from tests.models import small
 from tests.models.checkpoint import gguf_writer as gguf
 

@@ -20,7 +20,7 @@ import regard
 from regard.errors import FileError
 from regard.models.checkpoint.gguf_config import ARCHITECTURES
 from regard.models.text_encoder import TextEncoder
-from regard.nn.weights.stored import stored_modules
+from regard.nn.weights import stored_modules
 from tests.models.checkpoint.gguf_convert import CASES, convert, stored_tensors, tiny_network
 from tests.models.small import named_model
 

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from regard.biases.alibi import alibi_slopes
+from regard.biases.distance import alibi_slopes
 from regard.configs.base import ACTIVATIONS, rename_keys
 from regard.configs.reader import parse, read_sizes
 from regard.errors import ArgumentError

@@ -15,7 +15,7 @@ from regard.ops import additive_attention as module
 from regard.ops.additive_attention import additive_attention
 from regard.span import Span
 from tests.oracles.additive import additive as definition
-from tests.rules import GRADIENT, assert_close_rule
+from tests.rules import GRADIENT, assert_close_rule, assert_refused
 
 B, H, G, T, S, A, E = 2, 4, 2, 3, 5, 6, 3
 PADDED = torch.tensor([[-1, 0, 1, 2, -1], [0, 1, 2, 3, 4]])
@@ -218,21 +218,9 @@ def test_refusals() -> None:
             regard.ArgumentError,
             "weight is torch.float64 on cpu and query torch.float32 on cpu",
         ),
-        (
-            lambda: additive_attention(q[0], k, v, w),
-            regard.ArgumentError,
-            "query has 3 dimensions, (4, 3, 6)",
-        ),
-        (
-            lambda: additive_attention(q, k[:, :, :4], v, w),
-            regard.ArgumentError,
-            "key length 4 != value length 5",
-        ),
-        (
-            lambda: additive_attention(q, k[..., :4], v, w),
-            regard.ArgumentError,
-            "query dim 6 and key dim 4 must be equal",
-        ),
+        (lambda: additive_attention(q[0], k, v, w), regard.ArgumentError, "query has 3"),
+        (lambda: additive_attention(q, k[:, :, :4], v, w), regard.ArgumentError, "key length 4"),
+        (lambda: additive_attention(q, k[..., :4], v, w), regard.ArgumentError, "query dim 6"),
         (
             lambda: additive_attention(q[:, :3], k, v, w[:3]),
             regard.ArgumentError,
@@ -259,7 +247,4 @@ def test_refusals() -> None:
             "a mask must be bool",
         ),
     ]
-    for call, kind, message in cases:
-        with pytest.raises(kind) as error:
-            call()
-        assert message in str(error.value)
+    assert_refused(cases)

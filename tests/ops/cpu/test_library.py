@@ -112,10 +112,10 @@ def test_every_set_computes_every_kernel(name: str) -> None:
 def test_without_kernels_everything_is_computed_by_torch() -> None:
     code = """
 import torch, regard
-from regard.nn.weights.linear import linear
+from regard.nn.weights import linear
 from regard.ops.gemv import try_gemv
-from regard.ops.gated_product import silu_product
-from regard.ops.rms_norm import rms_norm
+from regard.ops.tokenwise import silu_product
+from regard.ops.tokenwise import rms_norm
 x, w = torch.randn(1, 512), torch.randn(512, 512)
 linear(x, w, None), rms_norm(x, w[0], 1e-6), silu_product(w, w)
 print(try_gemv(x, w, None) is None)

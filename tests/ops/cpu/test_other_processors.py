@@ -45,10 +45,7 @@ def test_this_processor(name: str, other: str, tmp_path: Path) -> None:
     assert run(driver(command, BUILD.INSTRUCTION_SETS["x86_64"][name], tmp_path)) == PRINTED
 
 
-ARM = {
-    "gcc": ("aarch64-linux-gnu-g++", []),
-    "clang": ("clang++", ["--target=aarch64-linux-gnu"]),
-}
+ARM = {"gcc": ("aarch64-linux-gnu-g++", []), "clang": ("clang++", ["--target=aarch64-linux-gnu"])}
 
 
 @pytest.mark.full

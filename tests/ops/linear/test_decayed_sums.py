@@ -404,10 +404,7 @@ def test_wrong_variants_are_caught() -> None:
     wrong = {
         "rwkv6": [usual_gla, rwkv6(**{**c, "bonus": 2 * c["bonus"]})[0]],
         "rwkv4": [rwkv4(**{**made["rwkv4"], "bonus": made["rwkv4"]["bonus"] + 1})[0]],
-        "mlstm": [
-            mlstm(**m, scale=1.0)[0],
-            mlstm(**{**m, "log_input": m["log_input"] - 2})[0],
-        ],
+        "mlstm": [mlstm(**m, scale=1.0)[0], mlstm(**{**m, "log_input": m["log_input"] - 2})[0]],
         "slots": [
             gated_slots(**s, scale=1.0)[0],
             gated_slots(**{**s, "log_decay": 2 * s["log_decay"]})[0],

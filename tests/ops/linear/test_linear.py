@@ -140,15 +140,7 @@ def test_gradcheck(name: str, form: str, chunk: int) -> None:
     first = tuple(x.requires_grad_() for x in first[: mechanism.parts])
 
     def call(*x: Tensor) -> tuple[Tensor, ...]:
-        out, last = mechanism.run(
-            Case(
-                *x[:3],
-                c.g,
-            ),
-            state=x[3:],
-            form=form,
-            chunk=chunk,
-        )
+        out, last = mechanism.run(Case(*x[:3], c.g), state=x[3:], form=form, chunk=chunk)
         return out, *last
 
     def call_gated(*x: Tensor) -> tuple[Tensor, ...]:

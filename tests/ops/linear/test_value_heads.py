@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from regard.linear import delta_rule, gated_delta_rule, gated_linear, linear_attention, retention
-from regard.ops.linear.value_heads import shared_matmul
+from regard.ops.linear.call import shared_matmul
 from regard.span import Span
 from tests.oracles.delta import delta, delta_plain
 from tests.oracles.linear import linear

@@ -9,7 +9,7 @@ from transformers.models.minimax_m3_vl.modeling_minimax_m3_vl import MiniMaxM3VL
 
 import regard
 from regard.nn import HeadProjection
-from regard.nn.attention.selected import BlockMaximum
+from regard.nn.attention.selected import BlockMaximum, Places
 from regard.nn.blocks.norms import RMSNorm
 from regard.ops.selection import block_maximum_mask
 from regard.positions import Rotary, rope_frequencies
@@ -26,14 +26,7 @@ def test_the_choice_equals_the_definition(call: str, topk: int, local: int) -> N
         q, _, _, q_at, k_at = inputs(call, 3.0)
         k = inputs(call)[1][:, :1]
         mask = block_maximum_mask(
-            q[:, :J],
-            k,
-            heads=H,
-            size=3,
-            topk=topk,
-            local=local,
-            q_positions=q_at,
-            k_positions=k_at,
+            q[:, :J], k, heads=H, size=3, topk=topk, local=local, q_positions=q_at, k_positions=k_at
         )
         chosen = oracle.block_maximum(q[:, :J], k, H, (3, topk, local), rows(q_at), rows(k_at))
         assert mask.block(q_at, k_at).expand(B, H, -1, -1).equal(dense(chosen, k_at))
@@ -80,7 +73,7 @@ def test_the_choice_is_that_of_the_published_indexer() -> None:
     q = torch.zeros(B, H, n, 1, dtype=torch.float64)
 
     def choose(selector: BlockMaximum) -> torch.Tensor:
-        mask = selector.choose(q, q, x, selector.remember(x, at), at, at)
+        mask = selector.choose(q, q, x, selector.remember(x, at), Places(at, at))
         return mask.block(at, at)
 
     assert choose(ours).equal(right)

@@ -628,10 +628,7 @@ def test_work_of_a_window_grows_with_T_not_with_its_square() -> None:
     assert pairs(320) < 320 * 320 / 8
 
 
-@given(
-    state=st.lists(st.sampled_from([EMPTY, 1, FULL]), max_size=24),
-    long=st.integers(1, 6),
-)
+@given(state=st.lists(st.sampled_from([EMPTY, 1, FULL]), max_size=24), long=st.integers(1, 6))
 def test_runs_by_brute_force(state: list[int], long: int) -> None:
     found = merge_tiles(state, long)
     kinds: list[bool | None] = [None] * len(state)

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 import regard
-from regard.biases.alibi import alibi_slopes
+from regard.biases.distance import alibi_slopes
 from regard.errors import ArgumentError, FileError
 from regard.nn import Block, FusedQKV, ParallelBlock, PreNorm
 from regard.nn.blocks.blocks import NormedResidual

@@ -20,7 +20,7 @@ from regard.models.model import Model
 from regard.models.prompts import Prompt, encode_prompt
 from regard.models.seq2seq import Seq2Seq
 from regard.models.text_encoder import TextEncoder
-from regard.nn.weights.stored import device_of
+from regard.nn.weights import device_of
 from regard.units import plural
 from regard.untrusted_text import short_repr
 

@@ -12,7 +12,7 @@ from regard.language import translate, translate_count
 from regard.models.model import Model
 from regard.models.text_encoder import TextEncoder
 from regard.models.tokenizer import Tokenizer
-from regard.nn.weights.stored import count_parameters
+from regard.nn.weights import count_parameters
 
 MAX_SHARE_OF_BYTES = 0.25
 """A text is strange if a larger share of its tokens are parts of characters, or unknown."""

@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 
 from regard.errors import ArgumentTypeError
 from regard.integrations.transformers.supported_models import IMPLEMENTATION
-from regard.nn.weights.linear import Linear
+from regard.nn.weights import Linear
 
 
 class AcceleratedModel:
@@ -42,7 +42,7 @@ class AcceleratedModel:
 
 def accelerate(model: PreTrainedModel) -> AcceleratedModel:
     """Run the attention of a model of transformers by `regard.attend`, and its linear layers by
-    `regard.nn.weights.linear.linear`.
+    `regard.nn.weights.linear`.
 
     A decoded token spends most of its time in linear layers. On a CPU, their products of a few rows
     read the weights at memory bandwidth in every dtype (`regard.ops.gemv`), and fp16 products of
@@ -72,7 +72,7 @@ def accelerate(model: PreTrainedModel) -> AcceleratedModel:
     >>> with accelerate(model) as accelerated:
     ...     ids = model.generate(torch.tensor([[1, 2, 3]]), max_new_tokens=2, do_sample=False)
     ...     ids.shape, len(accelerated.linears), type(model.lm_head).__module__
-    (torch.Size([1, 5]), 15, 'regard.nn.weights.linear')
+    (torch.Size([1, 5]), 15, 'regard.nn.weights')
     >>> type(model.lm_head).__module__
     'torch.nn.modules.linear'
     """

@@ -18,7 +18,7 @@ from regard.nn.blocks.feed_forward import XIELU, ReLUSquared
 from regard.nn.blocks.mixer_block import Tokenwise
 from regard.nn.mixer import Mixer
 from regard.nn.projections.dynamic_rotary import PerRowRotary, RecomputedQKV
-from regard.nn.weights.linear import Linear
+from regard.nn.weights import Linear
 from regard.positions import DynamicNTK, LinearScaling, Llama3, LongRoPE, Rotary, Scaling, YaRN
 from regard.positions.scalings import Backwards
 from regard.units import plural

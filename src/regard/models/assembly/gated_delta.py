@@ -12,7 +12,7 @@ from regard.nn.blocks.norms import L2Norm
 from regard.nn.recurrence.delta import DeltaRule, LogDecay
 from regard.nn.recurrence.projections import CausalConvolution, ConvolvedQKV, JoinedConvolution
 from regard.nn.recurrence.recurrent import Recurrent
-from regard.nn.weights.linear import Linear
+from regard.nn.weights import Linear
 
 
 def delta_net(

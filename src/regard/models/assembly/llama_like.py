@@ -54,7 +54,7 @@ from regard.nn.blocks.norms import OffsetLayerNorm
 from regard.nn.blocks.routers import Router, SparseMixerRouter
 from regard.nn.mixer import Mixer
 from regard.nn.projections.steps import Clip
-from regard.nn.weights.linear import Linear
+from regard.nn.weights import Linear
 from regard.positions import Rotary
 
 STORED_LAYER, MODEL_LAYER = "model.layers.{}.", "layers.{}."

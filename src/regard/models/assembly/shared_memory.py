@@ -9,7 +9,7 @@ from regard.errors import ArgumentError
 from regard.models.decoder import Decoder
 from regard.nn import Block
 from regard.nn.attention.attention import Attention
-from regard.nn.attention.cross_layer import without_own_memory
+from regard.nn.attention.cross import without_own_memory
 from regard.units import plural
 
 

@@ -41,7 +41,7 @@ from regard.nn import (
 from regard.nn.blocks.norms import JoinedHeadsRMSNorm
 from regard.nn.mixer import Mixer
 from regard.nn.recurrence.decays import Mamba2Rule
-from regard.nn.weights.linear import Linear
+from regard.nn.weights import Linear
 from regard.positions import Rotary
 
 Mamba2Hybrid: TypeAlias = BambaConfig | GraniteHybridConfig

@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 
 from regard.configs.base import ModelConfig, Raw
 from regard.nn.projections.heads import HeadProjection
-from regard.nn.weights.stored import stored_modules
+from regard.nn.weights import stored_modules
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from regard.errors import ArgumentError, FileError
 from regard.files.safetensors_files import StoredTensor
 from regard.models.checkpoint.tensors import CheckpointTensors
-from regard.nn.weights.stored import can_store_weight
+from regard.nn.weights import can_store_weight
 from regard.ops.stored_weights import (
     GROUPS,
     INT4_BLOCK,

@@ -21,7 +21,7 @@ from regard.models.checkpoint.family import Family, TensorBinding, bind_names, n
 from regard.models.checkpoint.group_quantized import IntegerCodes
 from regard.models.checkpoint.stored_forms import StoredRecords, WeightForm, may_store
 from regard.models.checkpoint.tensors import CheckpointTensors, Conversion, check_finite
-from regard.nn.weights.stored import StoredWeightMixin, store_weight, stored_to_huge_pages
+from regard.nn.weights import StoredWeightMixin, store_weight, stored_to_huge_pages
 from regard.ops.cpu.library import DTYPES
 from regard.ops.stored_weights import StoredWeight
 from regard.untrusted_text import error_text, escape_controls, short_repr

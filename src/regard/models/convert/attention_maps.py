@@ -15,7 +15,7 @@ from regard.models.decoder import Decoder
 from regard.models.families import family, model_type_of
 from regard.nn import Attention, Block, HeadProjection, PreNorm, SeparateQKV
 from regard.nn.blocks.norms import OffsetRMSNorm, RMSNorm
-from regard.nn.weights.stored import store_weight, stored_modules
+from regard.nn.weights import store_weight, stored_modules
 from regard.ops.stored_weights import StoredWeight
 from regard.positions import Rotary
 from regard.positions.rotary import Layout

@@ -50,7 +50,7 @@ from regard.models.load import gguf_file, load, resolve_source
 from regard.models.model import Model
 from regard.models.save import save
 from regard.nn.projections.heads import Projection
-from regard.nn.weights.stored import count_parameters, stored_modules
+from regard.nn.weights import count_parameters, stored_modules
 from regard.ops.stored_weights import StoredWeight
 from regard.positions.rotary import Layout
 from regard.untrusted_text import error_text

@@ -12,7 +12,7 @@ from regard.errors import ArgumentError
 from regard.language import Phrase, counted
 from regard.models.checkpoint.stored_forms import may_store, weight_form
 from regard.models.convert.attention_maps import Checkpoint, ConversionStep
-from regard.nn.weights.stored import store_weight, stored_modules
+from regard.nn.weights import store_weight, stored_modules
 from regard.units import size
 
 

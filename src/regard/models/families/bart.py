@@ -39,7 +39,7 @@ from regard.nn import (
 from regard.nn.blocks.blocks import Residual
 from regard.nn.blocks.embedding import LogMelEmbedding, SinusoidalPositions
 from regard.nn.variants.projections import output_projection
-from regard.nn.weights.linear import Linear
+from regard.nn.weights import Linear
 from regard.positions import LearnedPositions, sinusoidal
 
 

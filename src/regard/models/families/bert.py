@@ -28,7 +28,7 @@ from regard.models.encoder import Encoder, HeadedEncoder
 from regard.nn import Attention, Block, FeedForward, InputEmbedding, PostNorm, PreNorm
 from regard.nn.blocks.feed_forward import GatedFeedForward
 from regard.nn.variants.projections import output_projection, separate_qkv
-from regard.nn.weights.linear import Linear
+from regard.nn.weights import Linear
 from regard.positions import LearnedPositions, Rotary
 
 

@@ -58,7 +58,7 @@ from regard.nn.mixer import Mixer
 from regard.nn.projections.latent import LowRankProjection
 from regard.nn.recurrence.delta import BottleneckProjection, ChannelLogDecay, DeltaRule
 from regard.nn.recurrence.projections import CausalConvolution, JoinedConvolution
-from regard.nn.weights.linear import Linear
+from regard.nn.weights import Linear
 from regard.positions import Rotary
 
 PROJECT = MODEL_LAYER + "attention.project."

@@ -40,7 +40,7 @@ from regard.nn import (
 )
 from regard.nn.blocks.mixer_block import ParallelMixers
 from regard.nn.recurrence.decays import Mamba2Rule
-from regard.nn.weights.linear import Linear, scaled_map
+from regard.nn.weights import Linear, scaled_map
 from regard.positions import Rotary
 
 

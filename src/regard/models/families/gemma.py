@@ -17,7 +17,7 @@ from regard.models.assembly.shared_memory import last_layers
 from regard.models.checkpoint.family import NameTable
 from regard.models.decoder import Decoder
 from regard.nn import Attention, HeadProjection, RMSNorm, SandwichNorm, SeparateQKV
-from regard.nn.attention.cross_layer import without_own_memory
+from regard.nn.attention.cross import without_own_memory
 from regard.nn.blocks.altup import (
     AltUp,
     AltUpBlock,
@@ -29,7 +29,7 @@ from regard.nn.blocks.altup import (
 )
 from regard.nn.blocks.feed_forward import GatedFeedForward, GaussianTopK
 from regard.nn.projections.steps import WeightlessRMSNorm
-from regard.nn.weights.linear import Linear
+from regard.nn.weights import Linear
 from regard.positions import Rotary
 
 

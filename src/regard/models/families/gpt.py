@@ -45,7 +45,7 @@ from regard.nn import (
     SharedNormBlock,
 )
 from regard.nn.variants.projections import separate_qkv
-from regard.nn.weights.linear import Linear
+from regard.nn.weights import Linear
 from regard.positions import LearnedPositions, Rotary
 
 

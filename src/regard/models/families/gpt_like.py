@@ -14,7 +14,7 @@ from torch import nn
 from regard import masks
 from regard.argument_checks import resolve_head_dim
 from regard.biases import ALiBi
-from regard.biases.alibi import alibi_slopes
+from regard.biases.distance import alibi_slopes
 from regard.configs.gpt_like import MPT_ATTENTION, BloomConfig, MptConfig, OPTConfig
 from regard.models.assembly.building_blocks import (
     activation,
@@ -27,7 +27,7 @@ from regard.nn import Attention, Block, FeedForward, FusedQKV, InputEmbedding, P
 from regard.nn.blocks.blocks import NormedResidual
 from regard.nn.projections.fused import ClippedQKV
 from regard.nn.variants.projections import separate_qkv
-from regard.nn.weights.linear import Linear
+from regard.nn.weights import Linear
 from regard.positions import LearnedPositions
 
 

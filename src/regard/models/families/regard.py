@@ -21,7 +21,7 @@ from regard.models.checkpoint.family import SAME_NAMES, Family
 from regard.models.decoder import Decoder
 from regard.nn import Block, InputEmbedding, PreNorm, RMSNorm, SinusoidalPositions, SwiGLU
 from regard.nn.mixer import Mixer
-from regard.nn.weights.linear import Linear
+from regard.nn.weights import Linear
 from regard.positions import LearnedPositions
 
 

@@ -18,7 +18,7 @@ from regard.nn import HeadProjection, InputEmbedding, PreNorm, Recurrent
 from regard.nn.recurrence.decays import RWKV4Rule
 from regard.nn.recurrence.projections import TokenShiftQKV
 from regard.nn.recurrence.rwkv import ChannelMix, TwoMixerBlock
-from regard.nn.weights.linear import Linear
+from regard.nn.weights import Linear
 
 
 def build(config: RwkvConfig) -> Decoder:

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from torch import nn
 
 from regard.biases import T5Relative
-from regard.biases.t5 import check_buckets
+from regard.biases.distance import check_buckets
 from regard.configs.base import Raw
 from regard.configs.t5 import T5Config
 from regard.masks import Causal

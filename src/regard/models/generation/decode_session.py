@@ -19,7 +19,7 @@ from regard.models.decoder import Decoder
 from regard.models.generation.cache_config import CacheConfig, has_dynamic_rotary
 from regard.models.prompts import LanguageModel, Prompt, encode_prompt
 from regard.nn import PrefixRecomputer
-from regard.nn.weights.stored import device_of
+from regard.nn.weights import device_of
 from regard.sequence_scope import SequenceScope, current_scope
 from regard.span import Positions, slice_positions, slot_count
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 from torch import Tensor, nn
 
@@ -19,6 +19,13 @@ from regard.ops.softmax import attend
 from regard.scores import ScoreRule
 from regard.span import Positions, slot_count
 from regard.tracing import is_tracing, tap
+
+
+class Places(NamedTuple):
+    """The positions of the queries and keys of a call, named as the functions name them."""
+
+    q_positions: Positions
+    k_positions: Positions
 
 
 class Attention(Mixer):
@@ -134,23 +141,16 @@ class Attention(Mixer):
             check_positions("k_positions", k_positions, q.shape[0], memory[0].shape[2])
             own = project.data_bias(x, q, memory, positions, k_positions)
             bias = own if bias is None or own is None else bias + own
-        z = self._attend(q, k, v, bias, positions, k_positions, backend)
+        z = self._attend(q, k, v, bias, Places(positions, k_positions), backend)
         z = project.postprocess_at(z, x, positions)
         z = tap("z", z) if is_traced else z
         out: Tensor = self.output(z.transpose(1, 2).flatten(2))
         return tap("out", out) if is_traced else out
 
     def _attend(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        bias: Bias | None,
-        positions: Positions,
-        k_positions: Positions,
-        backend: str,
+        self, q: Tensor, k: Tensor, v: Tensor, bias: Bias | None, places: Places, backend: str
     ) -> Tensor:
-        """Attend from queries [B,H,T,D] to keys at `k_positions`; return heads [B,H,T,E]."""
+        """Attend from queries [B,H,T,D] to keys; return heads [B,H,T,E]."""
         # The scale uses the head dim of the definition: the selected form may have a longer one.
         scale = self._default_scale if self.scale is None else self.scale
         return attend(
@@ -164,8 +164,8 @@ class Attention(Mixer):
             softcap=self.softcap,
             sink=self.sink,
             dropout=self.dropout if self.training else 0.0,
-            q_positions=positions,
-            k_positions=k_positions,
+            q_positions=places.q_positions,
+            k_positions=places.k_positions,
             backend=backend,
         )
 

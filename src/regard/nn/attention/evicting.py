@@ -12,7 +12,7 @@ from regard.caches.eviction import EvictionRule, HeldTokens, QueryMoments, token
 from regard.cost.bounded import EvictingSpec
 from regard.errors import ArgumentError
 from regard.masks import Causal, Dense
-from regard.nn.attention.attention import Attention
+from regard.nn.attention.attention import Attention, Places
 from regard.nn.mixer import AcrossRanks, count_weights
 from regard.nn.projections.heads import (
     Projection,
@@ -159,7 +159,7 @@ class EvictingAttention(Attention):
     ) -> Tensor:
         """Attend in one call, through the mask of what each query would find in the cache."""
         if isinstance(positions, Span) and positions.length <= self.capacity:
-            return self._attend(q, k, v, None, positions, positions, backend)
+            return self._attend(q, k, v, None, Places(positions, positions), backend)
         with torch.no_grad():
             visible = self._visible(q.detach(), k.detach(), v.detach(), positions)
         sees = visible.repeat_interleave(q.shape[1] // k.shape[1], 1)

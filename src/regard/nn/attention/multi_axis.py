@@ -11,7 +11,7 @@ from regard.biases import Bias
 from regard.caches import Cache, Parts
 from regard.errors import ArgumentError, ArgumentTypeError
 from regard.masks import Mask
-from regard.nn.attention.attention import Attention
+from regard.nn.attention.attention import Attention, Places
 from regard.nn.projections.heads import HeadProjection, ProjectionShape, SeparateQKV
 from regard.positions.multi_axis import MultiAxisRotary, order_of, text_axes
 from regard.span import EMPTY, Positions, Span, as_tensor
@@ -145,14 +145,8 @@ class MultiAxisAttention(Attention):
         return shift.masked_fill(k_positions.amax(1, keepdim=True) <= EMPTY, 0)
 
     def _attend(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        bias: Bias | None,
-        positions: Positions,
-        k_positions: Positions,
-        backend: str,
+        self, q: Tensor, k: Tensor, v: Tensor, bias: Bias | None, places: Places, backend: str
     ) -> Tensor:
         """Attend by the order of the tokens."""
-        return super()._attend(q, k, v, bias, order_of(positions), k_positions, backend)
+        order = places._replace(q_positions=order_of(places.q_positions))
+        return super()._attend(q, k, v, bias, order, backend)

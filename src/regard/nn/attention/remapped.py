@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +16,7 @@ from regard.biases import Bias
 from regard.errors import ArgumentError, ArgumentTypeError
 from regard.masks import Causal, Chunk, EarlierChunks, Mask, Sinks, Window
 from regard.masks.base import check_int
-from regard.nn.attention.attention import Attention
+from regard.nn.attention.attention import Attention, Places
 from regard.nn.explainable import InputSteps, MechanismStep, ProjectionQuery
 from regard.nn.projections.heads import SeparateQKV, check_shared_rotary, shared_rotary
 from regard.ops.softmax import attend_partial, merge
@@ -59,6 +60,12 @@ def _constant(value: int) -> PositionMap:
     return PositionMap(modulus=1, offset=value)
 
 
+def _near_and_far(window: int, name: str, mask: Mask) -> tuple[RemappedPart, ...]:
+    """Return the window, and the other keys that are seen, all at the distance of the window."""
+    far = RemappedPart(name, mask & ~Window(window), _constant(window), _constant(0))
+    return RemappedPart("near", Causal() & Window(window)), far
+
+
 class DistanceMap(ABC):
     """Base class of the maps of distances: `parts` divides the pairs and says their positions."""
 
@@ -71,9 +78,9 @@ class DistanceMap(ABC):
         """
 
     @property
-    @abstractmethod
     def mask(self) -> Mask:
-        """The union of the parts."""
+        """The union of the parts: by default the causal mask, because no key is hidden."""
+        return Causal()
 
     @property
     @abstractmethod
@@ -143,11 +150,6 @@ class DualChunk(DistanceMap):
         )
 
     @property
-    def mask(self) -> Mask:
-        """The causal mask, because no key is hidden."""
-        return Causal()
-
-    @property
     def unchanged(self) -> int:
         """Two chunks, or as far as n does not limit the second."""
         return min(self.length + 1, 2 * self.chunk)
@@ -200,13 +202,8 @@ class SelfExtend(DistanceMap):
         )
 
     @property
-    def mask(self) -> Mask:
-        """The causal mask, because no key is hidden."""
-        return Causal()
-
-    @property
     def unchanged(self) -> int:
-        """The window and one more, because its first group keeps a distance of W."""
+        """The window and one more, because a distance of the window stays."""
         return self.window + 1
 
 
@@ -235,21 +232,11 @@ class ReRoPE(DistanceMap):
 
     def parts(self) -> tuple[RemappedPart, ...]:
         """Return the window, and the keys beyond it at one distance."""
-        w = self.window
-        far = Causal() & ~Window(w)
-        return (
-            RemappedPart("near", Causal() & Window(w)),
-            RemappedPart("far", far, _constant(w), _constant(0)),
-        )
-
-    @property
-    def mask(self) -> Mask:
-        """The causal mask, because no key is hidden."""
-        return Causal()
+        return _near_and_far(self.window, "far", Causal())
 
     @property
     def unchanged(self) -> int:
-        """The window and one more, because a distance of w stays."""
+        """The window and one more, because a distance of the window stays."""
         return self.window + 1
 
 
@@ -281,12 +268,7 @@ class LMInfinite(DistanceMap):
 
     def parts(self) -> tuple[RemappedPart, ...]:
         """Return the window, and the first tokens beyond it."""
-        w = self.window
-        far = Causal() & Sinks(self.sinks) & ~Window(w)
-        return (
-            RemappedPart("near", Causal() & Window(w)),
-            RemappedPart("first tokens", far, _constant(w), _constant(0)),
-        )
+        return _near_and_far(self.window, "first tokens", Causal() & Sinks(self.sinks))
 
     @property
     def mask(self) -> Mask:
@@ -295,7 +277,7 @@ class LMInfinite(DistanceMap):
 
     @property
     def unchanged(self) -> int:
-        """The window and one more, because a distance of w stays."""
+        """The window and one more, because a distance of the window stays."""
         return self.window + 1
 
 
@@ -352,14 +334,7 @@ class RemappedAttention(Attention):
         self._parts = distances.parts()
 
     def _attend(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        bias: Bias | None,
-        positions: Positions,
-        k_positions: Positions,
-        backend: str,
+        self, q: Tensor, k: Tensor, v: Tensor, bias: Bias | None, places: Places, backend: str
     ) -> Tensor:
         """Attend in one call while no distance is changed; otherwise in one call for each part."""
         if bias is not None:
@@ -367,12 +342,13 @@ class RemappedAttention(Attention):
                 f"{type(self).__name__} got the bias {bias} of its projection; its positions move, "
                 "and a bias would not follow them: use a projection without data_bias"
             )
+        positions, k_positions = places
         if (
             isinstance(positions, Span)
             and not is_exporting()  # an exported program serves every length
             and positions.stop <= self.distances.unchanged
         ):
-            return super()._attend(q, k, v, None, positions, k_positions, backend)
+            return super()._attend(q, k, v, None, places, backend)
         if not requested_taps().isdisjoint(("scores", "pattern")):
             raise ArgumentError(
                 f"a trace asks for scores or patterns of a {type(self).__name__}, which has no "
@@ -382,19 +358,11 @@ class RemappedAttention(Attention):
         partials = []
         for part in self._parts:
             with named_scope(part.name.replace(" ", "_")):
-                partials.append(
-                    attend_partial(
-                        self._moved(q, positions, part.query),
-                        self._moved(k, k_positions, part.key),
-                        v,
-                        mask=part.mask,
-                        scale=self.scale,
-                        softcap=self.softcap,
-                        q_positions=positions,
-                        k_positions=k_positions,
-                        backend=backend,
-                    )
-                )
+                moved_q = self._moved(q, positions, part.query)
+                moved_k = self._moved(k, k_positions, part.key)
+                numbers = {"scale": self.scale, "softcap": self.softcap, "backend": backend}
+                rules: Any = {"mask": part.mask, **numbers, **places._asdict()}
+                partials.append(attend_partial(moved_q, moved_k, v, **rules))
         return merge(partials, sink=self.sink).out
 
     def _moved(self, x: Tensor, positions: Positions, to: PositionMap | None) -> Tensor:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Protocol, runtime_checkable
+from abc import abstractmethod
+from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -10,7 +11,7 @@ from torch import Tensor, nn
 
 from regard.caches import BoundedPages, Cache, Growing, Parts
 from regard.cost import Description
-from regard.cost.latent import IndexedLatentSpec, LatentSpec
+from regard.cost.latent import IndexedLatentSpec
 from regard.cost.selected import (
     BlockMaximumSelection,
     BlockSelection,
@@ -23,6 +24,7 @@ from regard.cost.softmax import ALL_EARLIER_KEYS
 from regard.cost.spec import Spec
 from regard.errors import ArgumentError
 from regard.masks import Causal, Mask
+from regard.nn.attention.attention import Places
 from regard.nn.mixer import Mixer, count_weights
 from regard.nn.projections.heads import HeadProjection, Projection, check_adds_no_bias
 from regard.nn.projections.latent import LatentProjection, LowRankProjection
@@ -46,30 +48,36 @@ from regard.tracing import tap
 from regard.units import plural
 
 
-@runtime_checkable
-class KeySelector(Protocol):
-    """Interface of a selector, which chooses the keys that each query attends to."""
+class KeySelector(nn.Module):
+    """Base class of the selectors, which choose the keys that each query attends to."""
 
     def remember(self, x: Tensor, positions: Positions) -> Parts:
-        """Compute the parts that a cache stores for this selector, besides keys and values."""
+        """Return the parts that a cache stores for this selector, besides keys and values."""
+        return ()
 
-    def choose(
-        self,
-        q: Tensor,
-        k: Tensor,
-        x: Tensor,
-        memory: Parts,
-        positions: Positions,
-        k_positions: Positions,
-    ) -> Mask:
-        """Choose the keys of each query."""
+    @abstractmethod
+    def choose(self, q: Tensor, k: Tensor, x: Tensor, memory: Parts, places: Places) -> Mask:
+        """Return the mask of the keys that each query attends to."""
 
     @property
+    @abstractmethod
     def spec(self) -> KeySelection:
         """The cost of the selection, and the number of selected keys."""
 
 
-class MoBA(nn.Module):
+class IndexHeads(KeySelector):
+    """Base class of the selectors with heads of their own, of which a cache stores one key."""
+
+    def __init__(self, q: HeadProjection, k: HeadProjection) -> None:
+        super().__init__()
+        self.q, self.k = q, k
+
+    def remember(self, x: Tensor, positions: Positions) -> Parts:
+        """Return the index keys [B,1,S,d]."""
+        return (self.k(x, positions),)
+
+
+class MoBA(KeySelector):
     """The selector of mixture of block attention: its own block, and the past blocks whose mean key
     has the largest product with the query (`regard.ops.selection.moba_mask`).
 
@@ -81,23 +89,9 @@ class MoBA(nn.Module):
         check_sizes("MoBA", size, topk, "block")
         self.size, self.topk = size, topk
 
-    def remember(self, x: Tensor, positions: Positions) -> Parts:
-        """Return no parts, since the mean keys are computed from the cached keys."""
-        return ()
-
-    def choose(
-        self,
-        q: Tensor,
-        k: Tensor,
-        x: Tensor,
-        memory: Parts,
-        positions: Positions,
-        k_positions: Positions,
-    ) -> Mask:
+    def choose(self, q: Tensor, k: Tensor, x: Tensor, memory: Parts, places: Places) -> Mask:
         """Return the mask of the chosen blocks."""
-        return moba_mask(
-            q, k, size=self.size, topk=self.topk, q_positions=positions, k_positions=k_positions
-        )
+        return moba_mask(q, k, size=self.size, topk=self.topk, **places._asdict())
 
     @property
     def spec(self) -> BlockSelection:
@@ -109,7 +103,7 @@ class MoBA(nn.Module):
         return f"blocks of {self.size}, topk={self.topk}"
 
 
-class Indexer(nn.Module):
+class Indexer(IndexHeads):
     """The lightning indexer of DeepSeek-V3.2: the topk keys by scores of small heads.
 
     I_ts = sum_j w_tj relu(q_tj . k_s / sqrt(d)),  w_t = W_w x_t / sqrt(J)
@@ -123,7 +117,7 @@ class Indexer(nn.Module):
     def __init__(
         self, q: HeadProjection, k: HeadProjection, weight: nn.Linear, *, topk: int
     ) -> None:
-        super().__init__()
+        super().__init__(q, k)
         check_topk(topk)
         if k.heads != 1 or q.head_dim != k.head_dim or weight.out_features != q.heads:
             raise ArgumentError(
@@ -131,37 +125,18 @@ class Indexer(nn.Module):
                 f"out_features={weight.out_features}; k must be 1 head of {q.head_dim}, and weight "
                 f"must have out_features={q.heads}"
             )
-        self.q, self.k, self.weight, self.topk = q, k, weight, topk
-
-    def remember(self, x: Tensor, positions: Positions) -> Parts:
-        """Return the index keys [B,1,S,d]."""
-        return (self.k(x, positions),)
+        self.weight, self.topk = weight, topk
 
     def parts(self, x: Tensor, positions: Positions) -> tuple[Tensor, Tensor]:
         """Compute the index queries and their weights."""
         q = self.q(x, positions) * self.q.head_dim**-0.5
         return q, self.weight(x) * self.q.heads**-0.5
 
-    def choose(
-        self,
-        q: Tensor,
-        k: Tensor,
-        x: Tensor,
-        memory: Parts,
-        positions: Positions,
-        k_positions: Positions,
-    ) -> Mask:
+    def choose(self, q: Tensor, k: Tensor, x: Tensor, memory: Parts, places: Places) -> Mask:
         """Return the mask of the chosen keys."""
         with torch.no_grad():
-            index_q, weight = self.parts(x, positions)
-        return index_mask(
-            index_q,
-            memory[0],
-            weight,
-            topk=self.topk,
-            q_positions=positions,
-            k_positions=k_positions,
-        )
+            index_q, weight = self.parts(x, places.q_positions)
+        return index_mask(index_q, memory[0], weight, topk=self.topk, **places._asdict())
 
     @property
     def spec(self) -> IndexSelection:
@@ -202,8 +177,13 @@ class SelectedAttention(Mixer):
         scale: float | None = None,
     ) -> None:
         check_adds_no_bias(project, "SelectedAttention")
+        self._check_parts(project, selector)
         super().__init__()
         self.project, self.selector, self.output, self.scale = project, selector, output, scale
+
+    @staticmethod
+    def _check_parts(project: Projection, selector: KeySelector) -> None:
+        """Check that the projection and the selector are those of a subclass."""
 
     def mix(self, x: Tensor, positions: Positions, cache: Cache | None, backend: str) -> Tensor:
         """Attend from x [B,T,M] to the chosen tokens among its own and those in the cache."""
@@ -220,17 +200,9 @@ class SelectedAttention(Mixer):
         k, v = project.recall(memory[:n], k_positions)
         k, v = tap("k", k), tap("v", v)
         chosen_by = self.selector_memory(memory[n:], cache)
-        mask = self.selector.choose(q, k, x, chosen_by, positions, k_positions)
-        z = attend(
-            q,
-            k,
-            v,
-            mask=mask,
-            scale=self._scale,
-            q_positions=positions,
-            k_positions=k_positions,
-            backend=backend,
-        )
+        places = Places(positions, k_positions)
+        mask = self.selector.choose(q, k, x, chosen_by, places)
+        z = attend(q, k, v, mask=mask, scale=self._scale, backend=backend, **places._asdict())
         z = tap("z", project.postprocess_at(z, x, positions))
         return tap("out", self.output(z.transpose(1, 2).flatten(2)))
 
@@ -290,18 +262,16 @@ def indexer_losses(
     x = x.detach()
     (key,) = selector.remember(x, positions)
     with torch.no_grad():
-        q = layer.project.query(x, positions)
+        q, places = layer.project.query(x, positions), Places(positions, positions)
         k, _ = layer.project.recall(layer.project.remember(x, positions), positions)
-        mask = selector.choose(q, k, x, (key,), positions, positions) if chosen else Causal()
-        pattern = attention_weights(
-            q, k, mask=mask, scale=layer._scale, q_positions=positions, k_positions=positions
-        )
+        mask = selector.choose(q, k, x, (key,), places) if chosen else Causal()
+        pattern = attention_weights(q, k, mask=mask, scale=layer._scale, **places._asdict())
         visible = mask.block(positions, positions, device=x.device)[:, 0].expand(len(x), -1, -1)
     index_q, weight = selector.parts(x, positions)
     return indexer_loss(index_scores(index_q, key, weight), pattern, visible)
 
 
-class Quest(nn.Module):
+class Quest(KeySelector):
     """The selector of Quest: its own page, and the past pages with the largest bound.
 
     u_i = sum_d max(q_d low_id, q_d high_id) for page i, whose keys have numbers from low to high
@@ -314,29 +284,10 @@ class Quest(nn.Module):
         check_sizes("Quest", size, topk, "page")
         self.size, self.topk = size, topk
 
-    def remember(self, x: Tensor, positions: Positions) -> Parts:
-        """Return no parts, since the bounds are computed from the cached keys."""
-        return ()
-
-    def choose(
-        self,
-        q: Tensor,
-        k: Tensor,
-        x: Tensor,
-        memory: Parts,
-        positions: Positions,
-        k_positions: Positions,
-    ) -> Mask:
+    def choose(self, q: Tensor, k: Tensor, x: Tensor, memory: Parts, places: Places) -> Mask:
         """Return the mask of the chosen pages; `memory` may hold the bounds of all pages."""
-        return quest_mask(
-            q,
-            k,
-            size=self.size,
-            topk=self.topk,
-            bounds=PageBounds(*memory) if memory else None,
-            q_positions=positions,
-            k_positions=k_positions,
-        )
+        bounds = PageBounds(*memory) if memory else None
+        return quest_mask(q, k, size=self.size, topk=self.topk, bounds=bounds, **places._asdict())
 
     @property
     def spec(self) -> PageSelection:
@@ -372,14 +323,9 @@ class QuestAttention(SelectedAttention):
     Source: Tang et al. 2024 (arXiv 2406.10774), section 3.
     """
 
-    def __init__(
-        self,
-        project: Projection,
-        selector: Quest,
-        output: nn.Module,
-        *,
-        scale: float | None = None,
-    ) -> None:
+    @staticmethod
+    def _check_parts(project: Projection, selector: KeySelector) -> None:
+        """Check that the selector is a `Quest`, and that keys have one form."""
         if not isinstance(selector, Quest):
             raise ArgumentError(
                 f"selector is {type(selector).__name__}; QuestAttention needs a Quest: use "
@@ -390,7 +336,6 @@ class QuestAttention(SelectedAttention):
                 f"{type(project).__name__} has several forms, whose keys have other bounds, so "
                 "that the pages would depend on the number of queries; Quest needs keys per head"
             )
-        super().__init__(project, selector, output, scale=scale)
 
     def check_cache(self, cache: Cache) -> None:
         """Raise if the cache has pages of another size than the selector."""
@@ -427,7 +372,7 @@ class QuestAttention(SelectedAttention):
         return whole and getattr(self.project, "key_transform", None) is None
 
 
-class BlockMaximum(nn.Module):
+class BlockMaximum(IndexHeads):
     """The selector of MSA: its own block, the local blocks before it, and the past blocks with the
     largest best score of index heads (`regard.ops.selection.block_maximum_mask`).
 
@@ -449,7 +394,7 @@ class BlockMaximum(nn.Module):
         topk: int,
         local: int = 1,
     ) -> None:
-        super().__init__()
+        super().__init__(q, k)
         check_block_sizes(size, topk, local)
         if k.heads != 1 or q.head_dim != k.head_dim or heads < 1 or heads % q.heads:
             raise ArgumentError(
@@ -457,35 +402,14 @@ class BlockMaximum(nn.Module):
                 f"{plural(heads, 'query head')}; k must be 1 head of {q.head_dim}, and the index "
                 "heads must divide the query heads"
             )
-        self.q, self.k, self.heads = q, k, heads
-        self.size, self.topk, self.local = size, topk, local
+        self.heads, self.size, self.topk, self.local = heads, size, topk, local
 
-    def remember(self, x: Tensor, positions: Positions) -> Parts:
-        """Return the index keys [B,1,S,d]."""
-        return (self.k(x, positions),)
-
-    def choose(
-        self,
-        q: Tensor,
-        k: Tensor,
-        x: Tensor,
-        memory: Parts,
-        positions: Positions,
-        k_positions: Positions,
-    ) -> Mask:
+    def choose(self, q: Tensor, k: Tensor, x: Tensor, memory: Parts, places: Places) -> Mask:
         """Return the mask of the chosen blocks."""
         with torch.no_grad():
-            queries = self.q(x, positions)
-        return block_maximum_mask(
-            queries,
-            memory[0],
-            heads=self.heads,
-            size=self.size,
-            topk=self.topk,
-            local=self.local,
-            q_positions=positions,
-            k_positions=k_positions,
-        )
+            queries = self.q(x, places.q_positions)
+        sizes: Any = {"size": self.size, "topk": self.topk, "local": self.local}
+        return block_maximum_mask(queries, memory[0], heads=self.heads, **sizes, **places._asdict())
 
     @property
     def spec(self) -> BlockMaximumSelection:
@@ -535,20 +459,14 @@ class IndexedLatentAttention(SelectedAttention):
     Source: DeepSeek-AI 2025 (DeepSeek-V3.2-Exp), section 2.
     """
 
-    def __init__(
-        self,
-        project: LatentProjection,
-        selector: Indexer,
-        output: nn.Module,
-        *,
-        scale: float | None = None,
-    ) -> None:
+    @staticmethod
+    def _check_parts(project: Projection, selector: KeySelector) -> None:
+        """Check that the projection and the selector are those of latent attention."""
         if not isinstance(project, LatentProjection) or not isinstance(selector, Indexer):
             raise ArgumentError(
                 f"project is {type(project).__name__} and selector {type(selector).__name__}; they "
                 "must be a LatentProjection and an Indexer: use SelectedAttention for others"
             )
-        super().__init__(project, selector, output, scale=scale)
 
     @property
     def spec(self) -> IndexedLatentSpec:
@@ -557,15 +475,6 @@ class IndexedLatentAttention(SelectedAttention):
         assert isinstance(project, LatentProjection)
         assert isinstance(selector, Indexer)
         latent = project.spec(count_weights(self), ALL_EARLIER_KEYS)
-        assert isinstance(latent, LatentSpec)
-        return IndexedLatentSpec(
-            latent.weights,
-            (*latent.parts, (1, selector.k.head_dim)),
-            latent.heads,
-            latent.kv_rank,
-            latent.nope_dim,
-            latent.rope_dim,
-            latent.value_dim,
-            "absorb",
-            selection=selector.spec,
-        )
+        parts = (*latent.parts, (1, selector.k.head_dim))
+        own = {"parts": parts, "form": "absorb", "selection": selector.spec}
+        return IndexedLatentSpec(**{**vars(latent), **own})

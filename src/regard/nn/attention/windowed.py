@@ -13,7 +13,7 @@ from regard.cost.softmax import SoftmaxSpec
 from regard.errors import ArgumentError
 from regard.masks import Causal, Dilated, Global, Mask, Sinks, Window
 from regard.masks.base import check_int
-from regard.nn.attention.attention import Attention
+from regard.nn.attention.attention import Attention, Places
 from regard.nn.explainable import Explainable, InputSteps, MechanismStep, ProjectionQuery
 from regard.nn.mixer import MaskVisibility, Mixer, count_weights
 from regard.nn.projections.heads import Projection, SeparateQKV, check_shared_rotary, shared_rotary
@@ -80,14 +80,7 @@ class StreamingAttention(Attention):
         self._sinks_mask = Causal() & Sinks(sinks)
 
     def _attend(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        bias: Bias | None,
-        positions: Positions,
-        k_positions: Positions,
-        backend: str,
+        self, q: Tensor, k: Tensor, v: Tensor, bias: Bias | None, places: Places, backend: str
     ) -> Tensor:
         """Attend in one call while no token is evicted; otherwise merge sinks and recent tokens."""
         if bias is not None:
@@ -101,15 +94,16 @@ class StreamingAttention(Attention):
                 "StreamingAttention, whose sinks are cut from the keys by a number that depends on "
                 "the length: use torch.export.export, or dynamo=True"
             )
+        positions, k_positions = places
         evicted = self._evicted(q, positions)
         if evicted is None:
-            return super()._attend(q, k, v, None, positions, k_positions, backend)
+            return super()._attend(q, k, v, None, places, backend)
         rotary = shared_rotary(self.project)
         q_sinks = rotate(q, -evicted, rotary.inv_freq, layout=rotary.layout)
         if not requested_taps().isdisjoint(("scores", "pattern")):
             # A trace needs the scores of both parts in one call.
             q, k = stack_query_forms(q, q_sinks, k, k_positions, self.sinks)
-            return super()._attend(q, k, v, None, positions, k_positions, backend)
+            return super()._attend(q, k, v, None, places, backend)
         attend_to = partial(
             attend_partial,
             scale=self.scale,

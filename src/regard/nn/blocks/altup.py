@@ -17,7 +17,7 @@ from regard.nn.blocks.blocks import Block, SandwichNorm
 from regard.nn.blocks.embedding import InputEmbedding
 from regard.nn.blocks.norms import RMSNorm
 from regard.nn.mixer import Mixer
-from regard.nn.weights.linear import Linear
+from regard.nn.weights import Linear
 from regard.span import Positions, Span, find_empty_slots
 from regard.tracing import named_scope, tap
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 from jaxtyping import Float
 from torch import Tensor, nn
@@ -18,6 +17,9 @@ from regard.nn.mixer import Mixer
 from regard.process_state import is_compiling
 from regard.span import Positions
 from regard.tracing import is_tracing, named_scope, parent_scope, tap
+
+Sublayer: TypeAlias = Callable[[Tensor], Tensor]
+"""A function [B,T,M] -> [B,T,M] around which a residual connection leads."""
 
 
 class Residual(nn.Module, ABC):
@@ -48,9 +50,7 @@ class Residual(nn.Module, ABC):
         return self.dropout(x) if self.training else x
 
     @abstractmethod
-    def forward(
-        self, x: Float[Tensor, "B T M"], sublayer: Callable[[Tensor], Tensor]
-    ) -> Float[Tensor, "B T M"]:
+    def forward(self, x: Float[Tensor, "B T M"], sublayer: Sublayer) -> Float[Tensor, "B T M"]:
         """Apply the sublayer with its residual connection.
 
         Args:
@@ -74,9 +74,7 @@ class PreNorm(Residual):
     Source: Xiong et al. 2020 (arXiv 2002.04745), figure 1b.
     """
 
-    def forward(
-        self, x: Float[Tensor, "B T M"], sublayer: Callable[[Tensor], Tensor]
-    ) -> Float[Tensor, "B T M"]:
+    def forward(self, x: Float[Tensor, "B T M"], sublayer: Sublayer) -> Float[Tensor, "B T M"]:
         """Compute x + sublayer(norm(x)) for hidden states [B,T,M]."""
         norm: Any = self._modules["norm"]
         y = sublayer(tap("norm", norm(x)))
@@ -104,9 +102,7 @@ class ScaledPreNorm(PreNorm):
         check_number("scale", scale, float("-inf"), float("inf"), "finite")
         self.scale = scale
 
-    def forward(
-        self, x: Float[Tensor, "B T M"], sublayer: Callable[[Tensor], Tensor]
-    ) -> Float[Tensor, "B T M"]:
+    def forward(self, x: Float[Tensor, "B T M"], sublayer: Sublayer) -> Float[Tensor, "B T M"]:
         """Compute x + scale sublayer(norm(x)) for hidden states [B,T,M]."""
         y = sublayer(tap("norm", self.norm(x)))
         return x + self.apply_dropout(y * self.scale)
@@ -128,9 +124,7 @@ class PostNorm(Residual):
     Source: Vaswani et al. 2017 (arXiv 1706.03762), section 3.1.
     """
 
-    def forward(
-        self, x: Float[Tensor, "B T M"], sublayer: Callable[[Tensor], Tensor]
-    ) -> Float[Tensor, "B T M"]:
+    def forward(self, x: Float[Tensor, "B T M"], sublayer: Sublayer) -> Float[Tensor, "B T M"]:
         """Compute norm(x + sublayer(x)) for hidden states [B,T,M]."""
         result: Float[Tensor, "B T M"] = self.norm(x + self.apply_dropout(sublayer(x)))
         return tap("norm", result)
@@ -163,9 +157,7 @@ class NormedResidual(Residual):
             check_number(name, value, float("-inf"), float("inf"), "finite")
         self.alpha, self.beta = alpha, beta
 
-    def forward(
-        self, x: Float[Tensor, "B T M"], sublayer: Callable[[Tensor], Tensor]
-    ) -> Float[Tensor, "B T M"]:
+    def forward(self, x: Float[Tensor, "B T M"], sublayer: Sublayer) -> Float[Tensor, "B T M"]:
         """Compute alpha norm(x) + beta sublayer(norm(x)) for hidden states [B,T,M]."""
         normed = tap("norm", self.norm(x))
         added = self.apply_dropout(sublayer(normed))
@@ -189,9 +181,7 @@ class OutputNorm(Residual):
     Source: OLMo 2, 2025 (arXiv 2501.00656), section 2.1.
     """
 
-    def forward(
-        self, x: Float[Tensor, "B T M"], sublayer: Callable[[Tensor], Tensor]
-    ) -> Float[Tensor, "B T M"]:
+    def forward(self, x: Float[Tensor, "B T M"], sublayer: Sublayer) -> Float[Tensor, "B T M"]:
         """Compute x + norm(sublayer(x)) for hidden states [B,T,M]."""
         return x + self.apply_dropout(tap("norm", self.norm(sublayer(x))))
 
@@ -216,9 +206,7 @@ class SandwichNorm(Residual):
         super().__init__(norm, dropout)
         self.after = after
 
-    def forward(
-        self, x: Float[Tensor, "B T M"], sublayer: Callable[[Tensor], Tensor]
-    ) -> Float[Tensor, "B T M"]:
+    def forward(self, x: Float[Tensor, "B T M"], sublayer: Sublayer) -> Float[Tensor, "B T M"]:
         """Compute x + after(sublayer(norm(x))) for hidden states [B,T,M]."""
         y = self.after(sublayer(tap("norm", self.norm(x))))
         with named_scope("after"):
@@ -281,6 +269,12 @@ class Block(nn.Module):
         """
         if is_tracing():
             return self._traced_forward(x, positions, cache, backend)
+        return self._plain_forward(x, positions, cache, backend)
+
+    def _plain_forward(
+        self, x: Tensor, positions: Positions | None, cache: Cache | None, backend: str
+    ) -> Tensor:
+        """Apply both sublayers to hidden states [B,T,M], one after the other, without taps."""
         parts: dict[str, Any] = self._modules  # much faster than nn.Module's attribute access
         attention = parts["attention"]
         x = parts["attention_residual"](
@@ -342,16 +336,10 @@ class ParallelBlock(Block):
     equation 2.
     """
 
-    def forward(
-        self,
-        x: Float[Tensor, "B T M"],
-        positions: Positions | None = None,
-        cache: Cache | None = None,
-        backend: str = "auto",
-    ) -> Float[Tensor, "B T M"]:
+    def _plain_forward(
+        self, x: Tensor, positions: Positions | None, cache: Cache | None, backend: str
+    ) -> Tensor:
         """Apply both sublayers to hidden states [B,T,M] and add their outputs."""
-        if is_tracing():
-            return self._traced_forward(x, positions, cache, backend)
         mixed = self.attention_residual(
             x, lambda normed: self.attention(normed, positions, cache, backend=backend)
         )
@@ -390,16 +378,10 @@ class SharedNormBlock(ParallelBlock):
     def __init__(self, attention: Mixer, feed_forward: nn.Module, residual: PreNorm) -> None:
         super().__init__(attention, feed_forward, residual, PreNorm(nn.Identity()))
 
-    def forward(
-        self,
-        x: Float[Tensor, "B T M"],
-        positions: Positions | None = None,
-        cache: Cache | None = None,
-        backend: str = "auto",
-    ) -> Float[Tensor, "B T M"]:
+    def _plain_forward(
+        self, x: Tensor, positions: Positions | None, cache: Cache | None, backend: str
+    ) -> Tensor:
         """Apply both sublayers to the normed hidden states [B,T,M] and add their outputs."""
-        if is_tracing():
-            return self._traced_forward(x, positions, cache, backend)
         path = self.attention_residual
         normed = path.norm(x)
         mixed = path.apply_dropout(self.attention(normed, positions, cache, backend=backend))
@@ -428,13 +410,6 @@ class BlockCaches(NamedTuple):
 
     self_attention: Cache
     cross: Cache
-
-    @property
-    def own(self) -> Cache:
-        """Deprecated alias of `self_attention`; the next release removes it."""
-        message = "BlockCaches.own is now BlockCaches.self_attention"
-        warnings.warn(message, DeprecationWarning, stacklevel=2)
-        return self.self_attention
 
 
 class DecoderBlock(nn.Module):

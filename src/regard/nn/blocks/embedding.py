@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from regard.argument_checks import check_device, check_number, check_positions, check_sizes
 from regard.errors import ArgumentError, ArgumentTypeError
-from regard.nn.weights.linear import Linear
+from regard.nn.weights import Linear
 from regard.positions import sinusoidal
 from regard.positions.sinusoidal import SinusoidalLayout
 from regard.span import Positions, Span, find_empty_slots
@@ -222,9 +222,7 @@ class LogMelEmbedding(nn.Module):
         return (features.shape[-1] + 1) // 2
 
     def forward(
-        self,
-        features: Float[Tensor, "B F L"],
-        positions: Positions | None = None,
+        self, features: Float[Tensor, "B F L"], positions: Positions | None = None
     ) -> Float[Tensor, "B S M"]:
         """Embed log-mel features as encoder states."""
         if not isinstance(features, Tensor) or not features.is_floating_point():

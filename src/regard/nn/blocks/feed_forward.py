@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from regard.argument_checks import check_number
 from regard.nn.module_calls import is_plain, is_proxy
-from regard.nn.weights.linear import Linear
-from regard.ops.gated_product import silu_product
+from regard.nn.weights import Linear
+from regard.ops.tokenwise import silu_product
 
 
 class FeedForward(nn.Module):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import cast
 
 import torch
@@ -14,13 +14,13 @@ from regard.caches.joined import Joined
 from regard.cost import Spec
 from regard.cost.summed import SummedSpec, TokenwiseSpec
 from regard.errors import ArgumentError, ArgumentTypeError
-from regard.nn.blocks.blocks import Block, PreNorm
+from regard.nn.blocks.blocks import Block, PreNorm, Sublayer
 from regard.nn.blocks.experts import MoE
 from regard.nn.blocks.norms import RMSNorm
 from regard.nn.mixer import Mixer, count_weights
 from regard.nn.recurrence.recurrent import StateMixer
 from regard.span import Positions
-from regard.tracing import is_tracing, named_scope, tap
+from regard.tracing import named_scope, tap
 from regard.units import plural
 
 
@@ -33,18 +33,17 @@ class MixerBlock(Block):
     def __init__(self, attention: Mixer, residual: PreNorm) -> None:
         super().__init__(attention, nn.Identity(), residual, PreNorm(nn.Identity()))
 
-    def forward(
-        self,
-        x: Float[Tensor, "B T M"],
-        positions: Positions | None = None,
-        cache: Cache | None = None,
-        backend: str = "auto",
-    ) -> Float[Tensor, "B T M"]:
+    def _traced_forward(
+        self, x: Tensor, positions: Positions | None, cache: Cache | None, backend: str
+    ) -> Tensor:
+        with named_scope("attention"):
+            x = self.attention_residual(x, self._tapped_attention(positions, cache, backend))
+        return tap("residual", x)
+
+    def _plain_forward(
+        self, x: Tensor, positions: Positions | None, cache: Cache | None, backend: str
+    ) -> Tensor:
         """Apply the mechanism to hidden states [B,T,M] and add its output."""
-        if is_tracing():
-            with named_scope("attention"):
-                x = self.attention_residual(x, self._tapped_attention(positions, cache, backend))
-            return tap("residual", x)
         result: Tensor = self.attention_residual(
             x, lambda normed: self.attention(normed, positions, cache, backend=backend)
         )
@@ -92,9 +91,7 @@ class WidePreNorm(PreNorm):
     Source: Gu and Dao 2023 (arXiv 2312.00752), `residual_in_fp32` of its released code.
     """
 
-    def forward(
-        self, x: Float[Tensor, "B T M"], sublayer: Callable[[Tensor], Tensor]
-    ) -> Float[Tensor, "B T M"]:
+    def forward(self, x: Float[Tensor, "B T M"], sublayer: Sublayer) -> Float[Tensor, "B T M"]:
         """Compute x + sublayer(norm(x)) for hidden states [B,T,M], in fp32 or better."""
         narrow = x.to(_dtype_of(self.norm, x))
         y = self.apply_dropout(sublayer(tap("norm", self.norm(narrow))))

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from regard.argument_checks import check_device, check_tensor
 from regard.errors import ArgumentError
 from regard.nn.module_calls import call_as_leaf, is_proxy
-from regard.ops.rms_norm import rms_norm
+from regard.ops.tokenwise import rms_norm
 from regard.units import plural
 
 

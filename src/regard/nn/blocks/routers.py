@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypedDict, Unpack
 
 import torch
 import torch.nn.functional as F
@@ -69,6 +69,15 @@ class ExpertGroups:
 
         is_allowed = torch.zeros_like(by_group[..., 0], dtype=torch.bool).scatter(-1, groups, 1)
         return is_allowed[..., None].expand(by_group.shape).flatten(-2)
+
+
+class RouterOptions(TypedDict, total=False):
+    """The options of a `Router`."""
+
+    normalize: bool
+    bias: bool
+    groups: ExpertGroups | None
+    scale: float
 
 
 class Router(nn.Module, ABC):
@@ -185,7 +194,13 @@ class SoftmaxRouter(Router):
     """
 
     def __init__(
-        self, dim: int, experts: int, k: int, *, corrected: bool = False, **options: Any
+        self,
+        dim: int,
+        experts: int,
+        k: int,
+        *,
+        corrected: bool = False,
+        **options: Unpack[RouterOptions],
     ) -> None:
         super().__init__(dim, experts, k, **options)
         correction = nn.Parameter(torch.zeros(experts), requires_grad=False) if corrected else None
@@ -234,15 +249,10 @@ class SigmoidRouter(Router):
         experts: int,
         k: int,
         *,
-        normalize: bool = False,
-        bias: bool = False,
-        groups: ExpertGroups | None = None,
-        scale: float = 1.0,
         eps: float = 1e-20,
+        **options: Unpack[RouterOptions],
     ) -> None:
-        super().__init__(
-            dim, experts, k, normalize=normalize, bias=bias, groups=groups, scale=scale
-        )
+        super().__init__(dim, experts, k, **options)
         self.eps = eps
         self.correction = nn.Parameter(torch.zeros(experts), requires_grad=False)
 

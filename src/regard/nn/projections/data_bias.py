@@ -10,13 +10,13 @@ from torch import Tensor, nn
 
 from regard.argument_checks import check_choice, check_number, check_positions
 from regard.biases import Bias, DenseBias, ForgetBias
-from regard.biases.relative_logits import RelativeLogits
+from regard.biases.tables import RelativeLogits
 from regard.caches import Parts
 from regard.errors import ArgumentError
 from regard.nn.explainable import InputSteps, MechanismStep, ProjectionQuery
 from regard.nn.mixer import check_recorded_graph
 from regard.nn.projections.heads import HeadProjection, ProjectionShape, SeparateQKV
-from regard.nn.weights.linear import Linear
+from regard.nn.weights import Linear
 from regard.process_state import is_exporting_onnx
 from regard.scores.base import stable_argsort
 from regard.span import Positions, Span, as_tensor
@@ -208,11 +208,7 @@ class DisentangledProjection(SeparateQKV):
 
     def _bias(self, logits: Tensor, *, of_keys: bool) -> RelativeLogits:
         return RelativeLogits(
-            logits,
-            self.buckets,
-            of_keys,
-            buckets=self.buckets,
-            max_distance=self.max_distance,
+            logits, self.buckets, of_keys, buckets=self.buckets, max_distance=self.max_distance
         )
 
     def data_bias(

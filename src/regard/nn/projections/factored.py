@@ -31,7 +31,7 @@ from regard.nn.projections.heads import (
     ProjectionShape,
     cache_unsafe_reason,
 )
-from regard.nn.weights.linear import Linear
+from regard.nn.weights import Linear
 from regard.positions import Rotary
 from regard.span import Positions
 from regard.units import plural
@@ -109,10 +109,7 @@ class TensorProductProjection(Projection, nn.Module):
     """
 
     def __init__(
-        self,
-        q: TensorProductHeads | HeadProjection,
-        k: TensorProductHeads,
-        v: TensorProductHeads,
+        self, q: TensorProductHeads | HeadProjection, k: TensorProductHeads, v: TensorProductHeads
     ) -> None:
         super().__init__()
         if not q.heads == k.heads == v.heads or q.head_dim != k.head_dim:

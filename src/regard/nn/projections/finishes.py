@@ -23,7 +23,7 @@ from regard.nn.projections.heads import (
     WrappedProjection,
     cache_unsafe_reason,
 )
-from regard.nn.weights.linear import Linear
+from regard.nn.weights import Linear
 from regard.positions import Rotary, rotate
 from regard.span import Positions, as_tensor
 from regard.units import plural

@@ -21,7 +21,7 @@ from regard.nn.explainable import (
     run_steps,
 )
 from regard.nn.projections.heads import HeadProjection, Projection, ProjectionShape
-from regard.nn.weights.linear import Linear, linear
+from regard.nn.weights import Linear, linear
 from regard.ops.stored_linear import stored_linear
 from regard.positions.constant_tensor import ConstantTensor
 from regard.span import Positions

@@ -24,7 +24,7 @@ from regard.nn.explainable import (
     run_steps,
 )
 from regard.nn.module_calls import is_plain
-from regard.nn.weights.linear import Linear
+from regard.nn.weights import Linear
 from regard.positions import Rotary
 from regard.span import Positions
 from regard.units import plural

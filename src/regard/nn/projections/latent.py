@@ -33,7 +33,7 @@ from regard.nn.projections.heads import (
     ProjectionShape,
     cache_unsafe_reason,
 )
-from regard.nn.weights.linear import Linear
+from regard.nn.weights import Linear
 from regard.positions import Rotary
 from regard.span import Positions
 from regard.units import plural

@@ -13,18 +13,19 @@ from torch import Tensor, nn
 
 from regard.argument_checks import check_choice, check_number, check_positive_sizes
 from regard.caches import Parts
-from regard.cost.decayed_state import (
-    lightnet_spec,
-    mlstm_spec,
-    rwkv4_spec,
-    rwkv6_spec,
-    slots_spec,
-)
+from regard.cost.decayed_state import lightnet_spec, mlstm_spec, rwkv4_spec, rwkv6_spec, slots_spec
 from regard.cost.fixed_state import CountedSpec, LinearSpec
 from regard.cost.spec import HeadShape, ParameterCounts
 from regard.errors import ArgumentError
-from regard.nn.recurrence.recurrent import RecurrenceRule, RuleCall, initial_step_bias, wide
-from regard.nn.weights.linear import Linear
+from regard.nn.recurrence.recurrent import (
+    RecurrenceRule,
+    RuleCall,
+    RuleResult,
+    decayed_cost,
+    initial_step_bias,
+    wide,
+)
+from regard.nn.weights import Linear
 from regard.ops.linear.feature_maps import cosine_features
 from regard.ops.linear.gated_slots import gated_slots, log_sum_exp_gates
 from regard.ops.linear.linear_attention import (
@@ -32,9 +33,9 @@ from regard.ops.linear.linear_attention import (
     feature_map_of,
     gated_linear,
     linear_attention,
+    mlstm,
     retention,
 )
-from regard.ops.linear.mlstm import mlstm
 from regard.ops.linear.rwkv import rwkv4, rwkv6
 from regard.positions.constant_tensor import ConstantTensor
 from regard.span import Span
@@ -62,9 +63,7 @@ class LinearAttentionRule(RecurrenceRule):
         check_number("scale", scale, float("-inf"), float("inf"), "finite")
         self.feature_map, self.normalize, self.scale = feature_map, normalize, scale
 
-    def run(
-        self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, call: RuleCall
-    ) -> tuple[Tensor, Parts]:
+    def run(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, call: RuleCall) -> RuleResult:
         """Return the results [B,max(H,N),T,E] and the last state: (S, z), or (S,)."""
         return linear_attention(
             q,
@@ -97,6 +96,8 @@ class RetentionRule(RecurrenceRule):
 
     Source: Sun et al. 2023 (arXiv 2307.08621), equations 6 and 8.
     """
+
+    cost = decayed_cost("retention")
 
     def __init__(
         self, groups: int, decay: Sequence[float] | None = None, *, scale: float | None = None
@@ -132,25 +133,12 @@ class RetentionRule(RecurrenceRule):
             torch.tensor(self._decay or (), dtype=torch.float64, device="cpu")
         )
 
-    def run(
-        self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, call: RuleCall
-    ) -> tuple[Tensor, Parts]:
+    def run(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, call: RuleCall) -> RuleResult:
         """Return the results [B,max(H,N),T,E] and the state (S,) after the last token."""
         decay = None
         if self.decay is not None:
             decay = self._decay_tensor.on(k.device)
-        return retention(
-            q,
-            k,
-            v,
-            decay=decay,
-            scale=self.scale,
-            **call,
-        )
-
-    def spec(self, weights: ParameterCounts, shape: HeadShape) -> LinearSpec:
-        """Return the cost of a layer with this rule."""
-        return LinearSpec(weights, (), shape, "retention", decayed=True)
+        return retention(q, k, v, decay=decay, scale=self.scale, **call)
 
     def extra_repr(self) -> str:
         """Return the decays, if they are not those of the paper."""
@@ -164,6 +152,9 @@ class GatedLinearRule(RecurrenceRule):
 
     Source: Yang et al. 2023 (arXiv 2312.06635), section 4.4.
     """
+
+    cost = decayed_cost("gated linear attention")
+    shown = ("temperature",)
 
     def __init__(
         self, dim: int, groups: int, head_dim: int, *, rank: int = 16, temperature: float = 16.0
@@ -182,20 +173,10 @@ class GatedLinearRule(RecurrenceRule):
         gates = torch.unflatten(self.up(self.down(x)), -1, (self.groups, -1)).transpose(1, 2)
         return F.logsigmoid(wide(gates)) / self.temperature
 
-    def run(
-        self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, call: RuleCall
-    ) -> tuple[Tensor, Parts]:
+    def run(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, call: RuleCall) -> RuleResult:
         """Return the results [B,max(H,N),T,E] and the state (S,) after the last token."""
         g = self.log_decay(x)
         return gated_linear(q, k, v, g, **call)
-
-    def spec(self, weights: ParameterCounts, shape: HeadShape) -> LinearSpec:
-        """Return the cost of a layer with this rule."""
-        return LinearSpec(weights, (), shape, "gated linear attention", decayed=True)
-
-    def extra_repr(self) -> str:
-        """Return the temperature of the gates."""
-        return f"temperature={self.temperature}"
 
 
 class HGRN2Rule(RecurrenceRule):
@@ -208,6 +189,9 @@ class HGRN2Rule(RecurrenceRule):
     Source: Qin et al. 2024 (arXiv 2404.07904), equation 5; lower bounds: arXiv 2311.04823.
     """
 
+    cost = decayed_cost("HGRN2")
+    shown = ("lower_bound",)
+
     def __init__(self, lower_bound: float = 0.0) -> None:
         super().__init__()
         check_number("lower_bound", lower_bound, -1e-300, 1.0, "at least 0 and below 1")
@@ -217,9 +201,7 @@ class HGRN2Rule(RecurrenceRule):
         """Return the keys 1 - f that the state receives, from the logits of the gates."""
         return (1 - self.lower_bound) * torch.sigmoid(-wide(k))
 
-    def run(
-        self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, call: RuleCall
-    ) -> tuple[Tensor, Parts]:
+    def run(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, call: RuleCall) -> RuleResult:
         """Return the results [B,H,T,E] and the state (S,) after the last token."""
         g = F.logsigmoid(wide(k))
         if self.lower_bound:
@@ -227,14 +209,6 @@ class HGRN2Rule(RecurrenceRule):
         keys = self.written_keys(k)
         z, state = gated_linear(wide(q), keys, wide(v), g, **call)
         return z.to(q.dtype), state
-
-    def spec(self, weights: ParameterCounts, shape: HeadShape) -> LinearSpec:
-        """Return the cost of a layer with this rule."""
-        return LinearSpec(weights, (), shape, "HGRN2", decayed=True)
-
-    def extra_repr(self) -> str:
-        """Return the lower bound of the forget gates."""
-        return f"lower_bound={self.lower_bound}"
 
 
 class LightNetRule(RecurrenceRule):
@@ -245,9 +219,9 @@ class LightNetRule(RecurrenceRule):
     Source: Qin et al. 2024 (arXiv 2405.21022), section 3.
     """
 
-    def run(
-        self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, call: RuleCall
-    ) -> tuple[Tensor, Parts]:
+    cost = staticmethod(lightnet_spec)
+
+    def run(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, call: RuleCall) -> RuleResult:
         """Return the results [B,H,T,E] and the state (S, L) after the last token."""
         state = call["state"]
         sums, total = (None, None) if state is None else (state[:1], state[1:])
@@ -256,10 +230,6 @@ class LightNetRule(RecurrenceRule):
         call = {**call, "state": sums}
         z, sums = gated_linear(wide(q), keys, wide(v), g, **call)
         return z.to(q.dtype), (*sums, *total)
-
-    def spec(self, weights: ParameterCounts, shape: HeadShape) -> CountedSpec:
-        """Return the cost of a layer with this rule."""
-        return lightnet_spec(weights, shape)
 
 
 class RWKV6Rule(RecurrenceRule):
@@ -271,6 +241,8 @@ class RWKV6Rule(RecurrenceRule):
     """
 
     scale = 1.0
+
+    cost = staticmethod(rwkv6_spec)
 
     def __init__(self, dim: int, heads: int, head_dim: int, *, rank: int = 64) -> None:
         super().__init__()
@@ -286,16 +258,10 @@ class RWKV6Rule(RecurrenceRule):
         rate = wide(self.decay) + wide(self.up(torch.tanh(self.down(x))))
         return -_by_head(rate, self.bonus.shape[0]).exp()
 
-    def run(
-        self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, call: RuleCall
-    ) -> tuple[Tensor, Parts]:
+    def run(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, call: RuleCall) -> RuleResult:
         """Return the results [B,H,T,E] and the state (S,) after the last token."""
         g = self.log_decay(x)
         return rwkv6(q, k, v, g, self.bonus, **call)
-
-    def spec(self, weights: ParameterCounts, shape: HeadShape) -> CountedSpec:
-        """Return the cost of a layer with this rule."""
-        return rwkv6_spec(weights, shape)
 
 
 class RWKV4Rule(RecurrenceRule):
@@ -313,6 +279,8 @@ class RWKV4Rule(RecurrenceRule):
     )
     """Why `Recurrent.explain_row` cannot give a row."""
 
+    cost = staticmethod(rwkv4_spec)
+
     def __init__(self, heads: int, head_dim: int) -> None:
         super().__init__()
         check_positive_sizes("RWKV4Rule", heads=heads, head_dim=head_dim)
@@ -320,17 +288,11 @@ class RWKV4Rule(RecurrenceRule):
         self.decay = nn.Parameter(torch.linspace(-5, 3, heads * head_dim).view(heads, head_dim))
         self.bonus = nn.Parameter(torch.full((heads, head_dim), math.log(0.3)))
 
-    def run(
-        self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, call: RuleCall
-    ) -> tuple[Tensor, Parts]:
+    def run(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, call: RuleCall) -> RuleResult:
         """Return the results [B,H,T,D] and the state (a, b, m) after the last token."""
         g = -wide(self.decay).exp()
         z, state = rwkv4(k, v, g, self.bonus, **call)
         return torch.sigmoid(q) * z, state
-
-    def spec(self, weights: ParameterCounts, shape: HeadShape) -> CountedSpec:
-        """Return the cost of a layer with this rule."""
-        return rwkv4_spec(weights, shape)
 
 
 class Mamba2Rule(RecurrenceRule):
@@ -344,6 +306,8 @@ class Mamba2Rule(RecurrenceRule):
     """
 
     scale = 1.0
+
+    cost = decayed_cost("Mamba-2")
 
     def __init__(
         self,
@@ -372,27 +336,14 @@ class Mamba2Rule(RecurrenceRule):
         smallest, largest = self.step_limits
         return step if largest == math.inf and smallest == 0 else step.clamp(smallest, largest)
 
-    def run(
-        self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, call: RuleCall
-    ) -> tuple[Tensor, Parts]:
+    def run(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, call: RuleCall) -> RuleResult:
         """Return the results [B,max(H,N),T,E] and the state (S,) after the last token."""
         step = self.step(x)[..., None]
         g = -wide(self.A_log).exp()[:, None, None] * step
-        z, state = gated_linear(
-            wide(q),
-            wide(k),
-            wide(v) * step,
-            g,
-            scale=1.0,
-            **call,
-        )
+        z, state = gated_linear(wide(q), wide(k), wide(v) * step, g, scale=1.0, **call)
         skip = wide(self.skip)[:, None, None] * wide(v)
         z = z + skip.repeat_interleave(z.shape[1] // v.shape[1], 1)
         return z.to(q.dtype), state
-
-    def spec(self, weights: ParameterCounts, shape: HeadShape) -> LinearSpec:
-        """Return the cost of a layer with this rule."""
-        return LinearSpec(weights, (), shape, "Mamba-2", decayed=True)
 
 
 class MLSTMRule(RecurrenceRule):
@@ -404,6 +355,9 @@ class MLSTMRule(RecurrenceRule):
     Source: Beck et al. 2024 (arXiv 2405.04517), section 2.3; the cap: Beck et al. 2025 (arXiv
     2503.13427), section 3.2.
     """
+
+    cost = staticmethod(mlstm_spec)
+    shown = ("gate_cap",)
 
     def __init__(self, dim: int, heads: int, *, gate_cap: float | None = 15.0) -> None:
         super().__init__()
@@ -423,19 +377,9 @@ class MLSTMRule(RecurrenceRule):
             logits = [self.gate_cap * torch.tanh(y / self.gate_cap) for y in logits]
         return logits[0], F.logsigmoid(logits[1])
 
-    def run(
-        self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, call: RuleCall
-    ) -> tuple[Tensor, Parts]:
+    def run(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, call: RuleCall) -> RuleResult:
         """Return the results [B,H,T,E] and the state (C, n, m) after the last token."""
         return mlstm(q, k, v, *self.gates(x), **call)
-
-    def spec(self, weights: ParameterCounts, shape: HeadShape) -> CountedSpec:
-        """Return the cost of a layer with this rule."""
-        return mlstm_spec(weights, shape)
-
-    def extra_repr(self) -> str:
-        """Return the bound of the gates' logits."""
-        return f"gate_cap={self.gate_cap}"
 
 
 class SlotRule(RecurrenceRule):
@@ -449,6 +393,8 @@ class SlotRule(RecurrenceRule):
     Source: Zhang et al. 2024 (arXiv 2409.07146), section 3; ABC: Peng et al. 2021 (arXiv
     2110.02488), section 3.
     """
+
+    shown = ("slots", "gates")
 
     def __init__(
         self,
@@ -467,9 +413,7 @@ class SlotRule(RecurrenceRule):
         self.groups, self.slots = groups, slots
         self.gates, self.temperature = gates, temperature
 
-    def run(
-        self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, call: RuleCall
-    ) -> tuple[Tensor, Parts]:
+    def run(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, call: RuleCall) -> RuleResult:
         """Return the results [B,H,T,E] and the last state: (K, V), and the lse with "softmax"."""
         logits = _by_head(self.linear(x), self.groups)
         state = call["state"]
@@ -486,10 +430,6 @@ class SlotRule(RecurrenceRule):
     def spec(self, weights: ParameterCounts, shape: HeadShape) -> CountedSpec:
         """Return the cost of a layer with this rule."""
         return slots_spec(weights, shape, self.slots, summed=self.gates == "softmax")
-
-    def extra_repr(self) -> str:
-        """Return the number of slots and the kind of gates."""
-        return f"slots={self.slots}, gates={self.gates!r}"
 
 
 class CosineRule(LinearAttentionRule):
@@ -508,20 +448,13 @@ class CosineRule(LinearAttentionRule):
             raise ArgumentError(f"period is {period}; it must be at least 1")
         self.period = period
 
-    def run(
-        self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, call: RuleCall
-    ) -> tuple[Tensor, Parts]:
+    def run(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, call: RuleCall) -> RuleResult:
         """Return the results [B,H,T,E] and the state after the last token."""
         positions = call["k_positions"]
         where = Span(0, q.shape[2]) if positions is None else positions
         queries, keys = (cosine_features(wide(part), where, self.period) for part in (q, k))
         z, state = linear_attention(
-            queries,
-            keys,
-            wide(v),
-            feature_map="identity",
-            normalize=self.normalize,
-            **call,
+            queries, keys, wide(v), feature_map="identity", normalize=self.normalize, **call
         )
         return z.to(q.dtype), state
 

@@ -11,20 +11,21 @@ from torch import Tensor, nn
 
 from regard.argument_checks import check_number, check_positive_sizes, check_value_heads
 from regard.caches import Parts
-from regard.cost.delta_rules import (
-    delta_product_spec,
-    mesa_spec,
-    preconditioned_spec,
-    titans_spec,
-)
+from regard.cost.delta_rules import delta_product_spec, mesa_spec, preconditioned_spec, titans_spec
 from regard.cost.fixed_state import CountedSpec, DeltaSpec
 from regard.cost.spec import HeadShape, ParameterCounts
 from regard.errors import ArgumentError
 from regard.nn.blocks.norms import L2Norm
 from regard.nn.projections.heads import HeadProjection, ProjectionShape
 from regard.nn.recurrence.projections import CausalConvolution, ConvolvedQKV
-from regard.nn.recurrence.recurrent import RecurrenceRule, RuleCall, initial_step_bias, wide
-from regard.nn.weights.linear import Linear
+from regard.nn.recurrence.recurrent import (
+    RecurrenceRule,
+    RuleCall,
+    RuleResult,
+    initial_step_bias,
+    wide,
+)
+from regard.nn.weights import Linear
 from regard.ops.linear.call import empty_slot_mask, zero_empty_slots
 from regard.ops.linear.delta_rules import (
     delta_product,
@@ -73,13 +74,7 @@ class ChannelLogDecay(nn.Module):
     """
 
     def __init__(
-        self,
-        dim: int,
-        groups: int,
-        head_dim: int,
-        rank: int,
-        *,
-        lower_bound: float | None = None,
+        self, dim: int, groups: int, head_dim: int, rank: int, *, lower_bound: float | None = None
     ) -> None:
         super().__init__()
         check_number("lower_bound", lower_bound, float("-inf"), 0, "below 0")
@@ -137,6 +132,8 @@ class DeltaRule(RecurrenceRule):
     (arXiv 2411.12537), section 4.
     """
 
+    shown = ("max_beta",)
+
     def __init__(
         self, dim: int, groups: int, *, decay: nn.Module | None = None, max_beta: float = 1.0
     ) -> None:
@@ -146,9 +143,7 @@ class DeltaRule(RecurrenceRule):
         self.beta_proj = nn.Linear(dim, groups, bias=False)
         self.decay, self.max_beta = decay, max_beta
 
-    def run(
-        self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, call: RuleCall
-    ) -> tuple[Tensor, Parts]:
+    def run(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, call: RuleCall) -> RuleResult:
         """Return the results [B,max(H,N),T,E] and the state (S,) after the last token."""
         beta = self.max_beta * wide(self.beta_proj(x)).sigmoid().transpose(1, 2)
         if self.decay is None:
@@ -159,10 +154,6 @@ class DeltaRule(RecurrenceRule):
     def spec(self, weights: ParameterCounts, shape: HeadShape) -> DeltaSpec:
         """Return the cost of a layer with this rule."""
         return DeltaSpec(weights, (), shape, gated=self.decay is not None)
-
-    def extra_repr(self) -> str:
-        """Return the upper bound of beta."""
-        return f"max_beta={self.max_beta}"
 
 
 class EraseRule(RecurrenceRule):
@@ -178,9 +169,7 @@ class EraseRule(RecurrenceRule):
         self.erase = HeadProjection(dim, groups, head_dim)
         self.decay = decay
 
-    def run(
-        self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, call: RuleCall
-    ) -> tuple[Tensor, Parts]:
+    def run(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, call: RuleCall) -> RuleResult:
         """Return the results [B,max(H,N),T,E] and the state (S,) after the last token."""
         g = self.decay(x)
         erase = wide(self.erase(x, None)).sigmoid()
@@ -209,9 +198,7 @@ class CombaRule(RecurrenceRule):
         self.erase_share = nn.Parameter(torch.ones(heads))
         self.correction = nn.Parameter(torch.full((heads,), correction))
 
-    def run(
-        self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, call: RuleCall
-    ) -> tuple[Tensor, Parts]:
+    def run(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, call: RuleCall) -> RuleResult:
         """Return the results [B,max(H,N),T,E] and the state (S,) after the last token."""
         beta = wide(self.beta_proj(x)).sigmoid().transpose(1, 2)[..., None]  # [B,N,T,1]
         g = self.decay(x)
@@ -235,6 +222,8 @@ class PreconditionedDeltaRule(RecurrenceRule):
     Source: Preconditioned DeltaNet (arXiv 2604.21100); the code of flash-linear-attention.
     """
 
+    cost = staticmethod(preconditioned_spec)
+
     def __init__(self, dim: int, groups: int, *, decay: nn.Module, bound: float = 1.5) -> None:
         super().__init__()
         check_number("bound", bound, 1, math.nextafter(2, 3), "above 1 and at most 2")
@@ -244,9 +233,7 @@ class PreconditionedDeltaRule(RecurrenceRule):
         self.center = nn.Parameter(torch.full((groups,), -0.2))
         self.bound = bound
 
-    def run(
-        self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, call: RuleCall
-    ) -> tuple[Tensor, Parts]:
+    def run(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, call: RuleCall) -> RuleResult:
         """Return the results [B,H,T,E] and the state (S, A) after the last token."""
         m, squares = self.preconditioner(x, k, **call)
         beta = wide(self.beta_proj(x)).sigmoid().transpose(1, 2)[..., None]  # [B,N,T,1]
@@ -277,10 +264,6 @@ class PreconditionedDeltaRule(RecurrenceRule):
         A, after = linear_recurrence(ones, ones, squares, h, before, form=form, chunk=64)
         r = torch.log(A + 1e-6) - wide(self.center)[:, None, None]
         return torch.exp(-math.log(self.bound) * r / (1 + r.abs())), after
-
-    def spec(self, weights: ParameterCounts, shape: HeadShape) -> CountedSpec:
-        """Return the cost of a layer with this rule."""
-        return preconditioned_spec(weights, shape)
 
 
 class SeveralKeysQKV(ConvolvedQKV):
@@ -331,6 +314,8 @@ class DeltaProductRule(RecurrenceRule):
     )
     """Why `Recurrent.explain_row` cannot give a row."""
 
+    shown = ("writes", "max_beta")
+
     def __init__(self, dim: int, groups: int, *, writes: int, max_beta: float = 2.0) -> None:
         super().__init__()
         check_positive_sizes("DeltaProductRule", dim=dim, groups=groups, writes=writes)
@@ -339,9 +324,7 @@ class DeltaProductRule(RecurrenceRule):
         self.decay, self.normalize = LogDecay(dim, groups), L2Norm()
         self.writes, self.max_beta = writes, max_beta
 
-    def run(
-        self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, call: RuleCall
-    ) -> tuple[Tensor, Parts]:
+    def run(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, call: RuleCall) -> RuleResult:
         """Return the results [B,max(H,N),T,E] and the state (S,) after the last token."""
         n = self.writes
         beta = self.max_beta * wide(self.beta_proj(x)).sigmoid()
@@ -354,10 +337,6 @@ class DeltaProductRule(RecurrenceRule):
         """Return the cost of a layer with this rule."""
         return delta_product_spec(weights, shape, self.writes)
 
-    def extra_repr(self) -> str:
-        """Return the number of writes per token and the upper bound of beta."""
-        return f"writes={self.writes}, max_beta={self.max_beta}"
-
 
 class MesaRule(RecurrenceRule):
     """The Mesa layer: each token solves the regularized regression from all past keys to values.
@@ -369,6 +348,8 @@ class MesaRule(RecurrenceRule):
     flash-linear-attention.
     """
 
+    cost = staticmethod(mesa_spec)
+
     def __init__(self, dim: int, heads: int, head_dim: int, *, least_ridge: float = 0.25) -> None:
         super().__init__()
         check_positive_sizes("MesaRule", dim=dim, heads=heads, head_dim=head_dim)
@@ -378,18 +359,12 @@ class MesaRule(RecurrenceRule):
         self.ridge = nn.Parameter(torch.full((heads, head_dim), first))
         self.least_ridge = least_ridge
 
-    def run(
-        self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, call: RuleCall
-    ) -> tuple[Tensor, Parts]:
+    def run(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, call: RuleCall) -> RuleResult:
         """Return the results [B,H,T,E] and the state (C, A) after the last token."""
         beta = wide(self.beta_proj(x)).sigmoid().transpose(1, 2)
         g = F.logsigmoid(wide(self.decay_proj(x))).transpose(1, 2)
         ridge = F.softplus(wide(self.ridge)) + self.least_ridge
         return mesa(q, k, v, beta, g, ridge, **call)
-
-    def spec(self, weights: ParameterCounts, shape: HeadShape) -> CountedSpec:
-        """Return the cost of a layer with this rule."""
-        return mesa_spec(weights, shape)
 
 
 class TitansRule(RecurrenceRule):
@@ -400,6 +375,8 @@ class TitansRule(RecurrenceRule):
     Source: Behrouz et al. 2024 (arXiv 2501.00663), section 3.1 with a memory that is a matrix.
     """
 
+    cost = staticmethod(titans_spec)
+
     def __init__(self, dim: int, heads: int, *, max_step: float = 1.0) -> None:
         super().__init__()
         check_positive_sizes("TitansRule", dim=dim, heads=heads)
@@ -409,18 +386,12 @@ class TitansRule(RecurrenceRule):
         nn.init.constant_(self.keep_proj.bias, 4.0)  # keeps 98 % at the start
         self.max_step = max_step
 
-    def run(
-        self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, call: RuleCall
-    ) -> tuple[Tensor, Parts]:
+    def run(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, call: RuleCall) -> RuleResult:
         """Return the results [B,H,T,E] and the state (M, N) after the last token."""
         step = self.max_step * wide(self.step_proj(x)).sigmoid().transpose(1, 2)
         g = F.logsigmoid(wide(self.keep_proj(x))).transpose(1, 2)
         e = F.logsigmoid(wide(self.momentum_proj(x))).transpose(1, 2)
         return titans_memory(q, k, v, step, g, e, **call)
-
-    def spec(self, weights: ParameterCounts, shape: HeadShape) -> CountedSpec:
-        """Return the cost of a layer with this rule."""
-        return titans_spec(weights, shape)
 
 
 def _per_value_head(k: Tensor, v: Tensor) -> Tensor:

@@ -9,14 +9,20 @@ from torch import Tensor, nn
 
 from regard.argument_checks import check_positive_sizes
 from regard.caches import Parts
-from regard.cost.fixed_state import LinearSpec, ShortConvolution
-from regard.cost.spec import HeadShape, ParameterCounts
+from regard.cost.fixed_state import ShortConvolution
 from regard.errors import ArgumentError
 from regard.nn.explainable import InputSteps, MechanismStep, MechanismSteps, ProjectionQuery
 from regard.nn.projections.heads import HeadProjection
 from regard.nn.recurrence.projections import CausalConvolution, ProjectedQKV, StatefulQKV
-from regard.nn.recurrence.recurrent import RecurrenceRule, RuleCall, initial_step_bias, wide
-from regard.nn.weights.linear import Linear
+from regard.nn.recurrence.recurrent import (
+    RecurrenceRule,
+    RuleCall,
+    RuleResult,
+    decayed_cost,
+    initial_step_bias,
+    wide,
+)
+from regard.nn.weights import Linear
 from regard.ops.linear.linear_attention import gated_linear
 from regard.process_state import is_compiling
 from regard.span import Positions, slice_positions
@@ -94,6 +100,8 @@ class SelectiveScanRule(RecurrenceRule):
     )
     """Why `Recurrent.explain_row` cannot give a row."""
 
+    cost = decayed_cost("Mamba")
+
     def __init__(
         self,
         channels: int,
@@ -118,9 +126,7 @@ class SelectiveScanRule(RecurrenceRule):
         low = low if self.norm is None else self.norm(low)
         return F.softplus(wide(self.up(low)) + wide(self.dt_bias)).transpose(1, 2)
 
-    def run(
-        self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, call: RuleCall
-    ) -> tuple[Tensor, Parts]:
+    def run(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, call: RuleCall) -> RuleResult:
         """Return the results [B,N,T,1] and the last state (S,), piece by piece."""
         T, form, state, positions = v.shape[2], call["form"], call["state"], call["k_positions"]
         if form == "auto" and v.device.type == "cpu" and not torch.is_grad_enabled():
@@ -146,7 +152,3 @@ class SelectiveScanRule(RecurrenceRule):
         g = -wide(self.A_log).exp()[:, None] * step
         z, state = gated_linear(wide(q), wide(k), wide(v) * step, g, scale=1.0, **call)
         return (z + wide(self.skip)[:, None, None] * wide(v)).to(q.dtype), state
-
-    def spec(self, weights: ParameterCounts, shape: HeadShape) -> LinearSpec:
-        """Return the cost of a layer with this rule."""
-        return LinearSpec(weights, (), shape, "Mamba", decayed=True)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from regard.argument_checks import check_choice, check_positive_sizes
 from regard.caches import Cache, Parts, State
 from regard.cost import Spec
-from regard.cost.fixed_state import ConvolutionSpec, RecurrentSpec
+from regard.cost.fixed_state import ConvolutionSpec, LinearSpec, RecurrentSpec
 from regard.cost.spec import HeadShape, ParameterCounts
 from regard.errors import ArgumentError, ArgumentTypeError
 from regard.masks import Document
@@ -29,7 +29,7 @@ from regard.nn.recurrence.projections import (
     StatefulQKV,
     project_tokens,
 )
-from regard.nn.weights.linear import Linear
+from regard.nn.weights import Linear
 from regard.span import Positions, Span, slice_positions
 from regard.tracing import tap
 from regard.units import plural
@@ -74,8 +74,20 @@ class RuleCall(TypedDict):
     form: str
 
 
+RuleResult: TypeAlias = tuple[Tensor, Parts]
+"""The results of the heads and the state after the last token."""
+
+RuleCost: TypeAlias = Callable[[ParameterCounts, HeadShape], Spec]
+"""A function from the parameters and heads of a layer to its cost."""
+
+
 class RecurrenceRule(nn.Module):
     """Base class of the rules of recurrences, which compute gates and decays from x."""
+
+    cost: RuleCost
+    """The cost of a layer with this rule, for which `spec` asks."""
+    shown: ClassVar[tuple[str, ...]] = ()
+    """The names of the options that the rule prints."""
 
     explain_refusal: str | None = None
     """Why `Recurrent.explain_row` cannot give a row of weights; None if it can."""
@@ -97,9 +109,7 @@ class RecurrenceRule(nn.Module):
         """Run the recurrence over a call; return the results of max(H,N) heads and the state."""
         return self.run(x, q, k, v, {"state": state, "k_positions": positions, "form": form})
 
-    def run(
-        self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, call: RuleCall
-    ) -> tuple[Tensor, Parts]:
+    def run(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, call: RuleCall) -> RuleResult:
         """Compute what `forward` returns, with its last arguments in `call`."""
         raise NotImplementedError
 
@@ -113,7 +123,20 @@ class RecurrenceRule(nn.Module):
 
     def spec(self, weights: ParameterCounts, shape: HeadShape) -> Spec:
         """Return the cost of a layer with this rule, from parameters and heads."""
-        raise NotImplementedError
+        return self.cost(weights, shape)
+
+    def extra_repr(self) -> str:
+        """Return the options that are shown."""
+        return ", ".join(f"{name}={getattr(self, name)!r}" for name in self.shown)
+
+
+def decayed_cost(mechanism: str) -> staticmethod[[ParameterCounts, HeadShape], Spec]:
+    """Return the `cost` of a rule whose state is a decayed sum, as the member of a class."""
+
+    def cost(weights: ParameterCounts, shape: HeadShape) -> Spec:
+        return LinearSpec(weights, (), shape, mechanism, decayed=True)
+
+    return staticmethod(cost)
 
 
 class Recurrent(StateMixer):

@@ -21,22 +21,16 @@ from regard.cost.fixed_state import ShortConvolution
 from regard.cost.spec import HeadShape
 from regard.errors import ArgumentTypeError
 from regard.masks import Document
-from regard.nn.attention.cross_layer import require_first
+from regard.nn.attention.cross import require_first
 from regard.nn.blocks.blocks import Block, PreNorm
 from regard.nn.blocks.norms import HeadNorm
-from regard.nn.explainable import (
-    EffectiveRow,
-    InputSteps,
-    LayerRun,
-    MechanismStep,
-    ProjectionQuery,
-)
+from regard.nn.explainable import EffectiveRow, InputSteps, LayerRun, MechanismStep, ProjectionQuery
 from regard.nn.mixer import Mixer, count_weights
 from regard.nn.projections.heads import HeadProjection
 from regard.nn.recurrence.delta import BottleneckProjection
 from regard.nn.recurrence.projections import token_before
 from regard.nn.recurrence.recurrent import StateMixer, Tensors, over_documents, row_of_state, wide
-from regard.nn.weights.linear import Linear
+from regard.nn.weights import Linear
 from regard.ops.linear.delta_rules import generalized_delta_rule
 from regard.span import Positions, Span
 from regard.tracing import is_tracing, named_scope, parent_scope, tap
@@ -161,11 +155,7 @@ class RWKV7(StateMixer):
 
         q, k, v = (
             heads(part, share)
-            for part, share in (
-                (self.q, self.mix_q),
-                (self.k, self.mix_k),
-                (self.v, self.mix_v),
-            )
+            for part, share in ((self.q, self.mix_q), (self.k, self.mix_k), (self.v, self.mix_v))
         )
         rate = _gate(heads(self.rate, self.mix_rate), self.rate_bias)
         log_decay = -LARGEST_RATE * _gate(heads(self.decay, self.mix_decay), self.decay_bias)

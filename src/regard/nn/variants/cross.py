@@ -14,7 +14,7 @@ from regard.nn.projections.heads import HeadProjection, SeparateQKV
 from regard.nn.variants.options import Biased, OptionalGroups
 from regard.nn.variants.projections import output_projection
 from regard.nn.variants.registry import variant
-from regard.nn.weights.linear import Linear
+from regard.nn.weights import Linear
 
 
 @variant(

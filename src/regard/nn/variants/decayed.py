@@ -273,7 +273,7 @@ def mamba(
     where=(
         "a: decayed sum of the values of a channel; b: decayed sum of the weights of a channel; "
         "c: learned share of the present token; r: learned rate of the decay of a channel; u: "
-        "learned bonus of the present token; x': hidden states of the token before"
+        "learned bonus of the present token"
     ),
 )
 def rwkv4(dim: int, heads: int, **options: Unpack[HeadSize]) -> Recurrent:
@@ -297,10 +297,8 @@ def rwkv4(dim: int, heads: int, **options: Unpack[HeadSize]) -> Recurrent:
     choose="the state must decide by content how fast each channel forgets",
     avoid="exact recall matters: take gated_delta_net, with some layers of full attention",
     where=(
-        "W_1: first matrix of the decay; W_2: second matrix of the decay; c: learned share of the "
-        "present token; norm: group norm of a head; r: logarithm of the rate of the decay; u: "
-        "learned weight of the present token, one for each key channel; x': hidden states of the "
-        "token before"
+        "c: learned share of the present token; norm: group norm of a head; r: logarithm of the "
+        "rate of the decay; u: learned weight of the present token, one for each key channel"
     ),
     example={"rank": 3},
 )

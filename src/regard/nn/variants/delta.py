@@ -34,8 +34,7 @@ class Convolved(Valued, total=False):
     """Heads behind a short convolution."""
 
     kernel: Annotated[
-        int,
-        Option("the tokens of the short causal convolution over queries, keys and values.", 4),
+        int, Option("the tokens of the short causal convolution over queries, keys and values.", 4)
     ]
 
 
@@ -94,10 +93,7 @@ def _with_sigmoid_gate(
         "long contexts with a state of fixed size, where each channel must forget at its own speed"
     ),
     avoid="as the only mechanism, where exact recall matters; or one decay per head is enough",
-    where=(
-        "A: learned rate of the decay, one for each head; S': the state after its decay; W_1: "
-        "first matrix of the decay; W_2: second matrix of the decay; g: logarithm of the decay"
-    ),
+    where="A: learned rate of the decay, one for each head; g: logarithm of the decay",
 )
 def kimi_delta(
     dim: int,
@@ -131,9 +127,9 @@ def kimi_delta(
     choose="to study whether erasing and writing need gates of their own",
     avoid="a released model with a known quality is wanted: take kimi_delta",
     where=(
-        "S': the state after its decay; W_e: learned matrix of the erase gate; W_w: learned "
-        "matrix of the write gate; e: gate of each key channel that is erased; g: logarithm of "
-        "the decay; w: gate of each value channel that is written"
+        "W_e: learned matrix of the erase gate; W_w: learned matrix of the write gate; e: gate of "
+        "each key channel that is erased; g: logarithm of the decay; w: gate of each value "
+        "channel that is written"
     ),
 )
 def gated_delta_2(
@@ -160,9 +156,8 @@ def gated_delta_2(
     choose="to study a delta rule with feedback to its queries, at the cost of gated_delta_net",
     avoid="a released model with a known quality is wanted: take gated_delta_net",
     where=(
-        "S': the state after its decay; c: learned share of p in the queries, one for each head; "
-        "d: learned share of the key that is erased, one for each head; g: logarithm of the "
-        "decay; p: key that is erased"
+        "c: learned share of p in the queries, one for each head; d: learned share of the key "
+        "that is erased, one for each head; g: logarithm of the decay; p: key that is erased"
     ),
 )
 def comba(dim: int, heads: int, **options: Unpack[ConvolvedValues]) -> Recurrent:
@@ -237,10 +232,9 @@ def delta_product(
     choose="keys are badly scaled, so that some channels learn faster than others",
     avoid="a released model with a known quality is wanted: take kimi_delta",
     where=(
-        "A: decayed sum of the squares of the keys; S': the state after its decay; a: share of a "
-        "key in A; c: learned centre, one for each head; g: logarithm of the decay; h: logarithm "
-        "of the decay of A; mu: factor of each written key channel; r: logarithm of A, less its "
-        "centre"
+        "A: decayed sum of the squares of the keys; a: share of a key in A; c: learned centre, "
+        "one for each head; g: logarithm of the decay; h: logarithm of the decay of A; mu: factor "
+        "of each written key channel; r: logarithm of A, less its centre"
     ),
 )
 def preconditioned_delta(

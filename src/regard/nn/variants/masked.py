@@ -439,10 +439,7 @@ def _remapped(start: Start, distances: DistanceMap) -> RemappedAttention:
     users="Qwen2 and Qwen2.5-1M, beyond their training length",
     choose="a trained model must read longer texts without training, and near order matters",
     avoid="the model can be trained further, or yarn reaches far enough: it is one call",
-    where=(
-        "R_d: rotation by the distance d; c: size of a chunk; d: distance between query and key; "
-        "n: largest position of a query"
-    ),
+    where="c: size of a chunk; d: distance between query and key; n: largest position of a query",
     example={"chunk": 4, "length": 6},
     published={"chunk": 8192, "length": 16384},
 )
@@ -470,8 +467,8 @@ def dual_chunk(
     choose="a trained model must read longer texts without training",
     avoid="speed matters: all keys are rotated again in each step; take yarn",
     where=(
-        "R_d: rotation by the distance d; W: the number of nearest keys; d: distance between "
-        "query and key; n: the number of positions that become one"
+        "W: the number of nearest keys; d: distance between query and key; n: the number of "
+        "positions that become one"
     ),
     example={"group": 2, "window": 4},
     published={"group": 8, "window": 1024},
@@ -498,10 +495,7 @@ def self_extend(
     users="no model is trained with it; it extends Llama 2 and Baichuan",
     choose="the order of far tokens does not matter, and the text is longer than those of training",
     avoid="far order matters: all far keys seem to be at one distance; take dual_chunk",
-    where=(
-        "R_d: rotation by the distance d; W: the largest distance; d: distance between query and "
-        "key"
-    ),
+    where="W: the largest distance; d: distance between query and key",
     example={"window": 4},
     published={"window": 1024},
 )
@@ -524,8 +518,8 @@ def rerope(dim: int, heads: int, *, window: int, **options: Unpack[Rotated]) -> 
     choose="a trained model must read a stream without end, as with streaming",
     avoid="the answer is further back than the window: those keys are gone",
     where=(
-        "R_d: rotation by the distance d; W: the window: how many of the last keys a token sees, "
-        "itself included; d: distance between query and key; s: number of first tokens that stay"
+        "W: the window: how many of the last keys a token sees, itself included; d: distance "
+        "between query and key; s: number of first tokens that stay"
     ),
     example={"sinks": 2, "window": 4},
     published={"sinks": 4, "window": 4096},

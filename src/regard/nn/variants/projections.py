@@ -13,7 +13,7 @@ from regard.masks import Causal, Mask
 from regard.nn.attention.attention import Attention
 from regard.nn.projections.heads import HeadProjection, Projection, SeparateQKV
 from regard.nn.recurrence.projections import CausalConvolution, ConvolvedQKV, GroupedValueQKV
-from regard.nn.weights.linear import Linear
+from regard.nn.weights import Linear
 from regard.positions import Rotary
 from regard.positions.rotary import Layout
 

@@ -55,11 +55,7 @@ class Corrected(Recurrence, total=False):
         ),
     ]
     max_beta: Annotated[
-        float,
-        Option(
-            "the upper bound of beta, above 0 and at most 2 (`DeltaRule`).",
-            1.0,
-        ),
+        float, Option("the upper bound of beta, above 0 and at most 2 (`DeltaRule`).", 1.0)
     ]
 
 
@@ -138,8 +134,7 @@ def retention(
     choose="the state must decide by content how fast each channel forgets",
     avoid="exact recall matters: take gated_delta_net, with some layers of full attention",
     where=(
-        "W_1: first matrix of the decay; W_2: second matrix of the decay; a: decay of each "
-        "channel; b_g: learned bias of the output gate; norm: layer norm of a head"
+        "a: decay of each channel; b_g: learned bias of the output gate; norm: layer norm of a head"
     ),
     example={"rank": 3},
 )
@@ -203,10 +198,7 @@ def delta_net(dim: int, heads: int, **options: Unpack[Corrected]) -> Recurrent:
     users="Qwen3-Next and Qwen3.5, in three of four layers",
     choose="long contexts with a cache of fixed size, beside some layers of full attention",
     avoid="as the only mechanism, where exact recall matters",
-    where=(
-        "A: learned rate of the decay, one for each head; S': the state after its decay; g: "
-        "logarithm of the decay"
-    ),
+    where="A: learned rate of the decay, one for each head; g: logarithm of the decay",
 )
 def gated_delta_net(
     dim: int, heads: int, *, kernel: int | None = None, **options: Unpack[Corrected]

@@ -86,7 +86,6 @@ def relu_attention(
     users="none that is released; the paper trained models of 340M and 1.8B parameters",
     choose="activations must have no outliers, and heads should rest without a sink",
     avoid="contexts are long: the paper reports weights that become small there",
-    where="s_il: score of query i and key l",
 )
 def softpick(dim: int, heads: int, **options: Unpack[Rotated]) -> Attention:
     """Softpick: a rectified softmax in which a head may give no weight at all; it needs no sink."""
@@ -122,8 +121,8 @@ def entmax(dim: int, heads: int, *, alpha: float = 1.5, **options: Unpack[Rotate
     choose="a head should be able to subtract values as well as to add them",
     avoid="weights must be a mean of values, or fused kernels matter",
     where=(
-        "s_il: score of query i and key l; sign: 1 for a positive score, -1 for a negative one; "
-        "sum_j: sum over the visible keys; sum_l: sum over the visible keys; v_j: values of key j"
+        "sign: 1 for a positive score, -1 for a negative one; sum_j: sum over the visible keys; "
+        "sum_l: sum over the visible keys; v_j: values of key j"
     ),
 )
 def signed_softmax(dim: int, heads: int, **options: Unpack[Rotated]) -> Attention:
@@ -140,10 +139,7 @@ def signed_softmax(dim: int, heads: int, **options: Unpack[Rotated]) -> Attentio
     users="none that is released; the paper trained models of 1B and 3B parameters",
     choose="the nearest matching key should win, and texts grow longer than those of training",
     avoid="rows need a sum of 1, or a fused kernel other than the authors' own",
-    where=(
-        "l: position of a key between j and i; product_l: product over these keys; s_il: score of "
-        "query i and key l"
-    ),
+    where="l: position of a key between j and i; product_l: product over these keys",
 )
 def stick_breaking(dim: int, heads: int, **options: Unpack[Grouped]) -> Attention:
     """Stick-breaking attention: from the nearest key to the farthest, each takes a share of what is
@@ -226,8 +222,8 @@ def top_k(dim: int, heads: int, *, top: int = 32, **options: Unpack[Rotated]) ->
     avoid="speed matters: each row needs all its scores before the positions are known",
     where=(
         "e: learned embeddings, one for each number; l: position of a key from j to i; p_ij: "
-        "number of keys from j to i that the gates of query i choose; q_i: query i; s_il: score "
-        "of query i and key l; sum_l: sum over the keys from j to i"
+        "number of keys from j to i that the gates of query i choose; q_i: query i; sum_l: sum "
+        "over the keys from j to i"
     ),
     example={"positions": 6},
 )

@@ -108,11 +108,14 @@ class Budget(RotatedShared, total=False):
 
     budget: Annotated[
         int,
-        Option("the number of tokens per key/value head that stay after an eviction.", 960),
+        Option(
+            "the number of tokens per key/value head that stay after an eviction; a cache has "
+            "budget + interval slots, and what was evicted is lost for all later queries.",
+            960,
+        ),
     ]
     interval: Annotated[
-        int,
-        Option("the number of tokens between two evictions; 1 evicts one at every step.", 64),
+        int, Option("the number of tokens between two evictions; 1 evicts one at every step.", 64)
     ]
 
 
@@ -266,11 +269,9 @@ def _with_latents(
     choose="the cache decides how many users fit, and the quality of mha is wanted",
     avoid="compute is the limit, as on CPUs; or the runtime has no kernel for it",
     where=(
-        "R_s: rotation to position s; W_dkv: learned matrix from hidden states to latents; W_kr: "
-        "learned matrix of the rotary key; W_uk: learned matrix from latents to keys, one for "
-        "each head; W_uv: learned matrix from latents to values, one for each head; c: latent of "
-        "a token; k_r: rotary key of a token, shared by all heads; norm: RMS norm of a latent; "
-        "q_r: rotary part of a query; scale: 1 / sqrt(width of a whole query)"
+        "R_s: rotation to position s; W_dkv: learned matrix from hidden states to latents; W_uk: "
+        "learned matrix from latents to keys, one for each head; W_uv: learned matrix from "
+        "latents to values, one for each head; c: latent of a token; norm: RMS norm of a latent"
     ),
     example={"kv_rank": 16},
     published={"kv_rank": 512},
@@ -317,12 +318,9 @@ def mla(
     choose="mla is to be split over devices: each device then has one latent and its heads",
     avoid="one device holds the model; mla then caches as much and shares more",
     where=(
-        "W_c: learned matrix from hidden states to one latent; W_kr: learned matrix of the rotary "
-        "key; W_uk: learned matrix from a latent to keys, one for each head; W_uv: learned matrix "
-        "from a latent to values, one for each head; c_i: latent number i of a token; i: index of "
-        "the latent that serves head h; k_r: rotary key of a token, shared by all heads; n: "
-        "number of latents; norm: RMS norm of a latent; q_r: rotary part of a query; scale: 1 / "
-        "sqrt(width of a whole query)"
+        "W_uk: learned matrix from a latent to keys, one for each head; W_uv: learned matrix from "
+        "a latent to values, one for each head; c_i: latent number i of a token; i: index of the "
+        "latent that serves head h; n: number of latents; norm: RMS norm of a latent"
     ),
     example={"latents": 2, "kv_rank": 8},
     published={"kv_rank": 256},
@@ -352,13 +350,10 @@ def grouped_latent(
     choose="mla is to be split over devices, and each head is to read all latents",
     avoid="compute is the limit: each head attends once in every branch",
     where=(
-        "W_c: learned matrix from hidden states to one latent; W_kr: learned matrix of the rotary "
-        "key; W_uk: learned matrix from a latent to keys, one for each head and branch; W_uv: "
-        "learned matrix from a latent to values, one for each head and branch; c_i: latent number "
-        "i of a token; i: index of the latent that serves head h in branch j; j: index of the "
-        "branch; k_r: rotary key of a token, shared by all heads; m: number of branches; norm: "
-        "RMS norm of a latent; scale: 1 / sqrt(width of a whole query); sum_j: sum over the "
-        "branches"
+        "W_uk: learned matrix from a latent to keys, one for each head and branch; W_uv: learned "
+        "matrix from a latent to values, one for each head and branch; c_i: latent number i of a "
+        "token; i: index of the latent that serves head h in branch j; j: index of the branch; m: "
+        "number of branches; norm: RMS norm of a latent; sum_j: sum over the branches"
     ),
     example={"latents": 4, "branches": 2, "kv_rank": 8},
     published={"kv_rank": 128},
@@ -417,8 +412,7 @@ def _infini(
     avoid="exact recall of single tokens matters, or a window with global layers is enough",
     where=(
         "M: memory of the earlier segments, a matrix for each head; g: learned gate between "
-        "memory and segment, one for each head; n: sum of the keys in the memory; sigma: feature "
-        "map elu + 1"
+        "memory and segment, one for each head; n: sum of the keys in the memory"
     ),
     example={"segment": 8, "groups": 2},
 )
@@ -438,7 +432,7 @@ def infini(dim: int, heads: int, **options: Unpack[Segments]) -> InfiniAttention
     users="none that is released; the paper trained models of 1B and 8B parameters",
     choose="as infini, where the same keys come again with other values",
     avoid="as infini; a segment also costs one more read of the memory",
-    where="M: the memory, a matrix for each head; n: sum of the keys; sigma: feature map elu + 1",
+    where="M: the memory, a matrix for each head; n: sum of the keys",
     example={"segment": 8, "groups": 2},
 )
 def infini_delta(dim: int, heads: int, **options: Unpack[Segments]) -> InfiniAttention:
@@ -507,16 +501,13 @@ def _evicting(dim: int, heads: int, rule: EvictionRule, options: Budget) -> Evic
     ),
     avoid="later questions may need any token: what was evicted cannot be found again",
     where=(
-        "n: how many of the newest tokens stay; p_tj: weight that query t gave to key j; sum_t: "
-        "sum over all queries so far; t: position of a query, the last one in j > t - n"
+        "n: how many of the newest tokens stay; sum_t: sum over all queries so far; t: position "
+        "of a query, the last one in j > t - n"
     ),
     example={"groups": 2, "budget": 5, "interval": 2, "newest": 2},
 )
 def h2o(dim: int, heads: int, *, newest: int = 256, **options: Unpack[Budget]) -> EvictingAttention:
     """H2O: the cache keeps the tokens that got the most attention so far, and the newest ones.
-
-    A cache has budget + interval slots per key/value head, and what was evicted is lost for all
-    later queries.
 
     Args:
         newest: the number n of newest tokens that always stay.
@@ -535,11 +526,7 @@ def h2o(dim: int, heads: int, *, newest: int = 256, **options: Unpack[Budget]) -
     example={"groups": 2, "budget": 5, "interval": 2},
 )
 def tova(dim: int, heads: int, **options: Unpack[Budget]) -> EvictingAttention:
-    """TOVA: the cache keeps the tokens to which the last query attends most.
-
-    A cache has budget + interval slots per key/value head, and what was evicted is lost for all
-    later queries.
-    """
+    """TOVA: the cache keeps the tokens to which the last query attends most."""
     return _evicting(dim, heads, LastQuery(), options)
 
 
@@ -552,18 +539,14 @@ def tova(dim: int, heads: int, **options: Unpack[Budget]) -> EvictingAttention:
     choose="a long prompt ends with the question: its last tokens say what matters",
     avoid="the question comes later than the eviction: its tokens cannot be known",
     where=(
-        "mean: mean over the neighbours of key j; p_tj: weight that query t gave to key j; sum_t: "
-        "sum over the last w queries; t: position of a query, the last one in j > t - w; w: "
-        "number of last queries, which decide"
+        "mean: mean over the neighbours of key j; sum_t: sum over the last w queries; t: position "
+        "of a query, the last one in j > t - w; w: number of last queries, which decide"
     ),
     example={"groups": 2, "budget": 5, "interval": 2, "window": 2, "pool": 3},
 )
 def snapkv(dim: int, heads: int, **options: Unpack[Observed]) -> EvictingAttention:
     """SnapKV: the cache keeps the tokens to which the last queries attend most, smoothed over
     neighbours.
-
-    A cache has budget + interval slots per key/value head, and what was evicted is lost for all
-    later queries.
     """
     rule = ObservedWindow(options["window"], options["pool"])
     return _evicting(dim, heads, rule, options)
@@ -580,11 +563,7 @@ def snapkv(dim: int, heads: int, **options: Unpack[Observed]) -> EvictingAttenti
     example={"groups": 2, "budget": 5, "interval": 2},
 )
 def key_norm(dim: int, heads: int, **options: Unpack[Budget]) -> EvictingAttention:
-    """Small key norms: the cache keeps the tokens whose keys have the smallest norm.
-
-    A cache has budget + interval slots per key/value head, and what was evicted is lost for all
-    later queries.
-    """
+    """Small key norms: the cache keeps the tokens whose keys have the smallest norm."""
     return _evicting(dim, heads, SmallKeyNorm(), options)
 
 
@@ -600,11 +579,7 @@ def key_norm(dim: int, heads: int, **options: Unpack[Budget]) -> EvictingAttenti
     example={"groups": 2, "budget": 5, "interval": 2},
 )
 def keydiff(dim: int, heads: int, **options: Unpack[Budget]) -> EvictingAttention:
-    """KeyDiff: the cache keeps the tokens whose keys differ most in direction from the mean.
-
-    A cache has budget + interval slots per key/value head, and what was evicted is lost for all
-    later queries.
-    """
+    """KeyDiff: the cache keeps the tokens whose keys differ most in direction from the mean."""
     return _evicting(dim, heads, KeyDifference(), options)
 
 
@@ -617,9 +592,8 @@ def keydiff(dim: int, heads: int, **options: Unpack[Budget]) -> EvictingAttentio
     choose="as snapkv, where some heads spread their attention and others do not",
     avoid="as snapkv; one head may take the budget of the others, down to their share",
     where=(
-        "mean: mean over the neighbours of key j; p_tj: weight that query t gave to key j; sum_t: "
-        "sum over the last w queries; t: position of a query, the last one in j > t - w; w: "
-        "number of last queries, which decide"
+        "mean: mean over the neighbours of key j; sum_t: sum over the last w queries; t: position "
+        "of a query, the last one in j > t - w; w: number of last queries, which decide"
     ),
     example={"groups": 2, "budget": 5, "interval": 2, "window": 2, "pool": 3},
 )

@@ -10,7 +10,7 @@ from typing import Unpack
 from regard.argument_checks import check_groups, resolve_head_dim
 from regard.masks import Causal, Window
 from regard.nn.attention.attention import Attention
-from regard.nn.attention.cross_layer import ValueResidualQKV
+from regard.nn.attention.cross import ValueResidualQKV
 from regard.nn.blocks.norms import RMSNorm
 from regard.nn.projections.factored import KeysAsValues, SharedKeyValue
 from regard.nn.projections.finishes import (
@@ -255,10 +255,7 @@ def clip_qkv(dim: int, heads: int, *, limit: float = 8.0, **options: Unpack[Rota
     users="Inkling 2",
     choose="scores must stay bounded, and short vectors should stay short",
     avoid="a new model without reason to differ: qk_norm is better studied",
-    where=(
-        "c: the limit of the length; clip: limits the length of a vector to c; s_h: learned "
-        "factors of a query head, one for each channel"
-    ),
+    where="c: the limit of the length; clip: limits the length of a vector to c",
 )
 def l2_clip(dim: int, heads: int, *, limit: float = 8.0, **options: Unpack[Rotated]) -> Attention:
     """Limited lengths of queries and keys: a longer vector is scaled to the limit, and a shorter
@@ -284,10 +281,7 @@ def l2_clip(dim: int, heads: int, *, limit: float = 8.0, **options: Unpack[Rotat
     users="none that is released; the paper trained models of 0.5B and 1B parameters",
     choose="the whole model is normalized, as in the paper",
     avoid="the other matrices are not normalized after each step: take qk_norm",
-    where=(
-        "r_g: learned factors of a key head; s_h: learned factors of a query head, one for each "
-        "channel; unit: the vector scaled to length 1"
-    ),
+    where="r_g: learned factors of a key head; unit: the vector scaled to length 1",
 )
 def ngpt(dim: int, heads: int, **options: Unpack[Rotated]) -> Attention:
     """Unit queries and keys (nGPT): they are rotated, scaled to length 1, and multiplied by a

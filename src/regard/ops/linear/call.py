@@ -1,9 +1,18 @@
-"""One call of a recurrence: its checks, the state before it, and the call for kernels."""
+"""One call of a recurrence: its checks, the state before it, and the call for kernels.
+
+With H query, G key and N value heads, each value head has a state. Value head h uses key head h //
+(N/G), and output o of O = max(H, N) reads state o // (O/N) with query head o // (O/H), as in
+Qwen3-Next (16 query and key heads, 32 value heads).
+
+Inside, tensors have G key heads and P = N/G value heads as two dimensions, of which the second is 1
+where it is shared.
+"""
 
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from typing import NamedTuple, TypedDict
 
 import torch
 from jaxtyping import Bool, Float
@@ -13,6 +22,7 @@ from torch import dtype as Dtype
 from regard.argument_checks import (
     check_device,
     check_finite,
+    check_keyword_names,
     check_number,
     check_positions,
     check_query_key_value,
@@ -70,12 +80,31 @@ DECAY_PER_CHANNEL = "one number per key channel and token, or one for all channe
 """What a decay is, in an error."""
 
 
+class ScaledOptions(TypedDict, total=False):
+    """The options of most recurrences, which `help` shows; `SHARED_ARGUMENTS` explains them."""
+
+    scale: float | None
+    state: tuple[Tensor, ...] | None
+    k_positions: Positions | None
+    form: str
+    chunk: int
+
+
+class RecurrenceOptions(TypedDict, total=False):
+    """The same without the scale, for recurrences with one of their own."""
+
+    state: tuple[Tensor, ...] | None
+    k_positions: Positions | None
+    form: str
+    chunk: int
+
+
 class TokenInputs:
     """The checked tokens of a recurrence, with 0 in empty slots, and its options.
 
     Args:
         q, k, v: `[B, H, T, D]`, `[B, G, T, D]` and `[B, N, T, E]`.
-        form: one of `forms`, those that the recurrence has.
+        options: those of the recurrence, with a form that is one of `forms`.
         one_state_per_head: what needs as many key and value heads as query heads, or "".
     """
 
@@ -84,15 +113,18 @@ class TokenInputs:
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        scale: float | None,
-        positions: Positions | None,
-        form: str,
-        chunk: int,
+        options: ScaledOptions,
         *,
         forms: tuple[str, ...] = FORMS,
         one_state_per_head: str = "",
     ) -> None:
+        names = ScaledOptions.__optional_keys__
+        if not names.issuperset(options):
+            check_keyword_names("this recurrence", options, names)
+        scale, positions = options.get("scale"), options.get("k_positions")
+        form, chunk = options.get("form", "auto"), options.get("chunk", 64)
         _check_call(q, k, v, scale, positions, form, chunk, forms)
+        self.form, self.chunk, self.before = form, chunk, options.get("state")
         if one_state_per_head and not q.shape[1] == k.shape[1] == v.shape[1]:
             raise ArgumentError(
                 f"q has {plural(q.shape[1], 'head')}, k {k.shape[1]} and v {v.shape[1]}; "
@@ -127,16 +159,10 @@ class TokenInputs:
         self.check(name, x, shapes, meaning, **others)
         return zero_empty_slots(x if x.ndim == 4 else x.unsqueeze(-1), self.empty)
 
-    def state(
-        self,
-        state: tuple[Tensor, ...] | None,
-        *,
-        sizes: dict[str, int] | None = None,
-        **shapes: str,
-    ) -> tuple[Tensor, ...]:
+    def state(self, *, sizes: dict[str, int] | None = None, **shapes: str) -> tuple[Tensor, ...]:
         """Return the state before the first token, of shapes such as S="B N D E"."""
         expected = {name: self.shape(x, **(sizes or {})) for name, x in shapes.items()}
-        return initial_state(state, expected, self.k)
+        return initial_state(self.before, expected, self.k)
 
     def output(self, out: Tensor) -> Tensor:
         """Return outputs in the dtype of the queries, with 0 in empty slots."""
@@ -277,3 +303,46 @@ class RecurrenceCall:
         if q is None or k is None or v is None or state is None:
             raise AssertionError("only beta and the decay may be missing")
         return replace(self, q=q, k=k, v=v, state=state, beta=beta, log_decay=log_decay)
+
+
+class GroupedHeads(NamedTuple):
+    """Queries, keys and values with the value heads of a key head as a dimension.
+
+    Attributes:
+        q: queries `[B, G, P or 1, R, T, D]`, where R query heads read each state.
+        k, v: `[B, G, 1, T, D]` and `[B, G, P, T, E]`.
+    """
+
+    q: Float[Tensor, "B G #P R T D"]
+    k: Float[Tensor, "B G 1 T D"]
+    v: Float[Tensor, "B G P T E"]
+
+
+def group_heads(
+    q: Float[Tensor, "B H T D"], k: Float[Tensor, "B G T D"], v: Float[Tensor, "B N T E"]
+) -> GroupedHeads:
+    """Split heads into key heads and their value heads, after `check_value_heads`."""
+    H, G, N = q.shape[1], k.shape[1], v.shape[1]
+    if H == G:
+        queries = q[:, :, None, None]
+    else:
+        repeated = q.repeat_interleave(N // H, 1) if H < N else q
+        queries = torch.unflatten(torch.unflatten(repeated, 1, (N, -1)), 1, (G, -1))
+    return GroupedHeads(queries, k[:, :, None], split_value_heads(v, G))
+
+
+def split_value_heads(x: Tensor, groups: int) -> Tensor:
+    """Split the dimension of N value heads: `[B, N, ...]` to `[B, G, P, ...]`."""
+    return torch.unflatten(x, 1, (groups, -1))
+
+
+def shared_matmul(
+    a: Float[Tensor, "B G #P i j"], b: Float[Tensor, "B G P j l"]
+) -> Float[Tensor, "B G P i l"]:
+    """Return the matrix products a @ b, where the value heads of a key head may share a.
+
+    `torch.matmul` would copy a shared a for each value head.
+    """
+    if a.shape[2] == 1 and b.shape[2] > 1:
+        return torch.einsum("bgij,bgpjl->bgpil", a[:, :, 0], b)
+    return a @ b

@@ -6,7 +6,7 @@ DeltaProduct is the delta rule with several keys per token. All are computed tok
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, Unpack
 
 import torch
 import torch.nn.functional as F
@@ -19,8 +19,12 @@ from regard.ops.linear.call import (
     SHARED_ARGUMENTS,
     SHARED_ARGUMENTS_WITH_TRITON,
     RecurrenceCall,
+    ScaledOptions,
     TokenInputs,
     chunk_size,
+    group_heads,
+    shared_matmul,
+    split_value_heads,
     without_autocast,
 )
 from regard.ops.linear.chunks import (
@@ -33,10 +37,9 @@ from regard.ops.linear.chunks import (
     split_into_chunks,
     valid_decays,
 )
-from regard.ops.linear.form_choice import run_form
-from regard.ops.linear.value_heads import group_heads, shared_matmul, split_value_heads
+from regard.ops.linear.linear_recurrence import run_form
 from regard.ops.shared_arguments import with_shared_arguments
-from regard.span import Positions, find_empty_slots
+from regard.span import find_empty_slots
 
 
 class Correction(NamedTuple):
@@ -214,18 +217,13 @@ def _query_weights(q: Tensor, k: Tensor, g: Tensor | None, bad: Tensor) -> tuple
     return weights.flatten(-3, -2), bad + bad_weights.sum(-1, keepdim=True)
 
 
-@with_shared_arguments(SHARED_ARGUMENTS_WITH_TRITON)
+@with_shared_arguments(SHARED_ARGUMENTS_WITH_TRITON, ScaledOptions)
 def delta_rule(
     q: Float[Tensor, "B H T D"],
     k: Float[Tensor, "B G T D"],
     v: Float[Tensor, "B N T E"],
     beta: Float[Tensor, "B N T"] | Float[Tensor, "B N T 1"],
-    *,
-    scale: float | None = None,
-    state: tuple[Float[Tensor, "B N D E"], ...] | None = None,
-    k_positions: Positions | None = None,
-    form: str = "auto",
-    chunk: int = 64,
+    **options: Unpack[ScaledOptions],
 ) -> tuple[Float[Tensor, "B O T E"], tuple[Float[Tensor, "B N D E"]]]:
     """Compute the delta rule: each token corrects the value that the state stores for its key.
 
@@ -244,23 +242,18 @@ def delta_rule(
 
     Source: Schlag et al. 2021 (arXiv 2102.11174), section 4.2; Yang et al. 2024 (arXiv 2406.06484).
     """
-    tokens = TokenInputs(q, k, v, scale, k_positions, form, chunk, forms=FORMS_WITH_TRITON)
-    return _correct(tokens, beta, None, state, form, chunk)
+    tokens = TokenInputs(q, k, v, options, forms=FORMS_WITH_TRITON)
+    return _correct(tokens, beta, None)
 
 
-@with_shared_arguments(SHARED_ARGUMENTS_WITH_TRITON)
+@with_shared_arguments(SHARED_ARGUMENTS_WITH_TRITON, ScaledOptions)
 def gated_delta_rule(
     q: Float[Tensor, "B H T D"],
     k: Float[Tensor, "B G T D"],
     v: Float[Tensor, "B N T E"],
     beta: Float[Tensor, "B N T"] | Float[Tensor, "B N T 1"],
     log_decay: Float[Tensor, "B N T"] | Float[Tensor, "B N T D"],
-    *,
-    scale: float | None = None,
-    state: tuple[Float[Tensor, "B N D E"], ...] | None = None,
-    k_positions: Positions | None = None,
-    form: str = "auto",
-    chunk: int = 64,
+    **options: Unpack[ScaledOptions],
 ) -> tuple[Float[Tensor, "B O T E"], tuple[Float[Tensor, "B N D E"]]]:
     """Compute the gated delta rule: the state decays, then the token corrects it.
 
@@ -282,25 +275,18 @@ def gated_delta_rule(
     Source: Yang et al. 2024 (arXiv 2412.06464), equation 10; Kimi Team 2025 (arXiv 2510.26692),
     equation 1; ONNX operator LinearAttention, version 27.
     """
-    tokens = TokenInputs(q, k, v, scale, k_positions, form, chunk, forms=FORMS_WITH_TRITON)
-    return _correct(tokens, beta, _decay_gate(tokens, log_decay), state, form, chunk)
+    tokens = TokenInputs(q, k, v, options, forms=FORMS_WITH_TRITON)
+    return _correct(tokens, beta, _decay_gate(tokens, log_decay))
 
 
-def _correct(
-    tokens: TokenInputs,
-    beta: Tensor,
-    g: Tensor | None,
-    state: tuple[Tensor, ...] | None,
-    form: str,
-    chunk: int,
-) -> tuple[Tensor, tuple[Tensor]]:
+def _correct(tokens: TokenInputs, beta: Tensor, g: Tensor | None) -> tuple[Tensor, tuple[Tensor]]:
     """Check beta and the state, and compute the delta rule with checked decays or without."""
     meaning = f"one number per {_value_head(tokens)} and token"
     strength = tokens.gate("beta", beta, "B N T | B N T 1", meaning)
-    (S,) = tokens.state(state, S="B N D E")
+    (S,) = tokens.state(S="B N D E")
     q, k, v = tokens.q, tokens.k, tokens.v
     call = RecurrenceCall(q, k, v, S, strength, g, tokens.scale, k.dtype, q.dtype)
-    out, S = run_form(call, form, chunk, _in_torch)
+    out, S = run_form(call, tokens.form, tokens.chunk, _in_torch)
     return tokens.output(out), (S,)
 
 
@@ -335,7 +321,7 @@ def _in_torch(
     return out.flatten(1, 3).to(call.out_dtype), new.flatten(1, 2)
 
 
-@with_shared_arguments(SHARED_ARGUMENTS)
+@with_shared_arguments(SHARED_ARGUMENTS, ScaledOptions)
 def generalized_delta_rule(
     q: Float[Tensor, "B H T D"],
     k: Float[Tensor, "B G T D"],
@@ -344,11 +330,7 @@ def generalized_delta_rule(
     log_decay: Float[Tensor, "B N T"] | Float[Tensor, "B N T D"] | None = None,
     *,
     a: Float[Tensor, "B N T D"] | None = None,
-    scale: float | None = None,
-    state: tuple[Float[Tensor, "B N D E"], ...] | None = None,
-    k_positions: Positions | None = None,
-    form: str = "auto",
-    chunk: int = 64,
+    **options: Unpack[ScaledOptions],
 ) -> tuple[Float[Tensor, "B O T E"], tuple[Float[Tensor, "B N D E"]]]:
     """Compute a recurrence with a matrix of diagonal plus rank one.
 
@@ -379,30 +361,25 @@ def generalized_delta_rule(
     Source: Peng et al. 2025 (arXiv 2503.14456), equation 16; Kimi Team 2025 (arXiv 2510.26692),
     section 3.
     """
-    tokens = TokenInputs(q, k, v, scale, k_positions, form, chunk)
+    tokens = TokenInputs(q, k, v, options)
     meaning = f"one vector per {_value_head(tokens)} and token"
     c = tokens.gate("c", c, "B N T D", meaning)
     a = None if a is None else tokens.gate("a", a, "B N T D", meaning)
     g = None if log_decay is None else _decay_gate(tokens, log_decay)
-    (S,) = tokens.state(state, S="B N D E")
+    (S,) = tokens.state(S="B N D E")
     call = RecurrenceCall(tokens.q, tokens.k, tokens.v, S, None, g, tokens.scale, k.dtype, q.dtype)
-    out, S = _in_torch(call, form, chunk, c, a)
+    out, S = _in_torch(call, tokens.form, tokens.chunk, c, a)
     return tokens.output(out), (S,)
 
 
-@with_shared_arguments(SHARED_ARGUMENTS_WITH_TRITON)
+@with_shared_arguments(SHARED_ARGUMENTS_WITH_TRITON, ScaledOptions)
 def delta_product(
     q: Float[Tensor, "B H T D"],
     k: Float[Tensor, "B G T n D"],
     v: Float[Tensor, "B N T n E"],
     beta: Float[Tensor, "B N T n"],
     log_decay: Float[Tensor, "B N T"] | None = None,
-    *,
-    scale: float | None = None,
-    state: tuple[Float[Tensor, "B N D E"], ...] | None = None,
-    k_positions: Positions | None = None,
-    form: str = "auto",
-    chunk: int = 64,
+    **options: Unpack[ScaledOptions],
 ) -> tuple[Float[Tensor, "B O T E"], tuple[Float[Tensor, "B N D E"]]]:
     """Compute the delta rule with n corrections per token, one after the other.
 
@@ -432,7 +409,7 @@ def delta_product(
     if log_decay is not None:
         tensors["log_decay"] = (log_decay, "B N T")
     sizes = check_sizes(**tensors)
-    n, positions = sizes["n"], k_positions
+    n, positions = sizes["n"], options.get("k_positions")
     if positions is not None:
         check_positions("k_positions", positions, sizes["B"], sizes["T"])
         empty = find_empty_slots(positions, q.device)
@@ -440,16 +417,13 @@ def delta_product(
     first = beta.new_zeros(*beta.shape)
     if log_decay is not None and n:
         first = F.pad(log_decay[..., None], (0, n - 1))  # [B,N,T,n]
+    all_options: ScaledOptions = {**options, "k_positions": positions}
     out, S = gated_delta_rule(
         q.repeat_interleave(n, 2),
         k.flatten(2, 3),
         v.flatten(2, 3),
         beta.flatten(2),
         first.flatten(2),
-        scale=scale,
-        state=state,
-        k_positions=positions,
-        form=form,
-        chunk=chunk,
+        **all_options,
     )
     return out[:, :, n - 1 :: n], S

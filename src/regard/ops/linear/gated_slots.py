@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Unpack
+
 import torch
 from jaxtyping import Float
 from torch import Tensor
@@ -10,6 +12,7 @@ from regard.argument_checks import check_positions, check_tensor
 from regard.errors import ArgumentError
 from regard.ops.linear.call import (
     SHARED_ARGUMENTS,
+    ScaledOptions,
     TokenInputs,
     empty_slot_mask,
     initial_state,
@@ -77,18 +80,13 @@ def log_sum_exp_gates(
     return zero_empty_slots(g, empty), (total[:, :, -1].contiguous(),)
 
 
-@with_shared_arguments(SHARED_ARGUMENTS)
+@with_shared_arguments(SHARED_ARGUMENTS, ScaledOptions)
 def gated_slots(
     q: Float[Tensor, "B H T D"],
     k: Float[Tensor, "B G T D"],
     v: Float[Tensor, "B G T E"],
     log_decay: Float[Tensor, "B G T m"],
-    *,
-    scale: float | None = None,
-    state: tuple[Tensor, ...] | None = None,
-    k_positions: Positions | None = None,
-    form: str = "auto",
-    chunk: int = 64,
+    **options: Unpack[ScaledOptions],
 ) -> tuple[Float[Tensor, "B H T E"], tuple[Tensor, Tensor]]:
     """Compute gated slot attention: m slots, written with 1 - a, where a is a slot's decay.
 
@@ -116,19 +114,21 @@ def gated_slots(
     Source: Zhang et al. 2024 (arXiv 2409.07146), equations 10 to 12; Peng et al. 2021 (arXiv
     2110.02488).
     """
-    tokens = TokenInputs(q, k, v, scale, k_positions, form, chunk)
+    tokens = TokenInputs(q, k, v, options)
     check_tensor("log_decay", log_decay)
     m, dtype, G = log_decay.shape[-1], tokens.dtype, tokens.G
     tokens.check("v", v, "B G T E", "one value per key")
     g = tokens.gate("log_decay", log_decay, "B G T m", "one number per slot", m=m).to(dtype)
-    K, V = tokens.state(state, sizes={"m": m}, K="B G D m", V="B G m E")
+    K, V = tokens.state(sizes={"m": m}, K="B G D m", V="B G m E")
     write = -torch.expm1(g)
     queries = tokens.q.to(dtype) * tokens.scale
     with without_autocast(q):
         grouped = torch.unflatten(queries, 1, (G, -1))  # [B,G,R,T,D]
         logits, K = _decayed_values(grouped, tokens.k.to(dtype), write, g, K, tokens.chunk_size)
         weights = logits.flatten(1, 2).softmax(-1)
-        out, V = linear_recurrence(weights, write, tokens.v, g, V, form=form, chunk=chunk)
+        out, V = linear_recurrence(
+            weights, write, tokens.v, g, V, form=tokens.form, chunk=tokens.chunk
+        )
     return tokens.output(out), (K, V)
 
 

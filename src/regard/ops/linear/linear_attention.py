@@ -1,11 +1,14 @@
-"""Linear attention, retention and gated linear attention: S <- diag(exp(g)) S + k v^T."""
+"""Linear attention, retention, gated linear attention and the matrix memory of xLSTM:
+S <- diag(exp(g)) S + k v^T.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TypeAlias
+from typing import TypeAlias, Unpack
 
 import torch
+import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, where
 from torch.nn.functional import pad
@@ -15,14 +18,17 @@ from regard.ops.infini_attention import elu_plus_one
 from regard.ops.linear.call import (
     DECAY_PER_CHANNEL,
     FORMS_WITH_TRITON,
+    SHARED_ARGUMENTS,
     SHARED_ARGUMENTS_WITH_TRITON,
+    RecurrenceOptions,
+    ScaledOptions,
     TokenInputs,
     without_autocast,
     zero_empty_slots,
 )
+from regard.ops.linear.chunks import FLOOR, running_maximum
 from regard.ops.linear.linear_recurrence import linear_recurrence
 from regard.ops.shared_arguments import with_shared_arguments
-from regard.span import Positions
 
 FeatureMap: TypeAlias = str | Callable[[Tensor], Tensor]
 """The name of a feature map, or a function `[B, n, T, D]` -> `[B, n, T, F]` per token."""
@@ -96,7 +102,7 @@ def normalized_query_features(
     return feature_map_of(feature_map)(q)
 
 
-@with_shared_arguments(SHARED_ARGUMENTS_WITH_TRITON)
+@with_shared_arguments(SHARED_ARGUMENTS_WITH_TRITON, RecurrenceOptions)
 def linear_attention(
     q: Float[Tensor, "B H T D"],
     k: Float[Tensor, "B G T D"],
@@ -105,10 +111,7 @@ def linear_attention(
     feature_map: FeatureMap = "elu+1",
     normalize: bool = True,
     scale: float = 1.0,
-    state: tuple[Tensor, ...] | None = None,
-    k_positions: Positions | None = None,
-    form: str = "auto",
-    chunk: int = 64,
+    **options: Unpack[RecurrenceOptions],
 ) -> tuple[Float[Tensor, "B O T E"], tuple[Tensor, ...]]:
     """Compute causal linear attention: the mean of the values, weighted by phi(q) . phi(k).
 
@@ -134,7 +137,8 @@ def linear_attention(
 
     Source: Katharopoulos et al. 2020 (arXiv 2006.16236), equations 8 to 12 and 16 to 20.
     """
-    tokens = TokenInputs(q, k, v, scale, k_positions, form, chunk, forms=FORMS_WITH_TRITON)
+    all_options: ScaledOptions = {"scale": scale, **options}
+    tokens = TokenInputs(q, k, v, all_options, forms=FORMS_WITH_TRITON)
     features, dtype, empty = feature_map_of(feature_map), tokens.dtype, tokens.empty
     q, k, v, N, G = tokens.q, tokens.k, tokens.v, tokens.N, tokens.G
     with without_autocast(q):
@@ -142,22 +146,29 @@ def linear_attention(
         keys = zero_empty_slots(keys, empty)  # again, because phi(0) may differ from 0
         sizes = {"F": keys.shape[3]}
         if normalize:
-            S, z = tokens.state(state, sizes=sizes, S="B N F E", z="B G F")
+            S, z = tokens.state(sizes=sizes, S="B N F E", z="B G F")
             queries = normalized_query_features(feature_map, q.to(dtype))
             # z is computed as one more column of S, for a value that is always 1
             S_and_z = torch.cat([S, z.repeat_interleave(N // G, 1)[..., None]], -1)  # [B,N,F,E+1]
             v_and_one = pad(v.to(dtype), (0, 1), value=1.0)
             out, S_and_z = linear_recurrence(
-                queries, keys, v_and_one, None, S_and_z, form=form, chunk=chunk, dtype=k.dtype
+                queries,
+                keys,
+                v_and_one,
+                None,
+                S_and_z,
+                form=tokens.form,
+                chunk=tokens.chunk,
+                dtype=k.dtype,
             )
             # z depends on the keys only, so that the value heads of a key head have the same
             after = (S_and_z[..., :-1], S_and_z[:, :: N // G, :, -1])
             return tokens.output(_normalized(out)), tuple(x.contiguous() for x in after)
-        (S,) = tokens.state(state, sizes=sizes, S="B N F E")
+        (S,) = tokens.state(sizes=sizes, S="B N F E")
         queries = features(q.to(dtype))
         out, S = linear_recurrence(
             queries, keys, v, None, S,
-            form=form, chunk=chunk, scale=scale, dtype=k.dtype, out_dtype=q.dtype,
+            form=tokens.form, chunk=tokens.chunk, scale=scale, dtype=k.dtype, out_dtype=q.dtype,
         )  # fmt: skip
     return tokens.output(out), (S,)
 
@@ -183,18 +194,14 @@ def _normalized(sums: Tensor) -> Tensor:
     return mean + nan_marker[..., :-1] + nan_marker[..., -1:]
 
 
-@with_shared_arguments(SHARED_ARGUMENTS_WITH_TRITON)
+@with_shared_arguments(SHARED_ARGUMENTS_WITH_TRITON, ScaledOptions)
 def retention(
     q: Float[Tensor, "B H T D"],
     k: Float[Tensor, "B G T D"],
     v: Float[Tensor, "B N T E"],
     *,
     decay: Float[Tensor, " N"] | None = None,
-    scale: float | None = None,
-    state: tuple[Float[Tensor, "B N D E"], ...] | None = None,
-    k_positions: Positions | None = None,
-    form: str = "auto",
-    chunk: int = 64,
+    **options: Unpack[ScaledOptions],
 ) -> tuple[Float[Tensor, "B O T E"], tuple[Float[Tensor, "B N D E"]]]:
     """Compute retention: the sum of the values, weighted by q . k and gamma^(t - j).
 
@@ -214,7 +221,7 @@ def retention(
 
     Source: Sun et al. 2023 (arXiv 2307.08621), equations 5 to 8.
     """
-    tokens = TokenInputs(q, k, v, scale, k_positions, form, chunk, forms=FORMS_WITH_TRITON)
+    tokens = TokenInputs(q, k, v, options, forms=FORMS_WITH_TRITON)
     N, T, empty = tokens.N, tokens.T, tokens.empty
     if decay is None:
         g = default_log_decays(N, k.device, tokens.dtype)
@@ -226,18 +233,16 @@ def retention(
         g = _to_float32_or_wider(decay).log().to(tokens.dtype)
     rows = 1 if empty is None else empty.shape[0]
     g = zero_empty_slots(g[None, :, None, None].expand(rows, N, T, 1), empty)
-    return _decayed_sums(tokens, g, state, form, chunk)
+    return _decayed_sums(tokens, g)
 
 
-def _decayed_sums(
-    tokens: TokenInputs, g: Tensor, state: tuple[Tensor, ...] | None, form: str, chunk: int
-) -> tuple[Tensor, tuple[Tensor]]:
+def _decayed_sums(tokens: TokenInputs, g: Tensor) -> tuple[Tensor, tuple[Tensor]]:
     """Compute the recurrence for checked decays g `[B or 1, N, T, 1 or D]`."""
-    (S,) = tokens.state(state, S="B N D E")
+    (S,) = tokens.state(S="B N D E")
     q, k, v = tokens.q, tokens.k, tokens.v
     out, S = linear_recurrence(
         q, k, v, g, S,
-        form=form, chunk=chunk, scale=tokens.scale, dtype=k.dtype, out_dtype=q.dtype,
+        form=tokens.form, chunk=tokens.chunk, scale=tokens.scale, dtype=k.dtype, out_dtype=q.dtype,
     )  # fmt: skip
     return tokens.output(out), (S,)
 
@@ -260,18 +265,13 @@ def _to_float32_or_wider(x: Tensor) -> Tensor:
     return x if x.dtype == torch.float64 else x.float()
 
 
-@with_shared_arguments(SHARED_ARGUMENTS_WITH_TRITON)
+@with_shared_arguments(SHARED_ARGUMENTS_WITH_TRITON, ScaledOptions)
 def gated_linear(
     q: Float[Tensor, "B H T D"],
     k: Float[Tensor, "B G T D"],
     v: Float[Tensor, "B N T E"],
     log_decay: Float[Tensor, "B N T #D"],
-    *,
-    scale: float | None = None,
-    state: tuple[Float[Tensor, "B N D E"], ...] | None = None,
-    k_positions: Positions | None = None,
-    form: str = "auto",
-    chunk: int = 64,
+    **options: Unpack[ScaledOptions],
 ) -> tuple[Float[Tensor, "B O T E"], tuple[Float[Tensor, "B N D E"]]]:
     """Compute gated linear attention: the state decays by token, then the token is added.
 
@@ -291,6 +291,65 @@ def gated_linear(
 
     Source: Yang et al. 2023 (arXiv 2312.06635), equation 3 and section 4.
     """
-    tokens = TokenInputs(q, k, v, scale, k_positions, form, chunk, forms=FORMS_WITH_TRITON)
+    tokens = TokenInputs(q, k, v, options, forms=FORMS_WITH_TRITON)
     g = tokens.gate("log_decay", log_decay, "B N T D | B N T 1", DECAY_PER_CHANNEL)
-    return _decayed_sums(tokens, g, state, form, chunk)
+    return _decayed_sums(tokens, g)
+
+
+@with_shared_arguments(SHARED_ARGUMENTS, ScaledOptions)
+def mlstm(
+    q: Float[Tensor, "B H T D"],
+    k: Float[Tensor, "B G T D"],
+    v: Float[Tensor, "B N T E"],
+    log_input: Float[Tensor, "B N T"],
+    log_forget: Float[Tensor, "B N T"],
+    **options: Unpack[ScaledOptions],
+) -> tuple[Float[Tensor, "B O T E"], tuple[Tensor, ...]]:
+    """Compute the matrix memory of xLSTM (mLSTM).
+
+    C_t = f_t C_{t-1} + i_t k_t v_t^T,  n_t = f_t n_{t-1} + i_t k_t
+    o_t = scale C_t^T q_t / max(|scale n_t . q_t|, 1)
+
+    C and n are kept divided by exp(m_t), m_t = max(log f_t + m_{t-1}, log i_t), so that no
+    exponential overflows. Heads are as in `gated_linear`.
+
+    Args:
+        log_input: the logarithm of the input gate i, `[B, N, T]`, of any floating dtype.
+        log_forget: the logarithm of the forget gate f, `[B, N, T]`, at most 0.
+        state: (C, n, m) of an earlier call, C `[B, N, D, E]`, n `[B, N, D]`, m `[B, N]` in fp32
+            (fp64 for fp64 inputs); None: zeros.
+
+    >>> one, zeros = torch.ones(1, 1, 3, 1), torch.zeros(1, 1, 3)
+    >>> mlstm(one, one, 6 * one, zeros, zeros)[0].flatten().tolist()  # a mean: no gate forgets
+    [6.0, 6.0, 6.0]
+
+    Source: Beck et al. 2024 (arXiv 2405.04517), equations 19 to 27.
+    """
+    tokens = TokenInputs(q, k, v, options)
+    dtype, meaning = tokens.dtype, "one number per value head and token"
+    write = tokens.gate("log_input", log_input, "B N T", meaning).to(dtype)
+    forget = tokens.gate("log_forget", log_forget, "B N T", meaning).to(dtype)
+    C, n, m = tokens.state(C="B N D E", n="B N D", m="B N")
+    if tokens.empty is not None:
+        write = write.masked_fill(tokens.empty[:, None, :, None], FLOOR)
+    with without_autocast(q):
+        first = m[..., None, None]  # [B,N,1,1]
+        decays, logits = (
+            torch.cat(x, 2).detach() for x in ((torch.zeros_like(first), forget), (first, write))
+        )
+        maximum = running_maximum(decays, logits)
+        # The result does not depend on m, and neither does its gradient. The two maxima are
+        # subtracted first, because they are the large numbers.
+        g = forget + (maximum[:, :, :-1] - maximum[:, :, 1:])
+        own = maximum[:, :, 1:]
+        # n is one more column of C, for a value that is always 1
+        values = F.pad(tokens.v.to(dtype), (0, 1), value=1.0) * (write - own).exp()
+        queries = tokens.q.to(dtype) * tokens.scale
+        both = torch.cat([C, n[..., None]], -1)
+        out, both = linear_recurrence(
+            queries, tokens.k, values, g, both, form=tokens.form, chunk=tokens.chunk
+        )
+        least = (-own).exp().repeat_interleave(out.shape[1] // tokens.N, 1)
+        out = out[..., :-1] / torch.maximum(out[..., -1:].abs(), least)
+    new = (both[..., :-1].contiguous(), both[..., -1].contiguous(), maximum[:, :, -1, 0])
+    return tokens.output(out), new

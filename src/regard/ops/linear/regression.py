@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
-from typing import TypeAlias
+from typing import TypeAlias, Unpack
 
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 
-from regard.ops.linear.call import SHARED_ARGUMENTS, TokenInputs, without_autocast, zero_empty_slots
+from regard.ops.linear.call import (
+    SHARED_ARGUMENTS,
+    RecurrenceOptions,
+    ScaledOptions,
+    TokenInputs,
+    without_autocast,
+    zero_empty_slots,
+)
 from regard.ops.linear.chunks import (
     decay_since_start,
     finite_part,
@@ -20,10 +27,9 @@ from regard.ops.linear.chunks import (
 )
 from regard.ops.linear.linear_recurrence import linear_recurrence
 from regard.ops.shared_arguments import with_shared_arguments
-from regard.span import Positions
 
 
-@with_shared_arguments(SHARED_ARGUMENTS)
+@with_shared_arguments(SHARED_ARGUMENTS, RecurrenceOptions, chunk=16)
 def mesa(
     q: Float[Tensor, "B H T D"],
     k: Float[Tensor, "B H T D"],
@@ -31,11 +37,7 @@ def mesa(
     beta: Float[Tensor, "B H T"],
     log_decay: Float[Tensor, "B H T"],
     ridge: Float[Tensor, "H D"],
-    *,
-    state: tuple[Float[Tensor, "B H D E"] | Float[Tensor, "B H D D"], ...] | None = None,
-    k_positions: Positions | None = None,
-    form: str = "auto",
-    chunk: int = 16,
+    **options: Unpack[RecurrenceOptions],
 ) -> tuple[Float[Tensor, "B H T E"], tuple[Float[Tensor, "B H D E"], Float[Tensor, "B H D D"]]]:
     """Compute the Mesa layer: the best linear map from past keys to values, on the query.
 
@@ -70,12 +72,13 @@ def mesa(
 
     Source: von Oswald et al. 2025 (arXiv 2506.05233), equations 6 to 8.
     """
-    tokens = TokenInputs(q, k, v, None, k_positions, form, chunk, one_state_per_head="a Mesa layer")
+    all_options: ScaledOptions = {"scale": None, "chunk": 16, **options}
+    tokens = TokenInputs(q, k, v, all_options, one_state_per_head="a Mesa layer")
     meaning, wide, T = "one number per head and token", tokens.dtype, tokens.T
     strength = tokens.gate("beta", beta, "B H T", meaning).to(wide)  # [B,H,T,1]
     g = tokens.gate("log_decay", log_decay, "B H T", meaning).to(wide)
     tokens.check("ridge", ridge, "H D", "one number per head and key channel")
-    C, A = tokens.state(state, C="B H D E", A="B H D D")
+    C, A = tokens.state(C="B H D E", A="B H D D")
     q, k, v = (x.to(wide) for x in (tokens.q, tokens.k, tokens.v))
     with without_autocast(q):
         written = strength * k
@@ -95,7 +98,7 @@ def mesa(
             solution = torch.cholesky_solve(q[:, :, where, :, None], factor)[..., 0]
             answers.append(solution.masked_fill(info[..., None] != 0, torch.nan))
         solved = torch.cat(answers, 2) if answers else q
-        out, C = linear_recurrence(solved, written, v, g, C, form=form, chunk=64)
+        out, C = linear_recurrence(solved, written, v, g, C, form=tokens.form, chunk=64)
     return tokens.output(out), (C, A + bad.sum(2)[..., None])
 
 
@@ -113,7 +116,7 @@ def _key_sums(k: Tensor, written: Tensor, g: Tensor, A: Tensor) -> tuple[Tensor,
 Gates: TypeAlias = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
-@with_shared_arguments(SHARED_ARGUMENTS)
+@with_shared_arguments(SHARED_ARGUMENTS, ScaledOptions)
 def titans_memory(
     q: Float[Tensor, "B H T D"],
     k: Float[Tensor, "B H T D"],
@@ -121,12 +124,7 @@ def titans_memory(
     step: Float[Tensor, "B H T"],
     log_decay: Float[Tensor, "B H T"],
     log_momentum: Float[Tensor, "B H T"],
-    *,
-    scale: float | None = None,
-    state: tuple[Float[Tensor, "B H D E"], ...] | None = None,
-    k_positions: Positions | None = None,
-    form: str = "auto",
-    chunk: int = 64,
+    **options: Unpack[ScaledOptions],
 ) -> tuple[Float[Tensor, "B H T E"], tuple[Float[Tensor, "B H D E"], Float[Tensor, "B H D E"]]]:
     """Compute the linear memory of Titans: gradient descent with momentum, and forgetting.
 
@@ -155,13 +153,11 @@ def titans_memory(
 
     Source: Behrouz et al. 2024 (arXiv 2501.00663), equations 9 to 15.
     """
-    tokens = TokenInputs(
-        q, k, v, scale, k_positions, form, chunk, one_state_per_head="a memory of Titans"
-    )
+    tokens = TokenInputs(q, k, v, options, one_state_per_head="a memory of Titans")
     meaning, wide = "one number per head and token", tokens.dtype
     gates = {"step": step, "log_decay": log_decay, "log_momentum": log_momentum}
     theta, g, e = (tokens.gate(x, y, "B H T", meaning).to(wide) for x, y in gates.items())
-    M, N = tokens.state(state, M="B H D E", N="B H D E")
+    M, N = tokens.state(M="B H D E", N="B H D E")
     q, k, v = (x.to(wide) for x in (tokens.q, tokens.k, tokens.v))
     q = q * tokens.scale
     # N is added to M at every token, but at no empty slot
@@ -195,13 +191,7 @@ def _recurrent(
 
 
 def _chunked(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    gates: Gates,
-    M: Tensor,
-    N: Tensor,
-    size: int,
+    q: Tensor, k: Tensor, v: Tensor, gates: Gates, M: Tensor, N: Tensor, size: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute the memory in chunks of `size` tokens, with the arguments of `_recurrent`.
 

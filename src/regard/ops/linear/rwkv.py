@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, Unpack
 
 import torch
 import torch.nn.functional as F
@@ -12,18 +12,18 @@ from torch import Tensor
 from regard.ops.linear.call import (
     DECAY_PER_CHANNEL,
     SHARED_ARGUMENTS,
+    RecurrenceOptions,
     TokenInputs,
+    group_heads,
     without_autocast,
     zero_empty_slots,
 )
 from regard.ops.linear.chunks import FLOOR, decayed_sum, running_maximum
 from regard.ops.linear.linear_recurrence import linear_recurrence
-from regard.ops.linear.value_heads import group_heads
 from regard.ops.shared_arguments import with_shared_arguments
-from regard.span import Positions
 
 
-@with_shared_arguments(SHARED_ARGUMENTS)
+@with_shared_arguments(SHARED_ARGUMENTS, RecurrenceOptions)
 def rwkv6(
     q: Float[Tensor, "B H T D"],
     k: Float[Tensor, "B G T D"],
@@ -32,10 +32,7 @@ def rwkv6(
     bonus: Float[Tensor, "G D"],
     *,
     scale: float = 1.0,
-    state: tuple[Float[Tensor, "B N D E"], ...] | None = None,
-    k_positions: Positions | None = None,
-    form: str = "auto",
-    chunk: int = 64,
+    **options: Unpack[RecurrenceOptions],
 ) -> tuple[Float[Tensor, "B O T E"], tuple[Float[Tensor, "B N D E"]]]:
     """Compute the recurrence of RWKV-6, in which a token reads itself with the weight `bonus`.
 
@@ -54,10 +51,10 @@ def rwkv6(
 
     Source: Peng et al. 2024 (arXiv 2404.05892), equation 18.
     """
-    tokens = TokenInputs(q, k, v, scale, k_positions, form, chunk)
+    tokens = TokenInputs(q, k, v, {"scale": scale, **options})
     g = tokens.gate("log_decay", log_decay, "B N T D | B N T 1", DECAY_PER_CHANNEL)
     tokens.check("bonus", bonus, "G D", "one number per key head and channel")
-    (S,) = tokens.state(state, S="B N D E")
+    (S,) = tokens.state(S="B N D E")
     dtype = tokens.dtype
     queries, keys, values = (x.to(dtype) for x in (tokens.q, tokens.k, tokens.v))
     queries = queries * scale
@@ -66,7 +63,7 @@ def rwkv6(
         prepend, append = (0, 0, 1, 0), (0, 0, 0, 1)
         first, then, g = (F.pad(x, prepend) for x in (keys, values, g.to(dtype)))
         before, S = linear_recurrence(
-            F.pad(queries, append), first, then, g, S, form=form, chunk=chunk
+            F.pad(queries, append), first, then, g, S, form=tokens.form, chunk=tokens.chunk
         )
         grouped = group_heads(queries, keys * bonus.to(dtype)[:, None], values)
         own = (grouped.q * grouped.k[:, :, :, None]).sum(-1, keepdim=True)  # [B,G,P,R,T,1]
@@ -82,17 +79,13 @@ class _Weighted(NamedTuple):
     maximum: Tensor
 
 
-@with_shared_arguments(SHARED_ARGUMENTS)
+@with_shared_arguments(SHARED_ARGUMENTS, RecurrenceOptions)
 def rwkv4(
     k: Float[Tensor, "B G T D"],
     v: Float[Tensor, "B G T D"],
     log_decay: Float[Tensor, "G D"],
     bonus: Float[Tensor, "G D"],
-    *,
-    state: tuple[Float[Tensor, "B G D"], ...] | None = None,
-    k_positions: Positions | None = None,
-    form: str = "auto",
-    chunk: int = 64,
+    **options: Unpack[RecurrenceOptions],
 ) -> tuple[Float[Tensor, "B G T D"], tuple[Float[Tensor, "B G D"], ...]]:
     """Compute the recurrence of RWKV-4: in each channel a mean of values, by exp(k) and age.
 
@@ -121,12 +114,12 @@ def rwkv4(
 
     Source: Peng et al. 2023 (arXiv 2305.13048), equations 16 and 20 to 25.
     """
-    tokens = TokenInputs(k, k, v, None, k_positions, form, chunk)
+    tokens = TokenInputs(k, k, v, {"scale": None, **options})
     tokens.check("v", v, "B G T D", "one value per key and channel")
     for name, x in (("log_decay", log_decay), ("bonus", bonus)):
         tokens.check(name, x, "G D", "one number per key head and channel")
-    sums = _Weighted(*tokens.state(state, a="B G D", b="B G D", m="B G D"))
-    if state is None:
+    sums = _Weighted(*tokens.state(a="B G D", b="B G D", m="B G D"))
+    if tokens.before is None:
         sums = sums._replace(maximum=torch.full_like(sums.maximum, FLOOR))
     empty, dtype, (_, G, T, D) = tokens.empty, tokens.dtype, k.shape
     keys, values = tokens.k.to(dtype), tokens.v.to(dtype)

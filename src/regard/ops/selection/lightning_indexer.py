@@ -19,9 +19,7 @@ from regard.span import Positions, Span, as_tensor
 
 
 def index_scores(
-    q: Float[Tensor, "B J T d"],
-    k: Float[Tensor, "B 1 S d"],
-    w: Float[Tensor, "B T J"],
+    q: Float[Tensor, "B J T d"], k: Float[Tensor, "B 1 S d"], w: Float[Tensor, "B T J"]
 ) -> Float[Tensor, "B T S"]:
     """Compute the index score of every query-key pair, in fp32 or better; differentiable.
 

@@ -10,10 +10,9 @@ the definition.
 
 from regard.ops.softmax.attend import attend, attend_partial, attention_weights
 from regard.ops.softmax.call import AttentionOptions, Call, Partial
-from regard.ops.softmax.dispatch import register_kernel
+from regard.ops.softmax.dispatch import Plan, plan, register_kernel
 from regard.ops.softmax.kernel import Kernel, KernelResult, WorkEstimate
 from regard.ops.softmax.merge import merge
-from regard.ops.softmax.plan import Plan, plan
 
 __all__ = [
     "AttentionOptions",

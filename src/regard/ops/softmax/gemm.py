@@ -16,12 +16,7 @@ from regard.masks.tiling import UNBOUNDED
 from regard.ops.cpu import launch
 from regard.ops.cpu.instruction_sets import why_none
 from regard.ops.cpu.library import why_not_dtype
-from regard.ops.cpu.prefill import (
-    PrefillArgs,
-    prefill,
-    prefill_gradient,
-    prefill_with_gradient,
-)
+from regard.ops.cpu.prefill import PrefillArgs, prefill, prefill_gradient, prefill_with_gradient
 from regard.ops.softmax.call import Call, Partial
 from regard.ops.softmax.definition import differentiable_gradients
 from regard.ops.softmax.kernel import (

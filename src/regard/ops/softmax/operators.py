@@ -238,9 +238,7 @@ def _attention_shapes(*args: *PackedCall) -> tuple[Tensor, Tensor]:
     return packed.q.new_empty(*rows, packed.v.shape[3]), lse
 
 
-def _attention_with_gradient_shapes(
-    *args: *PackedCall,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _attention_with_gradient_shapes(*args: *PackedCall) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return outputs of the right shapes and dtypes, without values."""
     q, dtype = PackedCall(*args).q, _score_dtype(PackedCall(*args).q)
     sums = q.new_empty(q.shape[:3], dtype=dtype), q.new_empty(q.shape[:3], dtype=dtype)
@@ -346,8 +344,5 @@ _register(
     "attention_backward", _attention_backward, _attention_backward_shapes, _count_backward_flops
 )
 torch.library.register_autograd(
-    "regard::attention_with_gradient",
-    _backward,
-    setup_context=_save_for_backward,
-    lib=_LIBRARY,
+    "regard::attention_with_gradient", _backward, setup_context=_save_for_backward, lib=_LIBRARY
 )

@@ -1,7 +1,7 @@
 """The contract of the recurrences in Triton: the definition, for every mechanism.
 
-`test_interpreter.py` runs this file in a process of its own, where triton interprets the kernels on
-CPU tensors; `test_gpu.py` runs it on a GPU. The device is in the environment.
+`test_triton_interpreter.py` runs this file in a process of its own, where triton interprets the
+kernels on CPU tensors; `test_gpu.py` runs it on a GPU. The device is in the environment.
 """
 
 from __future__ import annotations

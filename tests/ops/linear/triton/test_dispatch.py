@@ -11,7 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from regard.errors import KernelRefusal
 from regard.linear import delta_rule, mlstm
 from regard.ops.linear.call import RecurrenceCall
-from regard.ops.linear.form_choice import choose_form, plan_form
+from regard.ops.linear.linear_recurrence import choose_form, plan_form
 from regard.ops.linear.triton import kernel
 
 

@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 import torch.nn.functional as F
 
 from regard.linear import gated_delta_rule, gated_linear
-
-HERE = Path(__file__).parent
+from tests.ops.triton_compiler import run_contract
 
 pytestmark = [
     pytest.mark.gpu,
@@ -23,16 +17,7 @@ pytestmark = [
 
 
 def test_the_contract_holds_on_the_gpu() -> None:
-    options = ["-n", "0", "-q", "--full", "-p", "no:cacheprovider"]
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", *options, str(HERE / "contract.py")],
-        env={**os.environ, "REGARD_TRITON_DEVICE": "cuda"},
-        capture_output=True,
-        text=True,
-        cwd=HERE.parents[3],
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-1000:]
+    run_contract("linear", REGARD_TRITON_DEVICE="cuda")
 
 
 @pytest.mark.parametrize("D, E", [(64, 64), (128, 128), (128, 256), (256, 80)])

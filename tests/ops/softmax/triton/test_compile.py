@@ -148,11 +148,7 @@ def test_decoding_from_a_cache(stored: int | str, capability: int) -> None:
 
     q = torch.zeros(1, 8, 1, 128, dtype=torch.bfloat16)
     k = torch.randn(1, 2, 256, 128).to(torch.bfloat16)
-    caches = {
-        "pages": lambda: Paged(16, 20),
-        "e4m3": Float8,
-        "e5m2": lambda: Float8("e5m2"),
-    }
+    caches = {"pages": lambda: Paged(16, 20), "e4m3": Float8, "e5m2": lambda: Float8("e5m2")}
     cache = caches.get(stored, lambda: Quantized(int(stored), residual=0))()
     memory, _ = cache.update((k, k), Span(0, 256))
     if isinstance(cache, Paged):

@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 
 import regard
 from regard import biases, masks
 from regard.ops.softmax.triton.kernel import TritonKernel
+from tests.ops.triton_compiler import run_contract
 
-HERE = Path(__file__).parent
 CAUSAL = masks.Causal()
 
 pytestmark = [
@@ -25,17 +20,7 @@ pytestmark = [
 
 
 def test_the_contract_holds_on_the_gpu() -> None:
-    options = ["-n", "0", "-q", "--full", "-p", "no:cacheprovider"]
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", *options, str(HERE / "contract.py")],
-        env={**os.environ, "REGARD_TRITON_DEVICE": "cuda"},
-        capture_output=True,
-        text=True,
-        cwd=HERE.parents[3],
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-1000:]
-    assert "skipped" not in done.stdout
+    assert "skipped" not in run_contract("softmax", REGARD_TRITON_DEVICE="cuda")
 
 
 MASKS = {

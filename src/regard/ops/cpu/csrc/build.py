@@ -34,11 +34,7 @@ FLAGS = [
     "-Wno-unknown-warning-option",
 ]
 V3 = ["-mavx2", "-mfma", "-mf16c", "-mbmi", "-mbmi2", "-mlzcnt", "-mpopcnt"]
-V4 = [
-    *V3,
-    *(f"-mavx512{x}" for x in ("f", "bw", "cd", "dq", "vl")),
-    "-mprefer-vector-width=512",
-]
+V4 = [*V3, *(f"-mavx512{x}" for x in ("f", "bw", "cd", "dq", "vl")), "-mprefer-vector-width=512"]
 INSTRUCTION_SETS = {
     "x86_64": {
         "x86-64-v3": V3,

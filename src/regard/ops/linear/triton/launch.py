@@ -25,8 +25,7 @@ from regard.ops.linear.triton.delta_kernels import (
     gradients_of_system,
     solve_chunk,
 )
-from regard.ops.linear.triton.forward_kernels import chunk_outputs, chunk_states
-from regard.ops.linear.triton.odd_numbers import write_nans
+from regard.ops.linear.triton.forward_kernels import chunk_outputs, chunk_states, write_nans
 from regard.ops.triton_support import Launch, capability_of, interprets
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from regard.biases import ALiBi, Bias, DenseBias, T5Relative
-from regard.biases.t5 import t5_bucket
+from regard.biases.distance import t5_bucket
 from regard.ops.softmax.bias_gradient import bias_terms
 from regard.ops.softmax.call import Call
 

@@ -1,1 +1,0 @@
-"""Linear maps, and their weights of fewer bits."""
