@@ -397,4 +397,7 @@ class GgufRecords:
         assert record is not None  # no dimension is 0
         give_back_freed_memory()  # otherwise the panels of all matrices add up
         rows, remaining = self.model.rows(name), iter(whole)
-        return record.map(lambda _: next(remaining) if rows is None else next(remaining)[rows])
+        if rows is None:
+            return record.map(lambda _: next(remaining))
+        order = rows.numpy()
+        return record.map(lambda _: torch.from_numpy(next(remaining).numpy()[order]))
