@@ -135,7 +135,7 @@ def released(name: str, **change: Any) -> tuple[dict[str, Any], Any]:
     return raw, config
 
 
-@pytest.mark.full(keep=["gemma3n", "apertus"])
+@pytest.mark.full(keep=["gemma3n_text", "apertus"])
 @pytest.mark.parametrize("name", sorted({*FAMILIES} - {"regard"}))
 def test_a_released_config_is_read_built_and_counted(name: str) -> None:
     found = family(name)

@@ -81,4 +81,4 @@ CASES = {
 }
 
 
-test_every_family, test_wrong_variants_are_far = parity_tests(CASES, keep=1, keep_wrong=1)
+test_every_family, test_wrong_variants_are_far = parity_tests(CASES, keep=["as E2B"], keep_wrong=1)
