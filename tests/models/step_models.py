@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import pytest
@@ -116,6 +116,11 @@ CACHES: dict[str, Callable[[int], Cache]] = {
     "paged": lambda slots: Paged(4, slots),
     "2 bits": lambda _: Quantized(2, group=4, residual=1),
 }
+
+
+def why_not(decoder: Decoder, caches: Sequence[Cache], rows: int = 1) -> list[str]:
+    """The reasons why generation with a decoder does not use the compiled step now."""
+    return PreparedDecoder(decoder).why_not(caches, rows)
 
 
 def full_caches(decoder: Decoder, kind: str, slots: int = 64) -> list[Cache]:

@@ -19,7 +19,6 @@ from regard.errors import ArgumentError
 from regard.inspect import explain
 from regard.inspect.explain.random_model import random_model
 from regard.masks import Document
-from regard.models import compiled_step
 from regard.models.decoder import Decoder
 from regard.models.families.regard import Config, build
 from regard.models.generation.cache_config import CacheConfig
@@ -27,6 +26,7 @@ from regard.nn.variants import gqa, rwkv7, value_residual
 from regard.sequence_scope import use_scope
 from regard.span import Span
 from tests.integrations.pytorch.matrix.transforms import onnx_session, traced_onnx_file
+from tests.models.step_models import why_not
 from tests.nn.catalogue import randomize
 from tests.oracles.carried import rwkv7_layer
 from tests.rules import assert_close_rule
@@ -204,7 +204,7 @@ def test_it_compiles_and_the_compiled_step_says_why_not(name: str) -> None:
     with torch.no_grad():
         assert far(compiled(x), network(x)) < 1e-11
         single = network.float()
-        reasons = str(compiled_step.why_not(single, single.new_caches()))
+        reasons = str(why_not(single, single.new_caches()))
     assert ("ValueResidualQKV" if name == "value_residual" else "RWKV7") in reasons
 
 

@@ -25,7 +25,7 @@ import regard
 from regard.biases import ALiBi
 from regard.caches import Cache
 from regard.errors import ArgumentError, ArgumentTypeError
-from regard.models.compiled_step import PreparedDecoder, why_not
+from regard.models.compiled_step import PreparedDecoder
 from regard.models.decoder import Decoder
 from regard.models.generation import DecodeSession
 from regard.models.generation.decode_session import pad_left
@@ -48,6 +48,7 @@ from tests.models.step_models import (
     llama,
     prompted,
     step,
+    why_not,
 )
 from tests.rules import assert_close_rule, in_orders
 

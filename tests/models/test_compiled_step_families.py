@@ -18,7 +18,6 @@ from torch import Tensor, nn
 import regard
 from regard import masks
 from regard.biases import ALiBi
-from regard.models.compiled_step import why_not
 from regard.models.decoder import Decoder
 from regard.nn import (
     Attention,
@@ -63,6 +62,7 @@ from tests.models.step_models import (
     decode,
     prompted,
     step,
+    why_not,
 )
 from tests.models.test_compiled_step_stored import in_double, in_few_bits
 from tests.rules import assert_close_rule, in_orders

@@ -11,12 +11,20 @@ from torch import Tensor, nn
 from regard import masks
 from regard.caches import Cache, Paged
 from regard.errors import ArgumentError
-from regard.models.compiled_step import why_not
 from regard.models.decoder import Decoder
 from regard.models.generation.decode_session import pad_left
 from regard.span import Span
 from tests.kernels import require_kernels
-from tests.models.step_models import DTYPES, V, counted_steps, decode, llama, prompted, step
+from tests.models.step_models import (
+    DTYPES,
+    V,
+    counted_steps,
+    decode,
+    llama,
+    prompted,
+    step,
+    why_not,
+)
 from tests.models.test_compiled_step_quantized import assert_same_contents
 from tests.rules import assert_close_rule
 

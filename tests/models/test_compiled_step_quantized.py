@@ -10,7 +10,6 @@ from torch import Tensor, nn
 
 from regard import masks
 from regard.caches import Cache, Quantized
-from regard.models.compiled_step import why_not
 from regard.models.decoder import Decoder
 from regard.models.generation.decode_session import pad_left
 from regard.span import Span
@@ -25,6 +24,7 @@ from tests.models.step_models import (
     llama,
     prompted,
     step,
+    why_not,
 )
 from tests.rules import assert_close_rule
 

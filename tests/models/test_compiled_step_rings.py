@@ -10,10 +10,9 @@ from torch import Tensor, nn
 
 from regard import masks
 from regard.caches import Cache, Fixed, Growing, Ring, Streaming
-from regard.models.compiled_step import why_not
 from regard.models.decoder import Decoder
 from tests.kernels import require_kernels
-from tests.models.step_models import V, counted_steps, llama, step
+from tests.models.step_models import V, counted_steps, llama, step, why_not
 from tests.rules import assert_close_rule
 
 require_kernels()

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from regard import huge_pages
-from regard.models.compiled_step import PreparedDecoder, why_not
+from regard.models.compiled_step import PreparedDecoder
 from regard.models.decoder import Decoder
 from regard.nn.weights.linear import Linear
 from regard.nn.weights.stored import (
@@ -38,6 +38,7 @@ from tests.models.step_models import (
     llama,
     plain_logits,
     prompted,
+    why_not,
 )
 from tests.rules import assert_close_rule
 

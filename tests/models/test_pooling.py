@@ -17,6 +17,7 @@ import regard
 from regard.errors import FileError
 from regard.models.encoder import first_token_state
 from regard.models.sentence_settings import (
+    DenseSettings,
     Pooling,
     PoolingMode,
     SentenceSettings,
@@ -45,6 +46,9 @@ def oracle(states: Tensor, real: Tensor, mode: str, *, normalize: bool) -> Tenso
                 "max": max(numbers),
                 "mean": math.fsum(numbers) / len(numbers),
                 "mean_sqrt_len": math.fsum(numbers) / math.sqrt(len(numbers)),
+                "weightedmean": math.fsum((i + 1) * x for i, x in enumerate(numbers))
+                / (len(numbers) * (len(numbers) + 1) / 2),
+                "lasttoken": numbers[-1],
             }[mode]
         size = math.sqrt(math.fsum(x * x for x in found[b].tolist()))
         if normalize and size > 0:
@@ -81,11 +85,14 @@ def test_pooling(mode: PoolingMode, normalize: bool, dtype: torch.dtype, scale: 
 def _plain(rows: Tensor, mode: str, normalize: bool) -> Tensor:
     if not len(rows):
         return rows.new_zeros(rows.shape[1])
+    weights = torch.arange(len(rows), 0, -1).to(rows)[:, None]
     x = {
         "cls": rows[-1],
         "max": rows.amax(0),
         "mean": rows.mean(0),
         "mean_sqrt_len": rows.sum(0) / len(rows) ** 0.5,
+        "weightedmean": (rows * weights).sum(0) / weights.sum(),
+        "lasttoken": rows[0],
     }[mode]
     return x / x.norm() if normalize else x
 
@@ -102,7 +109,7 @@ def test_without_positions_every_slot_is_a_token() -> None:
 def test_an_unmarked_slot_counts() -> None:
     """Negative control."""
     states, positions = torch.randn(1, 4, 3), torch.tensor([[0, 1, 2, -1]])
-    for mode in ("mean", "mean_sqrt_len"):
+    for mode in ("mean", "mean_sqrt_len", "weightedmean", "lasttoken"):
         right, wrong = pool(states, positions, Pooling(mode)), pool(states, None, Pooling(mode))
         assert float((right - wrong).abs().max()) > 1e-3
 
@@ -143,6 +150,8 @@ KEYS = {
     "mean": "pooling_mode_mean_tokens",
     "max": "pooling_mode_max_tokens",
     "mean_sqrt_len": "pooling_mode_mean_sqrt_len_tokens",
+    "weightedmean": "pooling_mode_weightedmean_tokens",
+    "lasttoken": "pooling_mode_lasttoken",
 }
 
 
@@ -162,6 +171,10 @@ def test_what_a_folder_says(mode: PoolingMode, tmp_path: Path) -> None:
         assert read_pooling(write(tmp_path, two, said)) == wanted
         found = read_pooling(write(tmp_path, [*two, "Normalize"], said))
         assert found == Pooling(mode, include_prompt=include)
+    several = {KEYS["lasttoken"]: True, KEYS["cls"]: True}  # in the order of the library
+    assert read_pooling(write(tmp_path, two, several)) == Pooling(("cls", "lasttoken"), False)
+    several = {"pooling_mode": ["max", "mean"]}
+    assert read_pooling(write(tmp_path, two, several)) == Pooling(("max", "mean"), False)
 
 
 SETTINGS = SentenceSettings(
@@ -169,7 +182,17 @@ SETTINGS = SentenceSettings(
 )
 
 
-@pytest.mark.parametrize("settings", [SETTINGS, SentenceSettings(Pooling("cls", normalize=False))])
+MAPS = (DenseSettings("2_Dense", 16, 4), DenseSettings("3_Dense", 4, 4, False, "GELU", True))
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        SETTINGS,
+        SentenceSettings(Pooling("cls", normalize=False)),
+        SentenceSettings(Pooling(("max", "lasttoken")), similarity="dot", dense=MAPS),
+    ],
+)
 def test_what_is_written_is_read(tmp_path: Path, settings: SentenceSettings) -> None:
     for name, content in sentence_files(settings, 8).items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
@@ -243,7 +266,8 @@ def test_a_folder_of_the_current_version(tmp_path: Path) -> None:
         (TOKENS, "module_output_name", "all_layer_embeddings"),
         (TOKENS, "processing_kwargs", {"text": {"padding": "max_length"}}),
         (POOLING, "include_prompt", "yes"),
-        *((POOLING, "pooling_mode", m) for m in ("lasttoken", ["mean", "max"], 3, [])),
+        *((POOLING, "pooling_mode", m) for m in ("median", ["mean", "middle"], 3, [])),
+        (MODEL, "similarity_fn_name", "jaccard"),
         ("2_Normalize/config.json", "module_input_name", "token_embeddings"),
     ],
 )
@@ -260,22 +284,19 @@ def test_what_a_folder_may_not_say(tmp_path: Path) -> None:
     two = ["Transformer", "Pooling"]
     cases = [
         (
-            lambda: write(tmp_path, [*two, "Dense"], good),
-            ("has the modules Transformer, Pooling, Dense; only Transformer, Pooling, Normalize"),
+            lambda: write(tmp_path, [*two, "LSTM"], good),
+            "has the modules Transformer, Pooling, LSTM; only Transformer, Pooling, Dense, Dropout",
         ),
         (
             lambda: write(tmp_path, ["Pooling", "Transformer"], good),
             "has the modules Pooling, Transformer",
         ),
         (
-            lambda: write(tmp_path, two, good | {KEYS["max"]: True}),
-            r"asks for pooling_mode \['max', 'mean'\]",
+            lambda: write(tmp_path, [*two, "Normalize", "Dense"], good),
+            "has the modules Transformer, Pooling, Normalize, Dense; only",
         ),
-        (
-            lambda: write(tmp_path, two, {"pooling_mode_lasttoken": True}),
-            r"asks for pooling_mode 'lasttoken'; one of",
-        ),
-        (lambda: write(tmp_path, two, {}), r"asks for pooling_mode \[\]; one of"),
+        (lambda: write(tmp_path, [*two, "Pooling"], good), "has the modules"),
+        (lambda: write(tmp_path, two, {}), r"asks for pooling_mode \[\]; supported"),
         (
             lambda: write(tmp_path, ["x.Transformer", "Pooling"], good, front="custom."),
             "has the modules",

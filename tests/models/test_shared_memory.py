@@ -16,7 +16,6 @@ from regard import masks
 from regard.caches import CrossLayer, Growing, Ring
 from regard.caches.cross_layer import LendingCache
 from regard.errors import ArgumentError
-from regard.models import compiled_step
 from regard.models.assembly.shared_memory import (
     cross_layer,
     last_layers,
@@ -34,6 +33,7 @@ from regard.nn.attention.cross_layer import (
 )
 from regard.nn.variants import build as build_mechanism
 from regard.span import Span
+from tests.models.step_models import why_not
 
 T = 17
 
@@ -191,7 +191,7 @@ def test_it_compiles_and_the_compiled_step_says_why_not() -> None:
     with torch.no_grad():
         assert (compiled(x) - shared(x)).abs().max() < 1e-12
         single = shared.float()
-        reasons = compiled_step.why_not(single, single.new_caches())
+        reasons = why_not(single, single.new_caches())
     assert "SharedMemoryAttention" in str(reasons)
 
 

@@ -33,6 +33,7 @@ from regard.files.regular_files import open_regular
 from regard.files.strict_json import read_json
 from regard.language import Phrase, counted, translate, translate_count
 from regard.text_table import line_width, wrap
+from regard.units import size
 from regard.untrusted_text import short_repr
 
 if TYPE_CHECKING:
@@ -96,6 +97,9 @@ DTYPE = option(
 DEVICE = option("Device: cpu, cuda, ...", panel=MODEL, shown="the CPU")
 REVISION = option(
     "The branch, tag or commit of a repository on the hub.", panel=MODEL, shown="main branch"
+)
+ADAPTER = option(
+    "Merge this LoRA or DoRA adapter of PEFT into the weights.", panel=MODEL, metavar="FOLDER"
 )
 ALLOW_MISSING = option(
     "Names of weights that the folder may lack (* and ? match); they are then random, not "
@@ -280,6 +284,7 @@ class LoadOptions:
     dtype: Annotated[str | None, DTYPE] = None
     device: Annotated[str | None, DEVICE] = None
     revision: Annotated[str | None, REVISION] = None
+    adapter: Annotated[str | None, ADAPTER] = None
     allow_missing: Annotated[list[str] | None, ALLOW_MISSING] = None
     ignore: Annotated[list[str] | None, IGNORE] = None
     finite: Annotated[bool, FINITE] = False
@@ -506,6 +511,7 @@ def load(source: str, options: LoadOptions, kind: type[object] | None = None) ->
         dtype=torch_dtype,
         weights=options.weights,
         revision=options.revision,
+        adapter=options.adapter,
         allow_missing=options.allow_missing or (),
         ignore=options.ignore or (),
         finite=options.finite,
@@ -523,6 +529,19 @@ def load(source: str, options: LoadOptions, kind: type[object] | None = None) ->
             )
         )
     report_ignored(model.ignored)
+    if model.converted is not None:
+        known = model.converted
+        note(
+            Phrase(
+                "{converted} of {matrices} matrices of {method} became plain numbers, because no "
+                "stored form has the same ones: {before} became {after}",
+                converted=known.converted,
+                matrices=known.matrices,
+                method=known.method,
+                before=size(known.bytes_before),
+                after=size(known.bytes_after),
+            )
+        )
     return model if options.device is None else model.to(options.device)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from regard.argument_checks import check_number
 from regard.configs.base import FULL, Raw, rename_keys
 from regard.configs.rope import RopeSettings
 from regard.configs.rotary_decoder import DecoderRecipe, Experts, RotaryDecoderConfig
@@ -61,6 +62,8 @@ class Lfm2Config(RotaryDecoderConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        factor = self.block_ffn_dim_multiplier
+        check_number("block_ffn_dim_multiplier", factor, 0, float("inf"), "above 0")
         kinds, layers = self.kinds(), self.num_hidden_layers
         if len(kinds) != layers or not set(kinds) <= {CONV, FULL}:
             raise ArgumentError(

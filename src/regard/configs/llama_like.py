@@ -10,7 +10,7 @@ from typing import Any
 
 from regard.configs.base import Raw, layer_windows, rename_keys
 from regard.configs.llama import LlamaConfig
-from regard.configs.rope import RopeSettings, check_finite
+from regard.configs.rope import RopeSettings, check_finite, shorten
 from regard.configs.rotary_decoder import (
     SILU,
     DecoderRecipe,
@@ -128,12 +128,29 @@ class Ernie45MoeConfig(Ernie45Config):
             shared_count="moe_num_shared_experts",
         ),
     )
-    fixed = {**SILU, "use_bias": (False,), "moe_norm_min": (1e-12,)}
+    buffers = (r"(model\.)?mtp.*",)  # the layer for a second token
+    ignored = frozenset({"moe_capacity", "num_nextn_predict_layers"})
+    fixed = {
+        **SILU,
+        "use_bias": (False,),
+        "moe_gate": ("topk",),
+        "moe_norm_min": (1e-12,),
+        "moe_use_aux_free": (True,),
+    }
+    zero = ("moe_layer_start_index", "moe_layer_end_index", "moe_num_shared_experts")
+
+    @classmethod
+    def normalize_keys(cls, raw: Raw) -> dict[str, object]:
+        """Return the keys as for Llama; -1 as the last layer with experts is the last one."""
+        keys = super().normalize_keys(raw)
+        layers = keys.get("num_hidden_layers")
+        if keys.get("moe_layer_end_index", -1) == -1 and isinstance(layers, int):
+            keys["moe_layer_end_index"] = layers - 1
+        return keys
 
     def has_experts(self, layer: int) -> bool:
         """Return whether a layer is every n-th one, between the first and the last with experts."""
-        last = self.moe_layer_end_index % self.num_hidden_layers
-        inside = self.moe_layer_start_index <= layer <= last
+        inside = self.moe_layer_start_index <= layer <= self.moe_layer_end_index
         return inside and (layer + 1) % self.moe_layer_interval == 0
 
 
@@ -226,12 +243,13 @@ class ExaoneMoeConfig(Exaone4Config):
     def normalize_keys(cls, raw: Raw) -> dict[str, object]:
         """Return the keys as for EXAONE 4, with the kinds of layers as first_k_dense_replace."""
         keys: dict[str, Any] = dense_layers_first(super().normalize_keys(raw), 1)
-        listed = keys.pop("is_moe_layer", None)  # the makers' other spelling of the same
-        flags = [i >= keys["first_k_dense_replace"] for i in range(len(listed or ()))]
-        if listed is not None and [bool(x) for x in listed] != flags:
+        listed, first = keys.pop("is_moe_layer", None), keys["first_k_dense_replace"]
+        # the makers' other spelling of the same
+        known = isinstance(listed, list) and isinstance(first, int)
+        if known and [bool(x) for x in listed] != [i >= first for i in range(len(listed))]:
             raise ArgumentError(
-                f"is_moe_layer is {listed}, and first_k_dense_replace is "
-                f"{keys['first_k_dense_replace']}; they must agree"
+                f"is_moe_layer is {shorten(listed)}, and first_k_dense_replace is {first}; they "
+                "must agree"
             )
         return keys
 
@@ -278,15 +296,21 @@ class HunYuanConfig(GroupedQueryConfig):
     )
     rope_keys = ("alpha",)
     code = "HunYuan"
-    ignored = frozenset({"cla_share_factor", "eod_token_id", "im_end_id", "im_newline_id"}) | {
-        "im_start_id",
-        "text_end_id",
-        "text_start_id",
-        "mask_init_id",
-        "sep_token_id",
-        "org_vocab_size",
+    ignored = frozenset(
+        {"cla_share_factor", "class_num", "dense_list", "eod_token_id", "im_end_id"}
+        | {"im_newline_id", "im_start_id", "mask_init_id", "org_vocab_size", "pad_id"}
+        | {"pool_type", "text_end_id", "text_start_id"}
+    )
+    fixed = {
+        **SILU,
+        "add_classification_head": (False,),
+        "mlp_bias": (False,),
+        "norm_type": ("rms", "hf_rms"),
+        "num_experts": (1,),
+        "use_cla": (False,),
+        "use_qk_norm": (True,),
+        "use_rotary_pos_emb": (True,),
     }
-    fixed = {**SILU, "use_qk_norm": (True,), "use_cla": (False,), "mlp_bias": (False,)}
 
     @property
     def rope(self) -> RopeSettings:
@@ -295,6 +319,10 @@ class HunYuanConfig(GroupedQueryConfig):
         alpha = (self.rope_scaling or {}).get("alpha")
         if alpha is None or (settings.scaling or {}).get("rope_type") != "dynamic":
             return settings
+        if check_finite("rope_scaling.alpha", alpha) <= 0 or D < 3:
+            raise ArgumentError(
+                f"rope_scaling.alpha is {alpha} for heads of {D}; it must be above 0, for 3 or more"
+            )
         stretch = check_finite("rope_scaling.alpha", alpha) ** (D / (D - 2))
         return settings._replace(theta=self.rope_theta * stretch, scaling=None)
 

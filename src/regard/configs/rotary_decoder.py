@@ -167,6 +167,7 @@ class RotaryDecoderConfig(ModelConfig):
                         "behind the rotation, which is not supported: use another rope_type"
                     )
         self.windows()
+        self.value(self.recipe.temperature)
         if (experts := self.recipe.experts) is not None:
             check_experts(experts.count, self.value(experts.count), self.value(experts.active))
 
@@ -275,7 +276,8 @@ class RotaryDecoderConfig(ModelConfig):
         experts = self.recipe.experts
         if experts is None or experts.shared is None:
             return None
-        return int(self.value(experts.shared) * (self.value(experts.shared_count) or 1))
+        count = 1 if experts.shared_count is None else self.value(experts.shared_count)
+        return int(self.value(experts.shared) * count) or None
 
     def has_experts(self, layer: int) -> bool:
         """Return whether a layer has a mixture of experts, not a dense network."""

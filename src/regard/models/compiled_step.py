@@ -78,7 +78,7 @@ class PreparedDecoder:
     def why_not(self, caches: Sequence[Cache], rows: int = 1) -> list[str]:
         """Return the reasons why the decoder does not use the compiled step now."""
         with self._lock:
-            if self._hooks != _hook_count():
+            if self._hooks != RemovableHandle.next_id:
                 self._read()
             unfit = self._reason
             if unfit is None:
@@ -88,7 +88,7 @@ class PreparedDecoder:
 
     def _read(self) -> None:
         """Read the modules into structs, or note the reason why not."""
-        self._hooks = _hook_count()
+        self._hooks = RemovableHandle.next_id  # changes when a hook is registered at any module
         self._reason: str | None = None
         self._memory: list[ReferenceType[Any]] = []  # of the caches of the last step
         self._place_of: list[int] = []
@@ -109,7 +109,7 @@ class PreparedDecoder:
         self, ids: Tensor, positions: Positions | None, caches: Sequence[Cache]
     ) -> Tensor | None:
         """Compute the logits in one call, and append to the caches; None: the modules must."""
-        if self._hooks != _hook_count():
+        if self._hooks != RemovableHandle.next_id:
             self._read()
         if self._reason is not None or _state_reasons():
             return None
@@ -229,17 +229,6 @@ class PreparedDecoder:
         return [joined[i] for i in place_of]
 
 
-def _hook_count() -> int:
-    """Return a number that changes when a hook is registered at any module."""
-    count: int = RemovableHandle.next_id
-    return count
-
-
-def why_not(decoder: Decoder, caches: Sequence[Cache], rows: int = 1) -> list[str]:
-    """Return the reasons why generation with a decoder does not use the compiled step now."""
-    return PreparedDecoder(decoder).why_not(caches, rows)
-
-
 def _state_reasons() -> list[str]:
     """Return the reasons in the state of the process and this thread."""
     states = (
@@ -287,7 +276,8 @@ def _memory(opened: Sequence[OpenSlot]) -> list[object]:
 def _place(slot: OpenSlot) -> tuple[object, ...]:
     """Return which positions a cache holds, and where the new token goes."""
     positions = slot.positions if slot.after is None else None
-    return slot.slot, _coded_slots(slot), positions, slot.after, slot.slots
+    coded = slot.coded and slot.coded.slots
+    return slot.slot, coded, positions, slot.after, slot.slots
 
 
 def _same(a: object, b: object) -> bool:
@@ -297,14 +287,9 @@ def _same(a: object, b: object) -> bool:
     return type(a) is type(b) and a == b
 
 
-def _coded_slots(slot: OpenSlot) -> int:
-    """Return the number of slots that a cache holds as codes."""
-    return 0 if slot.coded is None else slot.coded.slots
-
-
 def _place_fields(slot: OpenSlot, positions: Positions, B: int, T: int) -> Fields:
     """Return the fields of layers whose caches have these positions, the new token's included."""
-    slots, coded = slot.slots, _coded_slots(slot)
+    slots, coded = slot.slots, 0 if slot.coded is None else slot.coded.slots
     if slots is None and T == 1:
         slots = launch.full((B,), slot.slot, dtype=torch.int64)
     elif slots is None:

@@ -21,6 +21,7 @@ from regard.files.safetensors_files import identify_format
 from regard.freed_memory import give_back_freed_memory
 from regard.models import hub
 from regard.models.chat_template import gguf_chat_template, read_chat_template
+from regard.models.checkpoint.adapter import adapted
 from regard.models.checkpoint.config import read_config, read_eos_ids, read_raw
 from regard.models.checkpoint.family import SAME_NAMES, Family
 from regard.models.checkpoint.gguf import GgufModel, find_gguf
@@ -32,17 +33,22 @@ from regard.models.checkpoint.stored_forms import (
     take_records,
     weight_form,
 )
-from regard.models.checkpoint.tensors import CheckpointTensors
+from regard.models.checkpoint.tensors import CheckpointTensors, Conversion
 from regard.models.checkpoint.weights import fill_parameters, map_names, name_matcher
 from regard.models.decoder import Decoder
 from regard.models.encoder import HeadedEncoder
 from regard.models.encoder_decoder import EncoderDecoder
 from regard.models.families import family, find_family
 from regard.models.model import Model
-from regard.models.sentence_settings import Pooling, read_sentence_settings
+from regard.models.sentence_settings import (
+    DenseSettings,
+    Pooling,
+    read_sentence_settings,
+    transformer_folder,
+)
 from regard.models.seq2seq import Seq2Seq
 from regard.models.speech_to_text import SpeechEncoder, SpeechToText
-from regard.models.text_encoder import TextEncoder
+from regard.models.text_encoder import SentenceDense, TextEncoder
 from regard.models.tokenizer import Tokenizer
 from regard.untrusted_text import short_repr
 
@@ -58,6 +64,7 @@ def load(
     dtype: torch.dtype | None = ...,
     weights: str | None = ...,
     revision: str | None = ...,
+    adapter: str | Path | None = ...,
     allow_missing: Sequence[str] = ...,
     ignore: Sequence[str] = ...,
     finite: bool = ...,
@@ -72,6 +79,7 @@ def load(
     dtype: torch.dtype | None = ...,
     weights: str | None = ...,
     revision: str | None = ...,
+    adapter: str | Path | None = ...,
     allow_missing: Sequence[str] = ...,
     ignore: Sequence[str] = ...,
     finite: bool = ...,
@@ -85,6 +93,7 @@ def load(
     dtype: torch.dtype | None = ...,
     weights: str | None = ...,
     revision: str | None = ...,
+    adapter: str | Path | None = ...,
     allow_missing: Sequence[str] = ...,
     ignore: Sequence[str] = ...,
     finite: bool = ...,
@@ -98,6 +107,7 @@ def load(
     dtype: torch.dtype | None = None,
     weights: str | None = None,
     revision: str | None = None,
+    adapter: str | Path | None = None,
     allow_missing: Sequence[str] = (),
     ignore: Sequence[str] = (),
     finite: bool = False,
@@ -115,10 +125,14 @@ def load(
     where config.json or the family ties the two, or else the model only returns hidden states
     (`hidden`).
 
-    GPTQ, AWQ and compressed-tensors are dequantized to `dtype`. A GGUF file of llama.cpp is a
-    whole model with its tokenizer, which a tokenizer.json beside it replaces; of a model in several
-    files, give any one. Its matrices in Q4_0, Q4_1 and Q4_K stay in 5 or 6 bits per number, those
-    in formats that are exact in 8 bits take 8.5 or 9, and others are dequantized, with a warning.
+    Matrices that GPTQ, AWQ, compressed-tensors, bitsandbytes or MXFP4 quantized keep their numbers:
+    integers of 4 and 8 bits in equal groups of inputs stay so, and others, FP8 and NF4 among them,
+    are dequantized to `dtype` (`converted` of the model counts them).
+
+    A GGUF file of llama.cpp is a whole model with its tokenizer, which a tokenizer.json beside it
+    replaces; of a model in several files, give any one. Its matrices in Q4_0, Q4_1 and Q4_K stay in
+    5 or 6 bits per number, those in formats that are exact in 8 bits take 8.5 or 9, and others are
+    dequantized, with a warning.
 
     Args:
         source: `"tiny"`, a small Llama in the package; a name of `NAMED_PACKAGES`: `"minilm"`, a
@@ -128,7 +142,8 @@ def load(
             Hugging Face hub (extra `hub`), which `"hub:org/name"` always means. A `Path` is never
             downloaded.
         kind: `Model`, `TextEncoder`, `Seq2Seq` or `SpeechToText`, to raise for any other; None
-            accepts all.
+            accepts all. With `TextEncoder` a folder of sentence-transformers with a decoder gives
+            the vectors that it is for.
         dtype: the dtype of the weights and of the computation; None is the one that config.json
             names, or else that of the stored weights (float32 for quantized GGUF files). On a CPU,
             bfloat16 and float16 decode equally fast, and bfloat16 reads prompts fastest (LOG.md).
@@ -138,6 +153,8 @@ def load(
             weights keep `dtype`. None stores all weights in `dtype`, except those that the source
             holds in 8 or 4 bits. `regard convert --weights` shows what is lost.
         revision: for a repository of the hub: a branch, a tag or a commit; None is its main branch.
+        adapter: a folder of PEFT with a LoRA or DoRA adapter of this model, which is merged into
+            the weights; None is no adapter.
         allow_missing: patterns (`*`, `?`) of stored names that may be missing and stay random.
         ignore: patterns (`*`, `?`) of keys of config.json, stored tensors, and adapter files that
             the family does not know; `ignored` of the model lists them.
@@ -151,7 +168,8 @@ def load(
             kind of model; or the hub does not serve the repository.
         ArgumentTypeError: allow_missing or ignore is a str; give a sequence of patterns.
         ArgumentError: `dtype`, or `weights` in it, is not possible; ignore names a key or tensor
-            that the family needs; or revision is given for a source that is not on the hub.
+            that the family needs; revision is given for a source that is not on the hub; or adapter
+            for one whose weights are stored in fewer bits already.
 
     >>> load("tiny").config.vocab_size
     1920
@@ -169,7 +187,7 @@ def load(
     def check(folder: Path) -> None:
         # called before the weights of a repository are downloaded, when the number of tensors is
         # not known yet
-        _check_adapter_files(folder, ignore)
+        _check_adapter_files(folder, ignore, adapter)
         read_config(folder, *_family(folder, kind), tensors=_ASSUMED_TENSORS, ignore=ignore)
 
     form = None if weights is None else weight_form(weights)
@@ -183,10 +201,12 @@ def load(
         finite=finite,
     )
     if (file := gguf_file(source, revision)) is not None:
+        if adapter is not None:
+            raise _no_adapter_error(file)
         gguf = GgufModel.open(file, ignore)
         checkpoint = _open_gguf(gguf, kind, form, dtype or gguf.dtype)
         tokenizer = gguf_tokenizer(gguf.header)  # before the weights, because it may be refused
-        network, config, record = load_checkpoint(checkpoint)
+        network, config, record, _ = load_checkpoint(checkpoint)
         if isinstance(network, HeadedEncoder):
             return TextEncoder(
                 network,
@@ -205,11 +225,14 @@ def load(
             chat_template=gguf_chat_template(gguf.header),
             **record,
         )
-    folder = resolve_source(source, revision, check)
-    checkpoint = _open_folder(folder, kind, form, ignore)
-    network, config, record = load_checkpoint(checkpoint)
+    root = resolve_source(source, revision, check)
+    folder = transformer_folder(root)
+    checkpoint = _open_folder(folder, kind, form, ignore, adapter)
+    network, config, record, converted = load_checkpoint(checkpoint)
     _check_ignored(ignore, record["ignored"], checkpoint.raw, checkpoint.store)
-    return _model(network, config, folder, checkpoint.raw, record)
+    model = _model(network, config, folder, checkpoint.raw, record, root, kind)
+    model.converted = converted
+    return model
 
 
 def gguf_file(source: str | Path, revision: str | None = None) -> Path | None:
@@ -247,7 +270,11 @@ class _Checkpoint(NamedTuple):
 
 
 def _open_folder(
-    folder: Path, kind: type[object] | None, form: WeightForm | None, ignore: Sequence[str]
+    folder: Path,
+    kind: type[object] | None,
+    form: WeightForm | None,
+    ignore: Sequence[str],
+    adapter: str | Path | None,
 ) -> _Checkpoint:
     """Check the files of a folder with config.json and safetensors."""
     its_family, raw = _family(folder, kind)
@@ -260,9 +287,13 @@ def _open_folder(
             f"weights is {form.name!r}, and the weights in {folder} are {records.form} already; "
             "leave weights out, or load the folder that they were made from"
         )
-    adapter_files = _check_adapter_files(folder, ignore)
+    adapter_files = _check_adapter_files(folder, ignore, adapter)
     file = folder / "config.json"
     dtype = partial(_dtype, folder, raw, store)
+    if adapter is not None and records is not None:
+        raise _no_adapter_error(folder)
+    if adapter is not None:
+        store = adapted(store, Path(adapter), its_family)
     return _Checkpoint(its_family, raw, file, store, records, dtype, adapter_files)
 
 
@@ -287,8 +318,10 @@ def _load_checkpoint(
     allow_missing: Sequence[str],
     ignore: Sequence[str],
     finite: bool,
-) -> tuple[nn.Module, Any, dict[str, Any]]:
-    """Build the network without values, and read the tensors into it."""
+) -> tuple[nn.Module, Any, dict[str, Any], Conversion | None]:
+    """Build the network without values, and read the tensors into it; also return what became of
+    quantized matrices.
+    """
     its_family, raw, store = checkpoint.family, checkpoint.raw, checkpoint.store
     records = checkpoint.records
     count = len(store.tensors) + (0 if records is None else len(records.names))
@@ -318,12 +351,16 @@ def _load_checkpoint(
     ignored = (*checkpoint.ignored, *ignored_keys, *filled.ignored)
     network = network.eval().requires_grad_(False)
     give_back_freed_memory()
-    return network, config, {"newly_initialized": filled.newly_initialized, "ignored": ignored}
+    record = {"newly_initialized": filled.newly_initialized, "ignored": ignored}
+    return network, config, record, filled.converted
 
 
 def _family(folder: Path, kind: type[object] | None) -> tuple[Family, Raw]:
     """Return the family that config.json names, and the content of that file."""
     its_family, raw = read_raw(folder, find_family)
+    pools = kind is TextEncoder and its_family.architecture == "decoder"
+    if pools and checked_path_or_none(folder, "modules.json") is not None:
+        return its_family, raw  # its states are pooled
     _check_kind(folder, str(raw["model_type"]), its_family, kind)
     return its_family, raw
 
@@ -342,17 +379,28 @@ def _check_kind(
         )
 
 
-def _check_adapter_files(folder: Path, ignore: Sequence[str]) -> tuple[str, ...]:
-    """Return the adapter file beside the model, if it is to be ignored; otherwise raise for it."""
+def _no_adapter_error(source: Path) -> ArgumentError:
+    return ArgumentError(
+        f"adapter is given, and {source} has weights in fewer bits, which a merged adapter would "
+        "change; load the folder that they were made from",
+        argument="adapter",
+    )
+
+
+def _check_adapter_files(
+    folder: Path, ignore: Sequence[str], adapter: str | Path | None
+) -> tuple[str, ...]:
+    """Return the adapter file beside the model, if it is to be ignored; raise for it if it is not
+    the adapter of the caller.
+    """
     name = next((name for name in _ADAPTERS if (folder / name).exists()), None)
-    if name is None:
+    if name is None or (adapter is not None and Path(adapter).resolve() == folder.resolve()):
         return ()
     if not any(fnmatchcase(name, pattern) for pattern in ignore):
         raise FileError(
-            f"{folder} holds an adapter ({name}) beside the model, and adapters are not applied: "
-            "the model would answer without it. Merge it into the weights first (peft: "
-            "merge_and_unload), or load the model without it: regard.load(folder, "
-            f"ignore=({name!r},)), or --ignore {name}"
+            f"{folder} holds an adapter ({name}) beside the model, which would answer without it. "
+            "Merge it: regard.load(folder, adapter=folder), or --adapter; or load the model alone: "
+            f"regard.load(folder, ignore=({name!r},)), or --ignore {name}"
         )
     return (name,)
 
@@ -400,33 +448,71 @@ MODEL_CLASS_OF_KIND: dict[str, type[Model | TextEncoder | Seq2Seq]] = {
 """`architecture` of a family -> the class of its models."""
 
 
+def _text_encoder(
+    network: nn.Module,
+    tokenizer: Tokenizer | None,
+    config: Any,
+    root: Path,
+    load_record: dict[str, Any],
+) -> TextEncoder:
+    """Combine a network with what a folder of sentence-transformers says of vectors."""
+    settings = read_sentence_settings(root)
+    limits = [getattr(config, "max_position_embeddings", None), settings.max_seq_length]
+    if settings.lowercase and tokenizer is not None:
+        tokenizer = tokenizer.lowercased()
+    assert isinstance(network, HeadedEncoder | Decoder)
+    model = TextEncoder(
+        network,
+        tokenizer,
+        config,
+        pooling=settings.pooling,
+        max_seq_length=min((n for n in limits if n is not None), default=None),
+        prompts=settings.prompts,
+        default_prompt_name=settings.default_prompt_name,
+        similarity_fn_name=settings.similarity,
+        dense=[_sentence_dense(root, dense) for dense in settings.dense],
+        **load_record,
+    )
+    model.dense.to(model.dtype)
+    return model
+
+
+def _sentence_dense(root: Path, settings: DenseSettings) -> SentenceDense:
+    """Return a linear map after the pooling with its stored tensors."""
+    store = CheckpointTensors.open(root / settings.folder)
+    with torch.device("meta"):
+        layer = SentenceDense(settings)
+    wanted = {name: tuple(x.shape) for name, x in layer.state_dict().items()}
+    stored = {name: x.shape for name, x in store.tensors.items()}
+    if stored != wanted:
+        raise FileError(
+            f"{root / settings.folder}: the tensors are {short_repr(stored)}; config.json beside "
+            f"them requires {short_repr(wanted)}"
+        )
+    layer.load_state_dict(dict(store.read()), assign=True)
+    return layer.eval().requires_grad_(False)
+
+
 def _model(
-    network: nn.Module, config: Any, folder: Path, raw: Raw, load_record: dict[str, Any]
+    network: nn.Module,
+    config: Any,
+    folder: Path,
+    raw: Raw,
+    load_record: dict[str, Any],
+    root: Path,
+    kind: type[object] | None,
 ) -> Model | TextEncoder | Seq2Seq:
     """Combine a network with its tokenizer and with what generation needs."""
     name = "tokenizer.json"
     file = checked_path_or_none(folder, name)
     tokenizer = None if file is None else Tokenizer.load(file)
-    if isinstance(network, HeadedEncoder):
-        settings = read_sentence_settings(folder)
-        limits = [config.max_position_embeddings, settings.max_seq_length]
-        if settings.lowercase and tokenizer is not None:
-            tokenizer = tokenizer.lowercased()
-        return TextEncoder(
-            network,
-            tokenizer,
-            config,
-            pooling=settings.pooling,
-            max_seq_length=min(n for n in limits if n is not None),
-            prompts=settings.prompts,
-            default_prompt_name=settings.default_prompt_name,
-            **load_record,
-        )
+    if isinstance(network, HeadedEncoder) or kind is TextEncoder:
+        return _text_encoder(network, tokenizer, config, root, load_record)
     eos_ids = read_eos_ids(folder, raw, tokenizer)
     if isinstance(network, EncoderDecoder):
         start = config.decoder_start_token_id
-        kind = SpeechToText if isinstance(network.encoder, SpeechEncoder) else Seq2Seq
-        return kind(
+        its_class = SpeechToText if isinstance(network.encoder, SpeechEncoder) else Seq2Seq
+        return its_class(
             network,
             tokenizer,
             config,

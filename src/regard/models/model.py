@@ -363,7 +363,7 @@ class Model(TextModel):
         ids = torch.zeros(1, 2, dtype=torch.int64, device=self.device)
         return lambda: self.forward(ids) if self.has_head else self.hidden(ids)
 
-    def _json_files(self) -> Mapping[str, object]:
+    def _files(self) -> Mapping[str, object]:
         files: dict[str, object] = {
             "generation_config.json": {"eos_token_id": sorted(self.eos_ids)}
         }

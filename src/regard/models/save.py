@@ -98,9 +98,11 @@ def save_model(
     *,
     dtype: torch.dtype,
     tokenizer: Tokenizer | None,
-    json_files: Mapping[str, object],
+    files: Mapping[str, Any],
 ) -> Path:
-    """Write a network, its config and its tokenizer to a new folder, completely or not at all."""
+    """Write a network, its config, its tokenizer and further files, of JSON or of tensors, to a new
+    folder, completely or not at all.
+    """
     if folder.is_symlink() or (folder.exists() and not folder.is_dir()):
         raise FileError(f"{folder} exists and is not a folder; give another name")
     if folder.is_dir() and any(folder.iterdir()):
@@ -111,8 +113,11 @@ def save_model(
             save(network, config, staging, dtype)
             if tokenizer is not None:
                 tokenizer.save(staging)
-            for name, content in json_files.items():
+            for name, content in files.items():
                 (staging / name).parent.mkdir(exist_ok=True)
+                if name.endswith(".safetensors"):
+                    save_file(content, staging / name, metadata={"format": "pt"})
+                    continue
                 (staging / name).write_text(json.dumps(content, indent=2) + "\n", "utf-8")
             for path in staging.rglob("*"):
                 sync_to_disk(path)

@@ -255,7 +255,7 @@ class Seq2Seq(TextModel):
         ids = torch.zeros(1, 2, dtype=torch.int64, device=self.device)
         return lambda: self.forward(ids, ids)
 
-    def _json_files(self) -> Mapping[str, object]:
+    def _files(self) -> Mapping[str, object]:
         return {
             "generation_config.json": {
                 "decoder_start_token_id": self.start,

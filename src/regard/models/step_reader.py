@@ -198,7 +198,6 @@ class DecoderReader:
         if attention.dropout and attention.training:
             raise Unsupported("the attention has dropout in training mode")
         project = _checked("the projection", attention.project, SeparateQKV, FusedQKV, ClippedQKV)
-        _check_methods(project, "query", "remember", "recall", "postprocess")
         if isinstance(project, FusedQKV):
             return self._fused(project)
         return self._separate(cast("SeparateQKV", project))
@@ -228,7 +227,6 @@ class DecoderReader:
 
     def _fused(self, project: FusedQKV) -> tuple[dict[str, Any], Rotary | None]:
         """Read a projection with one matrix, whose rows may be in any of its orders."""
-        _check_methods(project, "_heads", "_run_steps")
         H, G, D = project.heads, project.groups, project.head_dim
         norm, rotary = self._steps(project.steps, D)
         whole, R = self._map(project.linear, (H + 2 * G) * D), H // G
@@ -265,9 +263,7 @@ class DecoderReader:
         if plain_class(module) is not MoE:
             return self._network("the feed-forward layer", module), ()
         mixture = cast("MoE", module)
-        _check_methods(mixture, "weighted_expert")
         router: Any = _checked("the router", mixture.router, SoftmaxRouter, SigmoidRouter)
-        _check_methods(router, "logits", "choose")
         n, k, groups = router.experts, router.k, router.groups
         if not 0 < k <= n == len(mixture.experts):
             raise Unsupported(
@@ -280,13 +276,8 @@ class DecoderReader:
         if groups is not None and (n % groups.count or groups.best > n // groups.count):
             raise Unsupported(f"{plural(n, 'expert')} cannot be in {groups}")
         shared: nn.Module | None = mixture.shared
-        fields: dict[str, Any] = {
-            "n": n,
-            "k": k,
-            "normalize": router.normalize,
-            "scale": float(router.scale),
-            "router": self._map(router.linear, n),
-        }
+        fields: dict[str, Any] = {"n": n, "k": k, "router": self._map(router.linear, n)}
+        fields |= {"normalize": router.normalize, "scale": float(router.scale)}
         if groups is not None:
             fields |= {"groups": groups.count, "group_topk": groups.topk, "group_best": groups.best}
         if isinstance(router, SigmoidRouter):
@@ -378,12 +369,8 @@ class DecoderReader:
             raise Unsupported(f"{name} is computed when it is read (a parametrization)")
         if type(x) not in (Tensor, nn.Parameter):
             raise Unsupported(f"{name} is {type(x).__name__}")
-        if (
-            x.dtype != (dtype or self.dtype)
-            or not x.is_cpu
-            or not x.is_contiguous()
-            or not x.numel()
-        ):
+        is_readable = x.is_cpu and x.is_contiguous() and x.numel() > 0
+        if x.dtype != (dtype or self.dtype) or not is_readable:
             raise Unsupported(
                 f"{name} is {x.dtype} on {x.device}; it must be {self.dtype}, like the head, "
                 "contiguous, and on a CPU"
@@ -396,13 +383,6 @@ class DecoderReader:
 def _factor(scale: float) -> Fields:
     """Return a factor in the place of a norm."""
     return {"kind": NORM_KINDS.index("scale"), "offset": float(scale)}
-
-
-def _check_methods(module: nn.Module, *names: str) -> None:
-    """Raise if a method of a module was replaced."""
-    for name in names:
-        if name in module.__dict__:
-            raise Unsupported(f"the {name} of a {type(module).__name__} was replaced")
 
 
 def _checked(name: str, module: object, *allowed: type[Part]) -> Part:

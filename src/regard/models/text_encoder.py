@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import torch
 import torch.nn.functional as F
@@ -13,14 +13,16 @@ from torch import Tensor, nn
 
 from regard.did_you_mean import suggest
 from regard.errors import ArgumentError, ArgumentTypeError
-from regard.models.decoder import check_ids
+from regard.models.decoder import Decoder, check_ids
 from regard.models.encoder import Encoder, HeadedEncoder, first_token_state
 from regard.models.packed_encoder import PackedEncoder, why_not_packed_encoder
 from regard.models.prompts import is_messages, warn_about_names
 from regard.models.sentence_settings import (
+    DenseSettings,
     Pooling,
     PoolingMode,
     SentenceSettings,
+    Similarity,
     sentence_files,
 )
 from regard.models.text_model import TextModel, as_text_list, pad_right
@@ -37,29 +39,71 @@ def pool(
     """Pool the token states of each text into one vector; padding has no influence.
 
     mean: y = (1/n) sum_t x_t;  mean_sqrt_len: y = (1/sqrt(n)) sum_t x_t;  max: y = max_t x_t;
-    cls: y = x_0;  and then, if `normalize`, y / |y|, of which `truncate_dim` dimensions are kept
+    cls: y = x_0;  lasttoken: y = x_(n-1);  weightedmean: y = sum_t (p_t + 1) x_t / sum_t (p_t + 1)
+    with the positions p;  and then, if `normalize`, y / |y|, of which `truncate_dim` dimensions are
+    kept
 
     The computation is in fp32 or better. A text without tokens gets zeros.
 
-    Source: Reimers and Gurevych 2019 (arXiv 1908.10084), section 3.
+    Source: Reimers and Gurevych 2019 (arXiv 1908.10084), section 3; Muennighoff 2022 (arXiv
+    2202.08904), section 3.1, the weighted mean.
     """
     x = states.to(torch.promote_types(states.dtype, torch.float32))
-    real = torch.ones(1, 1, dtype=torch.bool, device=x.device)
+    places = torch.arange(x.shape[1], device=x.device)[None]
     if positions is not None:
-        real = as_tensor(positions, x.device) >= 0
-    real = real.expand(x.shape[:2])
+        places = as_tensor(positions, x.device)
+    places = places.expand(x.shape[:2])
+    real = places >= 0
     x = x.masked_fill(~real[..., None], 0)  # selected, not multiplied: padding may hold NaN
+    parts = [_pooled(x, real, places, mode) for mode in pooling.modes]
+    return finish(torch.cat(parts, -1), pooling).to(states.dtype)
+
+
+def _pooled(x: Tensor, real: Tensor, places: Tensor, mode: PoolingMode) -> Tensor:
+    """Pool states in which padding is 0, in one mode."""
     n = real.sum(1, keepdim=True).to(x)
-    if pooling.mode == "cls":
-        pooled = first_token_state(x, positions)
-    elif pooling.mode == "max":
+    if mode == "cls":
+        return first_token_state(x, places)
+    if mode == "max":
         largest = x.masked_fill(~real[..., None], float("-inf")).amax(1)
-        pooled = largest.masked_fill(n == 0, 0)
-    else:
-        size = n if pooling.mode == "mean" else n.sqrt()
-        pooled = x.sum(1) / size.clamp(min=1)
-    pooled = F.normalize(pooled, dim=-1) if pooling.normalize else pooled
-    return pooled[:, : pooling.truncate_dim].to(states.dtype)
+        return largest.masked_fill(n == 0, 0)
+    if mode == "lasttoken":
+        slots = torch.where(real, torch.arange(x.shape[1], device=x.device), -1).amax(1)
+        return x[torch.arange(len(x), device=x.device), slots]
+    if mode == "weightedmean":
+        weights = (places + 1).masked_fill(~real, 0).to(x)
+        return (x * weights[..., None]).sum(1) / weights.sum(1, keepdim=True).clamp(min=1)
+    return x.sum(1) / (n if mode == "mean" else n.sqrt()).clamp(min=1)
+
+
+def finish(vectors: Float[Tensor, "B n"], pooling: Pooling) -> Float[Tensor, "B m"]:
+    """Divide vectors by their lengths, and leave out dimensions, as a pooling says."""
+    vectors = F.normalize(vectors, dim=-1) if pooling.normalize else vectors
+    return vectors[:, : pooling.truncate_dim]
+
+
+class SentenceDense(nn.Module):
+    """A linear map of vectors: y = activation(W x + b), plus x or a linear map of x.
+
+    >>> SentenceDense(DenseSettings("2_Dense", 3, 2))(torch.ones(4, 3)).shape
+    torch.Size([4, 2])
+    """
+
+    def __init__(self, settings: DenseSettings) -> None:
+        super().__init__()
+        inputs, outputs = settings.inputs, settings.outputs
+        self.settings = settings
+        self.linear = nn.Linear(inputs, outputs, bias=settings.bias)
+        self.activation: nn.Module = getattr(nn, settings.activation)()
+        if settings.residual and inputs != outputs:
+            self.residual = nn.Linear(inputs, outputs, bias=False)
+
+    def forward(self, x: Float[Tensor, "B n"]) -> Float[Tensor, "B m"]:
+        """Map vectors [B, n] to [B, m]."""
+        y: Tensor = self.activation(self.linear(x))
+        if not self.settings.residual:
+            return y
+        return y + (self.residual(x) if hasattr(self, "residual") else x)
 
 
 PACKED_TOKENS = 2048
@@ -106,13 +150,15 @@ class TextEncoder(TextModel):
     """An encoder with its tokenizer and its config, as `regard.load` returns it.
 
     Args:
-        network: the encoder: ids -> hidden states.
+        network: the encoder, or a decoder whose states are pooled: ids -> hidden states.
         tokenizer: converts texts to ids; with None, `encode` and `embed` raise.
         config: the frozen config of its family, with vocab_size.
         pooling: how `embed` computes one vector; None is the normalized mean over tokens.
         max_seq_length: the largest number of tokens of a text; None is no limit.
         prompts: name -> the text that `embed` puts before a text.
         default_prompt_name: the prompt of `embed` if none is named; None is no prompt.
+        similarity_fn_name: how `similarity` compares vectors.
+        dense: maps of the pooled vectors, before they are normalized.
         newly_initialized: names of weights that the checkpoint lacked and was allowed to lack.
         ignored: parts of the checkpoint that were not used.
 
@@ -126,13 +172,13 @@ class TextEncoder(TextModel):
     >>> states = model.hidden(*tokens)
     >>> model.pool(states, tokens.positions, mode="max").shape
     torch.Size([2, 8])
-    >>> model.embed(["to be", "or not to be"]).norm(dim=1)
+    >>> model.embed(["to be", "or not to be"]).norm(dim=1).round(decimals=3)
     tensor([1., 1.])
     """
 
     def __init__(
         self,
-        network: HeadedEncoder,
+        network: HeadedEncoder | Decoder,
         tokenizer: Tokenizer | None,
         config: object,
         *,
@@ -140,6 +186,8 @@ class TextEncoder(TextModel):
         max_seq_length: int | None = None,
         prompts: Mapping[str, str] | None = None,
         default_prompt_name: str | None = None,
+        similarity_fn_name: Similarity = "cosine",
+        dense: Sequence[SentenceDense] = (),
         newly_initialized: Collection[str] = (),
         ignored: Collection[str] = (),
     ) -> None:
@@ -148,7 +196,14 @@ class TextEncoder(TextModel):
         self.pooling = Pooling() if pooling is None else pooling
         self.max_seq_length = max_seq_length
         self.prompts, self.default_prompt_name = dict(prompts or {}), default_prompt_name
+        self.similarity_fn_name = similarity_fn_name
+        self.dense = nn.Sequential(*dense)
         self._packed_encoder: PackedEncoder | None = None
+
+    def to(self, device: torch.device | str) -> Self:
+        """Move the weights to a device, and return the model itself."""
+        self.dense.to(device)
+        return super().to(device)
 
     def encode(
         self,
@@ -252,6 +307,8 @@ class TextEncoder(TextModel):
         """
         real = ids if not isinstance(positions, Tensor) else ids.masked_fill(positions < 0, 0)
         check_ids(real, self.config.vocab_size)
+        if isinstance(self.network, Decoder):
+            return self.network.hidden(ids, positions, backend=backend)
         states: Tensor = self.network(ids, positions, segments, backend=backend)
         return states
 
@@ -291,11 +348,12 @@ class TextEncoder(TextModel):
         Args:
             states: hidden states [B, S, M], from `hidden`.
             positions: positions [B, S], from `encode`; None means that there is no padding.
-            mode: "mean", "cls", "max" or "mean_sqrt_len"; None is the mode of the checkpoint.
+            mode: a `PoolingMode`: "mean", "cls", "max", "mean_sqrt_len", "weightedmean" or
+                "lasttoken"; None is the mode of the checkpoint.
             normalize: whether to divide the vector by its length; None does as the checkpoint says.
 
         Returns:
-            Vectors [B, n]; n is M, or truncate_dim.
+            Vectors [B, n]; n is M, the size of the last map of `dense`, or truncate_dim.
 
         Raises:
             ArgumentError: the mode is unknown.
@@ -306,7 +364,11 @@ class TextEncoder(TextModel):
             mode=own.mode if mode is None else mode,
             normalize=own.normalize if normalize is None else normalize,
         )
-        vectors = pool(states, positions, chosen)
+        if len(self.dense):
+            vectors = pool(states, positions, replace(chosen, normalize=False, truncate_dim=None))
+            vectors = finish(self.dense(vectors), chosen)
+        else:
+            vectors = pool(states, positions, chosen)
         # the checkpoint divides before dimensions are left out, a caller wants length 1
         shortened = own.truncate_dim is not None and normalize
         return F.normalize(vectors, dim=-1) if shortened else vectors
@@ -383,6 +445,36 @@ class TextEncoder(TextModel):
                 progress(done, len(rows))
         return torch.cat(vectors)[torch.tensor(order, device="cpu").argsort().to(self.device)]
 
+    def similarity(
+        self, vectors: Float[Tensor, "N M"], others: Float[Tensor, "K M"]
+    ) -> Float[Tensor, "N K"]:
+        """Compare each vector with each of the others as the checkpoint says; larger is closer.
+
+        cosine: x y / (|x| |y|);  dot: x y;  euclidean: -|x - y|;  manhattan: -sum_i |x_i - y_i|
+
+        Args:
+            vectors: vectors [N, M], from `embed`.
+            others: vectors [K, M].
+
+        Returns:
+            Similarities [N, K].
+
+        >>> import regard
+        >>> from regard.models.families import family
+        >>> bert = family("bert")
+        >>> network = bert.build(bert.config(9, 8, 1, 2, 16, 32))
+        >>> model = TextEncoder(network, None, None, similarity_fn_name="manhattan")
+        >>> model.similarity(torch.tensor([[1.0, 2.0]]), torch.tensor([[1.0, 0.0], [1.0, 2.0]]))
+        tensor([[-2., -0.]])
+        """
+        if self.similarity_fn_name in ("euclidean", "manhattan"):
+            power = 2 if self.similarity_fn_name == "euclidean" else 1
+            exact = "donot_use_mm_for_euclid_dist"
+            return -torch.cdist(vectors, others, p=power, compute_mode=exact)
+        if self.similarity_fn_name == "cosine":
+            vectors, others = F.normalize(vectors, dim=-1), F.normalize(others, dim=-1)
+        return vectors @ others.T
+
     def _id_rows(self, given: object, prompt: str) -> list[tuple[list[int], list[int]]] | None:
         """Return the ids and segments of texts that were given as ids, or None for texts."""
         given = torch.atleast_2d(given).tolist() if isinstance(given, Tensor) else given
@@ -443,9 +535,9 @@ class TextEncoder(TextModel):
         >>> TextEncoder(network, None, None).why_not_packed()[:57]
         'block 0 has a linear map that cannot be packed: the weigh'
         """
-        encoder = self.network.encoder
-        if type(self.network) is not HeadedEncoder or type(encoder) is not Encoder:
+        if type(self.network) is not HeadedEncoder or type(self.network.encoder) is not Encoder:
             return f"the network is a {type(self.network).__name__}, not a HeadedEncoder"
+        encoder = self.network.encoder
         if (reason := why_not_as_written(self.network)) is not None:
             return f"the network: {reason}"
         with torch.no_grad():
@@ -464,6 +556,7 @@ class TextEncoder(TextModel):
         )
         check_ids(ids, self.config.vocab_size)
         lengths = [len(row[0]) for row in rows]
+        assert isinstance(self.network, HeadedEncoder)
         if self._packed_encoder is None:
             self._packed_encoder = PackedEncoder(self.network.encoder)
         states = self._packed_encoder(ids, lengths, segments)
@@ -475,11 +568,17 @@ class TextEncoder(TextModel):
         ids = torch.zeros(1, 2, dtype=torch.int64, device=self.device)
         return lambda: self.hidden(ids)
 
-    def _json_files(self) -> Mapping[str, object]:
+    def _files(self) -> Mapping[str, object]:
+        layers = [layer for layer in self.dense if isinstance(layer, SentenceDense)]
         settings = SentenceSettings(
             self.pooling,
             self.max_seq_length,
             prompts=self.prompts,
             default_prompt_name=self.default_prompt_name,
+            similarity=self.similarity_fn_name,
+            dense=tuple(layer.settings for layer in layers),
         )
-        return sentence_files(settings, self.config.hidden_size)
+        tensors = {
+            f"{layer.settings.folder}/model.safetensors": layer.state_dict() for layer in layers
+        }
+        return sentence_files(settings, self.config.hidden_size) | tensors

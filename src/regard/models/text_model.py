@@ -11,6 +11,7 @@ from jaxtyping import Int
 from torch import Tensor, nn
 
 from regard.errors import ArgumentError, ArgumentTypeError, FileError
+from regard.models.checkpoint.tensors import Conversion
 from regard.models.save import save_model
 from regard.models.tokenizer import Tokenizer
 from regard.nn.weights.stored import device_of, stored_modules
@@ -30,7 +31,11 @@ class TextModel:
             have random values and are not trained.
         ignored: keys of config.json, tensors and files that the checkpoint has and that were not
             used; see `regard.load`.
+        converted: how many quantized matrices of the checkpoint became plain numbers, with their
+            bytes before and after; None if none did.
     """
+
+    converted: Conversion | None = None
 
     def __init__(
         self,
@@ -126,7 +131,7 @@ class TextModel:
             Path(folder),
             dtype=self.dtype,
             tokenizer=self._tokenizer,
-            json_files=self._json_files(),
+            files=self._files(),
         )
 
     def taps(self, *, patterns: bool = True) -> tuple[str, ...]:
@@ -139,7 +144,7 @@ class TextModel:
             f"a {type(self).__name__} has no run; use Model, TextEncoder, Seq2Seq"
         )
 
-    def _json_files(self) -> Mapping[str, object]:
+    def _files(self) -> Mapping[str, object]:
         """Return the contents of further JSON files to save: path in the folder to content."""
         return {}
 

@@ -35,8 +35,9 @@ def why_not_as_written(*modules: nn.Module) -> str | None:
         name = type(module).__name__
         if module._forward_hooks or module._forward_pre_hooks:
             return f"{name} has a hook"
-        if "forward" in module.__dict__:
-            return f"the forward of a {name} was replaced"
+        for method in module.__dict__:
+            if callable(getattr(type(module), method, None)):
+                return f"the {method} of a {name} was replaced"
     kinds = dict.fromkeys(
         x for kind in dict.fromkeys(map(type, modules)) for x in kind.__mro__[:-1]
     )

@@ -83,7 +83,7 @@ def test_files_that_are_no_config(folder: Path, content: bytes, message: str) ->
 @pytest.mark.parametrize(
     "content, says",
     [
-        ({}, "model_type None is not supported. Supported: arcee, bamba, bart, "),
+        ({}, "model_type None is not supported. Supported: apertus, arcee, bamba, bart, "),
         ({"model_type": ["llama"]}, "model_type ['llama'] is not supported. Supported: "),
         ({"model_type": "../x"}, "model_type '../x' is not supported. Supported: "),
         (

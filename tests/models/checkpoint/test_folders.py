@@ -101,8 +101,8 @@ def test_names_that_are_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(FileError) as error:
         regard.load("tny")
     assert str(error.value) == (
-        "no model 'tny': it is neither a named model (tiny, minilm, smollm2) nor a folder, and "
-        "nothing is downloaded for such a name. "
+        "no model 'tny': it is neither a named model (tiny, minilm, smollm2, gemma3) nor a folder, "
+        "and nothing is downloaded for such a name. "
         'A repository of the Hugging Face hub is named as "org/name" or "hub:org/name" and '
         "downloaded where the extra hub "
         "is installed: python -m pip install 'regard[hub]'"

@@ -226,7 +226,10 @@ def test_no_tokenizer(tmp_path: Path) -> None:
 
 
 BAD: dict[str, tuple[dict[str, Any], str]] = {
-    "a kind": ({"model": "t5"}, "its tokenizer is of the kind 't5'; built are gpt2 and llama"),
+    "a kind": (
+        {"model": "t5"},
+        "its tokenizer is of the kind 't5'; built are gpt2, llama and bert",
+    ),
     "no rule": ({"pre": 3}, "splits words by the rule 3"),
     "tokens": ({"tokens": [1, 2]}, "tokenizer.ggml.tokens must be a list of strings"),
     "a token twice": ({"tokens": ["a", "b", "a"]}, "tokenizer.ggml.tokens has 'a' twice"),

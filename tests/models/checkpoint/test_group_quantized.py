@@ -1,5 +1,5 @@
-"""Checkpoints of GPTQ, AWQ and compressed-tensors against the formulas of those formats, number by
-number in Python integers.
+"""Checkpoints that other programs quantized against the formulas of their formats, number by number
+in Python integers and fp64.
 """
 
 from __future__ import annotations
@@ -7,7 +7,8 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from statistics import NormalDist
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -17,15 +18,16 @@ from torch import Tensor
 import regard
 from regard.errors import ArgumentError, ArgumentTypeError, FileError
 from regard.models.checkpoint.group_quantized import (
-    dequantize_awq,
-    dequantize_compressed,
-    dequantize_gptq,
+    IntegerCodes,
+    unpack_awq,
+    unpack_gptq,
     unpack_words,
 )
+from tests.oracles import moe as oracle
 
 Tensors = dict[str, Tensor]
 STORED = "model.layers.0.self_attn.q_proj"
-QUERIES = "layers.0.attention.project.q.linear.weight"
+QUERIES = "layers.0.attention.project.q.linear"
 N = M = 256
 
 
@@ -114,8 +116,8 @@ def compressed(bits: int, group: int, *, packed: bool, zeros: bool) -> tuple[Ten
     return tensors, exact
 
 
-def scheme(bits: int, layout: str) -> dict[str, Any]:
-    weights = {"num_bits": bits, "type": "int", "strategy": "group"}
+def scheme(bits: int, layout: str, kind: str = "int", **weights: Any) -> dict[str, Any]:
+    weights = {"num_bits": bits, "type": kind, "strategy": "group", **weights}
     return {
         "quant_method": "compressed-tensors",
         "format": layout,
@@ -123,24 +125,132 @@ def scheme(bits: int, layout: str) -> dict[str, Any]:
     }
 
 
-CASES: dict[str, tuple[Callable[[], tuple[Tensors, Tensor]], dict[str, Any]]] = {
-    "gptq-4": (lambda: gptq(4, 128), {"quant_method": "gptq", "bits": 4, "group_size": 128}),
-    "gptq-8": (lambda: gptq(8, 256), {"quant_method": "gptq", "bits": 8}),
-    "gptq-act-order": (lambda: gptq(4, 64, act_order=True), {"quant_method": "gptq", "bits": 4}),
-    "gptq-v2": (
-        lambda: gptq(4, 64, offset=0),
-        {"quant_method": "gptq", "bits": 4, "checkpoint_format": "gptq_v2"},
+def eighths(*blocks: int, scale: str, rank: int = 2) -> tuple[Tensors, Tensor]:
+    """8-bit floats with a factor for each block of rows and columns."""
+    raw = drawn(127, N, M, seed=1) + 128 * drawn(2, N, M, seed=2)  # without the two NaN
+    rows, columns = blocks
+    factors = (drawn(1000, N // rows, M // columns, seed=3) + 1).bfloat16() / 4096
+    exact = torch.empty(N, M, dtype=torch.float64)
+    for n in range(N):
+        for m in range(M):
+            factor = float(factors[n // rows, m // columns])
+            exact[n, m] = oracle.e4m3(int(raw[n, m])) * factor
+    factors = factors.flatten()[0] if rank == 0 else factors
+    weight = raw.to(torch.uint8).view(torch.float8_e4m3fn)
+    return {"weight": weight, scale: factors, "input_scale": torch.ones(())}, exact
+
+
+def quarters(group: int) -> tuple[Tensors, Tensor]:
+    """4-bit floats: NVFP4 in groups of 16, and MXFP4 in groups of 32."""
+    codes = drawn(16, N, M, seed=1)
+    scales = drawn(60, N, M // group, seed=2) + 60  # bytes
+    values = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
+    exact = torch.empty(N, M, dtype=torch.float64)
+    for n in range(N):
+        for m in range(M):
+            code, byte = int(codes[n, m]), int(scales[n, m // group])
+            factor = 2.0 ** (byte - 127) if group == 32 else oracle.e4m3(byte) / 8
+            exact[n, m] = values[code & 7] * (-1) ** (code >> 3) * factor
+    packed = (codes[:, ::2] + 16 * codes[:, 1::2]).to(torch.uint8)
+    tensors = {"weight_packed": packed, "weight_scale": scales.to(torch.uint8)}
+    if group == 16:
+        tensors["weight_scale"] = tensors["weight_scale"].view(torch.float8_e4m3fn)
+        tensors["weight_global_scale"] = torch.tensor([8.0])
+    return tensors, exact
+
+
+def normal_floats(*, nested: bool) -> tuple[Tensors, Tensor]:
+    """NF4 of bitsandbytes: the quantiles of QLoRA's appendix E, the high nibble first."""
+    normal = NormalDist()
+    # 8 values from each side, equally spaced in probability, without their common zero
+    up = [normal.inv_cdf(0.9677083 + i * (0.5 - 0.9677083) / 8) for i in range(8)]
+    down = [-normal.inv_cdf(0.9677083 + i * (0.5 - 0.9677083) / 7) for i in range(7)]
+    table = [x / max(up) for x in sorted([*down, 0.0, *up])]
+    codes = drawn(16, N * M, seed=1)
+    absmax = (drawn(1000, N * M // 64, seed=2) + 1).float() / 4096
+    state = {"quant_type": "nf4", "blocksize": 64, "dtype": "bfloat16", "shape": [N, M]}
+    tensors = {}
+    if nested:
+        bytes_ = drawn(256, N * M // 64, seed=3)
+        outer, values = drawn(9, N * M // 64 // 256, seed=4) + 1.0, torch.linspace(-1, 1, 256)
+        absmax = torch.tensor(
+            [float(values[b]) * float(outer[i // 256]) + 0.5 for i, b in enumerate(bytes_.tolist())]
+        ).double()
+        state |= {"nested_blocksize": 256, "nested_dtype": "float32", "nested_offset": 0.5}
+        tensors = {"weight.nested_absmax": outer, "weight.nested_quant_map": values}
+    exact = [table[c] * float(absmax[i // 64]) for i, c in enumerate(codes.tolist())]
+    tensors |= {
+        "weight": (16 * codes[::2] + codes[1::2]).to(torch.uint8)[:, None],
+        "weight.absmax": bytes_.to(torch.uint8) if nested else absmax,
+        "weight.quant_map": torch.tensor(table),
+        "weight.quant_state.bitsandbytes__nf4": torch.tensor(
+            list(json.dumps(state).encode()), dtype=torch.uint8
+        ),
+    }
+    return tensors, torch.tensor(exact, dtype=torch.float64).view(N, M)
+
+
+def bytes_of_rows() -> tuple[Tensors, Tensor]:
+    """LLM.int8 of bitsandbytes: w = code / 127 times the largest of a row."""
+    codes, largest = drawn(255, N, M, seed=1) - 127, (drawn(1000, N, seed=2) + 1).float() / 256
+    exact = codes.double() * largest.double()[:, None] / 127
+    tensors = {"weight": codes.to(torch.int8), "SCB": largest}
+    return tensors | {"weight_format": torch.tensor(0, dtype=torch.uint8)}, exact
+
+
+class Case(NamedTuple):
+    """How a matrix is made, what config.json says, and the form in which it is computed with."""
+
+    make: Callable[[], tuple[Tensors, Tensor]]
+    settings: dict[str, Any]
+    form: str | None
+    rounded: bool = False  # more than once
+
+
+GPTQ: dict[str, Any] = {"quant_method": "gptq", "bits": 4}
+FP8: dict[str, Any] = {"quant_method": "fp8", "activation_scheme": "dynamic"}
+NF4: dict[str, Any] = {"quant_method": "bitsandbytes", "bnb_4bit_quant_type": "nf4"}
+CASES = {
+    "gptq-4": Case(lambda: gptq(4, 128), {**GPTQ, "group_size": 128, "desc_act": False}, "int4"),
+    "gptq-4-one-group": Case(lambda: gptq(4, 256), {**GPTQ, "group_size": -1}, "int4"),
+    "gptq-8": Case(lambda: gptq(8, 256, zero=128), {**GPTQ, "bits": 8, "sym": True}, "int8"),
+    "gptq-8-far-zeros": Case(lambda: gptq(8, 256), {**GPTQ, "bits": 8}, None),
+    "gptq-act-order": Case(lambda: gptq(4, 64, act_order=True), {**GPTQ, "desc_act": True}, None),
+    "gptq-v2": Case(
+        lambda: gptq(4, 64, offset=0), {**GPTQ, "checkpoint_format": "gptq_v2"}, "int4"
     ),
-    "awq": (lambda: awq(64), {"quant_method": "awq", "bits": 4, "version": "gemm"}),
-    "packed-4": (
-        lambda: compressed(4, 32, packed=True, zeros=True),
-        scheme(4, "pack-quantized"),
+    "gptq-16": Case(lambda: gptq(4, 16), GPTQ, None),
+    "awq": Case(lambda: awq(64), {"quant_method": "awq", "bits": 4, "version": "gemm"}, "int4"),
+    "packed-4": Case(
+        lambda: compressed(4, 32, packed=True, zeros=True), scheme(4, "pack-quantized"), "int4"
     ),
-    "packed-8": (
-        lambda: compressed(8, 128, packed=True, zeros=False),
-        scheme(8, "pack-quantized"),
+    "packed-8": Case(
+        lambda: compressed(8, 128, packed=True, zeros=False), scheme(8, "pack-quantized"), "int8"
     ),
-    "int-8": (lambda: compressed(8, 256, packed=False, zeros=True), scheme(8, "int-quantized")),
+    "int-8": Case(
+        lambda: compressed(8, 256, packed=False, zeros=False), scheme(8, "int-quantized"), "int8"
+    ),
+    "fp8-blocks": Case(
+        lambda: eighths(128, 64, scale="weight_scale_inv"),
+        {**FP8, "weight_block_size": [128, 64]},
+        None,
+    ),
+    "fp8-whole": Case(lambda: eighths(N, M, scale="weight_scale", rank=0), FP8, None),
+    "fp8-rows": Case(
+        lambda: eighths(1, M, scale="weight_scale"), {"quant_method": "fbgemm_fp8"}, None
+    ),
+    "float-blocks": Case(
+        lambda: eighths(128, 128, scale="weight_scale"),
+        scheme(8, "float-quantized", "float", strategy="block", block_structure=[128, 128]),
+        None,
+    ),
+    "nvfp4": Case(lambda: quarters(16), scheme(4, "nvfp4-pack-quantized", "float"), None),
+    "mxfp4": Case(lambda: quarters(32), scheme(4, "mxfp4-pack-quantized", "float"), "int8"),
+    "nf4": Case(lambda: normal_floats(nested=False), NF4, None, rounded=True),
+    "nf4-nested": Case(lambda: normal_floats(nested=True), NF4, None, rounded=True),
+    "bitsandbytes-8": Case(
+        bytes_of_rows, {"quant_method": "bitsandbytes", "load_in_8bit": True}, "int8", rounded=True
+    ),
 }
 
 
@@ -161,17 +271,41 @@ def write_settings(folder: Path, settings: dict[str, Any]) -> None:
     (folder / "config.json").write_text(json.dumps(config))
 
 
-@pytest.mark.full(keep=["awq", "packed", "act"])
+@pytest.mark.full(keep=["gptq-4", "awq", "packed-4", "act", "fp8-blocks", "nf4-nested", "byt"])
 @pytest.mark.parametrize("name", CASES)
 def test_a_folder_loads_by_its_formula(name: str, tmp_path: Path) -> None:
-    make, settings = CASES[name]
+    make, settings, form, rounded = CASES[name]
     tensors, exact = make()
     model = regard.load(folder_with(tmp_path, tensors, settings))
-    found = model.decoder.get_parameter(QUERIES)
-    assert torch.equal(found, exact.float())
-    stored = regard.load(tmp_path / "model", weights="int8")
-    record = stored.decoder.layers[0].attention.project.q.linear.stored_weight
-    assert (record.dequantize() - found).abs().max() <= exact.abs().max() / 127
+    module = model.decoder.get_submodule(QUERIES)
+    if rounded:
+        assert (module.weight - exact).abs().max() <= 2**-22 * exact.abs().max()
+    else:
+        assert torch.equal(module.weight, exact.float())
+    record = getattr(module, "stored_weight", None)
+    assert (record and record.form) == form
+    if form is None:  # the conversion is said, with bytes
+        assert model.converted is not None
+        assert model.converted[:3] == (settings["quant_method"], 1, 1)
+        assert model.converted.bytes_before < model.converted.bytes_after == 4 * N * M
+    else:
+        assert model.converted is None
+    if record is not None:  # loops compute the same
+        x = torch.randn(3, M, generator=torch.Generator().manual_seed(5))
+        y = x.double() @ exact.T
+        assert (module(x) - y).abs().max() <= 1e-5 * y.abs().max()
+
+
+@pytest.mark.full
+def test_a_form_that_is_asked_for_rounds_what_was_stored(tmp_path: Path) -> None:
+    tensors, exact = awq(64)
+    folder = folder_with(tmp_path, tensors, CASES["awq"].settings)
+    module = regard.load(folder, weights="int8").decoder.get_submodule(QUERIES)
+    assert module.stored_weight.form == "int8"
+    assert (module.weight - exact).abs().max() <= exact.abs().max() / 127
+    wide = regard.load(folder, dtype=torch.float64)  # no loops compute in it
+    assert torch.equal(wide.decoder.get_submodule(QUERIES).weight, exact.float().double())
+    assert wide.converted is not None
 
 
 @pytest.mark.parametrize("stored, named", [(1, "gptq"), (0, "gptq_v2"), (1, "GPTQ")])
@@ -184,7 +318,7 @@ def test_zero_points_that_contradict_the_settings(
     settings = {"quant_method": "gptq", "bits": 4, "sym": True, "checkpoint_format": named}
     folder = folder_with(tmp_path, tensors, settings)
     if symmetric:
-        weight = regard.load(folder).decoder.get_parameter(QUERIES)
+        weight = regard.load(folder).decoder.get_submodule(QUERIES).weight
         assert torch.equal(weight, exact.float())
         settings["checkpoint_format"] = "gptq_v2" if stored else "gptq"
         write_settings(folder, settings)
@@ -195,14 +329,45 @@ def test_zero_points_that_contradict_the_settings(
         regard.load(folder)
 
 
+@pytest.mark.parametrize("method", ["int-quantized", "pack-quantized", "float-quantized", "nvfp4"])
+def test_the_library_of_compressed_tensors_reads_the_same(method: str) -> None:
+    pytest.importorskip(
+        "compressed_tensors", reason="pip install --no-deps compressed-tensors loguru"
+    )
+    from compressed_tensors.compressors import BaseCompressor
+    from compressed_tensors.quantization import QuantizationScheme
+
+    name = {
+        "int-quantized": "int-8",
+        "pack-quantized": "packed-4",
+        "float-quantized": "float-blocks",
+        "nvfp4": "nvfp4",
+    }[method]
+    make, settings, *_ = CASES[name]
+    tensors, exact = make()
+    weights = dict(settings["config_groups"]["group_0"]["weights"])
+    size = {"int-8": 256, "packed-4": 32, "nvfp4": 16}.get(name)
+    if size is not None:
+        weights |= {"group_size": size, "symmetric": name != "packed-4"}
+    if name == "nvfp4":
+        weights["strategy"] = "tensor_group"
+    scheme_ = QuantizationScheme(targets=["Linear"], weights=weights)
+    library = BaseCompressor.get_value_from_registry(settings["format"])
+    theirs = library.decompress(tensors, scheme_)["weight"].double()
+    # the library rounds to the dtype of the scales
+    assert (theirs - exact).abs().max() <= 2**-8 * exact.abs().max()
+
+
 @pytest.mark.full
 def test_wrong_readings_differ() -> None:
     """Negative controls: another offset of zero points, another order in a word."""
     tensors, exact = gptq(4, 64)
-    assert torch.equal(dequantize_gptq(**tensors, bits=4), exact.float())
-    assert not torch.equal(dequantize_gptq(**tensors, bits=4, zero_offset=0), exact.float())
+    assert torch.equal(unpack_gptq(**tensors, bits=4).dequantize(), exact.float())
+    assert not torch.equal(
+        unpack_gptq(**tensors, bits=4, zero_offset=0).dequantize(), exact.float()
+    )
     tensors, exact = awq(64)
-    assert torch.equal(dequantize_awq(**tensors), exact.float())
+    assert torch.equal(unpack_awq(**tensors).dequantize(), exact.float())
     in_order = unpack_words(tensors["qweight"], 4).T
     assert not torch.equal(in_order.float(), (exact / tensors["scales"].T.double()[:, :1]).float())
 
@@ -213,22 +378,20 @@ def test_what_is_not_supported_is_refused(tmp_path: Path) -> None:
     path = folder / "config.json"
     config = json.loads(path.read_text())
     for settings, match in (
-        ({"quant_method": "gptq", "bits": 3}, r"bits 3; of gptq supported are \(4, 8\)"),
-        ({"quant_method": "awq", "bits": 8}, r"of awq supported are \(4,\)"),
+        ({"quant_method": "gptq", "bits": 3}, "bits 3; supported: 4, 8"),
+        ({"quant_method": "awq", "bits": 8}, "bits 8; supported: 4"),
+        ({**GPTQ, "group_size": 64}, "of 4 groups of 64 inputs"),
+        ({**GPTQ, "dynamic": {"-:.*": {}}}, "the dynamic"),
+        (scheme(4, "pack-quantized") | {"transform_config": {"u": 1}}, "transform_config"),
         ({"quant_method": "awq", "bits": 4, "version": "gemv"}, "the layout 'gemv'"),
         ({"quant_method": "gptq", "bits": 4, "checkpoint_format": "marlin"}, "layout 'marlin'"),
         (scheme(4, "marlin-24"), "the format 'marlin-24'"),
-        (scheme(2, "pack-quantized"), "int of 4 or 8 bits"),
+        (scheme(2, "pack-quantized"), "integers of 4 or of 8 bits"),
         ({"quant_method": "hqq"}, "the quant_method 'hqq'"),
     ):
         path.write_text(json.dumps({**config, "quantization_config": settings}))
         with pytest.raises(FileError, match=match):
             regard.load(folder)
-    dynamic = scheme(8, "int-quantized")
-    dynamic["config_groups"]["group_0"]["input_activations"] = {"num_bits": 8}
-    path.write_text(json.dumps({**config, "quantization_config": dynamic}))
-    with pytest.raises(FileError, match="quantized activations"):
-        regard.load(folder)
     stored = load_file(folder / "model.safetensors")
     path.write_text(
         json.dumps({**config, "quantization_config": {"quant_method": "gptq", "bits": 4}})
@@ -242,16 +405,38 @@ def test_what_is_not_supported_is_refused(tmp_path: Path) -> None:
         regard.load(folder)
 
 
+def test_contradictions_of_settings_and_tensors_are_refused(tmp_path: Path) -> None:
+    shuffled, _ = gptq(4, 64, act_order=True)
+    with pytest.raises(FileError, match="desc_act is false"):
+        regard.load(folder_with(tmp_path / "a", shuffled, {**GPTQ, "desc_act": False}))
+    nf4, _ = normal_floats(nested=False)
+    with pytest.raises(FileError, match="quantization_config says 'fp4'"):
+        regard.load(folder_with(tmp_path / "b", nf4, {**NF4, "bnb_4bit_quant_type": "fp4"}))
+    nf4["weight.quant_map"] = nf4["weight.quant_map"].flip(0)
+    with pytest.raises(FileError, match="quant_map differs"):
+        regard.load(folder_with(tmp_path / "c", nf4, NF4))
+    packed, _ = compressed(4, 32, packed=True, zeros=False)
+    packed["weight_shape"] = torch.tensor([N, M - 1])
+    with pytest.raises(FileError, match="weight_shape is"):
+        regard.load(folder_with(tmp_path / "d", packed, scheme(4, "pack-quantized")))
+    with pytest.raises(FileError, match="no tensor beside it is quantized so"):
+        regard.load(folder_with(tmp_path / "f", {"weight": torch.ones(N, M)}, GPTQ))
+    rows, _ = bytes_of_rows()
+    rows["weight_format"] = torch.tensor(2, dtype=torch.uint8)
+    with pytest.raises(FileError, match="weight_format is 2"):
+        regard.load(folder_with(tmp_path / "e", rows, CASES["bitsandbytes-8"].settings))
+
+
 def test_sizes_that_do_not_fit_are_refused() -> None:
     with pytest.raises(ArgumentError, match="bits is 3"):
         unpack_words(torch.zeros(1, 1, dtype=torch.int32), 3)
     with pytest.raises(ArgumentTypeError, match="words are"):
         unpack_words(torch.zeros(1, 1), 4)
     with pytest.raises(ArgumentError, match="groups of equal size"):
-        dequantize_compressed(torch.zeros(2, 9).int(), torch.ones(2, 2))
+        IntegerCodes(8, torch.zeros(2, 9).int(), torch.ones(2, 2))
     tensors, _ = gptq(4, 128)
     with pytest.raises(ArgumentError, match="groups 0 to 7"):
-        dequantize_gptq(
+        unpack_gptq(
             **{
                 **tensors,
                 "g_idx": torch.full((M,), 7).clone().index_fill_(0, torch.tensor([0]), 0),

@@ -205,15 +205,8 @@ def test_tensors_of_another_head(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["adapter_config.json", "adapter_model.safetensors"])
 def test_a_model_beside_an_adapter(name: str, folder: Path) -> None:
     (folder / name).write_text("{}")
-    with pytest.raises(FileError) as error:
+    with pytest.raises(FileError, match=rf"--adapter; or .*--ignore {name}"):
         regard.load(folder)
-    assert str(error.value) == (
-        f"{folder} holds an adapter ({name}) beside the model, and adapters are not applied: the "
-        "model would answer without "
-        "it. Merge it into the weights first (peft: merge_and_unload), or load the model without "
-        "it: "
-        f"regard.load(folder, ignore=('{name}',)), or --ignore {name}"
-    )
     assert regard.load(folder, ignore=[name]).ignored == (name,)
 
 

@@ -70,6 +70,13 @@ def fp8(name: str, n: int, k: int) -> Tensors:
     }
 
 
+def whole(*, rows: bool) -> Writer:
+    return lambda name, n, k: {
+        f"{name}.weight": empty(torch.float8_e4m3fn, n, k),
+        f"{name}.weight_scale": empty(torch.float32, *([n, 1] if rows else [])),
+    }
+
+
 def packed(*, zeros: bool) -> Writer:
     def write(name: str, n: int, k: int) -> Tensors:
         tensors = {
@@ -131,6 +138,8 @@ FORMS: dict[str, tuple[dict[str, Any], Writer]] = {
     "gptq-8": ({"quant_method": "gptq", "bits": 8, "group_size": -1}, gptq(8, None)),
     "awq": ({"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemm"}, awq),
     "fp8": ({"quant_method": "fp8", "weight_block_size": [48, 48]}, fp8),
+    "fp8-whole": ({"quant_method": "fp8"}, whole(rows=False)),
+    "fp8-rows": ({"quant_method": "fbgemm_fp8"}, whole(rows=True)),
     "packed": (scheme("pack-quantized", **INT4, symmetric=True), packed(zeros=False)),
     "packed-zeros": (scheme("pack-quantized", **INT4, symmetric=False), packed(zeros=True)),
     "int": (scheme("int-quantized", **INT8), eight_bits(torch.int8)),
@@ -236,7 +245,6 @@ REFUSED = [
     ({"quant_method": "awq", "bits": 4, "modules_to_not_convert": ["([a-z.]+)+!"]}, "repeat no"),
     ({"quant_method": "gptq", "bits": True}, "bits"),
     ({"quant_method": "gptq", "bits": 4, "dynamic": {"-:.*": {}}}, "dynamic"),
-    ({"quant_method": "fp8", "weight_block_size": None}, "weight_block_size"),
     ({"quant_method": "fp8", "weight_block_size": [0, 1]}, "weight_block_size"),
     ({"quant_method": "bitsandbytes"}, "load_in_4bit"),
     (scheme("nvfp4-pack-quantized"), "nvfp4"),

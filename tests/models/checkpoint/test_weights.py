@@ -187,8 +187,8 @@ def test_a_folder_without_a_tokenizer(folder: Path) -> None:
 
 def test_sources_that_are_none(tmp_path: Path) -> None:
     message = (
-        "no model '{}/x': it is neither a named model (tiny, minilm, smollm2) nor a folder, and "
-        "nothing is downloaded for such a name. "
+        "no model '{}/x': it is neither a named model (tiny, minilm, smollm2, gemma3) nor a "
+        "folder, and nothing is downloaded for such a name. "
     )
     with pytest.raises(FileError) as error:
         regard.load(tmp_path / "x")

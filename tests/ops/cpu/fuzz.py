@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import functools
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -287,11 +288,53 @@ def _decode_sizes(draw: Draw) -> Sizes:
     return Sizes(B, H, G, T, S, draw.size(140), draw.size(140))
 
 
+class Coded(NamedTuple):
+    """Numbers [B,G,S,d] = middle + code scale, with codes counted from their middle."""
+
+    code: Tensor
+    scale: Tensor
+    middle: Tensor
+
+    def sum(self, w: Tensor, dim: int, *, words: bool) -> Tensor:
+        """The sum of the numbers times weights w [B,H,T,S,d], in two parts, which may cancel, and
+        one term after another, which rounds each time to the size of the sum so far.
+
+        With `words`, w scale is rounded to a multiple of f = max|w scale| / 32767, the maximum over
+        the sum, which moves each term by at most |code| f / 2. A kernel takes the maximum over one
+        tile of the keys, so that its f is at most the one here.
+        """
+        n = w.shape[1] // self.code.shape[1]
+        code, scale, middle = (x.to(w.dtype).repeat_interleave(n, 1)[:, :, None] for x in self)
+        scaled = w * scale
+        if words:
+            f = scaled.abs().amax(dim, keepdim=True) / 32767
+            scaled = torch.where(f == 0, 0, (scaled / f).round() * f)
+        parts = (scaled * code, w * middle)
+        return sum(functools.reduce(torch.add, x.unbind(dim)) for x in parts)  # type: ignore[return-value]
+
+
+def _plain_of_codes(
+    q: Tensor, k: Coded, v: Coded, *, words: bool, scale: float, **options: Any
+) -> tuple[Tensor, Tensor]:
+    """(out, lse) by the sums that kernels compute over codes."""
+    every = torch.eye(k.code.shape[2], dtype=q.dtype)[None, None]
+    scores = k.sum((q * scale)[..., None, :], -1, words=words)
+    weights, lse = plain_attention(scores, every, every, scale=1.0, **options)
+    return v.sum(weights[..., None], -2, words=words), lse
+
+
 def _run_decode(
-    draw: Draw, name: str, struct: str, n: Sizes, k: Tensor, v: Tensor, memory: Mapping[str, Any]
+    draw: Draw,
+    name: str,
+    struct: str,
+    n: Sizes,
+    k: Tensor,
+    v: Tensor,
+    memory: Mapping[str, Any],
+    coded: Sequence[Coded] = (),
 ) -> None:
     """Run an entry of decoding with random queries and terms, and hold it to the definition for
-    the keys [B,G,S,D] and values [B,G,S,E] in fp64.
+    the keys [B,G,S,D] and values [B,G,S,E] in fp64, which may be coded.
     """
     terms, P = _decode_terms(draw, n), draw.random.choice((1, 1, 2, 5))
     q, scale = draw.tensor(n.B, n.H, n.T, n.D), draw.random.choice((1.0, n.D**-0.5, -0.1))
@@ -304,9 +347,10 @@ def _run_decode(
     draw.run_named(name, struct, {**terms.fields, **given, **memory})
     options: dict[str, Any] = {"visible": terms.visible, "scale": scale, "bias": terms.bias}
     options["softcap"] = softcap or None
-    # codes with 16-bit scales may be multiplied by weights of 16 bits
-    low = draw.dtype if name == "decode_quantized" else torch.float32
-    plains = several_plains(q.to(low), k.to(low), v.to(low), **options)
+    plains = several_plains(q.float(), k.float(), v.float(), **options)
+    if coded:  # with scales of 16 bits, weights may be rounded to 16 bits, too
+        words = draw.dtype.itemsize == 2
+        plains.append(_plain_of_codes(q.float(), *coded, words=words, **options))
     right = plain_attention(q.double(), k, v, **options)
     results = out[:, 0].reshape(n.B, n.H, n.T, n.E), lse[:, :, 0].reshape(n.B, n.H, n.T)
     for i, what in enumerate(("out", "lse")):
@@ -344,17 +388,20 @@ def decode_quantized(draw: Draw) -> None:
         parts = [draw.placed(y) for y in made[:3]]
         memory[name] = quantized_numbers(parts[0], parts[1], parts[2], bits)
         wide.append((parts, axis, d))
-    numbers = [_meant(*x, n, bits) for x in wide]
-    _run_decode(draw, "decode_quantized", "DecodeQuantized", n, numbers[0], numbers[1], memory)
+    coded = [_meant(*x, n, bits) for x in wide]
+    k, v = (x.middle + x.code * x.scale for x in coded)
+    _run_decode(draw, "decode_quantized", "DecodeQuantized", n, k, v, memory, coded)
 
 
-def _meant(parts: Sequence[Tensor], axis: str, d: int, n: Sizes, bits: int) -> Tensor:
-    """The numbers [B,G,S,d] that codes stand for, in fp64."""
+def _meant(parts: Sequence[Tensor], axis: str, d: int, n: Sizes, bits: int) -> Coded:
+    """What codes stand for."""
     codes, scale, zero = parts
-    shifts = torch.arange(0, 8, bits)
+    half, shifts = 1 << (bits - 1), torch.arange(0, 8, bits)
     numbers = (codes[..., None] >> shifts & 2**bits - 1).flatten(-2)  # [B,G,R,lines,group]
-    x = zero.double() + numbers.double() * scale.double()
-    return (x.mT if axis == "channel" else x).reshape(n.B, n.G, n.S, d)
+    of_codes = (numbers.double() - half, scale.double(), zero.double() + half * scale.double())
+    same = (x.expand(numbers.shape) for x in of_codes)
+    shape = n.B, n.G, n.S, d
+    return Coded(*((x.mT if axis == "channel" else x).reshape(shape) for x in same))
 
 
 def _prefill_args(draw: Draw) -> tuple[PrefillArgs, dict[str, Any]]:

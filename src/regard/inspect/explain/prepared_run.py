@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from regard.errors import ArgumentError, ArgumentTypeError
+from regard.models.decoder import Decoder
 from regard.models.encoder_decoder import EncoderDecoder
 from regard.models.model import Model
 from regard.models.prompts import Prompt, encode_prompt
@@ -251,7 +252,8 @@ def _prepare_decoder(model: Model, prompt: Prompt) -> PreparedRun:
 def _prepare_text_encoder(model: TextEncoder, text: str | Tensor) -> PreparedRun:
     ids, positions, segments = model.encode(text) if isinstance(text, str) else (text, None, None)
     tokens = token_sequence(model, ids)
-    network, encoder = model.network, model.network.encoder
+    network = model.network
+    encoder = network if isinstance(network, Decoder) else network.encoder
     head = network.head
     predict = None if head is None else lambda x: head(encoder.norm(x))
     return PreparedRun(
@@ -260,7 +262,7 @@ def _prepare_text_encoder(model: TextEncoder, text: str | Tensor) -> PreparedRun
         network,
         {"text": tokens},
         tuple(_self_attentions(encoder.layers, "", "text")),
-        lambda: network(ids, positions, segments),
+        lambda: model.hidden(ids, positions, segments),
         encoder.embed,
         encoder.layers[-1],
         predict,

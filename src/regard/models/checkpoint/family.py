@@ -31,6 +31,8 @@ class TensorRule:
             shape that a file must have.
         requires: a further parameter that must exist for this entry to apply; None is no condition.
         unless: a parameter that must not exist for this entry to apply; None is no condition.
+        keeps_inputs: whether `unpack` keeps the inputs in their order, so that it divides codes and
+            their scales as it divides a weight.
     """
 
     parameters: tuple[str, ...]
@@ -38,6 +40,7 @@ class TensorRule:
     pack: Callable[[Sequence[Tensor]], Tensor]
     requires: str | None = None
     unless: str | None = None
+    keeps_inputs: bool = False
 
 
 @dataclass(frozen=True)
@@ -71,7 +74,7 @@ class HeadRows:
         def pack(parameters: Sequence[Tensor]) -> Tensor:
             return torch.cat([x.unflatten(0, (heads, -1)) for x in parameters], 1).flatten(0, 1)
 
-        return TensorRule(self.parameters, unpack, pack)
+        return TensorRule(self.parameters, unpack, pack, keeps_inputs=True)
 
 
 NameEntry: TypeAlias = str | TensorRule | HeadRows | tuple[TensorRule | HeadRows, ...]
@@ -89,7 +92,12 @@ def as_stored(
 ) -> TensorRule:
     """Return the rule of one parameter that is stored unchanged."""
     return TensorRule(
-        (parameter_name,), lambda stored, _: (stored,), lambda parts: parts[0], requires, unless
+        (parameter_name,),
+        lambda stored, _: (stored,),
+        lambda parts: parts[0],
+        requires,
+        unless,
+        keeps_inputs=True,
     )
 
 
@@ -130,6 +138,7 @@ def stacked_rows(*parameter_names: str) -> TensorRule:
         parameter_names,
         lambda stored, sizes: stored.split_with_sizes([size[0] for size in sizes]),
         lambda parts: torch.cat(list(parts)),
+        keeps_inputs=True,
     )
 
 

@@ -1,187 +1,128 @@
-"""Quantized checkpoints (MXFP4, block FP8, GPTQ, AWQ and compressed-tensors), whose matrices are
-dequantized when they are read.
+"""Quantized checkpoints: their matrices stay integers with scales where a stored form has the same
+numbers, and are dequantized otherwise. `READERS` has a reader for each `quant_method`.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
-from jaxtyping import Float, Float8e4m3fn, Float32, UInt8
 from torch import Tensor
 
-from regard.errors import ArgumentError, ArgumentTypeError, FileError
+from regard.errors import ArgumentError, FileError
 from regard.files.safetensors_files import DEFAULT_BUFFERING, ReadBuffering, StoredTensor
-from regard.models.checkpoint.group_quantized import (
-    dequantize_awq,
-    dequantize_compressed,
-    dequantize_gptq,
-    unpack_words,
+from regard.files.strict_json import parse_json
+from regard.models.checkpoint.float_quantized import (
+    BITSANDBYTES_VALUES,
+    FLOAT8,
+    SCALES,
+    unpack_bitsandbytes,
+    unpack_fp8,
+    unpack_mxfp4,
+    unpack_nvfp4,
 )
-from regard.models.checkpoint.tensors import CheckpointTensors
+from regard.models.checkpoint.group_quantized import (
+    IntegerCodes,
+    unpack_awq,
+    unpack_compressed,
+    unpack_gptq,
+)
+from regard.models.checkpoint.tensors import CheckpointTensors, Conversion
 from regard.untrusted_text import error_text, short_repr
 
-E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-"""The values of the three low bits of an MXFP4 number; the fourth bit is the sign."""
-
-CHUNK_BYTES = 2**16
-"""The number of bytes that are unpacked at a time, which bounds the temporary memory."""
 _LARGEST_BLOCK = 1 << 14  # published files have 128
+_LARGEST_STATE = 1 << 16  # bytes of the JSON text beside a matrix of bitsandbytes
 
-
-def unpack_mxfp4(
-    blocks: UInt8[Tensor, "*b G 16"],
-    scales: UInt8[Tensor, "*b G"],
-    dtype: torch.dtype = torch.float32,
-    *,
-    piece: int = CHUNK_BYTES,
-) -> Float[Tensor, "*b n"]:
-    """Dequantize blocks of 32 four-bit numbers with a shared power of two, as in `openai/gpt-oss`.
-
-    w[g 32 + 2 i + h] = 2^(scales[g] - 127) * e2m1(nibble h of blocks[g, i]),  the low nibble first
-
-    Every value is exact in bfloat16; a scale of 255 is NaN. Source: OCP Microscaling Formats (MX)
-    Specification 1.0, 2023, sections 5.3.3, 5.4.1 and 6.3.
-    """
-    _check_bytes("blocks", blocks)
-    _check_bytes("scales", scales)
-    if blocks.ndim < 2 or blocks.shape[-1] != 16 or blocks.shape[:-1] != scales.shape:
-        raise ArgumentError(
-            f"blocks are {tuple(blocks.shape)} and scales {tuple(scales.shape)}; they must be "
-            "[..., G, 16] and [..., G]"
-        )
-    if dtype not in (torch.float32, torch.float64, torch.bfloat16):
-        raise ArgumentTypeError(
-            f"dtype is {dtype}; it must be float32, float64 or bfloat16: others cannot hold "
-            "scales from 2^-127 to 2^127"
-        )
-    values = torch.tensor([*E2M1, *(-x for x in E2M1)], device=blocks.device)
-    # the two float32 values of each byte as one int64, which is much faster to look up
-    pairs = torch.stack((values.repeat(16), values.repeat_interleave(16)), -1).view(torch.int64)
-    exponents = torch.arange(256, device=blocks.device)
-    powers = (exponents.double() - 127).exp2().masked_fill(exponents == 255, torch.nan).float()
-    out = torch.empty(scales.numel(), 32, dtype=dtype, device=blocks.device)
-    flat, factors, step = blocks.flatten(), powers[scales.flatten().int(), None], piece // 16
-    for i in range(0, scales.numel(), step):
-        numbers = pairs[:, 0].index_select(0, flat[16 * i : 16 * (i + step)].int())
-        out[i : i + step] = numbers.view(torch.float32).view(-1, 32) * factors[i : i + step]
-    return out.reshape(*blocks.shape[:-2], 32 * blocks.shape[-2])
-
-
-def unpack_fp8(
-    weight: Float8e4m3fn[Tensor, "N K"],
-    scale_inv: Float32[Tensor, "n k"],
-    dtype: torch.dtype = torch.float32,
-    *,
-    block: int = 128,
-) -> Float[Tensor, "N K"]:
-    """Dequantize a matrix of 8-bit floats with a factor for each square block, as in DeepSeek-V3.
-
-    w[i, j] = float(weight[i, j]) * scale_inv[i // block, j // block] in float32, rounded once.
-    Source: DeepSeek-AI 2024 (arXiv 2412.19437), section 3.3.2.
-    """
-    if block < 1:
-        raise ArgumentError(f"block is {block}; it must be at least 1")
-    if weight.dtype != torch.float8_e4m3fn or scale_inv.dtype != torch.float32:
-        raise ArgumentTypeError(
-            f"weight is {weight.dtype} and scale_inv {scale_inv.dtype}; they must be "
-            "float8_e4m3fn and float32"
-        )
-    if dtype not in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
-        raise ArgumentTypeError(
-            f"dtype is {dtype}; it must be float16, bfloat16, float32 or float64"
-        )
-    wanted = tuple(-(-size // block) for size in weight.shape)
-    if tuple(scale_inv.shape) != wanted:
-        raise ArgumentError(
-            f"scale_inv is {tuple(scale_inv.shape)}; a weight of {tuple(weight.shape)} in blocks "
-            f"of {block} x {block} has {wanted}"
-        )
-    out = torch.empty(weight.shape, dtype=dtype, device=weight.device)
-    for i, row in enumerate(scale_inv):
-        rows = slice(i * block, (i + 1) * block)
-        out[rows] = weight[rows].float() * row.repeat_interleave(block)[: weight.shape[1]]
-    return out
-
-
-def _check_bytes(name: str, x: Tensor) -> None:
-    if x.dtype != torch.uint8:
-        raise ArgumentTypeError(f"{name} are {x.dtype}; they must be uint8")
+Settings: TypeAlias = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
 class QuantizedMatrix:
     """A matrix stored as small numbers and other tensors (scales, zero points, groups), its plain
-    header entry, and `unpack`: (values, *others) -> matrix.
+    header entry, and `unpack`: (values, *others) -> the matrix, or integers with scales.
     """
 
     values: str
     others: tuple[str, ...]
     plain: StoredTensor
-    unpack: Callable[..., Tensor]
+    unpack: Callable[..., Tensor | IntegerCodes]
     unread: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
 class DequantizedTensors(CheckpointTensors):
-    """Checkpoint tensors in which each pair of values and scales appears as the dequantized matrix;
-    scales, at most a sixteenth of the size, are read first.
+    """Checkpoint tensors in which each group of tensors of a quantized matrix appears as the
+    matrix; scales, at most a sixteenth of the size, are read first.
     """
 
     packed: CheckpointTensors
     pairs: Mapping[str, QuantizedMatrix]
+    method: str
 
     def read(
         self, names: Iterable[str] | None = None, buffering: ReadBuffering = DEFAULT_BUFFERING
     ) -> Iterator[tuple[str, Tensor]]:
         """Yield names and values; memory also holds the scales and one matrix."""
-        chosen = list(self.tensors if names is None else names)
+        chosen = self.tensors if names is None else names
+        for name, value in self.read_kept(chosen, (), buffering):
+            assert isinstance(value, Tensor)
+            yield name, value
+
+    def read_kept(
+        self,
+        names: Iterable[str],
+        integer_names: Collection[str],
+        buffering: ReadBuffering = DEFAULT_BUFFERING,
+    ) -> Iterator[tuple[str, Tensor | IntegerCodes]]:
+        """Yield names and values as `CheckpointTensors.read_kept` does."""
+        chosen = list(names)
         pairs = {self.pairs[n].values: self.pairs[n] for n in chosen if n in self.pairs}
         small = {name for pair in pairs.values() for name in pair.others}
         others = dict(self.packed.read(small, buffering))
         whole = [n for n in chosen if n not in self.pairs]
         for name, tensor in self.packed.read([*whole, *pairs], buffering):
-            if name in pairs:
-                pair = pairs[name]
-                try:
-                    plain = pair.unpack(tensor, *(others.pop(n) for n in pair.others))
-                except ArgumentError as error:
-                    place = f"{pair.plain.file}: {short_repr(name)}"
-                    raise FileError(f"{place}: {error_text(error)}") from error
-                yield pair.plain.name, plain
-            else:
+            if name not in pairs:
                 yield name, tensor
+                continue
+            pair = pairs[name]
+            try:
+                value = pair.unpack(tensor, *(others.pop(n) for n in pair.others))
+            except ArgumentError as error:
+                place = f"{pair.plain.file}: {short_repr(name)}"
+                raise FileError(f"{place}: {error_text(error)}") from error
+            if isinstance(value, IntegerCodes) and pair.plain.name not in integer_names:
+                value = value.dequantize()
+            yield pair.plain.name, value
+
+    def conversion(self, dense: Mapping[str, int]) -> Conversion | None:
+        """Count the quantized matrices that became plain numbers of so many bytes, or None."""
+        matrices = [self.pairs[name] for name in dense if name in self.pairs]
+        names = [name for x in matrices for name in (x.values, *x.others)]
+        before = sum(self.packed.tensors[name].bytes for name in names)
+        after = sum(dense[x.plain.name] for x in matrices)
+        count = len(matrices), len(self.pairs)
+        return Conversion(self.method, *count, before, after) if matrices else None
 
 
 def dequantized(store: CheckpointTensors, quantization_config: Any) -> CheckpointTensors:
-    """Return a folder's tensors with quantized pairs dequantized: "mxfp4" (`X_blocks` and
-    `X_scales`, [..., in, out]), "fp8" (`X.weight` and `X.weight_scale_inv`), and the forms of
-    `group_quantized`.
-    """
+    """Return a folder's tensors with each quantized matrix in place of its tensors."""
     if quantization_config is None:
         return store
-    method = (
-        quantization_config.get("quant_method")
-        if isinstance(quantization_config, Mapping)
-        else None
-    )
-    if method == "mxfp4":
-        pairs = _mxfp4(store)
-    elif method == "fp8":
-        pairs = _fp8(store, _block(store.folder, quantization_config))
-    elif method in ("gptq", "awq", "compressed-tensors"):
-        pairs = group_quantized_matrices(store, quantization_config)
-    else:
+    is_object = isinstance(quantization_config, Mapping)
+    method: Any = quantization_config.get("quant_method") if is_object else None
+    _check_setting(store.folder, "quant_method", method, tuple(READERS))
+    pairs = READERS[method](store, quantization_config)
+    if not pairs:
         raise _config_error(
             store.folder,
-            f"the quant_method {short_repr(method)}; supported are 'mxfp4', 'fp8', 'gptq', 'awq' "
-            "and 'compressed-tensors': use a checkpoint that is not quantized",
+            f"the quant_method {method!r}, and no tensor beside it is quantized so; remove the key "
+            "if the weights are plain",
         )
     hidden = {name for pair in pairs for name in (pair.values, *pair.others, *pair.unread)}
     entries = {name: x for name, x in store.tensors.items() if name not in hidden}
@@ -195,102 +136,127 @@ def dequantized(store: CheckpointTensors, quantization_config: Any) -> Checkpoin
     total = sum(x.bytes for x in entries.values())
     by_name = {pair.plain.name: pair for pair in pairs}
     return DequantizedTensors(
-        store.folder, MappingProxyType(entries), total, store.marks, store, by_name
+        store.folder, MappingProxyType(entries), total, store.marks, store, by_name, method
     )
 
 
-def _mxfp4(store: CheckpointTensors) -> list[QuantizedMatrix]:
-    pairs = []
+def _mxfp4(store: CheckpointTensors, _: Settings) -> list[QuantizedMatrix]:
+    """Read `X_blocks` and `X_scales` [..., out, in], matrices of experts, as [..., in, out]."""
+    pairs, unpack = [], partial(unpack_mxfp4, turned=True)
     for name, x in store.tensors.items():
         plain = name.removesuffix("_blocks")
         if plain == name:
             continue
-        scales = _scales(store, x, plain + "_scales")
+        scales = _beside(store, x, plain + "_scales")
         fits = len(x.shape) > 2 and x.shape[-1] == 16 and scales.shape == x.shape[:-1]
         if not fits or {x.dtype, scales.dtype} != {torch.uint8}:
             raise _mismatch_error(x, scales, "uint8 [..., G, 16] and uint8 [..., G]")
         shape = (*x.shape[:-3], 32 * x.shape[-2], x.shape[-3])
-        pairs.append(
-            QuantizedMatrix(
-                name,
-                (scales.name,),
-                _dequantized_entry(x, plain, shape, torch.bfloat16),
-                _transposed,
-            )
-        )
+        entry = _dequantized_entry(x, plain, shape, torch.bfloat16)
+        pairs.append(QuantizedMatrix(name, (scales.name,), entry, unpack))
     return pairs
 
 
-def _transposed(blocks: Tensor, scales: Tensor) -> Tensor:
-    # bfloat16 holds every value exactly
-    return unpack_mxfp4(blocks, scales, torch.bfloat16).mT
+def _fp8(store: CheckpointTensors, settings: Settings) -> list[QuantizedMatrix]:
+    """Read matrices of 8-bit floats with factors for blocks, rows or the whole."""
+    _check_setting(store.folder, "fmt", settings.get("fmt", "e4m3"), ("e4m3",))
+    block = _block(store.folder, settings.get("weight_block_size"))
+    return [
+        _float8(store, x, block, ("_scale_inv", "_scale"))
+        for x in store.tensors.values()
+        if x.dtype in FLOAT8
+    ]
 
 
-def _fp8(store: CheckpointTensors, block: int) -> list[QuantizedMatrix]:
-    pairs = []
-    for name, x in store.tensors.items():
-        if x.dtype != torch.float8_e4m3fn:
-            continue
-        scales = _scales(store, x, name + "_scale_inv")
-        wanted = tuple(-(-size // block) for size in x.shape)
-        if len(x.shape) != 2 or scales.shape != wanted or scales.dtype != torch.float32:
-            raise _mismatch_error(x, scales, f"a matrix and float32 {wanted}")
-        plain = _dequantized_entry(x, name, x.shape, torch.float32)
-        pairs.append(QuantizedMatrix(name, (scales.name,), plain, partial(unpack_fp8, block=block)))
-    return pairs
-
-
-def group_quantized_matrices(
-    store: CheckpointTensors, quantization_config: Mapping[str, Any]
-) -> list[QuantizedMatrix]:
-    """Return the matrices of a checkpoint of GPTQ, AWQ or compressed-tensors."""
-    method = quantization_config["quant_method"]
-    if method == "compressed-tensors":
-        return _compressed(store, *_compressed_settings(store.folder, quantization_config))
-    bits = quantization_config.get("bits", quantization_config.get("w_bit"))
-    allowed = (4, 8) if method == "gptq" else (4,)
-    if bits not in allowed or type(bits) is not int:
+def _block(folder: Path, sides: Any) -> tuple[int, int] | None:
+    """Return the sizes of a block that a setting names."""
+    if sides is None:
+        return None
+    known = isinstance(sides, list) and len(sides) == 2
+    if not known or not all(type(x) is int and 1 <= x <= _LARGEST_BLOCK for x in sides):
         raise _config_error(
-            store.folder, f"bits {short_repr(bits)}; of {method} supported are {allowed}"
+            folder, f"the size of blocks {short_repr(sides)}; it must be two numbers above 0"
         )
-    layout = quantization_config.get(
-        "checkpoint_format" if method == "gptq" else "version",
-        "gptq" if method == "gptq" else "gemm",
-    )
-    layouts = ("gptq", "gptq_v2") if method == "gptq" else ("gemm",)
-    layout, symmetric = str(layout).lower(), quantization_config.get("sym")
-    if layout not in layouts:
-        raise _config_error(
-            store.folder,
-            f"the layout {short_repr(layout)}; of {method} supported are {', '.join(layouts)}",
-        )
-    if symmetric not in (True, False, None):
-        raise _config_error(store.folder, f"sym {short_repr(symmetric)}; it must be true or false")
-    group_size = quantization_config.get("group_size", quantization_config.get("q_group_size"))
+    return sides[0], sides[1]
+
+
+def _float8(
+    store: CheckpointTensors,
+    x: StoredTensor,
+    block: tuple[int, int] | None,
+    suffixes: tuple[str, ...],
+) -> QuantizedMatrix:
+    """Read a matrix of 8-bit floats; without blocks its factors are one, one for each row, or one
+    for each group of a row.
+    """
+    base = x.name.removesuffix(".weight")
+    scales = _beside(store, x, *(x.name + end for end in suffixes))
+    grid: Any = scales.shape
+    wanted = "a matrix and one factor, or one for each row"
+    if len(x.shape) == 2 and block is not None:
+        sizes = tuple(-(-size // side) for size, side in zip(x.shape, block, strict=True))
+        wanted = f"a matrix and factors {sizes}"
+        fits = grid == sizes
+    elif len(x.shape) == 2:
+        grid = (1, 1) if math.prod(grid) == 1 else grid if len(grid) == 2 else (*grid, 1)
+        fits = grid == (1, 1) or (len(grid) == 2 and grid[0] == x.shape[0] and grid[1] > 0)
+        fits = fits and x.shape[1] % grid[1] == 0
+        block = (-(-x.shape[0] // grid[0]), x.shape[1] // grid[1]) if fits else None
+    else:
+        fits = False
+    if not fits or scales.dtype not in SCALES:
+        raise _mismatch_error(x, scales, wanted)
+    plain = _dequantized_entry(x, x.name, x.shape, torch.float32)
+    unread = _present(store, f"{base}.input_scale", f"{base}.activation_scale")
+    unpack = partial(_unpack_float8, grid=grid, block=block)
+    return QuantizedMatrix(x.name, (scales.name,), plain, unpack, unread)
+
+
+def _unpack_float8(
+    values: Tensor, scales: Tensor, *, grid: Any, block: tuple[int, int] | None
+) -> Tensor:
+    assert block is not None  # it was checked
+    return unpack_fp8(values, scales.reshape(grid), block=block)
+
+
+def _gptq_or_awq(store: CheckpointTensors, settings: Settings) -> list[QuantizedMatrix]:
+    """Read `X.qweight`, `X.qzeros` and `X.scales`, and in GPTQ `X.g_idx`."""
+    is_gptq, folder = settings["quant_method"] == "gptq", store.folder
+    bits = settings.get("bits", settings.get("w_bit"))
+    _check_setting(folder, "bits", bits, (4, 8) if is_gptq else (4,))
+    layout = settings.get("checkpoint_format", settings.get("format", "gptq"))
+    layout = str(layout if is_gptq else settings.get("version", "gemm")).lower()
+    _check_setting(folder, "layout", layout, ("gptq", "gptq_v2") if is_gptq else ("gemm",))
+    sym, desc_act = settings.get("sym"), settings.get("desc_act")
+    for name, value in (("sym", sym), ("desc_act", desc_act)):
+        _check_setting(folder, name, value, (True, False, None))
+    _check_setting(folder, "dynamic", settings.get("dynamic") or None, (None,))
+    group_size = settings.get("group_size", settings.get("q_group_size"))
     matrices = []
     for name, x in store.tensors.items():
         base = name.removesuffix(".qweight")
         if base == name:
             continue
-        zeros, scales = (_scales(store, x, f"{base}.{part}") for part in ("qzeros", "scales"))
+        zeros, scales = (_beside(store, x, f"{base}.{part}") for part in ("qzeros", "scales"))
         names: tuple[str, ...] = (zeros.name, scales.name)
-        unpack: Callable[..., Tensor]
+        unpack: Callable[..., IntegerCodes] = unpack_awq
         per_word, outputs = 32 // bits, scales.shape[-1] if scales.shape else 0
         if x.dtype != torch.int32 or zeros.dtype != torch.int32 or len(x.shape) != 2:
             raise _mismatch_error(x, zeros, "matrices of int32")
-        if method == "awq":
-            inputs, unpack = x.shape[0], dequantize_awq
-            fits = x.shape[1] * per_word == outputs
-        else:
-            groups = _scales(store, x, f"{base}.g_idx")
+        if is_gptq:
+            groups = _beside(store, x, f"{base}.g_idx")
             inputs, names = x.shape[0] * per_word, (*names, groups.name)
             unpack = partial(
-                dequantize_gptq,
+                unpack_gptq,
                 bits=bits,
                 zero_offset=int(layout == "gptq"),
-                symmetric=bool(symmetric),
+                symmetric=bool(sym),
+                ordered=desc_act is False,
             )
             fits = x.shape[1] == outputs and groups.shape == (inputs,)
+        else:
+            inputs = x.shape[0]
+            fits = x.shape[1] * per_word == outputs
         if not fits or zeros.shape != (scales.shape[0], outputs // per_word):
             raise _mismatch_error(x, scales, "a packed matrix and the scales of its outputs")
         groups_told = -(-inputs // group_size) if _is_count(group_size) else scales.shape[0]
@@ -306,86 +272,221 @@ def _is_count(value: object) -> bool:
     return type(value) is int and value > 0
 
 
-def _compressed_settings(folder: Path, settings: Mapping[str, Any]) -> tuple[str, int]:
-    """Return the format and the bits of compressed-tensors."""
-    layout, groups = settings.get("format"), settings.get("config_groups")
-    if layout not in ("pack-quantized", "int-quantized"):
-        raise _config_error(
-            folder,
-            f"the format {short_repr(layout)}; of compressed-tensors supported are "
-            "'pack-quantized' and 'int-quantized'",
-        )
-    values = list(groups.values()) if isinstance(groups, Mapping) else []
-    weights = [x.get("weights") if isinstance(x, Mapping) else None for x in values]
-    bits = {x.get("num_bits") if isinstance(x, Mapping) else None for x in weights}
-    kinds = {x.get("type") if isinstance(x, Mapping) else None for x in weights}
-    if len(bits) != 1 or not bits <= {4, 8} or kinds != {"int"}:
-        raise _config_error(folder, f"config_groups {short_repr(groups)}; int of 4 or 8 bits are")
-    if any(x.get("input_activations") or x.get("output_activations") for x in values):
-        raise _config_error(folder, "quantized activations; supported are quantized weights only")
-    return layout, 4 if bits == {4} else 8
+_COMPRESSED = (
+    *("pack-quantized", "int-quantized", "float-quantized", "naive-quantized"),
+    *("nvfp4-pack-quantized", "mxfp4-pack-quantized", "mxfp8-quantized"),
+)
+"""The formats of compressed-tensors that are read."""
 
 
-def _compressed(store: CheckpointTensors, layout: str, bits: int) -> list[QuantizedMatrix]:
-    """Return the matrices of a checkpoint of compressed-tensors."""
-    packed = layout == "pack-quantized"
-    end, matrices = (".weight_packed" if packed else ".weight"), []
+def _compressed(store: CheckpointTensors, settings: Settings) -> list[QuantizedMatrix]:
+    """Read the matrices of compressed-tensors by the dtype of their numbers: words of integers,
+    int8, 8-bit floats, and bytes of two 4-bit floats.
+    """
+    bits, block = _compressed_settings(store.folder, settings)
+    matrices = []
     for name, x in store.tensors.items():
-        base = name.removesuffix(end)
-        if base == name or x.dtype != (torch.int32 if packed else torch.int8):
-            continue
-        scales = _scales(store, x, f"{base}.weight_scale")
-        if len(x.shape) != 2 or len(scales.shape) != 2 or scales.shape[0] != x.shape[0]:
-            raise _mismatch_error(x, scales, "a matrix and scales [outputs, groups]")
-        if f"{base}.weight_g_idx" in store.tensors:
-            raise FileError(
-                f"{x.file}: {short_repr(base)} has groups of inputs that are not neighbours "
-                "(weight_g_idx), which is not supported: use a checkpoint without it"
-            )
-        inputs = x.shape[1] * (32 // bits if packed else 1)
-        zeros = f"{base}.weight_zero_point"
-        others = (scales.name, *([zeros] if zeros in store.tensors else []))
-        unread = tuple(n for n in (f"{base}.weight_shape",) if n in store.tensors)
-        unpack = partial(_unpack_compressed, bits=bits if packed else None)
-        plain = _dequantized_entry(x, f"{base}.weight", (x.shape[0], inputs), torch.float32)
-        matrices.append(QuantizedMatrix(name, others, plain, unpack, unread))
+        base, _, end = name.rpartition(".")
+        if (end, x.dtype) == ("weight_packed", torch.uint8):
+            matrices.append(_compressed_floats(store, x, base))
+        elif end == "weight" and x.dtype in FLOAT8:
+            matrices.append(_float8(store, x, block, ("_scale",)))
+        elif (end, x.dtype) in (("weight_packed", torch.int32), ("weight", torch.int8)):
+            matrices.append(_compressed_integers(store, x, base, bits))
     return matrices
 
 
-def _unpack_compressed(
-    values: Tensor, scales: Tensor, zeros: Tensor | None = None, *, bits: int | None
-) -> Tensor:
-    """Dequantize a matrix of compressed-tensors; bits is None where no numbers are packed."""
-    if bits is None:
-        return dequantize_compressed(values.int(), scales, zeros if zeros is None else zeros.int())
-    middle = 2 ** (bits - 1)
-    codes = unpack_words(values, bits) - middle
-    if zeros is not None:  # packed along the outputs
-        zeros = unpack_words(zeros.T.contiguous(), bits).T[: len(codes)] - middle
-    return dequantize_compressed(codes, scales, zeros)
-
-
-def _block(folder: Path, quantization_config: Mapping[str, object]) -> int:
-    """Return the number of rows and columns of a block."""
-    fmt = quantization_config.get("fmt", "e4m3")
-    sides = quantization_config.get("weight_block_size")
-    if fmt != "e4m3":
-        raise _config_error(folder, f"the fmt {short_repr(fmt)}; supported is 'e4m3'")
-    side = sides[0] if isinstance(sides, list) and len(sides) == 2 else None
-    if type(side) is not int or not 1 <= side <= _LARGEST_BLOCK or sides != [side, side]:
+def _compressed_settings(folder: Path, settings: Settings) -> tuple[int, tuple[int, int] | None]:
+    """Return the bits of packed integers, and the block of 8-bit floats."""
+    layout, groups = settings.get("format"), settings.get("config_groups")
+    for name in ("transform_config", "sparsity_config", "kv_cache_scheme"):
+        value = settings.get(name)
+        if value and not (isinstance(value, Mapping) and value.get("format") == "dense"):
+            raise _config_error(folder, f"{name} {short_repr(value)}; it is not supported")
+    values = list(groups.values()) if isinstance(groups, Mapping) else []
+    values = [x if isinstance(x, Mapping) else {} for x in values]
+    for name in (layout, *(x["format"] for x in values if x.get("format"))):
+        _check_setting(folder, "format", name, _COMPRESSED)
+    weights = [x.get("weights") if isinstance(x.get("weights"), Mapping) else {} for x in values]
+    bits = {x.get("num_bits") for x in weights if x.get("type", "int") == "int"}
+    if not weights or len(bits) > 1 or not bits <= {4, 8}:
         raise _config_error(
-            folder, f"the weight_block_size {short_repr(sides)}; supported are square blocks"
+            folder, f"config_groups {short_repr(groups)}; integers of 4 or of 8 bits are supported"
         )
-    return side
+    blocks = {str(x.get("block_structure")): x.get("block_structure") for x in weights}
+    if len(blocks) > 1:
+        raise _config_error(folder, f"the sizes of blocks {sorted(blocks)}; one is supported")
+    return next(iter(bits), 8), _block(folder, *blocks.values())
 
 
-def _scales(store: CheckpointTensors, values: StoredTensor, name: str) -> StoredTensor:
-    if name not in store.tensors:
+def _compressed_integers(
+    store: CheckpointTensors, x: StoredTensor, base: str, bits: int
+) -> QuantizedMatrix:
+    scales = _beside(store, x, f"{base}.weight_scale")
+    packed = x.dtype == torch.int32
+    if len(x.shape) != 2 or scales.shape[:1] not in ((x.shape[0],), (1,), ()):
+        raise _mismatch_error(x, scales, "a matrix and scales [outputs, groups]")
+    shape = (x.shape[0], x.shape[1] * (32 // bits if packed else 1))
+    parts = ("weight_zero_point", "weight_g_idx", "weight_shape")
+    there = {part: f"{base}.{part}" for part in parts if f"{base}.{part}" in store.tensors}
+    unpack = partial(_unpack_compressed, parts=tuple(there), shape=shape, bits=bits)
+    plain = _dequantized_entry(x, f"{base}.weight", shape, torch.float32)
+    unread = _present(store, f"{base}.input_scale", f"{base}.input_zero_point")
+    return QuantizedMatrix(x.name, (scales.name, *there.values()), plain, unpack, unread)
+
+
+def _unpack_compressed(
+    values: Tensor,
+    scales: Tensor,
+    *others: Tensor,
+    parts: tuple[str, ...],
+    shape: tuple[int, int],
+    bits: int,
+) -> IntegerCodes:
+    there = dict(zip(parts, others, strict=True))
+    stored_shape = there.pop("weight_shape", None)
+    if stored_shape is not None and tuple(stored_shape.tolist()) != shape:
+        raise ArgumentError(
+            f"weight_shape is {stored_shape.tolist()}; the packed numbers are {shape}"
+        )
+    if scales.numel() == 1:  # one scale for the whole matrix
+        scales = scales.reshape(1, 1).expand(len(values), 1)
+    zeros = there.get("weight_zero_point")
+    if zeros is not None and zeros.numel() == 1 and zeros.dtype == torch.int8:
+        zeros = zeros.reshape(1, 1).expand(len(values), 1)
+    return unpack_compressed(values, scales, zeros, there.get("weight_g_idx"), bits=bits)
+
+
+def _compressed_floats(store: CheckpointTensors, x: StoredTensor, base: str) -> QuantizedMatrix:
+    """Read a matrix of 4-bit floats: MXFP4 where scales are bytes, and otherwise NVFP4."""
+    scales = _beside(store, x, f"{base}.weight_scale")
+    width = 32 if scales.dtype == torch.uint8 else 16
+    names: tuple[str, ...] = (scales.name,)
+    unpack: Callable[..., Tensor | IntegerCodes] = _small_floats
+    if width == 16:
+        names = (scales.name, _beside(store, x, f"{base}.weight_global_scale").name)
+        unpack = unpack_nvfp4
+    fits = len(x.shape) == 2 and scales.shape == (x.shape[0], 2 * x.shape[1] // width)
+    if not fits or (width == 16 and scales.dtype != torch.float8_e4m3fn):
+        raise _mismatch_error(x, scales, "bytes, and a scale for each 16 or 32 inputs")
+    shape = (x.shape[0], 2 * x.shape[1])
+    plain = _dequantized_entry(x, f"{base}.weight", shape, torch.float32)
+    unread = _present(store, f"{base}.input_global_scale")
+    return QuantizedMatrix(x.name, names, plain, unpack, unread)
+
+
+def _small_floats(packed: Tensor, scales: Tensor) -> IntegerCodes:
+    return unpack_mxfp4(torch.unflatten(packed, 1, (-1, 16)), scales)
+
+
+def _bitsandbytes(store: CheckpointTensors, settings: Settings) -> list[QuantizedMatrix]:
+    """Read int8 (`X.weight`, `X.SCB`) and 4 bits (`X.weight`, `X.weight.absmax` and others)."""
+    states = [name for name in store.tensors if _STATE in name]
+    matrices = [_four_bits(store, settings, name, state) for name, state in store.read(states)]
+    for name, x in store.tensors.items():
+        base = name.removesuffix(".weight")
+        if x.dtype != torch.int8 or base == name:
+            continue
+        scales = _beside(store, x, f"{base}.SCB")
+        if len(x.shape) != 2 or scales.shape != x.shape[:1] or scales.dtype != torch.float32:
+            raise _mismatch_error(x, scales, "a matrix and a float32 number for each row")
+        names = (scales.name, *_present(store, f"{base}.weight_format"))
+        plain = _dequantized_entry(x, name, x.shape, torch.float32)
+        matrices.append(QuantizedMatrix(name, names, plain, _eight_bits))
+    return matrices
+
+
+_STATE = ".quant_state.bitsandbytes__"
+_STATE_KEYS = {"quant_type", "blocksize", "dtype", "shape"}
+_NESTED_KEYS = {"nested_blocksize", "nested_dtype", "nested_offset"}
+
+
+def _four_bits(
+    store: CheckpointTensors, settings: Settings, name: str, text: Tensor
+) -> QuantizedMatrix:
+    """Read a matrix of 4-bit codes by the JSON text beside it."""
+    weight, _, kind = name.rpartition(_STATE)
+    entry = store.tensors[name]
+    x, absmax, table = (
+        _beside(store, entry, weight + end) for end in ("", ".absmax", ".quant_map")
+    )
+    if text.dtype != torch.uint8 or text.numel() > _LARGEST_STATE:
+        raise _mismatch_error(x, entry, "bytes, and a JSON text as uint8")
+    try:
+        state = parse_json(bytes(text.flatten().tolist()))
+    except ArgumentError as error:
+        raise FileError(f"{x.file}: {short_repr(name)} {error_text(error)}") from error
+    nested = absmax.dtype == torch.uint8
+    if state.keys() != _STATE_KEYS | (_NESTED_KEYS if nested else set()):
+        raise FileError(
+            f"{x.file}: {short_repr(name)} has the keys {sorted(state)}; it must have "
+            f"{sorted(_STATE_KEYS)}, and those of nested factors where absmax is uint8"
+        )
+    quant_type = settings.get("bnb_4bit_quant_type", kind)
+    shape, sizes = state["shape"], [state["blocksize"], state.get("nested_blocksize", 1)]
+    if kind not in BITSANDBYTES_VALUES or not state["quant_type"] == kind == quant_type:
+        raise FileError(
+            f"{x.file}: {short_repr(name)} is {short_repr(state['quant_type'])}, and "
+            f"quantization_config says {short_repr(quant_type)}; both must be nf4, or fp4"
+        )
+    if not isinstance(shape, list) or not all(_is_count(size) for size in [*shape, *sizes]):
+        raise FileError(f"{x.file}: {short_repr(name)} has the sizes {short_repr([shape, *sizes])}")
+    names = [absmax.name, table.name]
+    if nested:
+        suffixes = (".nested_absmax", ".nested_quant_map")
+        names += [_beside(store, x, weight + end).name for end in suffixes]
+    plain = _dequantized_entry(x, weight, tuple(shape), torch.float32)
+    return QuantizedMatrix(x.name, tuple(names), plain, partial(_unpack_four_bits, state), (name,))
+
+
+def _unpack_four_bits(
+    state: Mapping[str, Any], packed: Tensor, absmax: Tensor, table: Tensor, *nested: Tensor
+) -> Tensor:
+    known = torch.tensor(BITSANDBYTES_VALUES[state["quant_type"]])
+    if table.shape != known.shape or float((table.float() - known).abs().max()) > 1e-6:
+        raise ArgumentError(f"quant_map differs from the values of {state['quant_type']}")
+    if nested:
+        factors, values = nested
+        blocks = factors.float().repeat_interleave(state["nested_blocksize"])[: absmax.numel()]
+        absmax = values.float()[absmax.int()] * blocks + state["nested_offset"]
+    packed = packed.contiguous().view(torch.uint8).flatten()
+    shape = tuple(state["shape"])
+    return unpack_bitsandbytes(packed, absmax, table, shape, block=state["blocksize"])
+
+
+def _eight_bits(codes: Tensor, scales: Tensor, layout: Tensor | None = None) -> IntegerCodes:
+    if layout is not None and int(layout) != 0:
+        raise ArgumentError(
+            f"weight_format is {int(layout)}, an order of a GPU; it must be 0, row by row"
+        )
+    return IntegerCodes(8, codes, scales[:, None] / 127)
+
+
+READERS: Mapping[str, Callable[[CheckpointTensors, Settings], list[QuantizedMatrix]]] = {
+    "mxfp4": _mxfp4,
+    "fp8": _fp8,
+    "fbgemm_fp8": _fp8,
+    "gptq": _gptq_or_awq,
+    "awq": _gptq_or_awq,
+    "compressed-tensors": _compressed,
+    "bitsandbytes": _bitsandbytes,
+}
+"""`quant_method` -> the reader of a folder's quantized matrices."""
+
+
+def _beside(store: CheckpointTensors, values: StoredTensor, *names: str) -> StoredTensor:
+    """Return the first tensor of these names, which belongs to a quantized matrix."""
+    present = next((name for name in names if name in store.tensors), None)
+    if present is None:
         raise FileError(
             f"{values.file}: {short_repr(values.name)} is quantized, and its scales "
-            f"{short_repr(name)} are missing; is a shard missing?"
+            f"{short_repr(names[0])} are missing; is a shard missing?"
         )
-    return store.tensors[name]
+    return store.tensors[present]
+
+
+def _present(store: CheckpointTensors, *names: str) -> tuple[str, ...]:
+    return tuple(name for name in names if name in store.tensors)
 
 
 def _dequantized_entry(
@@ -399,6 +500,12 @@ def _dequantized_entry(
 def _mismatch_error(values: StoredTensor, scales: StoredTensor, wanted: str) -> FileError:
     pair = [f"{short_repr(x.name)} is {x.dtype} {x.shape}" for x in (values, scales)]
     return FileError(f"{values.file}: {' and '.join(pair)}; they must be {wanted}")
+
+
+def _check_setting(folder: Path, name: str, value: Any, allowed: tuple[object, ...]) -> None:
+    if not any(type(value) is type(x) and value == x for x in allowed):
+        names = ", ".join(map(repr, allowed))
+        raise _config_error(folder, f"the {name} {short_repr(value)}; supported: {names}")
 
 
 def _config_error(folder: Path, problem: str) -> FileError:

@@ -304,6 +304,11 @@ def _gptq(settings: Mapping[str, Any]) -> tuple[str, ByteCount]:
 
 def _fp8(settings: Mapping[str, Any]) -> tuple[str, ByteCount]:
     sides = settings.get("weight_block_size")
+    if sides is None:  # one factor for each row, or one for all
+        by_row = settings["quant_method"] != "fp8"
+        whole = lambda m: m.numbers + 4 * m.count * (m.rows if by_row else 1)  # noqa: E731
+        form = "fp8 by rows" if by_row else "fp8 by matrices"
+        return form, _linear_maps(settings, "modules_to_not_convert", whole)
     if not isinstance(sides, list) or [type(x) is int and x > 0 for x in sides] != [True, True]:
         raise ArgumentError(f"weight_block_size is {short_repr(sides)}; known are two sizes")
     a, b = (int(side) for side in sides)
@@ -406,6 +411,7 @@ METHODS: Mapping[str, Callable[[Mapping[str, Any]], tuple[str, ByteCount]]] = {
     "awq": _awq,
     "bitsandbytes": _bitsandbytes,
     "compressed-tensors": _compressed_tensors,
+    "fbgemm_fp8": _fp8,
     "fp8": _fp8,
     "gptq": _gptq,
     "mxfp4": _mxfp4,

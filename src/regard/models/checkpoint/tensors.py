@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
 from types import MappingProxyType
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,6 +25,7 @@ from regard.files.safetensors_files import (
     identify_format,
     read_header,
 )
+from regard.models.checkpoint.group_quantized import IntegerCodes
 from regard.units import plural
 from regard.untrusted_text import short_repr
 
@@ -67,6 +69,30 @@ class CheckpointTensors:
             raise ArgumentError(f"names: {self.folder} has no tensor {short_repr(name)}{hint}")
         wanted = [x for name, x in self.tensors.items() if name in chosen]
         return safetensors_files.read_tensors(wanted, self.marks, buffering)
+
+    def read_kept(
+        self, names: Iterable[str], integer_names: Collection[str]
+    ) -> Iterator[tuple[str, Tensor | IntegerCodes]]:
+        """Yield names and values as `read` does; those of `integer_names` as the integers with
+        scales that a quantized checkpoint has.
+        """
+        yield from self.read(names)
+
+    def conversion(self, dense: Mapping[str, int]) -> Conversion | None:
+        """Return which quantized matrices became plain numbers, of so many bytes; None for none."""
+        return None
+
+
+class Conversion(NamedTuple):
+    """How many quantized matrices of a checkpoint became plain numbers, because no stored form has
+    the same numbers, with their bytes before and after.
+    """
+
+    method: str
+    converted: int
+    matrices: int
+    bytes_before: int
+    bytes_after: int
 
 
 def check_finite(name: str, tensor: Tensor) -> None:

@@ -18,9 +18,11 @@ from regard.did_you_mean import close_matches
 from regard.errors import ArgumentError, FileError
 from regard.huge_pages import HugePageBlock
 from regard.models.checkpoint.family import Family, TensorBinding, bind_names, name_pattern
+from regard.models.checkpoint.group_quantized import IntegerCodes
 from regard.models.checkpoint.stored_forms import StoredRecords, WeightForm, may_store
-from regard.models.checkpoint.tensors import CheckpointTensors, check_finite
+from regard.models.checkpoint.tensors import CheckpointTensors, Conversion, check_finite
 from regard.nn.weights.stored import StoredWeightMixin, store_weight, stored_to_huge_pages
+from regard.ops.cpu.library import DTYPES
 from regard.ops.stored_weights import StoredWeight
 from regard.untrusted_text import error_text, escape_controls, short_repr
 
@@ -29,10 +31,13 @@ _MAX_PREFIX_PARTS = 8
 
 
 class FillResult(NamedTuple):
-    """Where a checkpoint and a network differ: weights left random, and unused tensors."""
+    """Where a checkpoint and a network differ: weights left random, unused tensors, and what became
+    of matrices in a form that is not computed with.
+    """
 
     newly_initialized: list[str]
     ignored: list[str]
+    converted: Conversion | None
 
 
 def fill_parameters(
@@ -79,19 +84,30 @@ def fill_parameters(
     _check_shapes(store, name_of, bindings, parameters)
     filled: dict[int, str] = {}
     memory = HugePageBlock(sum(dtype.itemsize * p.numel() for p in _by_id(parameters).values()))
-    storable = {key for key, p in _by_id(parameters).items() if form and may_store(p, owners[key])}
-    for stored_name, tensor in store.read(name_of):
+    storable = {key for key, p in _by_id(parameters).items() if may_store(p, owners[key])}
+    integer_names = [
+        stored_name
+        for stored_name, name in name_of.items()
+        if form is None
+        and dtype in DTYPES
+        and bindings[name].rule.keeps_inputs
+        and all(id(parameters[p]) in storable for p in bindings[name].parameters)
+    ]
+    dense: dict[str, int] = {}
+    for stored_name, tensor in store.read_kept(name_of, integer_names):
         if finite:
-            check_finite(stored_name, tensor)
+            check_finite(stored_name, tensor if isinstance(tensor, Tensor) else tensor.scales)
         binding = bindings[name_of[stored_name]]
         parts, shares = _parts(tensor, binding, parameters)
         for parameter_name, part in zip(binding.parameters, parts, strict=True):
             key = id(parameters[parameter_name])
-            if form is not None and key in storable:  # rounded once, from the stored number
-                value: Tensor | StoredWeight = _stored(form, part, dtype, parameter_name)
-            else:
+            value = part if isinstance(part, Tensor) else _record_or_weight(part, dtype)
+            if isinstance(value, Tensor) and form is not None and key in storable:
+                value = _stored(form, value, dtype, parameter_name)  # rounded once
+            elif isinstance(value, Tensor):
                 kind = family.dtype_of(parameter_name, dtype)
-                value = memory.copy(part, kind) if shares or part.dtype != kind else part
+                value = memory.copy(value, kind) if shares or value.dtype != kind else value
+                dense[stored_name] = dense.get(stored_name, 0) + value.nbytes
             if key in filled:
                 _check_same(store, (filled[key], stored_name), value, owners[key])
             else:
@@ -104,7 +120,7 @@ def fill_parameters(
             value = initial[parameter_name].detach().to(family.dtype_of(parameter_name, dtype))
             _assign(owners[id(parameters[parameter_name])], value)
     stored_to_huge_pages(model)
-    return FillResult(allowed, ignored)
+    return FillResult(allowed, ignored, store.conversion(dense))
 
 
 def _first_names(
@@ -148,11 +164,20 @@ def _check_shapes(
 
 
 def _parts(
-    tensor: Tensor, binding: TensorBinding, parameters: Mapping[str, Tensor]
-) -> tuple[Sequence[Tensor], bool]:
+    tensor: Tensor | IntegerCodes, binding: TensorBinding, parameters: Mapping[str, Tensor]
+) -> tuple[Sequence[Tensor | IntegerCodes], bool]:
     """Return the parameters of a stored tensor, and whether they may be views of it."""
-    values = binding.rule.unpack(tensor, [parameters[name].shape for name in binding.parameters])
+    sizes = [parameters[name].shape for name in binding.parameters]
+    if isinstance(tensor, IntegerCodes):
+        return tensor.divide(lambda x: binding.rule.unpack(x, sizes)), False
+    values = binding.rule.unpack(tensor, sizes)
     return values, not (len(values) == 1 and values[0].is_contiguous())
+
+
+def _record_or_weight(codes: IntegerCodes, dtype: torch.dtype) -> Tensor | StoredWeight:
+    """Return a stored weight with the same numbers, or the numbers where there is none."""
+    record = codes.record(dtype)
+    return codes.dequantize() if record is None else record
 
 
 def _stored(form: WeightForm, part: Tensor, dtype: torch.dtype, name: str) -> StoredWeight:

@@ -44,7 +44,8 @@ def _stacked(*parts: str) -> TensorRule:
         turned = torch.stack([x.T if x.ndim == 2 else x for x in parameters])
         return torch.stack(turned.chunk(len(parts)), -1).flatten(-2)
 
-    return TensorRule(tuple(f"{EXPERTS}.*.{part}" for part in parts), unpack, pack)
+    names = tuple(f"{EXPERTS}.*.{part}" for part in parts)
+    return TensorRule(names, unpack, pack, keeps_inputs=True)
 
 
 EXPERTS = MODEL_LAYER + "feed_forward.experts"

@@ -7,7 +7,6 @@ fills a struct; `StructLayout.dtype` is the same layout for an array of structs.
 
 from __future__ import annotations
 
-import itertools
 import re
 import struct
 from array import array
@@ -20,7 +19,7 @@ import torch
 from torch import Tensor
 
 from regard.ops.cpu.instruction_sets import SOURCES
-from regard.ops.cpu.launch import address
+from regard.ops.cpu.launch import address, row_address
 
 PackedStruct: TypeAlias = array
 """A struct in memory, as an array of 8-byte integers."""
@@ -66,28 +65,26 @@ class StructLayout:
         self.dtype = np.dtype(
             [(x.name, x.kind) if x.count == 1 else (x.name, x.kind, (x.count,)) for x in parts]
         )
-        places = itertools.accumulate((x.count for x in parts), initial=0)
-        self._places = {x.name: place for x, place in zip(parts, places, strict=False)}
-        arguments = fields[sum(x.name in _COUNTERS for x in fields) :]
-        self._arguments = [
-            (x.name, x.dtype, len(x.parts) + x.parts[0].count > 2) for x in arguments
-        ]
+        self._arguments = [(x.name, x.dtype) for x in fields if x.name not in _COUNTERS]
 
     def pack(self, **arguments: float | Tensor | Sequence[int]) -> PackedStruct:
         """Return a struct in memory, with its counters at 0.
 
         Args:
             **arguments: the value of each field by name: a number; a contiguous tensor for an
-                `Array`; a sequence of all numbers for a field of several numbers. The caller must
-                keep tensors alive as long as the struct is read.
+                `Array`, one with contiguous rows for a `Strided`; a sequence of all numbers for a
+                field of several numbers. The caller must keep tensors alive as long as the struct
+                is read.
         """
         numbers: list[Any] = [*self._zeros]
-        for name, dtype, is_wide in self._arguments:
+        for name, dtype in self._arguments:
             value: Any = arguments[name]
             if dtype is not None:
                 shape = value.shape
                 numbers += (address(value, dtype), *_LEADING_ONES[len(shape)], *shape)
-            elif is_wide:
+            elif isinstance(value, Tensor):
+                numbers += (row_address(value, value.dtype), *value.stride()[:3])
+            elif isinstance(value, Sequence):
                 numbers += value
             else:
                 numbers.append(value)
@@ -95,7 +92,8 @@ class StructLayout:
 
     def place(self, name: str) -> int:
         """Return the index of a field in a packed struct."""
-        return self._places[name]
+        field: Any = self.dtype.fields
+        return int(field[name][1]) // 8
 
     def pack_numbers(self, *numbers: float) -> PackedStruct:
         """Return a struct whose fields are all numbers, given in the order of the fields.
@@ -125,19 +123,12 @@ def _structs() -> dict[str, list[Field]]:
     structs: dict[str, list[Field]] = {}
     for name, base, body in _STRUCT.findall(text):
         fields = list(structs[base]) if base else []
-        for kind, pointer, field, count in _FIELD.findall(body):
-            fields.append(_field(structs, kind, bool(pointer), field, count))
+        fields += (_field(structs, *found) for found in _FIELD.findall(body))
         structs[name] = fields
     return structs
 
 
-def _field(
-    known: dict[str, list[Field]],
-    kind: str,
-    pointer: bool,  # noqa: FBT001
-    name: str,
-    count: str,
-) -> Field:
+def _field(known: dict[str, list[Field]], kind: str, pointer: str, name: str, count: str) -> Field:
     """Return one field; the parts of a struct are `<name>_<part>`, and its `data` is `<name>`."""
     if not pointer and kind.startswith("Array<"):
         parts = (Part(name, "q", 1), Part(f"{name}_shape", "q", 4))

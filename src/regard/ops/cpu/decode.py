@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -22,39 +21,17 @@ from regard.ops.cpu.library import DTYPES, entry
 from regard.ops.stored_slots import QuantizedSlots, coded_memory
 
 TILE_KEYS = 64
-"""The number of keys in a tile, as `kTile` of `csrc/decode.cpp`."""
+"""A multiple of the number of keys in a tile, `kTile` of `csrc/decode.cpp`."""
 
 ELEMENTS_PER_THREAD = 1 << 17
-"""The number of elements of keys and values per thread. For fewer, starting a thread takes longer
-than it saves.
-"""
+"""The number of elements of keys and values from which on a thread saves more than it costs."""
 
 
 @dataclass(frozen=True, eq=False)
 class DecodeArgs:
     """The arguments of decoding except keys and values: the queries, which keys each query sees,
-    and the terms that are added to the scores. All tensors are contiguous.
-
-    In the shapes b, h and t are B, H and T, or 1.
-
-    Args:
-        q: queries `[B, G, R, D]` in fp32 with R = H/G * T: row r of key/value head g is query r % T
-            of query head g H/G + r // T.
-        scale: the factor on q . k.
-        T: the number of queries.
-        k_positions: the positions of the keys `[b, S]`, or `[1, 0]` for contiguous positions from
-            `origin` on.
-        origin: the position of key 0 if the positions are contiguous.
-        starts: the starts of the n ranges of positions that each query sees, `[b, h, t, n]`, or
-            empty if `visible` is given.
-        stops: one past the ends of these ranges, in the same shape.
-        visible: in place of ranges, which keys each query sees, bool `[b, h, t, S]`, or
-            `[..., 0]`.
-        softcap: the bound on the scores; 0: none.
-        symmetric: whether ALiBi is symmetric.
-        slopes: the slopes of ALiBi `[H]`, or `[0]`.
-        bias: any other bias `[b, h, t, S]`, or `[..., 0]`.
-        q_positions: the positions of the queries `[b, T]`.
+    and the terms that are added to the scores. All tensors are contiguous; the struct `Decode` of
+    `csrc/arguments.h` says what each of them is, and its shape.
     """
 
     q: Tensor
@@ -73,16 +50,9 @@ class DecodeArgs:
 
     def after_slots(self, slots: int) -> DecodeArgs:
         """Return the arguments for all keys except the first `slots` ones."""
-        k_positions, visible, bias = (
-            x[..., slots:].contiguous() for x in (self.k_positions, self.visible, self.bias)
-        )
-        return replace(
-            self,
-            k_positions=k_positions,
-            origin=self.origin + slots,
-            visible=visible,
-            bias=bias,
-        )
+        rest = {x: getattr(self, x)[..., slots:] for x in ("k_positions", "visible", "bias")}
+        rest = {name: x.contiguous() for name, x in rest.items()}
+        return replace(self, origin=self.origin + slots, **rest)
 
 
 class QuantizedSegment(NamedTuple):
@@ -90,7 +60,7 @@ class QuantizedSegment(NamedTuple):
     stored as codes, and the recent slots that follow them.
 
     Args:
-        k: the codes of the keys: addresses, strides and sizes, as a `QuantizedField` takes them.
+        k: the codes of the keys: addresses, strides and sizes, as a field `Quantized` takes them.
         v: the same for the values.
         dtype: the dtype of the scales.
         slots: the number of slots that are stored as codes.
@@ -103,7 +73,7 @@ class QuantizedSegment(NamedTuple):
     dtype: torch.dtype
     slots: int
     recent: tuple[Tensor, Tensor]
-    owners: tuple[Tensor, ...]
+    owners: Sequence[Tensor]
 
 
 def quantized_segment(k: Tensor, v: Tensor) -> QuantizedSegment | None:
@@ -124,22 +94,16 @@ def quantized_segment(k: Tensor, v: Tensor) -> QuantizedSegment | None:
     keys, values, slots = coded
     if keys.groups.scale.dtype not in DTYPES:
         return None
-    (k_codes, k_owners), (v_codes, v_owners) = (
-        _quantized_argument(keys),
-        _quantized_argument(values),
-    )
-    recent = keys.recent, values.recent
-    return QuantizedSegment(
-        k_codes, v_codes, keys.groups.scale.dtype, slots, recent, (*k_owners, *v_owners)
-    )
-
-
-def _quantized_argument(x: QuantizedSlots) -> tuple[tuple[int, ...], tuple[Tensor, ...]]:
-    """Return the numbers of a `QuantizedField`, and the tensors whose memory they refer to."""
-    codes, scale, zero = x.groups.codes, x.groups.scale, x.groups.zero
-    if not is_readable(x):
-        codes, scale, zero = codes.contiguous(), scale.contiguous(), zero.contiguous()
-    return quantized_numbers(codes, scale, zero, x.bits), (codes, scale, zero)
+    parts: list[tuple[int, ...]] = []
+    owners: list[Tensor] = []
+    for x in (keys, values):
+        codes, scale, zero = x.groups.codes, x.groups.scale, x.groups.zero
+        if not is_readable(x):
+            codes, scale, zero = codes.contiguous(), scale.contiguous(), zero.contiguous()
+        parts.append(quantized_numbers(codes, scale, zero, x.bits))
+        owners += codes, scale, zero
+    dtype, recent = keys.groups.scale.dtype, (keys.recent, values.recent)
+    return QuantizedSegment(parts[0], parts[1], dtype, slots, recent, owners)
 
 
 def is_readable(x: QuantizedSlots) -> bool:
@@ -151,7 +115,7 @@ def is_readable(x: QuantizedSlots) -> bool:
 
 
 def quantized_numbers(codes: Tensor, scale: Tensor, zero: Tensor, bits: int) -> tuple[int, ...]:
-    """Return the numbers of a `QuantizedField`.
+    """Return the numbers of a field `Quantized`.
 
     Args:
         codes, scale, zero: the codes, their scales and zeros, as in `QuantizedCodes`.
@@ -179,108 +143,58 @@ def decode(args: DecodeArgs, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         k: keys `[B, G, S, D]`.
         v: values `[B, G, S, E]`.
     """
-    (k, k_argument), (v, v_argument) = strided_argument(k), strided_argument(v)
+    k, v = launch.with_rows(k), launch.with_rows(v)
+    fields = {"k": k, "v": v, "pages": launch.NO_POSITIONS, "page_size": 1}
     return _run_decode(
-        args,
-        "DecodePlain",
-        "decode",
-        k.dtype,
-        (k_argument, v_argument),
-        k.shape[2],
-        v.shape[3],
-        {"pages": launch.NO_POSITIONS, "page_size": 1},
+        args, "DecodePlain", entry("decode", k.dtype), k.shape[2], v.shape[3], fields
     )
 
 
-def strided_argument(x: Tensor) -> tuple[Tensor, tuple[int, ...]]:
-    """Return a tensor `[B, G, S, d]`, copied only if its last dimension is not contiguous, and
-    the numbers of its `StridedField`.
-    """
-    x = x.detach()
-    if x.stride(-1) != 1 and x.shape[-1] != 1:
-        x = x.contiguous()
-    return x, (launch.row_address(x, x.dtype), *x.stride()[:3])
-
-
-def split_count(heads: int, S: int, workers: int) -> int:
-    """Return the number of splits into which the keys of each head are divided, so that each thread
-    gets several tasks and each split contains several tiles.
+def split_count(heads: int, S: int, sizes: int, workers: int) -> tuple[int, int]:
+    """Return the number of threads that decode, and the number of splits into which the keys of
+    each head are divided, so that each thread gets several tasks of several tiles.
 
     Args:
         heads: the number of key/value heads, over the batch.
         S: the number of keys.
-        workers: the number of threads.
+        sizes: the size of a key and a value of a head, in numbers.
+        workers: the number of threads that there are.
 
-    >>> split_count(2, 4485, 5), split_count(2, 300, 5)
-    (17, 1)
+    >>> split_count(2, 4485, 128, 5), split_count(2, 300, 128, 5)
+    ((5, 17), (1, 1))
     """
-    return max(1, min(-(-8 * workers // heads), S // (4 * TILE_KEYS)))
+    workers = min(workers, max(1, heads * S * sizes // ELEMENTS_PER_THREAD))
+    splits = min(-(-8 * workers // heads), S // (4 * TILE_KEYS))
+    return workers, max(1, splits) if workers > 1 else 1
 
 
 def decode_quantized(args: DecodeArgs, segment: QuantizedSegment, E: int) -> tuple[Tensor, Tensor]:
     """Attend to the slots of a segment that are stored as codes; return the output `[B, G, R, E]`
     and the lse `[B, G, R]` in fp32, where E is the dimension of the values.
     """
-    fields = segment.k, segment.v
-    return _run_decode(
-        args,
-        "DecodeQuantized",
-        "decode_quantized",
-        segment.dtype,
-        fields,
-        segment.slots,
-        E,
-    )
+    function = entry("decode_quantized", segment.dtype)
+    fields = {"k": segment.k, "v": segment.v}
+    return _run_decode(args, "DecodeQuantized", function, segment.slots, E, fields)
 
 
 def _run_decode(
-    args: DecodeArgs,
-    struct: str,
-    kernel: str,
-    dtype: torch.dtype,
-    memory: tuple[Sequence[int], Sequence[int]],
-    S: int,
-    E: int,
-    more: Mapping[str, Any] = MappingProxyType({}),
+    args: DecodeArgs, struct: str, function: int, S: int, E: int, fields: Mapping[str, Any]
 ) -> tuple[Tensor, Tensor]:
-    """Pack the struct, run the kernel in one or more threads, and return the output and the lse.
+    """Run a kernel in one or more threads, and return the output and the lse.
 
     Args:
         args: the queries, the mask and the terms that are added to the scores.
-        struct, kernel: the names of the struct and of the kernel.
-        dtype: the dtype of the keys and values, or of the scales of their codes.
-        memory: the values of the struct fields `k` and `v`.
+        struct, function: the name of the struct, and the address of the kernel.
         S: the number of keys.
         E: the dimension of the values.
-        more: the other fields of the struct.
+        fields: the other fields of the struct.
     """
     B, G, R, D = args.q.shape
-    workers = min(threads.thread_count(), max(1, B * G * S * (D + E) // ELEMENTS_PER_THREAD))
-    P = split_count(B * G, S, workers) if workers > 1 else 1
+    workers, P = split_count(B * G, S, D + E, threads.thread_count())
     out = launch.empty(B * G, P, R, E, dtype=torch.float32)
     lse = launch.empty(B, G, P, R, dtype=torch.float32)
-    packed = struct_layout(struct).pack(
-        T=args.T,
-        origin=args.origin,
-        softcap=args.softcap,
-        symmetric=args.symmetric,
-        scale=args.scale,
-        q=args.q,
-        out=out,
-        lse=lse,
-        k_positions=args.k_positions,
-        starts=args.starts,
-        stops=args.stops,
-        visible=args.visible,
-        slopes=args.slopes,
-        bias=args.bias,
-        q_positions=args.q_positions,
-        S=S,
-        k=memory[0],
-        v=memory[1],
-        **more,
-    )
-    threads.run_entry(entry(kernel, dtype), packed, workers)
+    packed = struct_layout(struct).pack(**vars(args), S=S, out=out, lse=lse, **fields)
+    threads.run_entry(function, packed, workers)
     return out[:, 0].view(B, G, R, E), lse[:, :, 0]
 
 

@@ -83,6 +83,12 @@ def row_address(x: Tensor, dtype: torch.dtype) -> int:
     raise _refusal(x, dtype, "contiguous in its last dimension")
 
 
+def with_rows(x: Tensor) -> Tensor:
+    """Return a tensor, copied only if its last dimension is not contiguous."""
+    x = x.detach()
+    return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
+
+
 def _refusal(x: Tensor, dtype: torch.dtype, layout: str) -> KernelRefusal:
     name, wanted = (str(y).removeprefix("torch.") for y in (x.dtype, dtype))
     kind = "" if x.layout is torch.strided and x.is_contiguous() else " of other strides"

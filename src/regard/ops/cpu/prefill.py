@@ -22,24 +22,10 @@ from regard.ops.cpu.library import entry
 
 @dataclass(frozen=True, eq=False)
 class PrefillArgs:
-    """The arguments of prefill: queries, keys and values, which keys each query sees, and the terms
-    that are added to the scores.
-
-    In the shapes b, h and t are B, H and T, or 1.
-
-    Args:
-        q: queries `[B, H, T, D]` of any strides.
-        k: keys `[B, G, S, D]` of any strides.
-        v: values `[B, G, S, E]` of any strides.
-        scale: the factor on q . k.
-        softcap: the bound on the scores; 0: none.
-        symmetric: whether ALiBi is symmetric.
-        slopes: the slopes of ALiBi, fp32 `[H]`, or `[0]`.
-        q_positions: the positions of the queries, int64 `[b, T]`, below 0 for empty slots.
-        k_positions: the positions of the keys, int64 `[b, S]`, below 0 for empty slots.
-        starts: the starts of the n ranges of positions that each query sees, int64 `[b, h, t, n]`.
-        stops: one past the ends of these ranges, in such a shape.
-        out_dtype: the dtype of the output: that of q, or fp32.
+    """The arguments of prefill: queries, keys and values of any strides, which keys each query
+    sees, and the terms that are added to the scores. The struct `Prefill` of `csrc/arguments.h`
+    says what each of them is, and its shape; `out_dtype` is the dtype of the output, that of q or
+    fp32.
     """
 
     q: Tensor
@@ -69,12 +55,8 @@ def prefill(args: PrefillArgs) -> tuple[Tensor, Tensor, Tensor]:
     *rows, E = *args.q.shape[:3], args.v.shape[3]
     out = launch.empty(*rows, E, dtype=args.out_dtype)
     max_score, scaled_sum = (launch.empty(*rows, dtype=torch.float32) for _ in range(2))
-    results = {
-        "out": launch.address(out, out.dtype),
-        "max_score": max_score,
-        "scaled_sum": scaled_sum,
-    }
-    _run("prefill", "PrefillForward", args, **results)
+    results = {"max_score": max_score, "scaled_sum": scaled_sum}
+    _run("prefill", "PrefillForward", args, out=launch.address(out, out.dtype), **results)
     return out, max_score, scaled_sum
 
 
@@ -155,11 +137,11 @@ def prefill_gradient(
     """
     dtype = dtype or args.q.dtype
     grads = [launch.empty(*x.shape, dtype=dtype) for x in (args.q, args.k, args.v)]
-    out, d_out = _with_rows(out), _with_rows(d_out)
+    d_out = launch.with_rows(d_out)
     top, total, d_lse = (x.detach().contiguous() for x in (*saved, d_lse))
     results = {
-        "out": _strided(out),
-        "d_out": _strided(d_out),
+        "out": launch.with_rows(out),
+        "d_out": d_out,
         "d_out_is_wide": d_out.dtype == torch.float32,
         "max_score": top,
         "scaled_sum": total,
@@ -176,37 +158,21 @@ def prefill_gradient(
 def _run(name: str, struct: str, args: PrefillArgs, **results: Any) -> None:
     """Call an entry with the arguments of `args` and of its own, and with the memory it needs."""
     layout, function = struct_layout(struct), entry(name, args.q.dtype)
-    q, k, v = (_with_rows(x) for x in (args.q, args.k, args.v))
-    names = ("slopes", "q_positions", "k_positions", "starts", "stops")
-    tensors = {x: getattr(args, x).contiguous() for x in names}
-    (B, H, T, D), (_, G, S, E) = q.shape, v.shape
+    (B, H, T, D), (_, G, S, E) = args.q.shape, args.v.shape
+    given = {**vars(args), **{x: launch.with_rows(getattr(args, x)) for x in "qkv"}}
+    is_wide = given.pop("out_dtype") == torch.float32
+    for x in ("slopes", "q_positions", "k_positions", "starts", "stops"):
+        given[x] = given[x].contiguous()
     record = layout.pack(
+        **given,
+        **results,
         **dict(zip("BHGTSDE", (B, H, G, T, S, D, E), strict=True)),
-        scale=args.scale,
-        softcap=args.softcap,
-        symmetric=args.symmetric,
-        q=_strided(q),
-        k=_strided(k),
-        v=_strided(v),
-        **tensors,
         threads=(workers := threads.thread_count()),
-        is_wide=args.out_dtype == torch.float32,
+        is_wide=is_wide,
         bytes=0,
         memory=0,
-        **results,
     )
     threads.run_entry(function, record, 1)  # without memory it says how much it needs
     memory = launch.empty(record[layout.place("bytes")], dtype=torch.uint8)
     record[layout.place("memory")] = launch.address(memory, torch.uint8)
     threads.run_entry(function, record, workers)
-
-
-def _with_rows(x: Tensor) -> Tensor:
-    """Return a tensor whose last dimension is contiguous."""
-    x = x.detach()
-    return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
-
-
-def _strided(x: Tensor) -> tuple[int, ...]:
-    """Return the numbers of a field `Strided`: an address, and the steps of three dimensions."""
-    return launch.row_address(x, x.dtype), *x.stride()[:3]

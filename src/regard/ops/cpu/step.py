@@ -18,7 +18,7 @@ from torch import Tensor
 
 from regard.ops.cpu import launch, threads
 from regard.ops.cpu.arguments import MAX_RUNS, struct_layout
-from regard.ops.cpu.decode import ELEMENTS_PER_THREAD, split_count
+from regard.ops.cpu.decode import quantized_numbers, split_count
 from regard.ops.cpu.library import entry
 from regard.ops.stored_slots import QuantizedSlots
 from regard.ops.stored_weights import StoredWeight
@@ -50,7 +50,8 @@ class Records:
     """
 
     def __init__(self, name: str, count: int) -> None:
-        dtype = struct_layout(name).dtype
+        self._layout = struct_layout(name)
+        dtype = self._layout.dtype
         self.packed = array("q", bytes(dtype.itemsize * count))
         memory = np.frombuffer(self.packed, dtype)
         self.columns = {x: memory[x] for x in dtype.names or ()}
@@ -59,6 +60,11 @@ class Records:
     def address(self, i: int = 0) -> int:
         """Return the address of a struct."""
         return self.packed.buffer_info()[0] + i * self._size
+
+    def put_numbers(self, i: int, name: str, numbers: Sequence[int]) -> None:
+        """Set a field of several integers of one struct."""
+        first = i * self._size // 8 + self._layout.place(name)
+        self.packed[first : first + len(numbers)] = array("q", numbers)
 
     def put(self, where: Indices, fields: Fields, prefix: str = "") -> None:
         """Set some fields of one struct, or of several; the caller keeps tensors alive.
@@ -145,13 +151,9 @@ class DecodeStep:
     def set_codes(self, layer: int, parts: Sequence[QuantizedSlots]) -> None:
         """Set where keys and values of a layer are that are stored as codes."""
         for name, x in zip(("k", "v"), parts, strict=True):
-            codes, scale, zero = x.groups.codes, x.groups.scale, x.groups.zero
-            fields: dict[str, Any] = {name: codes, f"{name}_bits": x.bits}
-            fields[f"{name}_group"] = codes.shape[-1] * 8 // x.bits
-            fields[f"{name}_scale_steps"] = scale.stride()[:4]
-            for part, y in (("scale", scale), ("zero", zero)):
-                fields[f"{name}_{part}"] = launch.row_address(y, scale.dtype)
-            self.set(layer, {"codes": fields})
+            groups = x.groups
+            numbers = quantized_numbers(groups.codes, groups.scale, groups.zero, x.bits)
+            self._layers.put_numbers(layer, f"codes_{name}", numbers)
 
     def run(self, x: Tensor, *, texts: int, has_codes: bool = True) -> Tensor:
         """Compute the logits of the embedded tokens `[B, 1, M]`, and write their keys and values
@@ -235,8 +237,7 @@ class DecodeStep:
                 self._sizes.tolist(), columns[f"{kind}_S"].tolist(), strict=True
             ):
                 if (G, D, E, S) not in known:
-                    used = min(workers, max(1, B * G * S * (D + E) // ELEMENTS_PER_THREAD))
-                    known[G, D, E, S] = split_count(B * G, S, used) if used > 1 else 1
+                    known[G, D, E, S] = split_count(B * G, S, D + E, workers)[1]
                 counts.append(known[G, D, E, S])
             columns[f"{kind}_out_shape"][:, 1] = columns[f"{kind}_lse_shape"][:, 2] = counts
         self._one_split_of = B if workers == 1 else 0

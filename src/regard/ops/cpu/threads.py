@@ -3,16 +3,10 @@ threads.
 
 Between two operations torch's threads spin while they wait for work. Threads of another pool would
 lose up to a fifth of the memory bandwidth to them (LOG.md) and wake up a hundred times more slowly.
-A compiled loop is therefore run by torch's own threads, which call it through its address. This
-module is the only one that searches for OpenMP:
-
-1. `loaded_openmp_libraries` lists the OpenMP libraries that this process has loaded, torch's own
-first. It reads /proc/self/maps and so works on Linux only.
-2. `find_gomp_parallel` looks up `GOMP_parallel` in each of them; GNU's, LLVM's and Intel's
-libraries all have it.
-3. Where no library has it (another system, a torch without OpenMP), and in a forked process (a
-child has none of its parent's threads), `run_entry` falls back to `ThreadPool`: the same number of
-Python threads, with the same results.
+A compiled loop is therefore run by torch's own threads, by `GOMP_parallel`, which GNU's, LLVM's and
+Intel's libraries all have. Where it is not found (another system than Linux, a torch without
+OpenMP), and in a forked process (a child has none of its parent's threads), `run_entry` uses as
+many Python threads, with the same results.
 """
 
 from __future__ import annotations
@@ -32,34 +26,27 @@ import torch
 from regard.ops.cpu.arguments import PackedStruct
 
 ParallelFunction = Callable[[int, int, int, int], None]
-"""The type of `GOMP_parallel(function, argument of the function, threads, flags)`, with addresses
-as integers.
-"""
-
-PROC_MAPS = Path("/proc/self/maps")
-"""The file that lists what this process has loaded, on Linux."""
+"""`GOMP_parallel(function, argument of the function, threads, flags)`, addresses as integers."""
 
 
 class ThreadPool:
-    """Runs `work(part, parts)` for part = 0 ... parts - 1 at the same time, in Python threads; part
-    0 runs in the calling thread.
-
-    >>> done = []
-    >>> ThreadPool().run(lambda part, parts: done.append((part, parts)), 1)
-    >>> done
-    [(0, 1)]
-    """
+    """Runs work in Python threads that it keeps."""
 
     def __init__(self) -> None:
-        self._lock = Lock()
+        self.forked = False  # whether this is a child, which must not use torch's threads either
+        self._lock, self._size = Lock(), 0
         self._executor: ThreadPoolExecutor | None = None
-        self._size = 0
         if hasattr(os, "register_at_fork"):
             os.register_at_fork(after_in_child=self._forget)
 
     def run(self, work: Callable[[int, int], object], parts: int) -> None:
-        """Run all parts and return when they are finished; an exception in any of them is
-        raised.
+        """Call `work(part, parts)` for part = 0 ... parts - 1 at the same time, part 0 in this
+        thread, and return when all are finished; an exception in any of them is raised.
+
+        >>> done = []
+        >>> ThreadPool().run(lambda part, parts: done.append((part, parts)), 1)
+        >>> done
+        [(0, 1)]
         """
         if parts <= 1:
             work(0, 1)
@@ -82,23 +69,12 @@ class ThreadPool:
             return self._executor
 
     def _forget(self) -> None:
-        """Reset the pool in a forked child, which has none of its parent's threads."""
-        self._lock, self._executor, self._size = Lock(), None, 0
+        """Begin without threads: a forked child has none of its parent's."""
+        self._lock, self._executor, self._size, self.forked = Lock(), None, 0, True
 
 
 THREAD_POOL = ThreadPool()
 _EntryPrototype = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
-_forked = False
-
-
-def _mark_as_forked() -> None:
-    """Record that this process is a forked child, which must not use torch's OpenMP threads."""
-    global _forked
-    _forked = True
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_mark_as_forked)
 
 
 def thread_count() -> int:
@@ -119,7 +95,7 @@ def run_entry(entry: int, record: PackedStruct, workers: int) -> None:
     address = record.buffer_info()[0]
     if workers <= 1:
         _callable_at(entry)(address)
-    elif not _forked and (parallel := torch_openmp()) is not None:
+    elif not THREAD_POOL.forked and (parallel := torch_openmp()) is not None:
         parallel(entry, address, workers, 0)
     else:
         function = _callable_at(entry)
@@ -154,7 +130,7 @@ def find_gomp_parallel(paths: Iterable[str]) -> ParallelFunction | None:
     return None
 
 
-def loaded_openmp_libraries(maps: Path = PROC_MAPS) -> list[str]:
+def loaded_openmp_libraries(maps: Path = Path("/proc/self/maps")) -> list[str]:
     """Return the paths of the OpenMP libraries that this process has loaded, torch's own first; an
     empty list on systems other than Linux.
     """

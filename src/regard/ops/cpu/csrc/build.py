@@ -123,17 +123,9 @@ def _build(
     units = sorted(x for x in SOURCES.glob("*.cpp") if x.stem not in ("processor", "stamp"))
     chosen = {x: flags for x, flags in sets.items() if not only or x in only}
     extra = SANITIZERS if sanitize else []
-    headers = b"".join(x.read_bytes() for x in sorted(SOURCES.glob("*.h")))
 
     def compiled(source: Path, flags: list[str]) -> Path:
-        line = [*command, *FLAGS, *flags, *extra]
-        key = hashlib.sha256(headers + source.read_bytes() + " ".join(line).encode())
-        target = objects_folder / f"{source.stem}-{key.hexdigest()[:16]}.o"
-        if not target.exists():
-            part = target.with_suffix(f".{os.getpid()}.part")
-            _run([*line, "-c", str(source), "-o", str(part)])
-            part.replace(target)
-        return target
+        return object_of(source, [*command, *FLAGS, *flags, *extra], objects_folder)
 
     def linked(name: str, objects: list[Path], flags: list[str]) -> Path:
         target = into / f"{name}.so"
@@ -154,6 +146,18 @@ def _build(
         libraries = [linked("processor", [processor.result()], [])]
         libraries += [linked(x, [unit.result() for unit in units_of[x]], chosen[x]) for x in chosen]
     return libraries
+
+
+def object_of(source: Path, line: list[str], folder: Path) -> Path:
+    """Compile a source with a command, unless `folder` holds the same object already."""
+    headers = b"".join(x.read_bytes() for x in sorted(SOURCES.glob("*.h")))
+    key = hashlib.sha256(headers + source.read_bytes() + " ".join(line).encode())
+    target = folder / f"{source.stem}-{key.hexdigest()[:16]}.o"
+    if not target.exists():
+        part = target.with_suffix(f".{os.getpid()}.part")
+        _run([*line, "-c", str(source), "-o", str(part)])
+        part.replace(target)
+    return target
 
 
 def _run(line: list[str]) -> None:

@@ -1,5 +1,6 @@
 // Decoding over keys and values in full precision. While a tile of keys is computed, the cache lines of the next one are
-// prefetched in order, one beside each load: a core that waits for every line reaches half of the memory bandwidth.
+// prefetched in order into the L2 cache, one beside each load, and those of the next keys and values of this tile into the
+// L1 cache: a core that waits for every line reaches half of the memory bandwidth.
 #include "decode.h"
 
 #include <tuple>
@@ -9,7 +10,8 @@
 #include "decode_rows.h"
 #include "entry.h"
 
-constexpr int64_t kTile = 64;  // the keys of a tile; they and their values fit into the L1 cache
+template <typename T>
+constexpr int64_t kTile = 128 / sizeof(T);  // the keys of a tile; they and their values fit into the L1 cache
 
 // Keys or values of a head.
 template <typename T>
@@ -81,7 +83,7 @@ void score_rows(const Queries& q, int64_t r, const Tokens<T>& keys, const int64_
   constexpr int64_t kLine = 64 / sizeof(T);  // the numbers of a cache line
   const float* x = q.floats.data() + r * q.width;
   const bf16* words = q.pairs.data() + r * q.width;
-  int64_t ahead = keys.step * kTile, D = q.D, width = q.width;
+  int64_t ahead = keys.step * kTile<T>, D = q.D, width = q.width;
   for (int64_t j = 0; j < n; j += kKeys) {
     const T* k[kKeys];
     for (int i = 0; i < kKeys; i++) {
@@ -99,6 +101,7 @@ void score_rows(const Queries& q, int64_t r, const Tokens<T>& keys, const int64_
     for (; d + kLanes <= D; d += kLanes) {
       if (d % kLine == 0) {
         for (int i = 0; i < kKeys; i++) __builtin_prefetch(k[i] + d + ahead, 0, 2);
+        for (int i = 0; i < kKeys; i++) __builtin_prefetch(k[i] + d + kKeys * keys.step, 0, 3);
       }
       for (int i = 0; i < kLanes; i++) total[i] = fma(load(x + i / kKeys * width + d), load(k[i % kKeys] + d), total[i]);
     }
@@ -108,12 +111,12 @@ void score_rows(const Queries& q, int64_t r, const Tokens<T>& keys, const int64_
       for (int i = 0; i < kLanes; i++) total[i] = fma(load(x + i / kKeys * width + d), key[i % kKeys], total[i]);
     }
     vf dots = lane_sums(total) * scale;
-    for (int a = 0; a < kRows; a++) std::memcpy(s + a * kTile + j, (const char*)&dots + 4 * a * kKeys, 4 * kKeys);
+    for (int a = 0; a < kRows; a++) std::memcpy(s + a * kTile<T> + j, (const char*)&dots + 4 * a * kKeys, 4 * kKeys);
   }
 }
 
 // Adds the values at `places`, times the weights s of kRows rows, to the columns e to e + kVectors kLanes of their sums.
-// With `ahead`, the same part of the value in the next tile is prefetched beside each.
+// With `ahead`, the same part of the values in the next tile and two places on is prefetched beside each.
 template <int kRows, int kVectors, bool kPartial, typename T>
 void add_columns(const float* s, const Tokens<T>& values, const int64_t* places, int64_t n, int64_t e, int64_t left,
                  float* sums, int64_t width, bool ahead) {
@@ -121,11 +124,14 @@ void add_columns(const float* s, const Tokens<T>& values, const int64_t* places,
   for (int i = 0; i < kRows * kVectors; i++) total[i] = load(sums + i / kVectors * width + e + i % kVectors * kLanes);
   for (int64_t c = 0; c < n; c++) {
     const T* value = values.data + places[c] * values.step + e;
-    if (ahead) prefetch(value + kTile * values.step, kVectors * kLanes * sizeof(T));
+    if (ahead) prefetch(value + kTile<T> * values.step, kVectors * kLanes * sizeof(T));
+    for (int u = 0; ahead && u < kVectors * kLanes * int(sizeof(T)); u += 64) {
+      __builtin_prefetch((const char*)(value + 2 * values.step) + u, 0, 3);
+    }
     vf v[kVectors];
     for (int u = 0; u < kVectors; u++) v[u] = kPartial ? load_first(value + u * kLanes, left) : load(value + u * kLanes);
     for (int i = 0; i < kRows * kVectors; i++) {
-      total[i] = fma(splat(s[i / kVectors * kTile + c]), v[i % kVectors], total[i]);
+      total[i] = fma(splat(s[i / kVectors * kTile<T> + c]), v[i % kVectors], total[i]);
     }
   }
   for (int i = 0; i < kRows * kVectors; i++) store(sums + i / kVectors * width + e + i % kVectors * kLanes, total[i]);
@@ -148,9 +154,9 @@ void add_rows(const float* s, const Tokens<T>& values, const int64_t* places, in
 template <typename T>
 void add_visible_values(const float* s, const Tokens<T>& values, const int64_t* places, int64_t n, int64_t rows, int64_t E,
                         float* sums, int64_t width) {
-  for (int64_t r = 0; r < rows; r++, s += kTile, sums += width) {
-    int64_t shown[kTile], count = 0;
-    float weights[kTile];
+  for (int64_t r = 0; r < rows; r++, s += kTile<T>, sums += width) {
+    int64_t shown[kTile<T>], count = 0;
+    float weights[kTile<T>];
     for (int64_t c = 0; c < n; c++) {
       shown[count] = places[c], weights[count] = s[c];
       count += s[c] != 0;
@@ -168,9 +174,9 @@ void decode(DecodePlain* call) {
   float scale = float(call->scale);
   Queries q(padded, D);
   RowSums sums(padded, E);
-  Scratch<float> scores(padded * kTile);
-  Scratch<bool> visible(R * kTile);
-  int64_t index[kTile], slots[kTile];
+  Scratch<float> scores(padded * kTile<T>);
+  Scratch<bool> visible(R * kTile<T>);
+  int64_t index[kTile<T>], slots[kTile<T>];
   bool paged = call->pages.shape[3] > 0, whole_tiles = judges_tiles(*call), has_terms = has_score_terms(*call);
   int64_t* places = paged ? slots : index;  // where the keys of a tile are in memory
   float* s = scores;
@@ -179,27 +185,27 @@ void decode(DecodePlain* call) {
   // number, and whether every row sees all of them.
   auto gather = [&](const Head& head, const Tile& tile) {
     head.each_row([&](int64_t r, int64_t h, int64_t t) {
-      row_visibility(*call, head.b, h, t, tile, visible + r * kTile);
+      row_visibility(*call, head.b, h, t, tile, visible + r * kTile<T>);
     });
     int64_t n = 0;
     bool full = true;
     for (int64_t c = 0; c < tile.size(); c++) {
       bool some = false, every = true;
-      for (int64_t r = 0; r < R; r++) some |= visible[r * kTile + c], every &= visible[r * kTile + c];
+      for (int64_t r = 0; r < R; r++) some |= visible[r * kTile<T> + c], every &= visible[r * kTile<T> + c];
       if (!some) continue;
-      for (int64_t r = 0; r < R; r++) visible[r * kTile + n] = visible[r * kTile + c];
+      for (int64_t r = 0; r < R; r++) visible[r * kTile<T> + n] = visible[r * kTile<T> + c];
       index[n++] = tile.first + c;
       full &= every;
     }
     return std::pair(n, full);
   };
 
-  run_splits(call, kTile, sums, [&](const Head& head, int64_t first, int64_t last, RowSums& sums) {
+  run_splits(call, kTile<T>, sums, [&](const Head& head, int64_t first, int64_t last, RowSums& sums) {
     q.read(call->q.data + (head.b * call->q.shape[1] + head.g) * R * D, R);
     Tokens<T> keys{static_cast<const T*>(call->k.data) + head.b * call->k.steps[0] + head.g * call->k.steps[1], call->k.steps[2]};
     Tokens<T> values{static_cast<const T*>(call->v.data) + head.b * call->v.steps[0] + head.g * call->v.steps[1], call->v.steps[2]};
     for (int64_t i = first; i < last; i++) {
-      Tile tile{i * kTile, std::min(call->S, (i + 1) * kTile)};
+      Tile tile{i * kTile<T>, std::min(call->S, (i + 1) * kTile<T>)};
       Coverage coverage = whole_tiles ? tile_coverage(*call, head, tile) : Coverage::some;
       if (coverage == Coverage::none) continue;
       int64_t n = tile.size();
@@ -213,20 +219,20 @@ void decode(DecodePlain* call) {
       int64_t read = (n + kLanes - 1) / kLanes * kLanes;  // the last key is read again in place of missing ones
       for (int64_t c = n; c < read; c++) index[c] = index[n - 1];
       for (int64_t c = 0; c < (paged ? read : 0); c++) slots[c] = slot_in_memory(*call, head.b, index[c]);
-      for (int64_t r = 0; r < fours; r += 4) score_rows<4>(q, r, keys, places, read, scale, s + r * kTile);
-      if (fours < R) score_rows<1>(q, fours, keys, places, read, scale, s + fours * kTile);
-      if (has_terms) add_score_terms(*call, head, index, n, s, kTile);
+      for (int64_t r = 0; r < fours; r += 4) score_rows<4>(q, r, keys, places, read, scale, s + r * kTile<T>);
+      if (fours < R) score_rows<1>(q, fours, keys, places, read, scale, s + fours * kTile<T>);
+      if (has_terms) add_score_terms(*call, head, index, n, s, kTile<T>);
       for (int64_t r = 0; !full && r < R; r++) {
-        for (int64_t c = 0; c < n; c++) s[r * kTile + c] = visible[r * kTile + c] ? s[r * kTile + c] : kHidden;
+        for (int64_t c = 0; c < n; c++) s[r * kTile<T> + c] = visible[r * kTile<T> + c] ? s[r * kTile<T> + c] : kHidden;
       }
-      sums.weigh(s, kTile, R, n);
+      sums.weigh(s, kTile<T>, R, n);
       float* z = sums.values;
       if (!full) {
         add_visible_values(s, values, places, n, R, E, z, sums.width);
         continue;
       }
-      for (int64_t r = 0; r < fours; r += 4) add_rows<4>(s + r * kTile, values, places, n, E, z + r * sums.width, sums.width, r == 0);
-      if (fours < R) add_rows<1>(s + fours * kTile, values, places, n, E, z + fours * sums.width, sums.width, fours == 0);
+      for (int64_t r = 0; r < fours; r += 4) add_rows<4>(s + r * kTile<T>, values, places, n, E, z + r * sums.width, sums.width, r == 0);
+      if (fours < R) add_rows<1>(s + fours * kTile<T>, values, places, n, E, z + fours * sums.width, sums.width, fours == 0);
     }
   });
 }
