@@ -287,14 +287,9 @@ def _same(a: object, b: object) -> bool:
     return type(a) is type(b) and a == b
 
 
-def _coded_slots(slot: OpenSlot) -> int:
-    """Return the number of slots that a cache holds as codes."""
-    return 0 if slot.coded is None else slot.coded.slots
-
-
 def _place_fields(slot: OpenSlot, positions: Positions, B: int, T: int) -> Fields:
     """Return the fields of layers whose caches have these positions, the new token's included."""
-    slots, coded = slot.slots, _coded_slots(slot)
+    slots, coded = slot.slots, 0 if slot.coded is None else slot.coded.slots
     if slots is None and T == 1:
         slots = launch.full((B,), slot.slot, dtype=torch.int64)
     elif slots is None:
