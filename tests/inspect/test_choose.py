@@ -18,8 +18,8 @@ from regard.inspect.explain.head_choice import (
     choose_head,
     strongest_keys_of_run,
 )
-from regard.inspect.explain.prepared_run import prepare_run
 from regard.inspect.explain.random_model import random_model
+from regard.inspect.model_run import prepare_run
 from regard.models import Model
 from regard.models.tokenizer import END_OF_TEXT, Tokenizer
 from tests.inspect.small_model import TEXT, model

@@ -22,7 +22,7 @@ from regard.inspect import explain
 from regard.inspect.explain.attention_row import finish_online, online_softmax, softmax, why_masked
 from regard.inspect.explain.captured_run import SiteRecorder
 from regard.inspect.explain.explanation_parts import pool_largest
-from regard.inspect.explain.prepared_run import prepare_run
+from regard.inspect.model_run import prepare_run
 from regard.nn import Attention, HeadProjection, RMSNorm, SeparateQKV
 from regard.positions import Rotary
 from regard.span import Span

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from regard.inspect import Explanation
-    from regard.inspect.explain.prepared_run import PreparedRun
+    from regard.inspect.model_run import ModelRun
 
 EPILOG = (
     'For example: regard explain "a fluffy blue creature roamed the verdant forest" --query '
@@ -300,14 +300,14 @@ def _write_output(
 
 def read_text(
     text: str, source: str, load_options: LoadOptions | None = None, *, target: str | None = None
-) -> PreparedRun:
+) -> ModelRun:
     """Run the model of a folder, of a name, or of a trained task on the text, and return the
     recorded run.
     """
     from dataclasses import replace
 
-    from regard.inspect.explain.prepared_run import prepare_run
     from regard.inspect.metrics.text_fit import warn_about_text
+    from regard.inspect.model_run import prepare_run
     from regard.language import translate
 
     if (Path(source) / "task.json").exists():
@@ -315,7 +315,7 @@ def read_text(
             raise usage_error("--device", "a model that was trained on a task runs on the CPU here")
         return _run_task_model(text, source, target)
     model = load(source, LoadOptions() if load_options is None else load_options)
-    run_on_text = prepare_run(model, text, target)
+    run_on_text = prepare_run(model, text, target, last=1)
     _check_length(run_on_text)
     if warning := warn_about_text(model, text):
         typer.echo(translate("note: {note}", note=warning), err=True)
@@ -324,7 +324,7 @@ def read_text(
 
 def mechanism(
     name: str, text: str, settings: Sequence[str] | None, seed: int, target: str | None
-) -> PreparedRun:
+) -> ModelRun:
     """Run a mechanism of the catalogue with random weights on the text, and return the recorded
     run.
     """
@@ -337,7 +337,7 @@ def mechanism(
     return run
 
 
-def _check_length(run: PreparedRun) -> None:
+def _check_length(run: ModelRun) -> None:
     """Raise an error for a text that is too long, before the network runs."""
     longest = max(len(side.ids) for side in run.sequences.values())
     if longest > MAX_TOKENS:
@@ -377,11 +377,11 @@ def check_options(
         )
 
 
-def _run_task_model(text: str, folder: str, target: str | None) -> PreparedRun:
+def _run_task_model(text: str, folder: str, target: str | None) -> ModelRun:
     """Run a model that `regard train --task` has trained on a text, and return the recorded run."""
     import torch
 
-    from regard.inspect.explain.prepared_run import PretokenizedInput, prepare_run
+    from regard.inspect.model_run import PretokenizedInput, prepare_run
     from regard.train.tasks.evaluate import Seq2SeqModel, generate_ids
     from regard.train.tasks.task import BOS, EOS, SPECIAL
     from regard.train.tasks.task_training import load as load_task
@@ -420,7 +420,7 @@ class ExplainTarget:
 
     def __init__(
         self,
-        read: PreparedRun,
+        read: ModelRun,
         query: str,
         key: str | None,
         layer: int | None,
@@ -468,10 +468,10 @@ class ExplainTarget:
 
 def page(
     explanation: Explanation,
-    read: PreparedRun,
+    read: ModelRun,
     data: dict[str, object],
     lang: str | None,
-    beside: PreparedRun | None,
+    beside: ModelRun | None,
 ) -> str:
     """Return the page with a recording of the whole run, opened at the explained query, and
     optionally another run to compare with.

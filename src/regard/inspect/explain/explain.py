@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from regard.errors import ArgumentError
+from regard.errors import ArgumentError, ArgumentTypeError
 from regard.inspect.explain.attention_row import (
     Checks,
     KernelRow,
@@ -55,18 +55,20 @@ from regard.inspect.explain.explanation_parts import (
 )
 from regard.inspect.explain.head_choice import KEY_RULE, find_token
 from regard.inspect.explain.layer_stages import summarize_layer
-from regard.inspect.explain.prepared_run import (
+from regard.inspect.explain.recorded_row import explain_recorded_row
+from regard.inspect.model_run import (
+    AnyModel,
     AttentionSite,
-    ModelInput,
-    PreparedRun,
+    ModelRun,
+    PretokenizedInput,
     TokenSequence,
     check_index,
     prepare_run,
 )
-from regard.inspect.explain.recorded_row import explain_recorded_row
 from regard.inspect.record.record_model import record
 from regard.inspect.record.recording import Labels, Recording
 from regard.language import Phrase, counted
+from regard.models.text_model import TextModel
 from regard.nn.explainable import Explainable, ProjectionQuery, explainable
 from regard.span import Positions, Span, as_tensor
 from regard.tracing import TAP_NAMES, is_edited
@@ -87,7 +89,7 @@ contains the row and a pooled pattern.
 class Target:
     """What is explained: one attention module of a prepared run, and one query."""
 
-    prepared: PreparedRun
+    prepared: ModelRun
     site: AttentionSite
     i: int
 
@@ -196,7 +198,7 @@ def predictions(target: Target, run: CapturedRun) -> tuple[tuple[str, int, float
     prepared = target.prepared
     if (
         prepared.predict is None
-        or target.site.query_sequence != prepared.predicted_sequence
+        or target.site.query_sequence != prepared.predicted
         or "last" not in run.hidden
     ):
         return ()
@@ -207,7 +209,7 @@ def predictions(target: Target, run: CapturedRun) -> tuple[tuple[str, int, float
 
 
 def explain(
-    model: ModelInput | PreparedRun | Recording | nn.Module,
+    model: AnyModel | PretokenizedInput | ModelRun | Recording,
     text: Any = None,
     *,
     layer: int | None = None,
@@ -284,7 +286,9 @@ def explain(
     for name, is_given in (("labels", labels is not None), ("batch", batch != 0)):
         if is_given:
             raise ArgumentError(f"{name} does not apply to a {type(model).__name__}; leave it out")
-    prepared = model if isinstance(model, PreparedRun) else prepare_run(model, text, target)
+    if isinstance(model, TextModel) and not isinstance(text, str):
+        raise ArgumentTypeError(f"text is {type(text).__name__}; it must be str", argument="text")
+    prepared = model if isinstance(model, ModelRun) else prepare_run(model, text, target, last=1)
     site = prepared.site(layer, place)
     prepared = _note_edits(prepared, site)
     location = Target(prepared, site, find_token(prepared.sequences[site.query_sequence], query))
@@ -455,7 +459,7 @@ def _all_notes(target: Target) -> tuple[str, ...]:
     )
 
 
-def _note_edits(prepared: PreparedRun, site: AttentionSite) -> PreparedRun:
+def _note_edits(prepared: ModelRun, site: AttentionSite) -> ModelRun:
     """Add a remark to a run if an active `regard.Trace` edits tensors at the site."""
     changed = [name for name in TAP_NAMES if is_edited(site.place, name)]
     inner = [name for name in changed if name in ("scores", "pattern")]

@@ -37,7 +37,7 @@ from regard.inspect.explain.explanation import (
     RotaryAngles,
     RowCost,
 )
-from regard.inspect.explain.prepared_run import AttentionSite
+from regard.inspect.model_run import AttentionSite
 from regard.language import Phrase
 from regard.nn.explainable import Explainable, InputSteps, MechanismSteps, ProjectionQuery
 from regard.positions import Rotary

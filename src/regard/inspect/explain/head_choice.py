@@ -17,10 +17,9 @@ from regard.inspect.explain.captured_run import (
     main_call_weights,
     record_sites,
 )
-from regard.inspect.explain.prepared_run import (
+from regard.inspect.model_run import (
     AttentionSite,
-    ModelInput,
-    PreparedRun,
+    ModelRun,
     TokenSequence,
     check_index,
     prepare_run,
@@ -95,7 +94,7 @@ def find_query(model: Model, text: str, query: int | str) -> int:
 def find_token(tokens: TokenSequence, token: int | str, name: str = "query") -> int:
     """Find the index of a token, as `find_query` does; errors call the argument `name`.
 
-    >>> from regard.inspect.explain.prepared_run import pretokenized
+    >>> from regard.inspect.model_run import pretokenized
     >>> find_token(pretokenized((5, 6, 7), ("one", "two", "three")), "two")
     1
     """
@@ -143,11 +142,11 @@ def strongest_head(
     0
     """
     query = check_index("query", query, ids.shape[1], "token", "tokens")
-    return choose_head(_prepare_ids(model, ids), query, layer=layer, head=head)
+    return choose_head(prepare_run(model, ids, last=1), query, layer=layer, head=head)
 
 
 def choose_head(
-    prepared: PreparedRun,
+    prepared: ModelRun,
     query: int,
     *,
     layer: int | None = None,
@@ -218,11 +217,11 @@ def strongest_keys(
     True
     """
     query = check_index("query", query, ids.shape[1], "token", "tokens")
-    return strongest_keys_of_run(_prepare_ids(model, ids), query)
+    return strongest_keys_of_run(prepare_run(model, ids, last=1), query)
 
 
 def strongest_keys_of_run(
-    prepared: PreparedRun, query: int, place: str | None = None
+    prepared: ModelRun, query: int, place: str | None = None
 ) -> tuple[Float[Tensor, "layers H"], Int[Tensor, "layers H"]]:
     """Return the weights and keys of `strongest_keys` for any prepared run."""
     sites = prepared.main_sites if place is None else (prepared.site(place=place),)
@@ -230,20 +229,8 @@ def strongest_keys_of_run(
     return best.values.clamp(min=0), best.indices
 
 
-def _prepare_ids(model: ModelInput, ids: Tensor) -> PreparedRun:
-    """Prepare a run of a decoder on token ids instead of a text."""
-    from dataclasses import replace
-
-    assert isinstance(model, Model), "ids are supported for decoders only"
-    prepared = prepare_run(model, "x")
-    row = tuple(ids[0].tolist())
-    sequences = {"text": TokenSequence(row, tuple(map(str, row)), "", ())}
-    run = model.decoder if model.has_head else model.decoder.hidden
-    return replace(prepared, sequences=sequences, run=lambda: run(ids, last=1))
-
-
 def _query_weights(
-    prepared: PreparedRun, sites: Sequence[AttentionSite], query: int, *, keep_all: bool = False
+    prepared: ModelRun, sites: Sequence[AttentionSite], query: int, *, keep_all: bool = False
 ) -> Tensor:
     """Run the network, and return the weights of the query at each site, `[sites, H, S]`.
 

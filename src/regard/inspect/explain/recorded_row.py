@@ -39,7 +39,7 @@ from regard.inspect.explain.explanation import (
 )
 from regard.inspect.explain.explanation_parts import counterfactuals, head_patterns, row_cost
 from regard.inspect.explain.head_choice import KEY_RULE
-from regard.inspect.explain.prepared_run import check_index
+from regard.inspect.model_run import check_index
 from regard.inspect.record.recorded_place import Place, RecordedStep
 from regard.inspect.record.recording import Recording
 from regard.language import Phrase

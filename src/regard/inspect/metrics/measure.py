@@ -30,7 +30,7 @@ from regard.models.model import Model
 from regard.units import plural
 
 if TYPE_CHECKING:
-    from regard.inspect.interventions.model_run import AnyModel
+    from regard.inspect.model_run import AnyModel
 
 
 LARGEST = ("max_logit", "missing")

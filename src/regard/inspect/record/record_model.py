@@ -13,11 +13,11 @@ from torch import Tensor, nn
 
 from regard.argument_checks import check_keyword_names
 from regard.errors import ArgumentError, ArgumentTypeError
+from regard.inspect.model_run import encode_rows
 from regard.inspect.record.recorder import OPTIONAL_PARTS, Recorder, RecordingOptions
 from regard.inspect.record.recording import Labels, Recording, UnrecordedCall, label_places
 from regard.integrations.pytorch.module_places import ModulePlaces
 from regard.integrations.pytorch.watch import watch
-from regard.models.generation.decode_session import pad_left
 from regard.models.model import Model
 from regard.models.seq2seq import Seq2Seq
 from regard.models.text_encoder import TextEncoder
@@ -335,15 +335,10 @@ def _run_decoder(
                 f"{name} is {generation_options[name]!r}, but no tokens are generated; "
                 "set tokens=..."
             )
-    if isinstance(text, Tensor):
-        ids = text
-    else:
-        rows = [text] if isinstance(text, str) else list(text)
-        if not rows or not all(isinstance(row, str) for row in rows):
-            raise ArgumentTypeError("text must be a str, several of them, or ids [B,T]")
-        if positions is not None:
-            raise ArgumentError("positions can be given only with ids, not with a text")
-        ids, positions = pad_left([model.encode(row)[0].tolist() for row in rows])
+    ids, own = encode_rows(model, text)
+    if positions is not None and not isinstance(text, Tensor):
+        raise ArgumentError("positions can be given only with ids, not with a text")
+    positions = own if positions is None else positions
     # a base model without a head has attention, but no logits
     run = model.forward if model.has_head else model.hidden
     if chunk is None:
