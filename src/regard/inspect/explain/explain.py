@@ -53,7 +53,7 @@ from regard.inspect.explain.explanation_parts import (
     input_chain,
     row_cost,
 )
-from regard.inspect.explain.head_choice import KEY_RULE, find_token
+from regard.inspect.explain.head_choice import find_token, strongest_key
 from regard.inspect.explain.layer_stages import summarize_layer
 from regard.inspect.explain.recorded_row import explain_recorded_row
 from regard.inspect.model_run import (
@@ -173,17 +173,8 @@ def find_key(
                 argument="key",
             )
         return list(positions).index(token), ""
-    absolute_weights = np.where(visible, np.abs(weights), -1.0)
-    others = absolute_weights.copy()
-    if target.is_self_attention:
-        others[[p in (0, target.i) for p in positions]] = -1
-    best = others if others.max(initial=-1) > 0 else absolute_weights
-    rule = (
-        KEY_RULE
-        if best is others and target.is_self_attention
-        else "the key with the largest weight"
-    )
-    return int(best.argmax()), rule
+    near = [p in (0, target.i) for p in positions] if target.is_self_attention else None
+    return strongest_key(np.where(visible, np.abs(weights), -1.0), near)
 
 
 def query_pieces(target: Target, call: QueryCall) -> tuple[str, ...]:

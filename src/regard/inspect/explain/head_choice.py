@@ -6,6 +6,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
@@ -17,6 +18,7 @@ from regard.inspect.explain.captured_run import (
     main_call_weights,
     record_sites,
 )
+from regard.inspect.explain.explanation import Array
 from regard.inspect.model_run import (
     AttentionSite,
     ModelRun,
@@ -50,6 +52,17 @@ FIRST_HEAD_RULE = "the first head: this mechanism has no softmax weights to comp
 
 KEY_RULE = "the key with the largest weight, leaving out the query and the first token"
 """How the key is chosen, as shown to the user."""
+
+
+def strongest_key(weights: Array, near: Sequence[bool] | None) -> tuple[int, str]:
+    """Return the index of the key with the largest weight, and the rule; a key that is `near`
+    counts only if no other one has any weight.
+    """
+    if near is not None:
+        others = np.where(near, -1.0, weights)
+        if others.max(initial=-1) > 0:
+            return int(others.argmax()), KEY_RULE
+    return int(weights.argmax()), "the key with the largest weight"
 
 
 @dataclass(frozen=True)

@@ -38,7 +38,7 @@ from regard.inspect.explain.explanation import (
     ScoreChain,
 )
 from regard.inspect.explain.explanation_parts import counterfactuals, head_patterns, row_cost
-from regard.inspect.explain.head_choice import KEY_RULE
+from regard.inspect.explain.head_choice import strongest_key
 from regard.inspect.model_run import check_index
 from regard.inspect.record.recorded_place import Place, RecordedStep
 from regard.inspect.record.recording import Recording
@@ -232,14 +232,9 @@ def _find_key(
                 argument="key",
             )
         return visible_columns.index(column), ""
-    others = weights.copy()
-    if place.T == place.N:  # self-attention: as for every explanation
-        others[[c in (0, query) for c in visible_columns]] = -1
-    if others.max(initial=-1) > 0:
-        return int(others.argmax()), (
-            KEY_RULE if place.T == place.N else "the key with the largest weight"
-        )
-    return int(weights.argmax()), "the key with the largest weight"
+    # self-attention: as for every explanation
+    near = [c in (0, query) for c in visible_columns] if place.T == place.N else None
+    return strongest_key(weights, near)
 
 
 def _sizes(recording: Recording, place: Place, row: KernelRow) -> dict[str, int]:

@@ -22,9 +22,8 @@ from typing import NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from regard.inspect.record.recorded_place import Place, RecordedStep
+from regard.inspect.record.recorded_place import ColumnRanges, Place, RecordedStep
 from regard.inspect.record.tiles import block_max, block_sums
-from regard.span import Span, as_tensor
 
 BLOCKS = 256
 """Rows and columns of blocks in a tile."""
@@ -157,33 +156,16 @@ class HeadTiles:
         )
 
     @cached_property
-    def _step_ranges(self) -> list[tuple[Tensor, Tensor] | None]:
+    def _step_ranges(self) -> list[ColumnRanges | None]:
         """Return the columns that each step's queries see, as starts and stops; or None."""
         return [self._ranges_of(step) for step in self.place.steps]
 
-    def _ranges_of(self, step: RecordedStep) -> tuple[Tensor, Tensor] | None:
-        if step.first_column is None or step.edited:
+    def _ranges_of(self, step: RecordedStep) -> ColumnRanges | None:
+        ranges = None if step.edited else step.column_ranges(self.batch)
+        if ranges is None:
             return None
-        keys = step.k_positions
-        if isinstance(keys, Span):
-            first, ordered = keys.start, keys.start >= 0
-        else:
-            row = as_tensor(keys)
-            row = row[self.batch if row.shape[0] > 1 else 0].cpu()
-            first = int(row[0]) if len(row) else 0
-            ordered = first >= 0 and torch.equal(row, torch.arange(first, first + len(row)))
-        if not ordered:
-            return None
-        intervals = step.mask.intervals(step.row_positions(self.batch)[None])
-        if intervals is None or intervals.starts.shape[0] > 1:
-            return None
-        head = self.head if intervals.starts.shape[1] > 1 else 0
-        n = len(step.columns)
-        both = [
-            ((x[0, head].cpu() - first).clamp(0, n) + step.first_column).expand(step.T, -1)
-            for x in (intervals.starts, intervals.stops)
-        ]
-        return both[0], both[1]
+        head = self.head if ranges.starts.shape[0] > 1 else 0
+        return ColumnRanges(ranges.starts[head], ranges.stops[head])
 
     def visible(self, number: int, own: slice, c0: int, c1: int) -> Tensor | bool:
         """Return which of some keys some queries see, bool `[t, c]`; True is all, False none."""
