@@ -124,6 +124,7 @@ R.state = {
   z: "",
   sort: "layers",
   metric: Object.keys(R.meta.metrics)[0],
+  least: "", // heads with a smaller metric are faint
   ...R.meta.start,
 };
 const followers = [],
