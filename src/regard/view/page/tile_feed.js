@@ -129,7 +129,8 @@ const feed = {
       return x ? x[n] : n;
     };
     R.math = { qPosition: (p, i) => position(p, i, "q_positions"), kPosition: (p, j) => position(p, j, "k_positions") };
-    Object.assign(R.state, { metric: facts.metrics[0], place: 0, head: R.meta.places[0].heads[0], i: R.meta.places[0].T - 1, j: 0 });
+    const { heads, T } = R.meta.places[0];
+    Object.assign(R.state, { metric: facts.metrics[0], place: 0, head: heads[0], i: T - 1, j: 0 });
     source.on(
       () => R.map.redraw(),
       error => {
