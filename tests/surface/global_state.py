@@ -1,8 +1,8 @@
 """Every public operation under default dtypes and devices of torch that a user chose, in a process
-of its own: `python -m tests.surface.global_state FILE DTYPE:DEVICE...`.
+of its own: `python -m tests.surface.global_state FILE [DTYPE:DEVICE]`.
 
-The operations are used for the first time in the first context. FILE gets their results in each
-context, and at last outside of all, to be compared with those of a process that changed nothing.
+The operations are used for the first time in the context. FILE gets their results there, and at
+last outside of it, to be compared with those of a process that changed nothing.
 """
 
 from __future__ import annotations
@@ -206,19 +206,19 @@ def result(operation: Operation) -> Any:
         return f"{type(error).__name__}: {error}"
 
 
-def main(path: str, *contexts: str) -> None:
-    """Run everything in each context and outside of them, and write the results."""
+def main(path: str, context: str = "") -> None:
+    """Run everything in the context and outside of it, and write the results."""
     torch.set_num_threads(1)
-    chosen = [(getattr(torch, x.split(":")[0]), x.split(":")[1]) for x in contexts]
-    for dtype, device in chosen[:1]:
-        with defaults(dtype, device):
+    dtype, _, device = context.partition(":")
+    if context:
+        with defaults(getattr(torch, dtype), device):
             for variant in VARIANTS.values():
                 variant.example()
     torch.manual_seed(0)
     found, results = operations(), {}
-    for name, (dtype, device) in zip(contexts, chosen, strict=True):
-        with defaults(dtype, device):
-            results[name] = {x: result(operation) for x, operation in found.items()}
+    if context:
+        with defaults(getattr(torch, dtype), device):
+            results[context] = {x: result(operation) for x, operation in found.items()}
     with torch.inference_mode():  # what a context left behind must serve here, too
         results["inference"] = {x: result(operation) for x, operation in found.items()}
     results["outside"] = {x: result(operation) for x, operation in found.items()}

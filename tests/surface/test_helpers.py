@@ -91,6 +91,7 @@ def test_every_test_asserts(trees: dict[str, ast.Module]) -> None:
     assert {name: found for name, tree in trees.items() if (found := silent(tree))} == {}
 
 
+@pytest.mark.full
 def test_no_answer_is_dropped(trees: dict[str, ast.Module]) -> None:
     assert {name: found for name, tree in trees.items() if (found := dropped(tree))} == {}
 

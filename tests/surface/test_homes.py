@@ -104,6 +104,7 @@ def test_the_checkout_holds_no_file_that_an_example_wrote(root: Path) -> None:
     assert {"src", "tests", "pyproject.toml"} <= names
 
 
+@pytest.mark.full
 def test_records_of_tensors_are_compared_by_identity(sources: dict[str, Source]) -> None:
     """Python 3.13 compares the fields of dataclasses with `==` one by one, where a tensor answers
     with a tensor, even if both are the same; before, the same tensor was equal to itself.

@@ -70,6 +70,7 @@ def test_every_text_that_a_command_prints_has_its_chinese(
     assert [text for text in texts if text not in chinese] == []
 
 
+@pytest.mark.full
 def test_no_text_of_the_catalogue_is_unused(texts_by_kind: dict[str, list[str]]) -> None:
     outside = set(texts_by_kind["outside"])
     used = {x for kind, texts in texts_by_kind.items() if kind != "outside" for x in texts}

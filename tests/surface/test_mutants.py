@@ -66,10 +66,22 @@ PLANTED: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
-    """What the command stores for a small tree, its quick run and its full one."""
-    tree = tmp_path_factory.mktemp("tree")
+BECAME = {
+    "killed": (KILLED, "tests/test_small.py::test_double"),
+    "survives": (SURVIVED, ""),
+    "slow": (KILLED_BY_FULL, "tests/test_small.py::test_slow"),
+    "endless": (KILLED, "not finished after 4 s"),
+    "same": (EQUIVALENT, "2 x is x 2"),
+    "twice": (NOT_APPLIED, "its old text occurs 2 times in src/regard/small.py"),
+    "moved": (NOT_APPLIED, "there is no file src/large.py"),
+    "deleted": (NOT_APPLIED, "there is no test tests/test_large.py"),
+    "unnamed": (NOT_RUN, ""),
+}
+
+
+@pytest.mark.full
+def test_what_becomes_of_a_mutant(tmp_path: Path) -> None:
+    tree = tmp_path
     shutil.copytree(
         Path(__file__).parents[1] / "mutants",
         tree / "tests/mutants",
@@ -93,30 +105,9 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any
     )
     assert b"a.killed" not in done.stdout
     assert b"a.twice" in done.stdout
-    stored: dict[str, dict[str, Any]] = json.loads((tree / "results").read_text("utf-8"))
-    return stored
-
-
-@pytest.mark.full
-@pytest.mark.parametrize(
-    ("name", "status", "why"),
-    [
-        ("killed", KILLED, "tests/test_small.py::test_double"),
-        ("survives", SURVIVED, ""),
-        ("slow", KILLED_BY_FULL, "tests/test_small.py::test_slow"),
-        ("endless", KILLED, "not finished after 4 s"),
-        ("same", EQUIVALENT, "2 x is x 2"),
-        ("twice", NOT_APPLIED, "its old text occurs 2 times in src/regard/small.py"),
-        ("moved", NOT_APPLIED, "there is no file src/large.py"),
-        ("deleted", NOT_APPLIED, "there is no test tests/test_large.py"),
-        ("unnamed", NOT_RUN, ""),
-    ],
-)
-def test_what_becomes_of_a_mutant(
-    results: dict[str, dict[str, Any]], name: str, status: str, why: str
-) -> None:
-    found = results[f"a.{name}"]
-    assert (found["status"], found["why"]) == (status, why)
+    stored = json.loads((tree / "results").read_text("utf-8"))
+    found = {name.removeprefix("a."): (x["status"], x["why"]) for name, x in stored.items()}
+    assert found == BECAME
 
 
 def test_every_mutant_can_be_applied(root: Path) -> None:
