@@ -9,23 +9,25 @@ from regard.inspect.interventions.attribution import attribute, logit_lens, name
 from regard.inspect.interventions.effect_table import EffectTable
 from regard.inspect.interventions.patching import Receiver, ablate, patch
 from regard.inspect.interventions.rollout import rollout
-from regard.inspect.metrics import (
+from regard.inspect.metrics.head_metrics import (
+    duplicate_score,
+    entropy,
+    induction_score,
+    previous_token_score,
+    repeated_ids,
+    sink_share,
+)
+from regard.inspect.metrics.measure import (
+    CorpusMeasures,
     Measures,
     Sampled,
     compare,
-    duplicate_score,
-    entropy,
     head_scores,
-    induction_score,
     keys_for,
     measure,
-    previous_token_score,
     redundancy,
-    repeated_ids,
     retrieval_score,
-    sink_share,
 )
-from regard.inspect.metrics.measure import CorpusMeasures
 from regard.inspect.model_run import PretokenizedInput, check_index, taps
 from regard.inspect.record.export import export, widget
 from regard.inspect.record.record_model import record

@@ -19,7 +19,8 @@ from torch import Tensor, nn
 from regard.cost import attention_flops
 from regard.cost.softmax import attention_bytes
 from regard.errors import ArgumentError
-from regard.inspect.metrics import measure
+from regard.inspect.metrics.measure import measure
+from regard.inspect.model_run import check_index
 from regard.inspect.record.recorded_place import Place
 from regard.inspect.record.recording import Recording
 from regard.inspect.record.row_sums import row_sums
@@ -233,8 +234,7 @@ class PageData:
         if not recording.places:
             raise ArgumentError("the recording contains no attention call; record one first")
         for name, whole in recording.places.items():
-            if not 0 <= self.row < whole.B:
-                raise ArgumentError(f"row is {self.row}; {name} has batch rows 0 to {whole.B - 1}")
+            whole.check_batch(self.row)
             if rules := sorted({str(step.score) for step in whole.steps if step.score}):
                 raise ArgumentError(
                     f"{name} has the score rule {', '.join(rules)}: a page computes its cells from "
@@ -329,17 +329,17 @@ class PageData:
             if layer not in names:
                 raise ArgumentError(f"{layer!r} was not recorded; recorded: {', '.join(names)}")
             layer = names.index(layer)
-        layer = _checked_index("layer", layer, len(self.places))
-        head = _checked_index("head", head, self.places[layer].H)
+        layer = check_index("layer", layer, len(self.places), "layer", "layers")
+        head = check_index("head", head, self.places[layer].H, "head", "heads")
         self.places[layer].head_index(head)
         return layer, head
 
     def cell(self, place: int, head: int, query: int, key: int | None) -> dict[str, int]:
         """Return the cell at which the page opens: the strongest key, unless one is given."""
         where = self.places[place]
-        i = _checked_index("query", query, where.T)
+        i = check_index("query", query, where.T, "query", "queries")
         if key is not None:
-            return {"i": i, "j": _checked_index("key", key, where.N)}
+            return {"i": i, "j": check_index("key", key, where.N, "key", "keys")}
         block = where.block(slice(i, i + 1), slice(0, where.N), slice(head, head + 1))
         return {"i": i, "j": int(block.weights[self.row, 0, 0].argmax())}
 
@@ -451,13 +451,6 @@ def _once_if_shared(x: Tensor) -> NDArray[np.int32]:
     """Return the numbers of all heads `[h, ...]`, or of one head if they are all equal."""
     x = x[:1] if bool((x == x[:1]).all()) else x
     return x.numpy().astype(np.int32)
-
-
-def _checked_index(name: str, index: int, count: int) -> int:
-    """Return an index counted from the start, or raise ArgumentError."""
-    if not -count <= index < count:
-        raise ArgumentError(f"{name} is {index}; it must be {-count} to {count - 1}")
-    return index % count
 
 
 def report(
