@@ -1,8 +1,9 @@
 """Look inside a model, and change what it computes: record, explain, measure, patch."""
 
 from regard.audit import Audit, Finding, audit
-from regard.inspect.explain.explain import MAX_PATTERN_TOKENS, explain
+from regard.inspect.explain.explain import explain
 from regard.inspect.explain.explanation import ComputationStep, Explanation
+from regard.inspect.explain.explanation_parts import MAX_PATTERN_TOKENS
 from regard.inspect.explain.head_choice import Choice, find_query, strongest_head, strongest_keys
 from regard.inspect.explain.random_model import random_model
 from regard.inspect.interventions.attribution import attribute, logit_lens, name_mover_scores

@@ -79,12 +79,6 @@ NUM_PREDICTIONS = 5
 """Number of next tokens that are listed."""
 
 
-MAX_PATTERN_TOKENS = 512
-"""Number of tokens up to which an explanation contains the whole pattern; for a longer text it
-contains the row and a pooled pattern.
-"""
-
-
 @dataclass(frozen=True, eq=False)
 class Target:
     """What is explained: one attention module of a prepared run, and one query."""
@@ -378,7 +372,7 @@ def _assemble(
         H, G = one.call.place.H, one.call.groups
         if one.call.step.score is None:  # other mechanisms have no such rule
             others = counterfactuals(one, row.weights, output.mixed, explained.key)
-        heads = head_patterns(one.call, head, MAX_PATTERN_TOKENS)
+        heads = head_patterns(one.call, head)
         mix = mix_of_rows(mechanism, run, calls, one.call, head, target.i, len(target.columns.ids))
     else:
         H, G = (len(run.taps[name]) for name in "qk")

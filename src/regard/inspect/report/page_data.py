@@ -154,6 +154,30 @@ def label(name: str) -> str:
     return last if name.count(".") == 1 and last.isdecimal() else name or "attend"
 
 
+def place_facts(place: Place, recording: Recording, texts: list[list[str]]) -> dict[str, Any]:
+    """Return the name, the sizes and the texts of a place; equal texts are stored once."""
+    rows, columns = replace(recording, places={place.name: place}).labels(place.name)
+
+    def text(pieces: tuple[str, ...]) -> int:
+        if list(pieces) not in texts:
+            texts.append(list(pieces))
+        return texts.index(list(pieces))
+
+    return {
+        "name": place.name,
+        "label": label(place.name),
+        "H": place.H,
+        "G": place.G,
+        "heads": list(place.heads),
+        "T": place.T,
+        "N": place.N,
+        "D": place.pools[0].k.shape[-1],
+        "q_text": text(rows),
+        "q_first": 0,
+        "k_text": text(columns),
+    }
+
+
 def cost_facts(place: Place, pairs: int) -> dict[str, object]:
     """Count FLOPs, bytes, and cache bytes of one batch row of a place.
 
@@ -263,9 +287,9 @@ class PageData:
         """Add a place: its rules, positions, thumbnails and metrics."""
         number = len(self.places)
         rules = PageRules(place, self.row, self.arrays)
-        texts = replace(recording, places={place.name: place}).labels(place.name)
-        ids = recording.ids
-        same = ids is not None and ids.shape[1] == place.N and texts[1] == recording.pieces
+        facts, ids = place_facts(place, recording, self.texts), recording.ids
+        columns = tuple(self.texts[facts["k_text"]])
+        same = ids is not None and ids.shape[1] == place.N and columns == recording.pieces
         overview = place_overview(
             place, ids[self.row] if same and ids is not None else None, self.row
         )
@@ -279,19 +303,9 @@ class PageData:
             self.arrays[f"p{number}.rule"] = rules.rule_of_row
         pool = place.pools[0]
         self.place_data.append(
-            {
-                "name": place.name,
-                "label": label(place.name),
-                "H": place.H,
-                "G": place.G,
-                "heads": list(place.heads),
-                "T": place.T,
-                "N": place.N,
-                "D": pool.k.shape[-1],
+            facts
+            | {
                 "E": 0 if pool.v is None else pool.v.shape[-1],
-                "q_text": self._text(texts[0]),
-                "q_first": 0,
-                "k_text": self._text(texts[1]),
                 "dtype": str(pool.k.dtype).removeprefix("torch."),
                 "key_kind": place.key_kind,
                 "present": rules.keys_present(),
@@ -300,12 +314,6 @@ class PageData:
                 "cost": cost_facts(place, int(overview.blocks.visible.sum())),
             }
         )
-
-    def _text(self, pieces: tuple[str, ...]) -> int:
-        """Return the index of a list of token texts, which is stored once."""
-        if list(pieces) not in self.texts:
-            self.texts.append(list(pieces))
-        return self.texts.index(list(pieces))
 
     def _positions(self, number: int, place: Place) -> None:
         """Store the positions of rows and columns that are not 0, 1, 2, ..."""
