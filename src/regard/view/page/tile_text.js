@@ -61,9 +61,7 @@
     draw();
   };
   const run = () => {
-    const since = performance.now(),
-      found = panels.search(R.meta.texts[side() === "k" ? R.place().k_text : R.place().q_text], box.value);
-    R.searchTook = performance.now() - since;
+    const found = panels.search(R.meta.texts[side() === "k" ? R.place().k_text : R.place().q_text], box.value);
     hits = R.hits = found || [];
     at = -1;
     const n = hits.length.toLocaleString("en");
