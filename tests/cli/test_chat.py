@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 import regard
 from regard.cli.app import run
@@ -106,3 +107,62 @@ def test_smollm2_answers_with_one_sentence(
     assert capsys.readouterr().out == (
         "The capital of France is Paris.\nThe capital of Italy is Rome.\n"
     )
+
+
+def test_every_command_reads_messages_and_ids(folder: Path, said: Said, tmp_path: Path) -> None:
+    model = regard.load(folder, kind=Model)
+    message = [{"role": "user", "content": "Return the"}]
+    file = tmp_path / "messages.json"
+    file.write_text(json.dumps(message))
+    ids = model.encode(message)
+    forms = [
+        ("Return the", "--chat"),
+        ("--messages", file),
+        (" ".join(map(str, ids[0].tolist())), "--ids"),
+        (model.chat_template.render(message), "--special"),
+    ]
+    commands = [("explain",), ("inspect", "lens"), ("inspect", "measure")]
+    for words in commands:
+        shown = [json.loads(said(*words, *form, "--model", folder, "--json")) for form in forms]
+        for x in shown:
+            x.pop("tensors", None)  # which has seconds
+        assert all(x == shown[0] for x in shown)
+        text = said(*words, forms[-1][0], "--no-special", "--model", folder, "--json")
+        assert json.loads(text) != shown[0]
+    assert json.loads(said("explain", *forms[0], "--model", folder, "--json"))["ids"] == (
+        ids[0].tolist()
+    )
+    # the same in Python
+    for prompt in (message, ids[0].tolist(), ids):
+        assert torch.equal(regard.inspect.record(model, prompt).ids, ids)
+        assert regard.inspect.explain(model, prompt).tokens.ids == tuple(ids[0].tolist())
+        assert regard.inspect.logit_lens(model, prompt).values.shape[1] == ids.shape[1]
+
+
+def test_texts_beside_are_read_in_the_same_way(folder: Path, said: Said) -> None:
+    patch = ("inspect", "patch", "12 7 9", "--corrupt", "12 8 9", "--model", folder)
+    shown = json.loads(said(*patch, "--ids", "--json"))
+    model = regard.load(folder, kind=Model)
+    wanted = regard.inspect.patch(model, [12, 7, 9], [12, 8, 9])
+    assert torch.allclose(torch.tensor(shown["values"]), torch.tensor(wanted.values).float())
+    assert "is another" in said(*patch[:2], *patch[3:], "--messages", folder / "x", code=2)
+
+
+def test_what_contradicts_is_refused(said: Said) -> None:
+    for words, reason in {
+        ("explain", "12", "--ids", "--attention", "gqa"): "random weights",
+        ("explain", "12", "--ids", "--chat"): "no messages",
+        ("explain", "12", "--messages", "x.json"): "whole prompt",
+        ("inspect", "lens", "12", "--messages", "x.json"): "give 1",
+        ("view", "tiny", "one", "--ids"): "no list of ids",
+    }.items():
+        assert reason in said(*words, code=2)
+
+
+def test_a_name_of_a_special_token_is_noted_once(capsys: pytest.CaptureFixture[str]) -> None:
+    for words in (("explain",), ("inspect", "compare")):
+        more = ("--other", "<|endoftext|>a") if "compare" in words else ()
+        assert run([*words, "<|endoftext|>a", *more]) == 0
+        assert capsys.readouterr().err.count("the name of a special token") == 1
+        assert run([*words, "<|endoftext|>a", *more, "--no-special"]) == 0
+        assert "special token" not in capsys.readouterr().err

@@ -164,13 +164,13 @@ def test_two_models(said: Said) -> None:
 
 
 def test_two_models_of_which_one_does_not_fit(said: Said) -> None:
-    """1.2 TiB of weights have no speed on a card of 80 GiB."""
+    """627 GiB of weights have no speed on a card of 80 GiB."""
     out = said("cost", "deepseek-v3", "--vs", "llama-3-8b", "--machine", "h100-sxm")
     rows = {line[:22].strip(): line[22:].split() for line in out.splitlines()}
     assert rows["fits h100-sxm"] == ["no", "yes"]
     assert rows["decode on h100-sxm"][:3] == ["does", "not", "fit"]
     assert rows["decode on h100-sxm"][-2:] == ["ms", "-"]
-    assert "deepseek-v3: weights and cache are 1.22 TiB; its memory is 79.6 GiB: they do not" in out
+    assert "deepseek-v3: weights and cache are 627 GiB, and 874 MiB to run them; 90 % of its" in out
     assert "memory: 81,559 MiB in all by nvidia-smi, sold as 80 GB" in out
     swept = said("cost", "llama-3-8b", "--sweep", "context=512k..1M", "--machine", "h100-sxm")
     assert [line.split()[-1] for line in swept.splitlines()[1:]] == ["fits", "yes", "no"]
@@ -202,9 +202,15 @@ def test_this_machine_is_measured(said: Said, monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_a_model_that_does_not_fit(said: Said) -> None:
-    assert "they do not fit" in said("cost", "llama-3-70b", "--machine", "h100-sxm")
-    for card in ("mi300x", "h200-sxm"):
-        assert "they fit, with " in said("cost", "llama-3-70b", "--machine", card)
+    out = said("cost", "llama-3-70b", "--machine", "h100-sxm")
+    assert "they do not fit" in out
+    assert "batch that fits" not in out
+    out = said("cost", "llama-3-70b", "--machine", "mi300x")
+    assert "they fit, with " in out
+    assert "batch that fits: 32" in out
+    assert "tight: it needs 133 GiB" in said("cost", "llama-3-70b", "--machine", "h200-sxm")
+    alone = ("llama-3-70b", "--machine", "h200-sxm", "--utilization", "1", "--reserve", "0.5")
+    assert "they fit, with " in said("cost", *alone)
     assert "its memory is not known" in said("cost", "gpt2", "--machine", "xeon-8380")
 
 
@@ -330,9 +336,20 @@ def test_it_starts_without_torch_and_numpy_and_imports_little() -> None:
 
 @pytest.mark.parametrize(
     ("name", "reason"),
-    [("mistral-medium-3", "has not published the sizes"), ("Gemma-4-31B", "not counted yet")],
+    [("mistral-medium-3", "has not published the sizes"), ("Gemma-4-31B", "not stored here")],
 )
 def test_a_model_without_known_sizes_says_why(name: str, reason: str, said: Said) -> None:
     error = " ".join(said("cost", name, code=2).split())
     assert reason in error
     assert "--layers" in error
+
+
+def test_weights_as_files_hold_them(said: Said) -> None:
+    told = figures(said, "llama-3.1-70b", "--weights", "awq", "--machine", "a100-40gb")
+    assert told["weights"] == "awq"
+    assert told["weight_bytes"] == pytest.approx(39.77e9, rel=0.01)
+    assert told["roofline"]["fit"] == "tight"
+    assert figures(said, "gpt-oss-20b")["weights"] == "mxfp4", "as it was released"
+    assert figures(said, "gpt-oss-20b", "--dtype", "bf16")["weight_bytes"] == 2 * 20_914_757_184
+    swapped = figures(said, "gpt-oss-20b", "--mechanisms", "mha")["mechanisms"][0]
+    assert swapped["parameters"] > 21e9

@@ -17,7 +17,8 @@ DIFFERENT = {
     "glm4_moe": {LENGTH},
     "glm_moe_dsa": {"rms_norm_eps", LENGTH, "n_group", "topk_group", "index_n_heads"},
     "minimax_m2": {LENGTH},
-    "ministral3": {LENGTH},
+    "ernie4_5_moe": {"moe_layer_end_index"},  # -1 becomes the number of the last layer
+    "mistral3": {"tie_word_embeddings"},  # of the whole; a head that is stored is its own
     "nemotron_h": {LENGTH},
     "olmo_hybrid": {f"linear_{x}" for x in ("key_head_dim", "value_head_dim")}
     | {f"linear_num_{x}_heads" for x in ("key", "value")},

@@ -109,6 +109,9 @@ RELEASED: dict[str, dict[str, Any]] = {
         "routed_scaling_factor": 16.0,
     },
     "glm4_moe": {"head_dim": 128, "num_hidden_layers": 46},
+    "hunyuan_v1_dense": {"head_dim": 128},
+    "lfm2_moe": {"layer_types": ["conv", "conv", "full_attention", "conv"], "num_hidden_layers": 4},
+    "nemotron": {"head_dim": 128, "num_key_value_heads": 8},
     "gemma3n_text": {
         "num_hidden_layers": 30,
         "num_kv_shared_layers": 10,
@@ -121,29 +124,48 @@ that differ from the defaults of transformers' class.
 """
 
 
-def released(name: str, **change: Any) -> dict[str, Any]:
-    """The config.json of a released model: transformers' class has the values of one, which its
-    documentation names.
+def released(name: str, **change: Any) -> tuple[dict[str, Any], Any]:
+    """The config.json of a released model, and transformers' config: its class has the values of
+    one, which its documentation names.
     """
     from transformers import AutoConfig
 
     config = AutoConfig.for_model(name, **RELEASED.get(name, {}) | change)
     raw: dict[str, Any] = json.loads(config.to_json_string(use_diff=False))
-    return raw
+    return raw, config
 
 
-@pytest.mark.full(keep=["gemma3n"])
+@pytest.mark.full(keep=["gemma3n", "apertus"])
 @pytest.mark.parametrize("name", sorted({*FAMILIES} - {"regard"}))
 def test_a_released_config_is_read_built_and_counted(name: str) -> None:
     found = family(name)
-    raw = released(name)
+    raw, theirs = released(name)
     assert read_sizes(raw, name).parameters > 10**7
     if any("expert" in key for key in raw):  # thousands of modules: four layers have all sizes
-        shorter = released(name, num_hidden_layers=4)
-        raw = shorter if "text_config" not in shorter else raw
+        shorter, few = released(name, num_hidden_layers=4)
+        raw, theirs = (shorter, few) if "text_config" not in shorter else (raw, theirs)
     config, _ = read_config(Path(name), found, raw, tensors=100)
     network = found.build_empty(config)
     assert read_sizes(raw, name).parameters == parameters(network)
+    if name not in (*ENCODERS, *ENCODER_DECODERS) and "text_config" not in raw:
+        assert parameters(network) == counted_by_transformers(theirs)
+
+
+BUFFERS = ("e_score_correction_bias", "expert_bias", "act_fn.beta", "act_fn.eps", "layer_scalar")
+"""What is a parameter here, and a stored buffer in transformers."""
+
+
+def counted_by_transformers(config: Any) -> int:
+    """The parameters of transformers' own model with a head."""
+    import transformers
+
+    name = type(config).__name__.removesuffix("Config").removesuffix("Text")
+    kind = getattr(transformers, f"{name}ForCausalLM", None)
+    kind = getattr(transformers, f"{name}LMHeadModel") if kind is None else kind
+    with torch.device("meta"):
+        model = kind(config)
+    buffers = (x.numel() for name, x in model.named_buffers() if name.endswith(BUFFERS))
+    return sum(p.numel() for p in model.parameters()) + sum(buffers)
 
 
 HEADED = [
@@ -154,8 +176,10 @@ HEADED = [
 ]
 
 
-LATENT = {"deepseek_v2", "deepseek_v3", "deepseek_v32", "kimi_linear"}
+LATENT = {"deepseek_v2", "deepseek_v3", "deepseek_v32", "kimi_linear", "glm4_moe_lite"}
+LATENT |= {"mistral4"}
 RECURRENT = {"bamba", "granitemoehybrid", "jamba", "mamba2", "minimax", "nemotron_h", "olmo_hybrid"}
+RECURRENT |= {"falcon_mamba", "lfm2", "lfm2_moe", "mamba"}
 RECURRENT |= {"qwen3_next", "qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_5_text", "rwkv"}
 OTHERS = {*ENCODERS, *ENCODER_DECODERS} | LATENT | RECURRENT
 """Families that are not decoders with softmax attention in every layer."""

@@ -84,12 +84,12 @@ def test_the_limits_are_the_largest_numbers_that_fit() -> None:
     (row,) = mechanism_costs(["gqa:8"], LLAMA, SETTING, machine)
     assert row.max_batch is not None
     assert row.max_context is not None
-    for batch, fits in ((row.max_batch, True), (row.max_batch + 1, False)):
+    for batch, verdict in ((row.max_batch, "fits"), (row.max_batch + 1, "tight")):
         report = CostReport(row.report.model, Setting(32768, batch))
-        assert memory_fit(report, machine).fits is fits
-    for context, fits in ((row.max_context, True), (row.max_context + 1, False)):
+        assert memory_fit(report, machine).verdict == verdict
+    for context, verdict in ((row.max_context, "fits"), (row.max_context + 1, "tight")):
         report = CostReport(row.report.model, Setting(context))
-        assert memory_fit(report, machine).fits is fits
+        assert memory_fit(report, machine).verdict == verdict
     (none,) = mechanism_costs(["mha"], LLAMA, SETTING, machine_of("t4"))
     assert none.max_batch == none.max_context == 0  # the weights alone do not fit
 

@@ -97,7 +97,8 @@ def test_a_latent_cache_is_not_cut_by_tensor_parallelism() -> None:
 def test_the_best_method_fits() -> None:
     report = CostReport(model_of("llama-3-70b"), Setting(1 << 20))
     result = RanksReport(report, H100, 64)
-    assert [result.fits(x) for x in result.estimates] == [False, False, False, True, True]
+    verdicts = [result.fit(x) for x in result.estimates]
+    assert verdicts == [*["does not fit"] * 3, "fits", "fits"]
     assert result.best == "tensor x exchange"
     assert RanksReport(report, replace(H100, memory=1 << 30), 64).best is None
 

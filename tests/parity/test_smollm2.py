@@ -55,6 +55,6 @@ def test_real_blocks_have_the_numbers_of_a_loop() -> None:
         assert tensor.format.name == kind
         _, raw = next(read_rows(header, tensor, 3 * tensor.row_bytes))
         wanted = numbers_of(kind, raw)
-        values = dequantize_gguf(kind, raw).double()
+        values = torch.from_numpy(dequantize_gguf(kind, raw)).double()
         assert (values - wanted).abs().max() <= 2 * 2.0**-24 * wanted.abs().max()
         assert torch.unique(wanted).numel() > 100

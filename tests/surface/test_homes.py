@@ -32,7 +32,6 @@ HOMES = {
         "models/assembly/llama_like.py",
         "models/assembly/gated_delta.py",
         "configs",  # names that differ from Llama's
-        "models/checkpoint/gguf.py",  # the names of these families in another format
     },
     r"\bnan_to_num\(": set(),
     r"(from|import) huggingface_hub": {"models/hub.py"},

@@ -181,7 +181,12 @@ def test_a_mark_says_its_numbers_in_their_units() -> None:
 
 def test_a_context_at_which_a_model_does_not_fit_is_crossed_out() -> None:
     rows = [
-        {"context": 2**n, "kv_bytes": 2**n * 64, "decode_seconds": 1e-3 * n, "fits": n < 12}
+        {
+            "context": 2**n,
+            "kv_bytes": 2**n * 64,
+            "decode_seconds": 1e-3 * n,
+            "fit": "fits" if n < 12 else "does not fit",
+        }
         for n in range(10, 14)
     ]
     chart = context_charts({"m": rows}, "batch 1, l4")

@@ -13,10 +13,12 @@ import typer
 
 from regard.cli.options import JSON, argument, grouped, note, option, usage_error
 from regard.configs.published import PUBLISHED_MODELS, model_of
+from regard.cost.memory_fit import Runtime
 from regard.cost.model import ModelSpec, StoredSize
 from regard.cost.ranks import METHODS, RanksReport
 from regard.cost.report import CostReport, Setting
 from regard.cost.roofline import Machine, machine_of
+from regard.cost.stored_forms import STORED_FORMS, stored_as
 from regard.cost.sweep import (
     compare_models,
     contexts_within_positions,
@@ -79,6 +81,28 @@ class MechanismOptions:
     window: int | None = option("Maximum number of keys that a query attends to.", shown="no limit")
 
 
+@dataclass(frozen=True)
+class RuntimeOptions:
+    """What the program that runs a model on the machine takes of its memory."""
+
+    utilization: float = option(
+        "With --machine: the share of its memory that the program may use.", default=0.9
+    )
+    prefill_chunk: int = option(
+        "With --machine: the most tokens of prompts that are computed at once.", default=2048, min=1
+    )
+    reserve: float | None = option(
+        "With --machine: GiB besides weights and cache.",
+        shown="libraries and activations, counted",
+        min=0,
+    )
+
+    def runtime(self) -> Runtime:
+        """Return them as the cost of a model takes them."""
+        reserve = None if self.reserve is None else int(self.reserve * 2**30)
+        return Runtime(self.utilization, self.prefill_chunk, reserve)
+
+
 @grouped
 def cost(
     source: str | None = argument(
@@ -93,8 +117,13 @@ def cost(
     context: str | None = option("Number of tokens in the context: 4096, 8k, 1M.", shown="4096"),
     batch: int = option("Number of sequences at once.", default=1, min=1),
     dtype: str | None = option(
-        "Number format of weights: fp32, bf16, fp16, fp8, int8, int4 or int2.",
+        "Number format of all weights, without scales: fp32, bf16, fp16, fp8, int8, int4 or int2.",
         shown="that of config.json, or bf16",
+    ),
+    weights: str | None = option(
+        "The form in which files hold the weights, scales included: q8_0, q6_k, q5_k_m, q4_k_m, "
+        "q4_0, awq, gptq, nf4, fp8 or mxfp4.",
+        shown="as released",
     ),
     kv_dtype: str | None = option(
         "Number format of the KV cache, named as for --dtype.",
@@ -146,6 +175,7 @@ def cost(
     *,
     size_options: SizeOptions,
     mechanism: MechanismOptions,
+    runtime: RuntimeOptions,
 ) -> None:
     """Print the parameters of a model by part, the FLOPs of a prompt and of a token, the bytes of
     its cache, and the least time on a machine.
@@ -160,8 +190,11 @@ def cost(
         return
     sizes = vars(size_options)
     options = _mechanism_options(mechanism)
+    if dtype is not None and weights is not None:
+        raise usage_error(None, "--dtype and --weights both say how weights count; give one")
+    form = _WeightForm(dtype, weights)
     base = Setting(1, batch, dtype or "bf16", kv_dtype)
-    on_machine = _machine(machine, bandwidth, flops)
+    on_machine = _machine(machine, bandwidth, flops, runtime)
     over_ranks = _RanksOptions(ranks, link, method)
     alone = vs is None and mechanisms is None and sweep is None and plot is None
     over_ranks.check(on_machine, alone=alone)
@@ -171,8 +204,8 @@ def cost(
                 "--mechanisms",
                 "compares mechanisms in one model; leave out --vs, --sweep and --attention",
             )
-        one = _base_model(source, revision, dtype, sizes, options)
-        if one.model.stored is not None:
+        one = _base_model(source, revision, form, sizes, options)
+        if one.model.stored is not None and one.model.stored.form not in STORED_FORMS:
             raise usage_error(
                 None,
                 "the weights of {name} are stored as {form}, and how those of another mechanism "
@@ -186,8 +219,8 @@ def cost(
         return
     if html is not None:
         raise usage_error("--html", "belongs to --mechanisms; give the mechanisms to compare")
-    models = [_model(source, revision, dtype, sizes, options)]
-    models += [_find_model(name, None, dtype) for name in vs or []]
+    models = [_model(source, revision, form, sizes, options)]
+    models += [_find_model(name, None, form) for name in vs or []]
     conditions = [replace(base, dtype=dtype or model.dtype) for model in models]
     if sweep is not None or plot is not None:
         if context is not None:
@@ -255,20 +288,38 @@ def _show_ranks(plan: RanksReport, method: str | None, *, json: bool) -> None:
     typer.echo(json_format.dumps(result, indent=1, allow_nan=False))
 
 
-def _find_model(source: str, revision: str | None, dtype: str | None) -> ModelSpec:
+@dataclass(frozen=True)
+class _WeightForm:
+    """How all weights count: in a dtype, in a form of files, or as they are stored."""
+
+    dtype: str | None = None
+    weights: str | None = None
+
+    def of(self, model: ModelSpec) -> ModelSpec:
+        """Return a model with its weights in this form."""
+        if self.weights is not None:
+            return replace(model, stored=stored_as(model, self.weights))
+        return model if self.dtype is None else replace(model, stored=None)
+
+
+def _find_model(source: str, revision: str | None, form: _WeightForm) -> ModelSpec:
     """Return the model of a known name, of a path, or of a repository on the hub, from which only
-    config.json is downloaded. Weights of few bits count as they are stored, unless a dtype is given
+    config.json is downloaded. Weights of few bits count as they are stored, unless a form is given
     for all weights.
     """
+    return form.of(_stored_model(source, revision, form))
+
+
+def _stored_model(source: str, revision: str | None, form: _WeightForm) -> ModelSpec:
+    """Return a model with its weights as they are stored, if they need to be counted."""
     from regard.files.named_packages import packaged_source
 
-    count_stored = _count_stored if dtype is None else _count_plain
+    count_stored = _count_stored if form == _WeightForm() else _count_plain
     source = str(packaged_source(source))
     if revision is None and (file := _gguf_file(source)) is not None:
         from regard.models.checkpoint.stored_sizes import gguf_sizes
 
-        model = gguf_sizes(file)
-        return model if dtype is None else replace(model, stored=None)
+        return gguf_sizes(file)
     if "/" in source and source.lower() not in PUBLISHED_MODELS:
         # imported here, because this is the only source of sizes that needs torch
         from regard.models import hub
@@ -310,7 +361,7 @@ def _count_plain(_raw: Raw, _where: str) -> None:
 def _model(
     source: str | None,
     revision: str | None,
-    dtype: str | None,
+    form: _WeightForm,
     sizes: dict[str, Any],
     mechanism_options: dict[str, object],
 ) -> ModelSpec:
@@ -319,7 +370,7 @@ def _model(
     if source is not None:
         if extra_names := [*given_sizes, *mechanism_options]:
             names = ", ".join(_flag_of(name) for name in extra_names)
-            _find_model(source, revision, dtype)  # a mistyped name comes first
+            _find_model(source, revision, form)  # a mistyped name comes first
             raise usage_error(
                 None,
                 "{source} already has all sizes, but {names} are given too; leave them out, or "
@@ -327,7 +378,7 @@ def _model(
                 source=source,
                 names=names,
             )
-        return _find_model(source, revision, dtype)
+        return _find_model(source, revision, form)
     if revision is not None:
         raise usage_error(
             "--revision", "applies only to a repository on the hub, but no model is named"
@@ -342,13 +393,13 @@ def _model(
         )
     from regard.cost.mechanisms import Sizes
 
-    return Sizes(**given_sizes, options=mechanism_options).model()
+    return form.of(Sizes(**given_sizes, options=mechanism_options).model())
 
 
 def _base_model(
     source: str | None,
     revision: str | None,
-    dtype: str | None,
+    form: _WeightForm,
     sizes: dict[str, Any],
     mechanism_options: dict[str, Any],
 ) -> BaseModel:
@@ -356,7 +407,7 @@ def _base_model(
     from regard.configs.suggested_sizes import BaseModel, base_model
 
     if source is not None or revision is not None:
-        return BaseModel.of(_model(source, revision, dtype, sizes, mechanism_options))
+        return BaseModel.of(_model(source, revision, form, sizes, mechanism_options))
     given_sizes = {name: value for name, value in sizes.items() if value is not None}
     groups = mechanism_options.pop("groups", None)
     if mechanism_options:
@@ -372,7 +423,8 @@ def _base_model(
             "give a model, or at least its width: --dim missing. regard cost --list shows the "
             "known models",
         )
-    return base_model(given_sizes, groups)
+    base = base_model(given_sizes, groups)
+    return replace(base, model=form.of(base.model))
 
 
 def _show_mechanisms(
@@ -464,8 +516,11 @@ def _context(text: str | None, models: list[ModelSpec]) -> int:
     return min([DEFAULT_CONTEXT, *(m.max_context for m in models if m.max_context is not None)])
 
 
-def _machine(name: str | None, bandwidth: float | None, flops: float | None) -> Machine | None:
-    """Return the machine that is named, given by its rates, or measured."""
+def _machine(
+    name: str | None, bandwidth: float | None, flops: float | None, options: RuntimeOptions
+) -> Machine | None:
+    """Return the machine that is named, given by its rates, or measured, with its program."""
+    runtime = options.runtime()
     if (bandwidth is None) != (flops is None):
         raise usage_error(
             None, "--bandwidth and --flops need each other; give both, or a --machine"
@@ -485,8 +540,13 @@ def _machine(name: str | None, bandwidth: float | None, flops: float | None) -> 
             "the given machine", bandwidth, {"fp32": flops}, 0, "--bandwidth and --flops"
         )
     if name is None:
+        if runtime != Runtime():
+            raise usage_error(
+                None, "--utilization, --prefill-chunk and --reserve belong to a --machine; name one"
+            )
         return None
-    return _measure_this_machine() if name == "here" else machine_of(name)
+    found = _measure_this_machine() if name == "here" else machine_of(name)
+    return replace(found, runtime=runtime)
 
 
 def _measure_this_machine() -> Machine:

@@ -21,10 +21,10 @@ from regard.cli.options import (
     SOURCE,
     TEXT_FILE,
     LoadOptions,
+    PromptOptions,
     argument,
     check_files,
     console_of,
-    given_text,
     grouped,
     load,
     option,
@@ -153,6 +153,7 @@ def explain(
     ),
     batch: int = option("Row of the batch of --module.", default=0, panel=MODULE, min=0),
     output: Output,
+    reading: PromptOptions,
     load_options: LoadOptions,
 ) -> None:
     """Follow one query and one key through one attention head, number by number: inputs, scores,
@@ -169,23 +170,24 @@ def explain(
         raise usage_error("--beside", "compares two runs on the page; add --html FILE")
     if row.place is not None and row.layer is not None:
         raise usage_error("--place", "already names the layer; leave --layer out")
+    flags = [*reading.flags_given(), *load_options.flags_given()]
     if module is not None:
         others: dict[str, Any] = {"TEXT": text, "--file": file, "--attention": attention}
         others |= {"--target": row.target, "--call": row.call, "--set": settings, "--seed": seed}
         others |= {"--beside": output.beside, "--beside-model": output.beside_model}
-        others |= {"--model": model != "tiny"} | dict.fromkeys(load_options.flags_given(), True)
+        others |= {"--model": model != "tiny"} | dict.fromkeys(flags, True)
         _check_alone(others)
         _explain_module(module, row, batch, output)
         return
-    text = given_text(text, file)
+    prompt = reading.prompt(text, file)
     if batch:
         raise usage_error("--batch", "applies to --module only; leave it out")
-    check_options(attention, model, {"--set": settings, "--seed": seed}, load_options)
-    with working("running the model", len(text)):
+    check_options(attention, model, {"--set": settings, "--seed": seed}, flags)
+    with working("running the model", len(prompt)):
         if attention is not None:
-            run = mechanism(attention, text, settings, seed, row.target)
+            run = mechanism(attention, prompt, settings, seed, row.target)
         else:
-            run = read_text(text, model, load_options, target=row.target)
+            run = read_text(prompt, model, load_options, target=row.target, reading=reading)
     target = ExplainTarget(run, row)
     if output.list_heads:
         print_heads(target, output.json, console_of(output.color), output.lang)
@@ -193,13 +195,16 @@ def explain(
     explanation = target.explained()
     beside_run = None
     if output.beside or output.beside_model:
+        if output.beside and reading.messages:
+            raise usage_error("--beside", "is another text than --messages; give one of them")
         # --revision, --allow-missing, --ignore and --finite apply to the folder of --model only
-        options = LoadOptions(load_options.dtype, load_options.device)
+        plain = LoadOptions(load_options.dtype, load_options.device)
         beside_run = read_text(
-            output.beside or text,
+            reading.prompt(output.beside, None) if output.beside else prompt,
             output.beside_model or model,
-            options if output.beside_model else load_options,
+            plain if output.beside_model else load_options,
             target=row.target,
+            reading=reading,
         )
 
     def page_of(data: dict[str, Any]) -> str:
@@ -274,7 +279,12 @@ def _write_output(
 
 
 def read_text(
-    text: str, source: str, load_options: LoadOptions | None = None, *, target: str | None = None
+    text: Any,
+    source: str,
+    load_options: LoadOptions | None = None,
+    *,
+    target: str | None = None,
+    reading: PromptOptions | None = None,
 ) -> ModelRun:
     """Run the model of a folder, of a name, or of a trained task on the text, and return the
     recorded run.
@@ -286,13 +296,16 @@ def read_text(
     from regard.language import translate
 
     if (Path(source) / "task.json").exists():
+        if reading is not None and (flags := reading.flags_given()):
+            raise usage_error(flags[0], "applies to a decoder, and this model is none")
         if load_options is not None and load_options.device not in (None, "cpu"):
             raise usage_error("--device", "a model that was trained on a task runs on the CPU here")
         return _run_task_model(text, source, target)
     model = load(source, LoadOptions() if load_options is None else load_options)
-    run_on_text = prepare_run(model, text, target, last=1)
+    prompt = text if reading is None else reading.read(model, [text])[0]
+    run_on_text = prepare_run(model, prompt, target, last=1)
     _check_length(run_on_text)
-    if warning := warn_about_text(model, text):
+    if isinstance(prompt, str) and (warning := warn_about_text(model, prompt)):
         typer.echo(translate("note: {note}", note=warning), err=True)
     return replace(run_on_text, name=Path(source).name or source)
 
@@ -329,7 +342,7 @@ def check_options(
     attention: str | None,
     source: str,
     mechanism_options: dict[str, object],
-    load_options: LoadOptions,
+    model_flags: Sequence[str],
 ) -> None:
     """Raise an error for options of a mechanism where there is a model, and the other way round."""
     if attention is None:
@@ -344,9 +357,9 @@ def check_options(
         raise usage_error(
             "--attention", "builds a network with random weights; leave out --model or --attention"
         )
-    elif load_flags := load_options.flags_given():
+    elif model_flags:
         raise usage_error(
-            load_flags[0],
+            model_flags[0],
             "applies to a model that is loaded, but --attention builds a network with random "
             "weights; leave one of them out",
         )

@@ -20,26 +20,27 @@ from regard.cli.options import (
     SOURCE,
     WEIGHTS,
     LoadOptions,
+    PromptOptions,
     SamplingOptions,
     argument,
     grouped,
     load,
     note,
+    note_names,
     option,
     usage_error,
 )
 from regard.errors import ArgumentError, FileError
 from regard.files.regular_files import read_text
-from regard.files.strict_json import read_json
 from regard.language import translate, translate_count
 from regard.untrusted_text import MULTILINE, error_text, escape_controls
 
 if TYPE_CHECKING:
-    from regard.models import BatchGeneration, Model, Seq2Seq, TextEncoder
+    from regard.models import BatchGeneration, Model, Seq2Seq
 
 
 def generate_seq2seq(
-    model: TextEncoder | Seq2Seq,
+    model: Seq2Seq,
     texts: list[str],
     max_tokens: int,
     beams: int,
@@ -49,12 +50,6 @@ def generate_seq2seq(
     """Print the texts that an encoder-decoder generates, by beam search, or greedily if there is
     one beam.
     """
-    from regard.models import Seq2Seq
-
-    if not isinstance(model, Seq2Seq):
-        raise usage_error(
-            None, "the model is an encoder, which generates no text; use regard.load(...).embed"
-        )
     start = time.perf_counter()
     answers = model.generate(
         texts, max_tokens=max_tokens, beams=beams, length_penalty=length_penalty
@@ -217,26 +212,12 @@ def generate(
     ),
     prompt_file: Path | None = option("Text file to continue; - is standard input."),
     model: str = SOURCE,
-    chat: bool = option(
-        "Each prompt is a message of a user, answered in the model's chat template.",
-        "--chat",
-        default=False,
-    ),
-    messages: Path | None = option(
-        'JSON file with the messages of a conversation to answer: [{"role": "user", "content": '
-        '"..."}].'
-    ),
-    ids: bool = option("Each prompt is token ids, such as '12 7 9'.", "--ids", default=False),
-    special: bool | None = option(
-        "Read names of special tokens in prompts as these tokens, or as ordinary text.",
-        "--special/--no-special",
-        shown="as text, with a warning",
-    ),
     max_tokens: int = option("Maximum number of new tokens.", default=64, min=0),
     stop: list[str] | None = option(
         "Stop the text before this string. Repeatable. A line break is $'\\n' in most shells."
     ),
     *,
+    reading: PromptOptions,
     sampling: SamplingOptions,
     beams: int | None = option(
         "Use beam search with this many beams, which looks for the most likely whole text.",
@@ -288,7 +269,7 @@ def generate(
     """Continue a prompt, or answer it with an encoder-decoder. The text goes to standard output;
     speed and cache size go to standard error.
     """
-    from regard.models import Model
+    from regard.models import Model, TextEncoder
     from regard.models.generation import (
         BatchGeneration,
         CacheConfig,
@@ -297,7 +278,8 @@ def generate(
     from regard.nn import stack_experts
 
     with _over_ranks(parallel):
-        texts: list[Any] = _prompts(prompts, prompt_file, messages, chat=chat, ids=ids)
+        given = bool(prompts) or prompt_file is not None
+        texts = reading.prompts(lambda: _texts(prompts, prompt_file), given=given)
         if hasattr(sys.stdout, "reconfigure"):
             sys.stdout.reconfigure(errors="replace")  # a terminal that lacks a letter shows "?"
         options = GenerationOptions(
@@ -307,26 +289,28 @@ def generate(
             sampling.params(),
             CacheConfig(cache or "growing", max_context),
             cuda_graph,
-            bool(special),
+            bool(reading.special),
         )
         loaded = load(model, replace(load_options, weights=weights))
+        if isinstance(loaded, TextEncoder):
+            raise usage_error(
+                "--model",
+                "is an encoder, which generates no text; its vectors: regard.load({name}).embed",
+                name=repr(model),
+            )
         if not isinstance(loaded, Model):
             if cuda_graph:
                 raise usage_error(
                     "--cuda-graph",
-                    "captures the step of a decoder, and this model is an encoder or an "
-                    "encoder-decoder; leave --cuda-graph out",
+                    "captures the step of a decoder, and this model is an encoder-decoder; leave "
+                    "--cuda-graph out",
                 )
-            if chat or ids or messages or special is not None:
-                raise usage_error(
-                    None,
-                    "--chat, --messages, --ids and --special apply to a decoder, and this model "
-                    "is an encoder or an encoder-decoder; leave them out",
-                )
-            generate_seq2seq(loaded, texts, max_tokens, beams or 1, length_penalty, json)
+            generate_seq2seq(
+                loaded, reading.read(loaded, texts), max_tokens, beams or 1, length_penalty, json
+            )
             return
-        if special is None and loaded.has_tokenizer:
-            _note_names(loaded, texts)
+        if reading.special is None and loaded.has_tokenizer:
+            note_names(loaded, texts)
         if cuda_graph:
             stack_experts(loaded.decoder)
         if beams is None:
@@ -334,7 +318,10 @@ def generate(
         else:
             result = beam_search(loaded, texts, options, beams, length_penalty)
         if beams is None:
-            at_once, with_prompt = stream and not json and len(texts) == 1, not (chat or messages)
+            at_once, with_prompt = (
+                stream and not json and len(texts) == 1,
+                not (reading.chat or reading.messages),
+            )
             print_batch(batch, at_once=at_once, quiet=json, with_prompt=with_prompt)
             result = figures(batch)
         elif not json:
@@ -345,19 +332,6 @@ def generate(
             return
         sys.stdout.flush()  # so that the text comes before the summary on standard error
         print_summary(result)
-
-
-def _note_names(model: Model, prompts: list[Any]) -> None:
-    """Say that a prompt contains the name of a special token, which is read as ordinary text."""
-    for name in model.tokenizer.special_names(json_format.dumps(prompts, ensure_ascii=False))[:1]:
-        note(
-            translate(
-                "the prompt contains {name}, the name of a special token, which is read as "
-                "ordinary text; --special reads such names as the tokens, and --no-special says "
-                "that this is meant",
-                name=name,
-            )
-        )
 
 
 @contextmanager
@@ -380,34 +354,6 @@ def _over_ranks(parallel: str | None) -> Iterator[None]:
             stack.enter_context(redirect_stdout(nowhere))
             stack.enter_context(redirect_stderr(nowhere))
         yield
-
-
-def _prompts(
-    prompts: list[str] | None,
-    file: Path | None,
-    messages: Path | None,
-    *,
-    chat: bool,
-    ids: bool,
-) -> list[Any]:
-    """Return the prompts: texts, ids, or messages."""
-    if messages is not None:
-        if prompts or file is not None or chat or ids:
-            raise usage_error(
-                "--messages", "is the whole prompt; leave out PROMPT, --prompt-file, --chat, --ids"
-            )
-        return [read_json(messages, limit=MAX_PROMPT_BYTES, kind=list)]
-    if chat and ids:
-        raise usage_error("--ids", "are no messages; leave out --chat or --ids")
-    texts = _texts(prompts, file)
-    if chat:
-        return [[{"role": "user", "content": text}] for text in texts]
-    if not ids:
-        return texts
-    try:
-        return [[int(index) for index in text.replace(",", " ").split()] for text in texts]
-    except ValueError as error:
-        raise usage_error("--ids", "a prompt is no list of ids such as '12 7 9'") from error
 
 
 def _texts(prompts: list[str] | None, file: Path | None) -> list[str]:

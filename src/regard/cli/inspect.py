@@ -18,6 +18,7 @@ from regard.cli.options import (
     JSON,
     SOURCE,
     LoadOptions,
+    PromptOptions,
     argument,
     check_files,
     grouped,
@@ -56,6 +57,8 @@ OPTIONS: Mapping[str, tuple[str, ...]] = {
     "taps": (),
 }
 """Task -> the options that apply to it, besides those of the model and of the output."""
+OTHERS = ("corrupt", "other", "reference")
+"""The options that are texts, read as TEXT is."""
 
 
 @dataclass(frozen=True)
@@ -119,6 +122,7 @@ def inspect(
     json: bool = JSON,
     *,
     task_options: TaskOptions,
+    reading: PromptOptions,
     load_options: LoadOptions,
 ) -> None:
     """Change what a model computes and measure the effect, or measure its heads: ablation,
@@ -126,13 +130,22 @@ def inspect(
     """
     values = vars(task_options)
     options = {name: x for name, x in values.items() if x is not None and x is not False}
-    _check(task, texts or [], options, out)
+    given = texts or []
+    _check(task, len(given) + (reading.messages is not None), options, out)
+    if reading.messages is not None and (other := next((x for x in OTHERS if x in options), None)):
+        raise usage_error("--messages", "is one prompt, and --{other} is another", other=other)
+    prompts = reading.prompts(lambda: given, given=bool(given)) if given or reading.messages else []
     loaded = load(model, load_options)
-    result = _RUNS[task](loaded, texts or [], options)
+    for name in OTHERS:
+        if name in options:
+            options[name] = reading.prompts(lambda: [options[name]], given=True)[0]  # noqa: B023
+    read = reading.read(loaded, [*prompts, *(options[x] for x in OTHERS if x in options)])
+    options |= dict(zip((x for x in OTHERS if x in options), read[len(prompts) :], strict=True))
+    result = _RUNS[task](loaded, read[: len(prompts)], options)
     _print(result, task_options.metric, out, top, json=json)
 
 
-def _check(task: str, texts: list[str], options: Mapping[str, Any], out: Path | None) -> None:
+def _check(task: str, count: int, options: Mapping[str, Any], out: Path | None) -> None:
     """Refuse an unknown task, a missing text, and options that do not apply."""
     if task not in TASKS:
         raise usage_error(
@@ -142,7 +155,6 @@ def _check(task: str, texts: list[str], options: Mapping[str, Any], out: Path | 
             tasks=", ".join(TASKS),
             hint=suggest(task, TASKS),
         )
-    count = len(texts)
     if (task != "taps" and not count) or (task != "measure" and count > 1):
         raise usage_error(
             "TEXT",
@@ -181,14 +193,14 @@ def _chosen(options: Mapping[str, Any], *names: str) -> dict[str, Any]:
     return {name: options[name] for name in names if name in options}
 
 
-def _ablate(model: Any, texts: list[str], options: Mapping[str, Any]) -> EffectTable:
+def _ablate(model: Any, texts: list[Any], options: Mapping[str, Any]) -> EffectTable:
     from regard.inspect import ablate
 
     chosen = _chosen(options, "method", "reference", "seed")
     return ablate(model, texts[0], _metric(options), **chosen)
 
 
-def _patch(model: Any, texts: list[str], options: Mapping[str, Any]) -> EffectTable:
+def _patch(model: Any, texts: list[Any], options: Mapping[str, Any]) -> EffectTable:
     from regard.inspect import patch
 
     chosen = _chosen(options, "what")
@@ -205,44 +217,44 @@ def _patch(model: Any, texts: list[str], options: Mapping[str, Any]) -> EffectTa
     return patch(model, texts[0], options["corrupt"], _metric(options), **chosen)
 
 
-def _attribute(model: Any, texts: list[str], options: Mapping[str, Any]) -> EffectTable:
+def _attribute(model: Any, texts: list[Any], options: Mapping[str, Any]) -> EffectTable:
     from regard.inspect import attribute
 
     chosen = _chosen(options, "method", "corrupt", "by_key", "steps")
     return attribute(model, texts[0], _metric(options), **chosen)
 
 
-def _lens(model: Any, texts: list[str], options: Mapping[str, Any]) -> EffectTable:
+def _lens(model: Any, texts: list[Any], options: Mapping[str, Any]) -> EffectTable:
     from regard.inspect import logit_lens
 
     return logit_lens(model, texts[0], options.get("answer"))
 
 
-def _rollout(model: Any, texts: list[str], options: Mapping[str, Any]) -> EffectTable:
+def _rollout(model: Any, texts: list[Any], options: Mapping[str, Any]) -> EffectTable:
     from regard.inspect import rollout
 
     return rollout(model, texts[0], **_chosen(options, "method", "query"))
 
 
-def _compare(model: Any, texts: list[str], options: Mapping[str, Any]) -> EffectTable:
+def _compare(model: Any, texts: list[Any], options: Mapping[str, Any]) -> EffectTable:
     from regard.inspect import compare, record
 
     return compare(record(model, texts[0]), record(model, options["other"]))
 
 
-def _measure(model: Any, texts: list[str], _options: Mapping[str, Any]) -> CorpusMeasures:
+def _measure(model: Any, texts: list[Any], _options: Mapping[str, Any]) -> CorpusMeasures:
     from regard.inspect import measure
 
     return measure(model, texts)
 
 
-def _taps(model: Any, texts: list[str], _options: Mapping[str, Any]) -> tuple[str, ...]:
+def _taps(model: Any, texts: list[Any], _options: Mapping[str, Any]) -> tuple[str, ...]:
     from regard.inspect import taps
 
     return taps(model, texts[0] if texts else None)
 
 
-_RUNS: Mapping[str, Callable[[Any, list[str], Mapping[str, Any]], Any]] = {
+_RUNS: Mapping[str, Callable[[Any, list[Any], Mapping[str, Any]], Any]] = {
     "ablate": _ablate,
     "patch": _patch,
     "attribute": _attribute,

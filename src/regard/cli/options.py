@@ -5,6 +5,7 @@ to write.
 from __future__ import annotations
 
 import inspect
+import json
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -28,6 +29,7 @@ from typer.models import ParameterInfo
 from regard.errors import FileError
 from regard.files.atomic_write import check_is_file_name, check_writable
 from regard.files.regular_files import open_regular
+from regard.files.strict_json import read_json
 from regard.language import Phrase, counted, translate, translate_count
 from regard.text_table import line_width, wrap
 from regard.untrusted_text import short_repr
@@ -65,6 +67,9 @@ def argument(
 
 MODEL = "The model"
 """The group of the options with which a model is loaded."""
+
+READING = "How the text is read"
+"""The group of the options with which a text becomes ids."""
 
 SAMPLING = "Sampling"
 """The group of the options with which each next token is chosen."""
@@ -287,6 +292,116 @@ class LoadOptions:
         ['--ignore', '--finite']
         """
         return [f"--{f.name.replace('_', '-')}" for f in fields(self) if getattr(self, f.name)]
+
+
+@dataclass(frozen=True)
+class PromptOptions:
+    """The options with which a command reads its texts: as they are, as ids, or as messages."""
+
+    chat: bool = option(
+        "Each text is a message of a user, written in the model's chat template.",
+        "--chat",
+        default=False,
+        panel=READING,
+    )
+    messages: Path | None = option(
+        'JSON file with the messages of a conversation, instead of a text: [{"role": "user", '
+        '"content": "..."}].',
+        panel=READING,
+    )
+    ids: bool = option(
+        "Each text is token ids, such as '12 7 9'.", "--ids", default=False, panel=READING
+    )
+    special: bool | None = option(
+        "Read names of special tokens in texts as these tokens, or as ordinary text.",
+        "--special/--no-special",
+        shown="as text, with a warning",
+        panel=READING,
+    )
+
+    def flags_given(self) -> list[str]:
+        """Return the flags of the options that were given, for what takes plain texts only.
+
+        >>> PromptOptions(False, None, True, False).flags_given()
+        ['--ids', '--no-special']
+        """
+        given = [f"--{f.name}" for f in fields(self) if getattr(self, f.name)]
+        return given + ["--no-special"] * (self.special is False)
+
+    def prompts(self, texts: Callable[[], Sequence[str]], *, given: bool) -> list[Any]:
+        """Return the prompts: texts, ids, or messages; `texts` returns those of the command line,
+        where some were `given`.
+
+        >>> PromptOptions(False, None, True, None).prompts(lambda: ["12 7"], given=True)
+        [[12, 7]]
+        """
+        if self.chat and self.ids:
+            raise usage_error("--ids", "are no messages; leave out --chat or --ids")
+        if self.messages is not None:
+            if self.chat or self.ids or given:
+                raise usage_error(
+                    "--messages", "is the whole prompt; leave out the text, --chat and --ids"
+                )
+            return [read_json(self.messages, limit=MAX_TEXT_BYTES, kind=list)]
+        if self.chat:
+            return [[{"role": "user", "content": text}] for text in texts()]
+        if not self.ids:
+            return list(texts())
+        try:
+            return [[int(index) for index in text.replace(",", " ").split()] for text in texts()]
+        except ValueError as error:
+            raise usage_error("--ids", "a text is no list of ids such as '12 7 9'") from error
+
+    def prompt(self, text: str | None, file: str | None) -> Any:
+        """Return the prompt of a command that takes one TEXT or --file."""
+        given = text is not None or file is not None
+        return self.prompts(lambda: [given_text(text, file)], given=given)[0]
+
+    def read(self, model: Model | TextEncoder | Seq2Seq, prompts: Sequence[Any]) -> list[Any]:
+        """Return prompts as the package takes them: texts that need nothing else, or ids [1, T].
+
+        Says on standard error that a text contains the name of a special token, if no option tells
+        how it is read.
+        """
+        import torch
+
+        from regard.models import Model, TextEncoder
+        from regard.models.prompts import encode_prompt
+
+        if not isinstance(model, Model):
+            flags = self.flags_given()
+            if isinstance(model, TextEncoder):
+                flags = [x for x in flags if x in ("--chat", "--messages")]
+            if flags:
+                raise usage_error(flags[0], "applies to a decoder, and this model is none")
+        if self.special is None and model.has_tokenizer:
+            note_names(model, prompts)
+        if isinstance(model, TextEncoder):
+            if self.ids:
+                return [torch.tensor([x], device=model.device) for x in prompts]
+            special = bool(self.special)
+            return [model.encode(x, special=special).ids if special else x for x in prompts]
+        if not isinstance(model, Model) or not self.flags_given():
+            return list(prompts)
+        return [
+            torch.tensor([encode_prompt(model, x, special=bool(self.special))], device=model.device)
+            for x in prompts
+        ]
+
+
+def note_names(model: Model | TextEncoder | Seq2Seq, prompts: Sequence[Any]) -> None:
+    """Say that a prompt contains the name of a special token, which is read as ordinary text."""
+    tokenizer = model.tokenizer
+    for name in tokenizer.special_names(json.dumps(prompts, ensure_ascii=False))[:1]:
+        note(
+            translate(
+                "the prompt contains {name}, the name of a special token, which is read as "
+                "ordinary text; --special reads such names as the tokens, and --no-special says "
+                "that this is meant",
+                name=name,
+            )
+        )
+    tokenizer.has_warned = True  # said here; the package says it to those who call it
 
 
 @dataclass(frozen=True)

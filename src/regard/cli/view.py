@@ -5,7 +5,7 @@ on this machine.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import typer
 
@@ -14,9 +14,9 @@ from regard.cli.options import (
     LANG,
     TEXT_FILE,
     LoadOptions,
+    PromptOptions,
     argument,
     check_files,
-    given_text,
     grouped,
     load,
     note,
@@ -25,12 +25,13 @@ from regard.cli.options import (
     working,
 )
 from regard.language import Phrase, counted
-from regard.untrusted_text import escape_controls
+from regard.untrusted_text import escape_controls, short_repr
 
 if TYPE_CHECKING:
     from regard.inspect import Recording
     from regard.inspect.tile_server.head_overviews import Overviews
     from regard.inspect.tile_server.serve import Server
+    from regard.models import Model, Seq2Seq, TextEncoder
 
 EPILOG = "For example: regard view tiny --file long.txt, or regard view run.safetensors"
 RECORD, SERVE = "What to record", "The server"
@@ -74,6 +75,7 @@ def view(
     ),
     lang: str | None = LANG,
     *,
+    reading: PromptOptions,
     load_options: LoadOptions,
 ) -> None:
     """Look at exact attention of up to 131,072 tokens and more, in a browser on this machine.
@@ -90,19 +92,28 @@ def view(
     from regard.files.gguf_files import is_gguf
 
     if Path(of).is_file() and not is_gguf(Path(of)):
+        if Path(of).suffix != ".safetensors":
+            raise usage_error(
+                "RECORDING|MODEL",
+                "{of} is no .safetensors file, as recordings are; to look at a text, write regard "
+                "view MODEL --file {of}",
+                of=short_repr(of),
+            )
         server = _serve_recording(
             of,
             text,
             file,
-            load_options,
+            [*reading.flags_given(), *load_options.flags_given()],
             save,
             layer,
             head,
             serving,
         )
     else:
-        words = given_text(text, file)
-        recording, overviews = record_text(of, words, load_options, layer, head, memory)
+        prompt = reading.prompt(text, file)
+        model = load(of, load_options)
+        (words,) = reading.read(model, [prompt])
+        recording, overviews = record_text(model, words, layer, head, memory)
         if save is not None:
             from regard.inspect import save as save_recording
 
@@ -133,7 +144,7 @@ def _serve_recording(
     of: str,
     text: str | None,
     file: str | None,
-    options: LoadOptions,
+    flags: list[str],
     save: Path | None,
     layer: list[int] | None,
     head: list[int] | None,
@@ -147,7 +158,7 @@ def _serve_recording(
         "--layer": layer,
         "--head": head,
     }
-    options_given |= dict.fromkeys(options.flags_given(), True)
+    options_given |= dict.fromkeys(flags, True)
     for flag, value in options_given.items():
         if value:
             raise usage_error(flag, "applies to a model, but a recording was given; leave it out")
@@ -164,9 +175,8 @@ def _serve(recording: Recording, overviews: Overviews | None, serving: dict[str,
 
 
 def record_text(
-    source: str,
-    text: str,
-    options: LoadOptions,
+    model: Model | TextEncoder | Seq2Seq,
+    text: Any,
     layers: list[int] | None,
     heads: list[int] | None,
     memory: float,
@@ -176,10 +186,10 @@ def record_text(
     """
     from regard.inspect import OverviewRecorder, record
 
-    model = load(source, options)
+    size = len(text) if isinstance(text, str) else text.shape[-1]
     _check_memory(model, text, layers, heads, memory)
     with (
-        working("running the model", len(text)) as say,
+        working("running the model", size) as say,
         OverviewRecorder(
             lambda n: say(Phrase("running the model: {heads}", heads=counted(n, "head")))
         ) as reducer,
@@ -189,7 +199,7 @@ def record_text(
 
 
 def _check_memory(
-    model: object, text: str, layers: list[int] | None, heads: list[int] | None, memory: float
+    model: object, text: Any, layers: list[int] | None, heads: list[int] | None, memory: float
 ) -> None:
     """Raise an error if q and k of the chosen heads surely take more memory than is allowed."""
     config, encode = getattr(model, "config", None), getattr(model, "encode", None)
@@ -198,10 +208,12 @@ def _check_memory(
     every = getattr(config, "num_attention_heads", 0) or getattr(config, "n_head", 0)
     if not (width and depth and every and encode):
         return
-    if len(text) * width * depth * 8 <= memory * 2**30:
+    tokens = len(text) if isinstance(text, str) else text.shape[-1]
+    if tokens * width * depth * 8 <= memory * 2**30:
         return  # there are at most as many tokens as characters, or nearly so
-    encoded = encode(text)
-    tokens = (encoded if hasattr(encoded, "shape") else encoded.ids).shape[-1]
+    if isinstance(text, str):
+        encoded = encode(text)
+        tokens = (encoded if hasattr(encoded, "shape") else encoded.ids).shape[-1]
     share = (len(heads) / every if heads else 1) * (len(layers) / depth if layers else 1)
     needed = tokens * width * depth * 8 * share
     if needed > memory * 2**30:

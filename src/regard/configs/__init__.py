@@ -12,19 +12,26 @@ MODEL_TYPES = {
     "bart": "bart marian whisper",
     "bert": "bert camembert distilbert modernbert roberta xlm-roberta",
     "cohere": "cohere cohere2",
-    "deepseek": "deepseek_v2 deepseek_v3 deepseek_v32 glm_moe_dsa kimi_linear",
+    "deepseek": (
+        "deepseek_v2 deepseek_v3 deepseek_v32 glm4_moe_lite glm_moe_dsa kimi_linear mistral4"
+    ),
     "falcon": "falcon falcon_h1",
     "gemma": "gemma gemma2 gemma3 gemma3_text gemma3n gemma3n_text",
+    "gemma4": "gemma4 gemma4_text",
     "glm": "glm glm4 glm4_moe",
     "gpt": "gpt2 gpt_bigcode gpt_neo gpt_neox gptj",
     "gpt_like": "bloom mpt opt",
     "gpt_oss": "gpt_oss",
-    "granite": "bamba granite granitemoe granitemoehybrid",
+    "granite": "bamba granite granite_swa granitemoe granitemoehybrid",
     "llama": "llama llama4 llama4_text",
-    "llama_like": "arcee ernie4_5 exaone4 helium seed_oss smollm3 stablelm starcoder2",
-    "mamba": "jamba mamba2",
+    "llama_like": (
+        "apertus arcee ernie4_5 ernie4_5_moe exaone4 exaone_moe helium hunyuan_v1_dense nanochat "
+        "seed_oss smollm3 stablelm starcoder2"
+    ),
+    "lfm2": "lfm2 lfm2_moe",
+    "mamba": "falcon_mamba jamba mamba mamba2",
     "minimax": "minimax minimax_m2",
-    "mistral": "ministral3 mistral mixtral",
+    "mistral": "ministral3 mistral mistral3 mixtral",
     "nemotron": "nemotron nemotron_h",
     "olmo": "olmo olmo2 olmo3 olmo_hybrid olmoe",
     "phi": "phi phi3 phimoe",
@@ -42,7 +49,6 @@ CONFIG_MODULES = {name: module for module, names in MODEL_TYPES.items() for name
 COUNTED_ONLY = frozenset(
     {
         "glm_moe_dsa",
-        "ministral3",
     }
 )
 """Families that `regard cost` counts and `regard.load` cannot load."""

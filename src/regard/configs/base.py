@@ -21,12 +21,14 @@ _KV_HEADS: dict[object, int] = {
     **dict.fromkeys(("ernie4_5", "glm", "glm4", "qwen3_next", "starcoder2"), 2),
     **dict.fromkeys(("qwen3_5_moe", "qwen3_5_moe_text"), 2),
     **dict.fromkeys(("gemma2", "qwen3_5", "qwen3_5_text", "qwen3_moe", "smollm3"), 4),
+    **dict.fromkeys(("ernie4_5_moe", "granite_swa"), 4),
+    **dict.fromkeys(("lfm2", "lfm2_moe"), 8),
     **dict.fromkeys(("bamba", "falcon_h1", "glm4_moe", "jamba", "llama4_text", "minimax"), 8),
     **dict.fromkeys(("minimax_m2", "ministral3", "mistral", "mixtral", "nemotron_h"), 8),
     **dict.fromkeys(("phimoe", "seed_oss"), 8),
     **dict.fromkeys(("gemma", "qwen2_moe"), 16),
     "helium": 20,
-    **dict.fromkeys(("exaone4", "qwen2", "qwen3", "stablelm"), 32),
+    **dict.fromkeys(("exaone4", "exaone_moe", "qwen2", "qwen3", "stablelm"), 32),
 }
 _HEAD_DIMS: dict[object, int] = {
     **dict.fromkeys(("ernie4_5", "glm", "glm4", "helium", "llama4_text", "minimax_m2"), 128),
@@ -46,7 +48,7 @@ families in which it does not follow from other sizes.
 
 def with_absent_sizes(raw: Raw) -> dict[str, object]:
     """Return the keys of a config.json and its text_config, completed from `ABSENT_SIZES`."""
-    kind, text = raw.get("model_type"), raw.get("text_config")
+    kind, text = str(raw.get("model_type")), raw.get("text_config")
     keys = {key: values[kind] for key, values in ABSENT_SIZES.items() if kind in values} | dict(raw)
     if isinstance(text, Mapping):
         keys["text_config"] = with_absent_sizes({"model_type": f"{kind}_text", **text})
@@ -85,6 +87,7 @@ class ModelConfig(ABC):
         model_types: the values of `model_type` that this class reads. The first one is written.
         ignored: further keys that do not change the computation, besides those for every family.
         fixed: key -> the only values that are supported.
+        unwritten: fields that say nothing in this family, and that a saved config.json lacks.
         family_file: the file of `regard.models.families` with the network; None builds it from the
             recipe alone.
         code: the beginning of the class names in the family's published code: an `auto_map` that
@@ -94,6 +97,7 @@ class ModelConfig(ABC):
     model_types: ClassVar[tuple[str, ...]]
     ignored: ClassVar[frozenset[str]] = frozenset()
     fixed: ClassVar[Mapping[str, tuple[object, ...]]] = {}
+    unwritten: ClassVar[frozenset[str]] = frozenset()
     family_file: ClassVar[str | None] = None
     code: ClassVar[str | None] = None
 
@@ -145,6 +149,7 @@ ACTIVATIONS = {
     "silu": "silu",
     "swish": "silu",
     "tanh": "tanh",
+    "xielu": "xielu",
 }
 """Name in config.json -> nonlinearity. "gelu" is x Phi(x) with the error function; five names mean
 its approximation with tanh.

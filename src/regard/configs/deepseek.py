@@ -7,19 +7,24 @@ from __future__ import annotations
 from abc import ABC
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar, Literal, TypeAlias
+from typing import Any, ClassVar, Literal, TypeAlias
 
 from regard.configs.base import FULL, ModelConfig, Raw, check_sizes, rename_keys
 from regard.configs.hybrid import LINEAR, named_kinds
-from regard.configs.rope import RopeSettings, normalize_rope, shorten
-from regard.configs.rotary_decoder import SILU, check_experts
+from regard.configs.rope import (
+    RopeSettings,
+    normalize_rope,
+    shorten,
+    temperature,
+    without_own_keys,
+)
+from regard.configs.rotary_decoder import SILU, check_experts, dense_layers_first
 from regard.cost.latent import IndexedLatentSpec, LatentSpec
 from regard.cost.model import DenseSpec, FeedForwardSpec, LayerSpec, ModelSpec, MoESpec
 from regard.cost.selected import IndexSelection
 from regard.cost.spec import ParameterCounts, Spec
 from regard.cost.state_space import kimi_delta_attention
 from regard.errors import ArgumentError
-from regard.units import plural
 
 
 @dataclass(frozen=True)
@@ -53,6 +58,8 @@ class DeepseekConfig(ModelConfig, ABC):
     ignored = frozenset({"aux_loss_alpha", "ep_size", "seq_aux"})
     code = "Deepseek"
     layout: ClassVar[Literal["half", "interleaved"]] = "interleaved"
+    rope_keys: ClassVar[tuple[str, ...]] = ()
+    absent_rope: ClassVar[Mapping[str, object] | None] = None
 
     def __post_init__(self) -> None:
         check_sizes(self, zero=("first_k_dense_replace",))
@@ -68,7 +75,7 @@ class DeepseekConfig(ModelConfig, ABC):
     @classmethod
     def normalize_keys(cls, raw: Raw) -> dict[str, object]:
         """Return the keys with num_key_value_heads, without head_dim and qk_head_dim."""
-        keys = normalize_rope(raw)
+        keys = normalize_rope(raw, own=cls.rope_keys, absent=cls.absent_rope)
         if keys.get("num_key_value_heads") is None:
             keys["num_key_value_heads"] = keys.get("num_attention_heads")
         nope_dim, rope_dim = keys.get("qk_nope_head_dim"), keys.get("qk_rope_head_dim")
@@ -88,7 +95,7 @@ class DeepseekConfig(ModelConfig, ABC):
         return RopeSettings(
             self.qk_rope_head_dim,
             self.rope_theta,
-            self.rope_scaling,
+            without_own_keys(self.rope_scaling, self.rope_keys),
             self.max_position_embeddings,
             layout=self.layout,
         )
@@ -163,6 +170,74 @@ class DeepseekV3Config(DeepseekConfig):
         return super().rope._replace(layout="interleaved" if self.rope_interleave else "half")
 
 
+@dataclass(frozen=True)
+class Glm4MoeLiteConfig(DeepseekV3Config):
+    """The keys of GLM-4.7-Flash, which has the network of DeepSeek-V3."""
+
+    rms_norm_eps: float = 1e-5
+    max_position_embeddings: int = 202752
+    n_group: int = 1
+    topk_group: int = 1
+    routed_scaling_factor: float = 1.8
+
+    model_types = ("glm4_moe_lite",)
+    fixed = DeepseekV3Config.fixed | {"partial_rotary_factor": (1.0, 1)}
+
+    @classmethod
+    def normalize_keys(cls, raw: Raw) -> dict[str, object]:
+        """Return the keys as for DeepSeek-V3, with the kinds of layers as first_k_dense_replace."""
+        return dense_layers_first(super().normalize_keys(raw), 1)
+
+
+@dataclass(frozen=True)
+class Mistral4Config(DeepseekV3Config):
+    """The keys of Mistral Small 4: the network of DeepSeek-V3 with softmax scores of experts, and
+    queries with the temperature of Ministral 3.
+    """
+
+    max_position_embeddings: int = 1048576
+    n_group: int = 1
+    topk_group: int = 1
+    routed_scaling_factor: float = 1.0
+
+    model_types = ("mistral4",)
+    fixed = {**SILU, "moe_layer_freq": (1,)}
+    rope_keys = ("llama_4_scaling_beta", "max_position_embeddings", "partial_rotary_factor")
+    absent_rope = {
+        "rope_type": "yarn",
+        "rope_theta": 10000.0,
+        "factor": 128.0,
+        "original_max_position_embeddings": 8192,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "mscale_all_dim": 1.0,
+        "mscale": 1.0,
+        "llama_4_scaling_beta": 0.1,
+    }
+    router_biases = False
+
+    @classmethod
+    def normalize_keys(cls, raw: Raw) -> dict[str, object]:
+        """Return the keys as for DeepSeek-V3; head_dim is that of a whole key."""
+        raw = {"first_k_dense_replace": 0, **raw}
+        raw["head_dim"] = raw.get("qk_rope_head_dim")
+        keys: dict[str, Any] = super().normalize_keys(raw)
+        rope, nope = keys.get("qk_rope_head_dim"), keys.get("qk_nope_head_dim")
+        if isinstance(rope, int) and isinstance(nope, int):
+            share = keys["rope_scaling"].setdefault("partial_rotary_factor", rope / (nope + rope))
+            if share * (rope + nope) != rope:
+                raise ArgumentError(
+                    f"partial_rotary_factor is {share}; it must be qk_rope_head_dim / "
+                    f"(qk_nope_head_dim + qk_rope_head_dim) = {rope} / {nope + rope}"
+                )
+        return keys
+
+    @property
+    def temperature(self) -> tuple[float, float] | None:
+        """The factor and the length of the temperature; None without that factor."""
+        return temperature(self.rope_scaling)
+
+
 INDEXED = "indexed_attention"
 """The name of DeepSeek sparse attention in `layer_types`."""
 
@@ -187,24 +262,10 @@ class DeepseekV32Config(DeepseekV3Config):
     def normalize_keys(cls, raw: Raw) -> dict[str, object]:
         """Return the keys as for DeepSeek-V3, with the kinds of layers as first_k_dense_replace."""
         keys = super().normalize_keys(raw)
-        layers, mixers = keys.get("num_hidden_layers"), keys.pop("layer_types", None)
-        kinds, first = keys.pop("mlp_layer_types", None), keys.get("first_k_dense_replace")
+        mixers = keys.pop("layer_types", None)
         if isinstance(mixers, list) and mixers != [INDEXED] * len(mixers):
             raise ArgumentError(f"layer_types is {shorten(mixers)}; only {INDEXED!r} is supported")
-        if not isinstance(kinds, list) or not isinstance(layers, int):
-            return {"first_k_dense_replace": 3, **keys}
-        dense = kinds.count("dense")
-        if kinds != ["dense"] * dense + ["sparse"] * (layers - dense):
-            raise ArgumentError(
-                f"mlp_layer_types is {shorten(kinds)}; it must be one name for each of "
-                f"{plural(layers, 'layer')}: 'dense' for the first ones, then 'sparse'"
-            )
-        if isinstance(first, int) and min(first, layers) != dense:
-            raise ArgumentError(
-                f"mlp_layer_types begins with {dense} dense, and first_k_dense_replace is {first}; "
-                "remove the wrong one"
-            )
-        return {**keys, "first_k_dense_replace": dense}
+        return dense_layers_first(keys, 3)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -297,7 +358,7 @@ class KimiLinearConfig(ModelConfig):
         """Return the keys with one name each and a kind for each layer; the makers number layers
         from 1 in `linear_attn_config`, and transformers writes `layer_types` and `mlp_layer_types`.
         """
-        left_out = ("head_dim", "qk_head_dim", "linear_attn_config", "mlp_layer_types")
+        left_out = ("head_dim", "qk_head_dim", "linear_attn_config")
         keys = rename_keys({k: v for k, v in raw.items() if k not in left_out}, KIMI_NAMES)
         if keys.get("num_key_value_heads") is None:
             keys["num_key_value_heads"] = keys.get("num_attention_heads")
@@ -310,16 +371,7 @@ class KimiLinearConfig(ModelConfig):
                 kinds = [FULL if layer + 1 in full else LINEAR for layer in range(n)]
                 _check_listed(linear.get("kda_layers"), kinds)
                 keys["layer_types"] = kinds
-        networks = raw.get("mlp_layer_types")
-        if isinstance(networks, list):
-            first = networks.count("dense")
-            if networks != ["dense"] * first + ["sparse"] * (len(networks) - first):
-                raise ArgumentError(
-                    f"mlp_layer_types is {networks}; supported are 'dense' for the first layers, "
-                    "then 'sparse'"
-                )
-            keys["first_k_dense_replace"] = first
-        return keys
+        return dense_layers_first(keys, cls.first_k_dense_replace)
 
     def kinds(self) -> tuple[str, ...]:
         """Return the kind of each layer."""

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from regard.argument_checks import check_number
 from regard.configs.base import FULL, SLIDING, Raw, layer_windows
 from regard.configs.rope import RopeSettings, check_rope, normalize_rope
-from regard.configs.rotary_decoder import DecoderRecipe, GroupedQueryConfig
+from regard.configs.rotary_decoder import DecoderRecipe, GroupedQueryConfig, language_model
 from regard.cost.model import DenseSpec, FeedForwardSpec, ModelSpec
 from regard.cost.softmax import SharedKeysSpec
 from regard.cost.spec import ParameterCounts
@@ -140,7 +139,7 @@ class Gemma3Config(WindowedGemmaConfig):
     rope_local_base_freq: float = 10000.0
 
     model_types = ("gemma3_text", "gemma3")
-    family_file = "gemma"
+    towers = "vision_tower multi_modal_projector"
     fixed = {
         **WindowedGemmaConfig.fixed,
         "attn_logit_softcapping": (None,),
@@ -158,7 +157,7 @@ class Gemma3Config(WindowedGemmaConfig):
     def normalize_keys(cls, raw: Raw) -> dict[str, object]:
         """Return the keys with both rotary bases, and `layer_types` for sliding_window_pattern."""
         if raw.get("model_type") == "gemma3":
-            raw = _text(raw)
+            raw = language_model(raw, PICTURES, **SIZES)
         keys = normalize_rope({"head_dim": 256, **raw}, layered=True)
         both = keys.pop("rope_parameters")
         full, sliding = both[FULL], both[SLIDING]
@@ -203,18 +202,6 @@ PER_LAYER_NORMS = 7
 
 
 @dataclass(frozen=True)
-class AugmentedDenseSpec(DenseSpec):
-    """A dense layer together with the small matrices of Gemma 3n, of `beside` values in all."""
-
-    beside: int = 0
-
-    @property
-    def total(self) -> ParameterCounts:
-        """All parameters as one record."""
-        return super().total + ParameterCounts(self.beside)
-
-
-@dataclass(frozen=True)
 class Gemma3nConfig(Gemma3Config):
     """The keys of the language model of Gemma 3n: Gemma 3 with embeddings for every layer, several
     streams (AltUp), a low-rank branch (LAuReL), and last layers that use the keys of earlier ones.
@@ -238,6 +225,7 @@ class Gemma3nConfig(Gemma3Config):
         "altup_active_idx": (0,),
     }
     family_file = "gemma"
+    towers = "vision_tower audio_tower embed_vision embed_audio"
     recipe = replace(Gemma3Config.recipe, window_pattern=5)
     zero = ("num_kv_shared_layers",)
 
@@ -266,7 +254,9 @@ class Gemma3nConfig(Gemma3Config):
     @classmethod
     def normalize_keys(cls, raw: Raw) -> dict[str, object]:
         """Return the keys as for Gemma 3; the width of the feed-forward layers may be a list."""
-        keys = super().normalize_keys(_text(raw) if raw.get("model_type") == "gemma3n" else raw)
+        if raw.get("model_type") == "gemma3n":
+            raw = language_model(raw, PICTURES, **SIZES)
+        keys = super().normalize_keys(raw)
         widths = keys.get("intermediate_size")
         if isinstance(widths, list):
             if not widths or any(width != widths[0] for width in widths):
@@ -282,7 +272,7 @@ class Gemma3nConfig(Gemma3Config):
         altup = n * n + n**3 + n * M
         # the low-rank branch, and the maps of the layer's embedding: its input, gate and output
         branches = M * (2 * self.laurel_rank + 3 * self.hidden_size_per_layer_input)
-        return AugmentedDenseSpec(M, self.intermediate_size, beside=altup + branches)
+        return DenseSpec(M, self.intermediate_size, beside=ParameterCounts(altup + branches))
 
     def _shared_keys(self, window: int | None) -> SharedKeysSpec:
         """Return the sizes of a layer without key and value matrices of its own."""
@@ -309,22 +299,12 @@ class Gemma3nConfig(Gemma3Config):
         # the maps between the streams are before the first layer and after the last one; every
         # token uses them, so that they count with the feed-forward part of the first layer
         feed = layers[0].feed_forward
-        assert isinstance(feed, AugmentedDenseSpec)
-        first = replace(feed, beside=feed.beside + 2 * (n - 1) * M * M)
+        assert isinstance(feed, DenseSpec)
+        maps = ParameterCounts(2 * (n - 1) * M * M)
+        first = replace(feed, beside=feed.beside + maps)
         return replace(
             model,
             layers=(replace(layers[0], feed_forward=first), *layers[1:]),
             norms=model.norms + ParameterCounts(norms=width),
             token_tables=(self.vocab_size_per_layer_input, L * width),
         )
-
-
-def _text(raw: Raw) -> dict[str, object]:
-    """Return the config of the language model, from that of a model that also reads images."""
-    text = raw.get("text_config")
-    if not isinstance(text, Mapping):
-        raise ArgumentError(
-            f"text_config is {text!r}; it must be an object with the language model's keys"
-        )
-    rest = {key: value for key, value in raw.items() if key not in PICTURES}
-    return SIZES | rest | dict(text)

@@ -70,14 +70,10 @@ class Glm4MoeConfig(GroupedQueryConfig):
             "moe_intermediate_size",
             router="sigmoid",
             normalized="norm_topk_prob",
-            shared="shared_width",
+            shared="moe_intermediate_size",
+            shared_count="n_shared_experts",
             dense="first_k_dense_replace",
         ),
     )
     ignored = frozenset({"num_nextn_predict_layers"})
     zero = ("first_k_dense_replace",)
-
-    @property
-    def shared_width(self) -> int:
-        """The width of the expert for all tokens."""
-        return self.moe_intermediate_size * self.n_shared_experts

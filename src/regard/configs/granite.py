@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
-from regard.configs.base import FULL
+from regard.configs.base import FULL, SLIDING, Raw
 from regard.configs.hybrid import LINEAR, HybridConfig, Mamba2Keys, Names, named_kinds
 from regard.configs.llama import LlamaConfig
 from regard.configs.rope import RopeSettings
@@ -45,6 +45,44 @@ class GraniteConfig(LlamaConfig):
     def logit_scale(self) -> float:
         """The factor on the logits."""
         return 1 / self.logits_scaling
+
+
+@dataclass(frozen=True)
+class GraniteSwaConfig(GraniteConfig):
+    """The keys of Granite Swash: Granite with learned sinks, a window in three of four layers, and
+    a rotary base of each layer, 0 for none.
+    """
+
+    rms_norm_eps: float = 1e-5
+    max_position_embeddings: int = 8192
+    tie_word_embeddings: bool = True
+    sliding_window: int | None = 128
+    layer_types: tuple[str, ...] | None = None
+    layer_rope_theta: tuple[float, ...] | None = None
+
+    model_types = ("granite_swa",)
+    recipe = replace(GraniteConfig.recipe, sinks=True)
+
+    @classmethod
+    def normalize_keys(cls, raw: Raw) -> dict[str, object]:
+        """Return the keys as for Granite; by default the first of four layers has no window."""
+        keys = super().normalize_keys(raw)
+        if keys.get("layer_types") is None and isinstance(n := keys.get("num_hidden_layers"), int):
+            keys["layer_types"] = [SLIDING if i % 4 else FULL for i in range(n)]
+        return keys
+
+    def ropes(self) -> tuple[RopeSettings | None, ...]:
+        """Return the rotary settings of each layer, with the base that it has."""
+        if self.layer_rope_theta is None:
+            return super().ropes()
+        if len(self.layer_rope_theta) != self.num_hidden_layers:
+            raise ArgumentError(
+                f"layer_rope_theta has {plural(len(self.layer_rope_theta), 'number')}; give one "
+                f"for each of {plural(self.num_hidden_layers, 'layer')}, 0 for no positions"
+            )
+        return tuple(
+            self.rope._replace(theta=theta) if theta else None for theta in self.layer_rope_theta
+        )
 
 
 @dataclass(frozen=True)

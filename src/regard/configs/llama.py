@@ -13,6 +13,7 @@ from regard.configs.rotary_decoder import (
     DecoderRecipe,
     Experts,
     GroupedQueryConfig,
+    language_model,
     rotated_by_flag,
 )
 from regard.cost.model import DenseSpec, FeedForwardSpec
@@ -94,6 +95,7 @@ class Llama4Config(GroupedQueryConfig):
 
     model_types = ("llama4_text", "llama4")
     family_file = "llama"
+    towers = "vision_model multi_modal_projector"
     recipe = DecoderRecipe(
         qkv_bias="attention_bias",
         output_bias="attention_bias",
@@ -122,13 +124,7 @@ class Llama4Config(GroupedQueryConfig):
         attn_temperature_tuning, and an empty list for no list in no_rope_layers.
         """
         if raw.get("model_type") == "llama4":
-            text = raw.get("text_config")
-            if not isinstance(text, Mapping):
-                raise ArgumentError(
-                    f"text_config is {text!r}; it must be an object with the language model's keys"
-                )
-            rest = {key: value for key, value in raw.items() if key not in IMAGES}
-            raw = {**SIZES, **rest, **text}
+            raw = language_model(raw, IMAGES, **SIZES)
         keys = super().normalize_keys(raw)
         if type(tuning := keys.get("attn_temperature_tuning")) is int:
             keys["attn_temperature_tuning"] = tuning != 0

@@ -1,22 +1,65 @@
-"""The configs of decoders like Llama whose makers have one family here: Arcee, ERNIE 4.5, EXAONE 4,
-Helium, Seed-OSS, SmolLM3, StableLM and StarCoder2.
+"""The configs of decoders like Llama whose makers have few families: Apertus, Arcee, ERNIE 4.5,
+EXAONE, Helium, HunYuan, nanochat, Seed-OSS, SmolLM3, StableLM and StarCoder2.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
 
-from regard.configs.base import Raw, layer_windows
+from regard.configs.base import Raw, layer_windows, rename_keys
 from regard.configs.llama import LlamaConfig
-from regard.configs.rope import RopeSettings
+from regard.configs.rope import RopeSettings, check_finite
 from regard.configs.rotary_decoder import (
     SILU,
     DecoderRecipe,
+    Experts,
     GroupedQueryConfig,
     RotaryDecoderConfig,
+    dense_layers_first,
     rotated_by_flag,
 )
 from regard.errors import ArgumentError
+
+
+@dataclass(frozen=True)
+class ApertusConfig(GroupedQueryConfig):
+    """Apertus: Llama with a norm on each head, and an activation with learned curvatures in place
+    of the gated feed-forward layer. Source: Swiss AI Initiative 2025 (arXiv 2509.14233).
+    """
+
+    rms_norm_eps: float = 1e-5
+    rope_theta: float = 12000000.0
+    max_position_embeddings: int = 65536
+    attention_bias: bool = False
+
+    model_types = ("apertus",)
+    recipe = DecoderRecipe(
+        head_norms="each head",
+        qkv_bias="attention_bias",
+        output_bias="attention_bias",
+        gated=False,
+        activation="xielu",
+        stored={
+            "input_layernorm": "attention_layernorm",
+            "post_attention_layernorm": "feedforward_layernorm",
+        },
+    )
+    absent_rope = {
+        "rope_type": "llama3",
+        "rope_theta": 12000000.0,
+        "factor": 8.0,
+        "original_max_position_embeddings": 8192,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+    }
+    fixed = {
+        "hidden_act": ("xielu",),
+        "mlp_bias": (False,),
+        "post_norm": (False,),
+        "qk_norm": (True,),
+    }
 
 
 @dataclass(frozen=True)
@@ -57,6 +100,41 @@ class Ernie45Config(GroupedQueryConfig):
     recipe = DecoderRecipe(
         layout="interleaved", qkv_bias="use_bias", output_bias="use_bias", ff_bias="use_bias"
     )
+
+
+@dataclass(frozen=True)
+class Ernie45MoeConfig(Ernie45Config):
+    """ERNIE 4.5 with mixtures of experts, chosen by their softmax plus a correction, and an expert
+    for all tokens.
+    """
+
+    moe_num_experts: int = 64
+    moe_k: int = 6
+    moe_intermediate_size: int = 1536
+    moe_num_shared_experts: int = 2
+    moe_layer_start_index: int = 1
+    moe_layer_end_index: int = -1
+    moe_layer_interval: int = 1
+
+    model_types = ("ernie4_5_moe",)
+    recipe = replace(
+        Ernie45Config.recipe,
+        experts=Experts(
+            "moe_num_experts",
+            "moe_intermediate_size",
+            "moe_k",
+            router="corrected softmax",
+            shared="moe_intermediate_size",
+            shared_count="moe_num_shared_experts",
+        ),
+    )
+    fixed = {**SILU, "use_bias": (False,), "moe_norm_min": (1e-12,)}
+
+    def has_experts(self, layer: int) -> bool:
+        """Return whether a layer is every n-th one, between the first and the last with experts."""
+        last = self.moe_layer_end_index % self.num_hidden_layers
+        inside = self.moe_layer_start_index <= layer <= last
+        return inside and (layer + 1) % self.moe_layer_interval == 0
 
 
 @dataclass(frozen=True)
@@ -109,6 +187,56 @@ class Exaone4Config(GroupedQueryConfig):
 
 
 @dataclass(frozen=True)
+class ExaoneMoeConfig(Exaone4Config):
+    """K-EXAONE: the attention of EXAONE 4 behind norms, and the experts of DeepSeek-V3. Source: LG
+    AI Research 2026, "K-EXAONE Technical Report".
+    """
+
+    rms_norm_eps: float = 1e-5
+    num_experts: int = 64
+    num_experts_per_tok: int = 8
+    moe_intermediate_size: int = 1024
+    num_shared_experts: int = 1
+    first_k_dense_replace: int = 1
+    norm_topk_prob: bool = True
+    routed_scaling_factor: float = 2.5
+    n_group: int = 1
+    topk_group: int = 1
+
+    model_types = ("exaone_moe",)
+    recipe = DecoderRecipe(
+        head_norms="each head",
+        experts=Experts(
+            "num_experts",
+            "moe_intermediate_size",
+            router="sigmoid",
+            normalized="norm_topk_prob",
+            shared="moe_intermediate_size",
+            shared_count="num_shared_experts",
+            dense="first_k_dense_replace",
+        ),
+        stored={"gate.e_score_correction_bias": "e_score_correction_bias"},
+    )
+    buffers = (r"mtp\..*",)
+    ignored = frozenset({"num_nextn_predict_layers"})
+    fixed = {**SILU, "scoring_func": ("sigmoid",), "topk_method": ("noaux_tc",)}
+    zero = ("first_k_dense_replace",)
+
+    @classmethod
+    def normalize_keys(cls, raw: Raw) -> dict[str, object]:
+        """Return the keys as for EXAONE 4, with the kinds of layers as first_k_dense_replace."""
+        keys: dict[str, Any] = dense_layers_first(super().normalize_keys(raw), 1)
+        listed = keys.pop("is_moe_layer", None)  # the makers' other spelling of the same
+        flags = [i >= keys["first_k_dense_replace"] for i in range(len(listed or ()))]
+        if listed is not None and [bool(x) for x in listed] != flags:
+            raise ArgumentError(
+                f"is_moe_layer is {listed}, and first_k_dense_replace is "
+                f"{keys['first_k_dense_replace']}; they must agree"
+            )
+        return keys
+
+
+@dataclass(frozen=True)
 class HeliumConfig(GroupedQueryConfig):
     """Helium: Llama that rotates pairs of neighbours. Source: Kyutai 2025, "Helium 1"."""
 
@@ -129,6 +257,93 @@ class HeliumConfig(GroupedQueryConfig):
                 f"num_attention_heads {self.num_attention_heads} times head_dim {self.head_dim} "
                 f"must be hidden_size, {self.hidden_size}"
             )
+
+
+@dataclass(frozen=True)
+class HunYuanConfig(GroupedQueryConfig):
+    """HunYuan's dense models: Llama with a norm on each head behind the rotation, whose base a
+    fixed `alpha` stretches. Source: Tencent 2025, "Hunyuan-7B" and its code.
+    """
+
+    rms_norm_eps: float = 1e-5
+    attention_bias: bool = False
+
+    model_types = ("hunyuan_v1_dense",)
+    recipe = DecoderRecipe(
+        head_norms="each head",
+        norm_rotated=True,
+        qkv_bias="attention_bias",
+        output_bias="attention_bias",
+        stored={"q_norm": "query_layernorm", "k_norm": "key_layernorm"},
+    )
+    rope_keys = ("alpha",)
+    code = "HunYuan"
+    ignored = frozenset({"cla_share_factor", "eod_token_id", "im_end_id", "im_newline_id"}) | {
+        "im_start_id",
+        "text_end_id",
+        "text_start_id",
+        "mask_init_id",
+        "sep_token_id",
+        "org_vocab_size",
+    }
+    fixed = {**SILU, "use_qk_norm": (True,), "use_cla": (False,), "mlp_bias": (False,)}
+
+    @property
+    def rope(self) -> RopeSettings:
+        """The rotary settings; with alpha, a "dynamic" scaling is NTK with that factor."""
+        settings, D = super().rope, self.head_dim
+        alpha = (self.rope_scaling or {}).get("alpha")
+        if alpha is None or (settings.scaling or {}).get("rope_type") != "dynamic":
+            return settings
+        stretch = check_finite("rope_scaling.alpha", alpha) ** (D / (D - 2))
+        return settings._replace(theta=self.rope_theta * stretch, scaling=None)
+
+    @classmethod
+    def normalize_keys(cls, raw: Raw) -> dict[str, object]:
+        """Return the keys as for Llama; with alpha, the other numbers of a scaling say nothing."""
+        keys = rename_keys(raw, {"attention_head_dim": "head_dim"})
+        for name in ("rope_scaling", "rope_parameters"):
+            if isinstance(scaling := keys.get(name), Mapping) and scaling.get("alpha"):
+                keys[name] = {k: x for k, x in scaling.items() if k not in UNUSED_BY_NTK}
+        return super().normalize_keys(keys)
+
+
+UNUSED_BY_NTK = ("beta_fast", "beta_slow", "mscale", "mscale_all_dim")
+"""Keys of other scalings in the files of HunYuan."""
+
+
+@dataclass(frozen=True)
+class NanoChatConfig(GroupedQueryConfig):
+    """nanochat: norms without weights, also on the embedding and on each head behind a rotation in
+    the other direction, a squared ReLU, and capped logits. Source: Karpathy 2025, "nanochat".
+    """
+
+    attention_bias: bool = False
+    final_logit_softcapping: float | None = 15.0
+
+    model_types = ("nanochat",)
+    recipe = DecoderRecipe(
+        norm="rms, bare",
+        embedding_norm=True,
+        head_norms="each head",
+        norm_rotated=True,
+        qkv_bias="attention_bias",
+        output_bias="attention_bias",
+        gated=False,
+        activation="relu2",
+        logit_cap="final_logit_softcapping",
+        stored={"mlp.up_proj": "mlp.fc1", "mlp.down_proj": "mlp.fc2"},
+    )
+    fixed = {"hidden_act": ("relu2",)}
+
+    @property
+    def rope(self) -> RopeSettings:
+        """The rotary settings, whose pairs turn in the other direction."""
+        if self.rope_scaling is not None:
+            raise ArgumentError(
+                f"rope_scaling is {dict(self.rope_scaling)}; nanochat supports no scaling"
+            )
+        return super().rope._replace(backwards=True)
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""The configs of Mamba-2 and Jamba, and the keys of decoders without positions."""
+"""The configs of Mamba, Mamba-2 and Jamba, and the keys of decoders without positions."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 from regard.argument_checks import check_groups, check_number
-from regard.configs.base import FULL, ModelConfig, Raw, check_sizes
+from regard.configs.base import FULL, ModelConfig, Raw, check_sizes, rename_keys
 from regard.configs.hybrid import (
     LINEAR,
     NO_LIMITS,
@@ -25,6 +25,81 @@ from regard.cost.softmax import SoftmaxSpec
 from regard.cost.spec import HeadShape, ParameterCounts, Spec
 from regard.cost.state_space import mamba
 from regard.errors import ArgumentError
+
+
+@dataclass(frozen=True)
+class MambaConfig(ModelConfig):
+    """The keys of Mamba, which has no attention and no feed-forward layers."""
+
+    vocab_size: int
+    hidden_size: int
+    num_hidden_layers: int
+    time_step_rank: int
+    expand: int = 2
+    state_size: int = 16
+    conv_kernel: int = 4
+    use_bias: bool = False
+    use_conv_bias: bool = True
+    layer_norm_epsilon: float = 1e-5
+    residual_in_fp32: bool = True
+    tie_word_embeddings: bool = True
+
+    model_types = ("mamba",)
+    family_file = "mamba"
+    ignored = (
+        STEP_KEYS - {"time_step_rank"}
+        | {"fused_add_norm", "pad_vocab_size_multiple", "rescale_prenorm_residual"}
+        | {"use_associative_scan", "use_falcon_mambapy", "use_mambapy"}
+    )
+    fixed = {**SILU, "rms_norm": (True,), "ssm_cfg": ({},)}
+
+    def __post_init__(self) -> None:
+        check_sizes(self)
+        check_number("layer_norm_epsilon", self.layer_norm_epsilon, -1e-300, math.inf, "at least 0")
+
+    @classmethod
+    def normalize_keys(cls, raw: Raw) -> dict[str, object]:
+        """Return the keys; a rank that is "auto" is a sixteenth of hidden_size."""
+        names = {"d_model": "hidden_size", "n_layer": "num_hidden_layers"}
+        keys = rename_keys(rename_keys(raw, names), {"d_inner": "intermediate_size"})
+        size, expand = keys.get("hidden_size"), keys.get("expand", cls.expand)
+        inner = keys.pop("intermediate_size", None)
+        if isinstance(size, int) and isinstance(expand, int):
+            if keys.get("time_step_rank") in (None, "auto"):
+                keys["time_step_rank"] = -(-size // 16)
+            if inner not in (None, expand * size):
+                raise ArgumentError(
+                    f"intermediate_size is {inner}; it must be expand x hidden_size = {expand} x "
+                    f"{size}"
+                )
+        return keys
+
+    def sizes(self, name: str) -> ModelSpec:
+        """Return the sizes of the decoder."""
+        M = self.hidden_size
+        mixer = mamba(
+            M,
+            self.expand * M,
+            self.state_size,
+            self.conv_kernel,
+            self.time_step_rank,
+            bias=self.use_bias,
+            conv_bias=self.use_conv_bias,
+        )
+        layers = (LayerSpec(mixer, None, ParameterCounts(norms=M)),) * self.num_hidden_layers
+        norm, tied = ParameterCounts(norms=M), self.tie_word_embeddings
+        return ModelSpec(name, self.vocab_size, M, layers, norms=norm, tied=tied)
+
+
+@dataclass(frozen=True)
+class FalconMambaConfig(MambaConfig):
+    """The keys of Falcon Mamba: Mamba with norms without weights on queries, keys and step sizes.
+    Source: Zuo et al. 2024 (arXiv 2410.05355).
+    """
+
+    mixer_rms_eps: float = 1e-6
+
+    model_types = ("falcon_mamba",)
 
 
 @dataclass(frozen=True)

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from regard.argument_checks import check_number
-from regard.configs.base import Raw
 from regard.configs.rope import RopeSettings
 from regard.configs.rotary_decoder import (
     SILU,
@@ -86,7 +84,6 @@ class Phi3Config(GroupedQueryConfig):
         return super().rope._replace(original=self.original_max_position_embeddings)
 
 
-ROPES = ("rope_scaling", "rope_parameters")
 MSCALES = ("short_mscale", "long_mscale")
 
 
@@ -120,6 +117,7 @@ class PhimoeConfig(RotaryDecoderConfig):
             parts=("w1", "w3", "w2"),
         ),
     )
+    rope_keys = MSCALES
     code = "PhiMoE"
     ignored = frozenset({"input_jitter_noise"})  # in training only
     fixed = {
@@ -131,23 +129,6 @@ class PhimoeConfig(RotaryDecoderConfig):
         super().__post_init__()
         noise = self.router_jitter_noise
         check_number("router_jitter_noise", noise, -1e-300, float("inf"), "at least 0")
-
-    @classmethod
-    def normalize_keys(cls, raw: Raw) -> dict[str, object]:
-        """Return the keys as for other decoders; the two factors of LongRoPE, which only this
-        family has, stay in rope_scaling.
-        """
-        factors: dict[str, object] = {}
-        keys = dict(raw)
-        for name in ROPES:
-            if isinstance(scaling := keys.get(name), Mapping):
-                factors |= {key: scaling[key] for key in MSCALES if key in scaling}
-                keys[name] = {key: x for key, x in scaling.items() if key not in MSCALES}
-        keys = super().normalize_keys(keys)
-        scaling = keys.get("rope_scaling")
-        if isinstance(scaling, Mapping):
-            keys["rope_scaling"] = {**scaling, **factors}
-        return keys
 
     @property
     def rope(self) -> RopeSettings:

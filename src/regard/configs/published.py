@@ -9,17 +9,21 @@ from pathlib import Path
 
 from regard.configs.reader import SizeCount, read_sizes, read_sizes_file
 from regard.cost.model import ModelSpec
+from regard.cost.stored_forms import stored_as
 from regard.did_you_mean import suggest
 from regard.errors import ArgumentError
 
 
 @dataclass(frozen=True)
 class PublishedModel:
-    """The keys of a published model's config.json that define sizes, and their source."""
+    """The keys of a published model's config.json that define sizes, and their source; `weights` is
+    the form of `regard.cost.stored_forms` in which it was released, if not in 16 or 32 bits.
+    """
 
     config: Mapping[str, object]
     source: str
     note: str = ""
+    weights: str = ""
 
 
 PUBLISHED_MODELS: dict[str, PublishedModel] = {
@@ -33,9 +37,7 @@ PUBLISHED_MODELS: dict[str, PublishedModel] = {
 
 SIZES_NOT_PUBLISHED = {
     "mistral-medium": "Mistral AI has not published the sizes of Mistral Medium",
-    "gemma-4": (
-        "Gemma 4 has heads of another size in its global layers, which are not counted yet"
-    ),
+    "gemma-4": "The sizes of Gemma 4 are not stored here; its config.json has them",
 }
 """Beginnings of the names of models that readers ask for, and why no sizes stand here."""
 
@@ -62,7 +64,8 @@ def model_of(source: str, count_stored: SizeCount | None = None) -> ModelSpec:
         entry = PUBLISHED_MODELS[name]
         model = read_sizes(entry.config, name, name)
         notes = (f"sizes: {entry.source}", *((entry.note,) if entry.note else ()), *model.notes)
-        return replace(model, notes=notes)
+        stored = stored_as(model, entry.weights) if entry.weights else None
+        return replace(model, notes=notes, stored=stored)
     if name == "tiny":  # the model that comes with the package
         return replace(read_sizes_file(Path(__file__).parents[1] / "assets" / "tiny"), name=name)
     path = Path(source)

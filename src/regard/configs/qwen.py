@@ -132,6 +132,8 @@ class QwenHybridConfig(GatedDeltaConfig):
     full_attention_interval: int = 4
 
     family_file = "qwen"
+    towers = "visual"
+    buffers = (r"mtp\..*",)  # the layer for a second token
     fixed = FIXED
     recipe = DecoderRecipe(
         norm="rms 1 + w", head_norms="each head", partial="partial_rotary_factor"

@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, Literal, NamedTuple
 
 from regard.configs.base import FULL, SLIDING, UnknownKey
@@ -62,6 +62,7 @@ class RopeSettings(NamedTuple):
         scaling: rope_scaling, as `normalize_rope` or a file has it; None is no scaling.
         layout: which dims form a pair.
         original: original_max_position_embeddings at the top level, where Phi-3 has it.
+        backwards: whether the pairs turn in the other direction.
     """
 
     head_dim: int
@@ -71,11 +72,31 @@ class RopeSettings(NamedTuple):
     partial: float = 1.0
     layout: Literal["half", "interleaved"] = "half"
     original: int | None = None
+    backwards: bool = False
 
     @property
     def is_length_dependent(self) -> bool:
         """Whether the frequencies depend on the length of the text."""
         return check_rope(self)["rope_type"] in LENGTH_DEPENDENT_TYPES
+
+
+def without_own_keys(
+    scaling: Mapping[str, object] | None, own: Collection[str]
+) -> Mapping[str, object] | None:
+    """Return a rope_scaling without the keys that only one family has."""
+    if scaling is None or not own:
+        return scaling
+    return {key: value for key, value in scaling.items() if key not in own} or None
+
+
+def temperature(
+    scaling: Mapping[str, object] | None, key: str = "llama_4_scaling_beta"
+) -> tuple[float, float] | None:
+    """Return the factor and the length of the temperature of Mistral's queries; None without it."""
+    if scaling is None or (beta := scaling.get(key)) is None:
+        return None
+    length = check_finite(f"rope_scaling.{ORIGINAL}", scaling.get(ORIGINAL))
+    return check_finite(f"rope_scaling.{key}", beta), length
 
 
 def check_rope(settings: RopeSettings) -> Mapping[str, object]:
@@ -206,10 +227,29 @@ TOP_LEVEL_KEYS = ("rope_theta", "partial_rotary_factor")
 """Keys that may be nested in files, and that `normalize_rope` moves to the top level."""
 
 
-def normalize_rope(raw: Mapping[str, Any], *, layered: bool = False) -> dict[str, Any]:
+def normalize_rope(
+    raw: Mapping[str, Any],
+    *,
+    layered: bool = False,
+    own: Collection[str] = (),
+    absent: Mapping[str, object] | None = None,
+) -> dict[str, Any]:
     """Return the keys with rope_theta and partial_rotary_factor at the top level, and rope_scaling
-    None or a mapping with `rope_type`; rope_parameters goes.
+    None or a mapping with `rope_type`; rope_parameters goes. Keys in `own` stay in rope_scaling;
+    `absent` are the rope_parameters of a file without any.
     """
+    if own or absent:
+        given = any(raw.get(name) is not None for name in ("rope_scaling", "rope_parameters"))
+        rest = dict(raw) if given or absent is None else {**raw, "rope_parameters": absent}
+        kept: dict[str, Any] = {}
+        for name in ("rope_scaling", "rope_parameters"):
+            if isinstance(scaling := rest.get(name), Mapping):
+                kept |= {key: scaling[key] for key in own if scaling.get(key) is not None}
+                rest[name] = {key: x for key, x in scaling.items() if key not in own}
+        keys = normalize_rope(rest, layered=layered)
+        default = {} if absent is None else {"rope_type": "default"}
+        keys["rope_scaling"] = default | (keys["rope_scaling"] or {}) | kept or None
+        return keys
     rope_keys = {*TOP_LEVEL_KEYS, "rope_scaling", "rope_parameters"}
     if layered:
         rope_keys.add("rope_local_base_freq")

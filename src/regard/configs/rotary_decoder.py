@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, TypeAlias
 
@@ -16,7 +16,13 @@ from regard.configs.base import (
     check_sizes,
     layer_windows,
 )
-from regard.configs.rope import RopeSettings, check_rope, normalize_rope
+from regard.configs.rope import (
+    RopeSettings,
+    check_rope,
+    normalize_rope,
+    shorten,
+    without_own_keys,
+)
 from regard.cost.model import DenseSpec, FeedForwardSpec, LayerSpec, ModelSpec, MoESpec
 from regard.cost.softmax import SoftmaxSpec
 from regard.cost.spec import HeadShape, ParameterCounts, Spec
@@ -29,6 +35,9 @@ Flag: TypeAlias = bool | str
 """A truth value, or the name of the config's attribute that says it."""
 Number: TypeAlias = float | str
 """A number, or the name of the config's attribute that has it."""
+NormKind: TypeAlias = Literal[
+    "rms", "rms 1 + w", "rms, bare", "layer", "layer 1 + w", "layer, no bias", "layer, bare"
+]
 
 
 @dataclass(frozen=True)
@@ -38,18 +47,23 @@ class Experts:
     Attributes:
         count, width: the attributes with the number of experts and the width of each.
         active: how many experts a token uses, or the attribute with that number.
-        router: how experts are scored; "sigmoid" has a correction for each expert.
-        normalized: whether the weights of the chosen experts are divided by their sum.
-        shared: the attribute with the width of an expert for all tokens; None if there is none.
+        router: how experts are scored; "sigmoid" and "corrected softmax" have a correction for each
+            expert.
+        normalized: whether the weights of the chosen experts are divided by their sum, to which a
+            sigmoid router adds `eps`.
+        shared, shared_count: the attributes with the width of an expert for all tokens, and with a
+            factor on that width; None if there is none.
         dense: the attribute with the number of first layers that have no experts; None if all have.
     """
 
     count: str
     width: str = "intermediate_size"
     active: int | str = "num_experts_per_tok"
-    router: Literal["softmax", "sigmoid", "sparse_mixer"] = "softmax"
+    router: Literal["softmax", "corrected softmax", "sigmoid", "sparse_mixer"] = "softmax"
     normalized: Flag = True
+    eps: float = 1e-20
     shared: str | None = None
+    shared_count: str | None = None
     shared_gate: bool = False
     dense: str | None = None
     stored: str = "mlp"
@@ -62,11 +76,14 @@ class DecoderRecipe:
 
     Attributes:
         norm: the kind of all norms: RMS norms, or LayerNorms with weight and bias, without bias, or
-            without any parameter; "1 + w" is the weight itself plus 1.
+            without any parameter ("bare"); "1 + w" is the weight itself plus 1.
         norms: whether a sublayer has a norm before it, after it, or both.
         head_norms: whether queries and keys have a norm on each head, or one over all heads.
+        norm_rotated: whether the norm on each head stands behind the rotation.
+        temperature: the attribute with the factor and the length of Ministral's queries, or None.
+        embedding_norm: whether the embedding has a norm, too.
         qkv_bias, output_bias, ff_bias, head_bias: which maps have biases.
-        gated, activation: the feed-forward layer; a config's own `hidden_act` comes first.
+        width, gated, activation: the feed-forward layer; a config's own `hidden_act` comes first.
         layout, partial: the pairs of the rotary positions, and the rotated share of a head.
         window_pattern: without the keys that name the layers with a window, every n-th layer has
             full attention.
@@ -75,17 +92,19 @@ class DecoderRecipe:
         fused: the maps whose rows are stored in one tensor: "qkv_proj", "gate_up_proj".
     """
 
-    norm: Literal["rms", "rms 1 + w", "layer", "layer 1 + w", "layer, no bias", "layer, bare"] = (
-        "rms"
-    )
+    norm: NormKind = "rms"
     norms: Literal["before", "after", "around"] = "before"
     parallel: Flag = False
     eps: Number = "rms_norm_eps"
     head_norms: Literal["each head", "all heads", "none"] | tuple[str, str] = "none"
+    norm_rotated: bool = False
+    temperature: str | None = None
+    embedding_norm: bool = False
     qkv_bias: Flag = False
     output_bias: Flag = False
     ff_bias: Flag = False
     head_bias: Flag = False
+    width: str = "intermediate_size"
     gated: bool = True
     activation: str = "silu"
     layout: Literal["half", "interleaved"] = "half"
@@ -122,6 +141,14 @@ class RotaryDecoderConfig(ModelConfig):
 
     recipe: ClassVar[DecoderRecipe] = DecoderRecipe()
     zero: ClassVar[tuple[str, ...]] = ("max_window_layers",)
+    rope_keys: ClassVar[tuple[str, ...]] = ()
+    """Keys that only this family has in rope_scaling, where they stay."""
+    absent_rope: ClassVar[Mapping[str, object] | None] = None
+    """The rope_parameters of a config.json that has none, if they are not the usual ones."""
+    buffers: ClassVar[tuple[str, ...]] = ()
+    """Patterns of stored tensors that are not weights."""
+    towers: ClassVar[str] = ""
+    """The networks for images and sound in files of such models, whose tensors are not read."""
 
     def __post_init__(self) -> None:
         check_sizes(self, zero=self.zero)
@@ -134,6 +161,11 @@ class RotaryDecoderConfig(ModelConfig):
         for settings in self.ropes():
             if settings is not None:
                 check_rope(settings)
+                if self.recipe.norm_rotated and settings.is_length_dependent:
+                    raise ArgumentError(
+                        "rope_scaling has frequencies that depend on the length, and a norm stands "
+                        "behind the rotation, which is not supported: use another rope_type"
+                    )
         self.windows()
         if (experts := self.recipe.experts) is not None:
             check_experts(experts.count, self.value(experts.count), self.value(experts.active))
@@ -145,7 +177,7 @@ class RotaryDecoderConfig(ModelConfig):
     @classmethod
     def normalize_keys(cls, raw: Raw) -> dict[str, object]:
         """Return the keys with all sizes of heads, and rotary settings in one form."""
-        keys = normalize_rope(raw)
+        keys = normalize_rope(raw, own=cls.rope_keys, absent=cls.absent_rope)
         heads, size = keys.get("num_attention_heads"), keys.get("hidden_size")
         if isinstance(heads, int) and isinstance(size, int) and heads > 0:
             if keys.get("num_key_value_heads") is None:
@@ -165,7 +197,7 @@ class RotaryDecoderConfig(ModelConfig):
         return RopeSettings(
             self.head_dim,
             self.rope_theta,
-            self.rope_scaling,
+            without_own_keys(self.rope_scaling, self.rope_keys),
             self.max_position_embeddings,
             self.value(self.recipe.partial),
             self.recipe.layout,
@@ -207,7 +239,7 @@ class RotaryDecoderConfig(ModelConfig):
     @property
     def norm_size(self) -> int:
         """The number of parameters of a norm of the model dim."""
-        values = {"layer": 2, "layer 1 + w": 2, "layer, bare": 0}
+        values = {"layer": 2, "layer 1 + w": 2, "layer, bare": 0, "rms, bare": 0}
         return values.get(self.recipe.norm, 1) * self.hidden_size
 
     @property
@@ -232,24 +264,40 @@ class RotaryDecoderConfig(ModelConfig):
             HeadShape(H, G, D, D),
             bias=self.value(self.recipe.qkv_bias),
             output_bias=self.value(self.recipe.output_bias),
-            norms=norms.get(self.head_norms, 0),
+            norms=norms.get(self.head_norms, 0) if self.norm_size else 0,
             extra=H if self.recipe.sinks else 0,
             window=window,
         )
+
+    @property
+    def shared_width(self) -> int | None:
+        """The width of the expert for all tokens; None if there is none."""
+        experts = self.recipe.experts
+        if experts is None or experts.shared is None:
+            return None
+        return int(self.value(experts.shared) * (self.value(experts.shared_count) or 1))
+
+    def has_experts(self, layer: int) -> bool:
+        """Return whether a layer has a mixture of experts, not a dense network."""
+        experts = self.recipe.experts
+        return experts is not None and layer >= (self.value(experts.dense) or 0)
 
     def feed_forward(self, layer: int) -> FeedForwardSpec:
         """Return the sizes of the feed-forward part of a layer."""
         M, recipe, experts = self.hidden_size, self.recipe, self.recipe.experts
         bias = self.value(recipe.ff_bias)
-        if experts is None or (experts.dense and layer < self.value(experts.dense)):
-            return DenseSpec(M, self.intermediate_size, gated=recipe.gated, bias=bias)
-        count, shared = self.value(experts.count), experts.shared
+        if experts is None or not self.has_experts(layer):
+            learned = getattr(self, "hidden_act", recipe.activation) == "xielu"
+            own = ParameterCounts(0, 4 if learned else 0)
+            width = self.value(recipe.width)
+            return DenseSpec(M, width, gated=recipe.gated, bias=bias, beside=own)
+        count, shared = self.value(experts.count), self.shared_width
         return MoESpec(
             DenseSpec(M, self.value(experts.width), bias=bias),
             count,
             self.value(experts.active),
-            None if shared is None else DenseSpec(M, self.value(shared)),
-            count if experts.router == "sigmoid" else 0,
+            None if shared is None else DenseSpec(M, shared),
+            count if experts.router in ("sigmoid", "corrected softmax") else 0,
             experts.shared_gate,
         )
 
@@ -291,3 +339,36 @@ def rotated_by_flag(flags: tuple[int, ...] | None, layers: int, interval: int) -
             f"{plural(len(flags), 'entry')}"
         )
     return tuple(flag == 1 for flag in flags)
+
+
+def dense_layers_first(keys: Mapping[str, object], default: int) -> dict[str, object]:
+    """Return the keys with `first_k_dense_replace` in place of `mlp_layer_types`."""
+    rest = dict(keys)
+    kinds, first = rest.pop("mlp_layer_types", None), rest.get("first_k_dense_replace")
+    layers = rest.get("num_hidden_layers")
+    if not isinstance(kinds, list) or not isinstance(layers, int):
+        return {"first_k_dense_replace": default, **rest}
+    dense = kinds.count("dense")
+    if kinds != ["dense"] * dense + ["sparse"] * (layers - dense):
+        raise ArgumentError(
+            f"mlp_layer_types is {shorten(kinds)}; it must be one name for each of "
+            f"{plural(layers, 'layer')}: 'dense' for the first ones, then 'sparse'"
+        )
+    if isinstance(first, int) and min(first, layers) != dense:
+        raise ArgumentError(
+            f"mlp_layer_types begins with {dense} dense, and first_k_dense_replace is {first}; "
+            "remove the wrong one"
+        )
+    return {**rest, "first_k_dense_replace": dense}
+
+
+def language_model(raw: Raw, beside: Collection[str], **absent: object) -> dict[str, object]:
+    """Return the config of the language model, from that of a model that also reads images, without
+    the keys `beside` it; `absent` are values that it may leave out.
+    """
+    text = raw.get("text_config")
+    if not isinstance(text, Mapping):
+        raise ArgumentError(
+            f"text_config is {text!r}; it must be an object with the language model's keys"
+        )
+    return absent | {k: v for k, v in raw.items() if k not in beside} | dict(text)

@@ -200,10 +200,10 @@ def titans_spec(weights: ParameterCounts, shape: HeadShape) -> CountedSpec:
     )
 
 
-def short_convolution(dim: int, kernel: int) -> ConvolutionSpec:
+def short_convolution(dim: int, kernel: int, *, bias: bool = False) -> ConvolutionSpec:
     """Return the spec of a short convolution between two gates, as in LFM2. Source: Liquid AI 2025
     (arXiv 2511.23404).
     """
-    weights = ParameterCounts(dim * (4 * dim + kernel))
+    weights = ParameterCounts(dim * (4 * dim + kernel), 5 * dim if bias else 0)
     shape = HeadShape(1, 1, dim, dim)
     return ConvolutionSpec(weights, (), shape, convolution=ShortConvolution(dim, kernel))

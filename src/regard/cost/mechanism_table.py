@@ -4,21 +4,17 @@ feed-forward layers and vocabulary: one row a mechanism.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from regard.cost.evidence import NO_COMPARISON, QUALITY_EVIDENCE, QualityEvidence
 from regard.cost.mechanisms import mechanism_spec
 from regard.cost.model import ModelSpec
 from regard.cost.report import CostReport, Setting
-from regard.cost.roofline import Machine, memory_fit, roofline_bounds
+from regard.cost.roofline import Machine, largest_batch, largest_context, roofline_bounds
 from regard.cost.spec import Spec
+from regard.cost.stored_forms import STORED_FORMS, stored_as
 from regard.errors import ArgumentError
-
-MAX_BATCH = 1 << 20
-"""The largest batch that is tried; a row that fits more has no limit in practice."""
-MAX_TABLE_CONTEXT = 1 << 30
-"""The longest context that is tried; a row that fits more has no limit in practice."""
 
 
 @dataclass(frozen=True)
@@ -97,7 +93,9 @@ def replace_mixers(
         )
         for i, layer in enumerate(model.layers)
     )
-    return replace(model, layers=layers, stored=None)  # which was that of the old layers
+    changed = replace(model, layers=layers, stored=None)  # which was that of the old layers
+    form = "" if model.stored is None else model.stored.form
+    return replace(changed, stored=stored_as(changed, form)) if form in STORED_FORMS else changed
 
 
 def mechanism_cost(
@@ -121,33 +119,9 @@ def mechanism_cost(
         row,
         prefill_seconds=bounds["prefill"].seconds,
         decode_seconds=bounds["decode"].seconds,
-        max_batch=_largest(lambda n: replace(setting, batch=n), model, machine, MAX_BATCH),
-        max_context=_largest(
-            lambda n: replace(setting, context=n, batch=1),
-            model,
-            machine,
-            model.max_context or MAX_TABLE_CONTEXT,
-        ),
+        max_batch=largest_batch(report, machine),
+        max_context=largest_context(CostReport(model, replace(setting, batch=1)), machine),
     )
-
-
-def _largest(
-    setting_of: Callable[[int], Setting], model: ModelSpec, machine: Machine, limit: int
-) -> int | None:
-    """Return the largest number whose setting fits in the memory of a machine, by bisection."""
-    if not machine.memory:
-        return None
-
-    def fits(n: int) -> bool:
-        return memory_fit(CostReport(model, setting_of(n)), machine).fits is True
-
-    if fits(limit):
-        return limit
-    low, high = 0, limit
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle)
-    return low
 
 
 def as_json(rows: Sequence[MechanismCost], machine: Machine | None) -> dict[str, object]:

@@ -27,23 +27,28 @@ class FeedForwardSpec(Protocol):
         ...
 
 
+_NOTHING = ParameterCounts()
+
+
 @dataclass(frozen=True)
 class DenseSpec:
     """A dense layer: an up projection (M F), a down projection (F M), and if gated a gate
-    projection (M F), each with or without a bias.
+    projection (M F), each with or without a bias, and `beside` of smaller parts.
     """
 
     dim: int
     hidden: int
     gated: bool = True
     bias: bool = False
+    beside: ParameterCounts = _NOTHING
 
     @property
     def total(self) -> ParameterCounts:
         """All parameters of the layer as one record."""
         up_projections = 2 if self.gated else 1
         biases = up_projections * self.hidden + self.dim if self.bias else 0
-        return ParameterCounts((up_projections + 1) * self.dim * self.hidden, biases)
+        matrices = (up_projections + 1) * self.dim * self.hidden
+        return ParameterCounts(matrices, biases) + self.beside
 
     @property
     def weights(self) -> dict[str, ParameterCounts]:
@@ -143,8 +148,8 @@ class LayerSpec:
 
 @dataclass(frozen=True)
 class PartCount:
-    """The parameters of one part, and those active for one token: one row of an embedding, and all
-    of a tied head, which has no parameters of its own.
+    """The parameters of one part, and those active for one token: one row of an embedding; or all
+    of a tied one, in the head, which has no parameters of its own.
     """
 
     name: str
@@ -218,7 +223,9 @@ class ModelSpec:
         own = {"embedding": self.vocab * self.dim + rows * width, "positions": self.positions}
         own["head"] = 0 if self.tied else head
         used = {
-            "embedding": min(tokens, self.vocab) * self.dim + min(tokens, rows) * width,
+            # the rows of a table that is the head, too, are counted there
+            "embedding": (0 if self.tied and self.head else min(tokens, self.vocab) * self.dim)
+            + min(tokens, rows) * width,
             "positions": min(tokens * self.position_rows * self.dim, self.positions),
             "head": head,
         }

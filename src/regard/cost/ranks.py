@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from regard.cost.latent import LatentSpec
+from regard.cost.memory_fit import DOES_NOT_FIT, MemoryFit
 from regard.cost.report import BITS, CostReport
 from regard.cost.roofline import Machine
 from regard.cost.softmax import SoftmaxSpec
@@ -122,13 +123,15 @@ class RanksReport:
         """The method with the least time to the first token, of those that can run and fit in the
         memory; None if there is none.
         """
-        able = [x for x in self.estimates if not x.why_not and self.fits(x) is not False]
+        able = [x for x in self.estimates if not x.why_not and self.fit(x) != DOES_NOT_FIT]
         fastest = min(able, key=lambda x: x.prefill_seconds, default=None)
         return None if fastest is None else fastest.method
 
-    def fits(self, estimate: MethodEstimate) -> bool | None:
-        """Return whether a rank has the memory for a method; None if its size is not known."""
-        return estimate.memory <= self.machine.memory if self.machine.memory else None
+    def fit(self, estimate: MethodEstimate) -> str | None:
+        """Return how a method fits in the memory of a rank; None if its size is not known."""
+        runtime = self.machine.runtime
+        taken = runtime.bytes_for(self.report, estimate.tensor_ranks)
+        return MemoryFit(estimate.memory, self.machine.memory, taken, runtime).verdict
 
     def estimate(self, method: str) -> MethodEstimate:
         """Compute the cost of one method."""
@@ -146,7 +149,7 @@ class RanksReport:
             return replace(self._estimate(method, 1), why_not=no_split)
         estimates = [self._estimate(method, t) for t in sizes]
         able = [x for x in estimates if not x.why_not] or estimates
-        fitting = [x for x in able if self.fits(x) is not False] or able
+        fitting = [x for x in able if self.fit(x) != DOES_NOT_FIT] or able
         return min(fitting, key=lambda x: x.prefill_seconds)
 
     def _estimate(self, method: str, t: int) -> MethodEstimate:
@@ -294,7 +297,7 @@ class RanksReport:
                     "bytes sent": x.sent,
                     "bytes sent per token": x.token_sent,
                     "bytes held": x.memory,
-                    "fits": self.fits(x),
+                    "fit": self.fit(x),
                     "why not": x.why_not,
                 }
                 for x in self.estimates

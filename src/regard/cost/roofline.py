@@ -1,5 +1,5 @@
 """Machines and the roofline model: the least time that a model needs on a machine, and whether it
-fits in the memory.
+fits in its memory.
 
 The rates of GPUs are those of dense matrix products in the vendor's data sheet. If the data sheet
 gives the doubled rate of sparse matrices, the table has half of it. The memory of a GPU is the
@@ -14,8 +14,9 @@ cycle x base clock, which no program reaches; `regard cost --machine here` measu
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
+from regard.cost.memory_fit import MemoryFit, Runtime, largest_that_fits
 from regard.cost.report import CostReport
 from regard.did_you_mean import suggest
 from regard.errors import ArgumentError
@@ -36,7 +37,7 @@ codes are dequantized first, and fp16 is as fast as bf16.
 @dataclass(frozen=True)
 class Machine:
     """A processor: bytes per second, FLOPs per second by number format, and bytes of memory (0 if
-    they are not known), with the sources of these numbers.
+    they are not known), with the sources of these numbers; and the program that runs models on it.
     """
 
     name: str
@@ -45,6 +46,7 @@ class Machine:
     memory: int
     source: str
     memory_source: str = ""
+    runtime: Runtime = field(default_factory=Runtime)
 
     def rate(self, dtype: str) -> float:
         """Return the FLOPs per second in a number format, or in the one it is computed in."""
@@ -321,36 +323,50 @@ def roofline_bounds(report: CostReport, machine: Machine) -> dict[str, RooflineB
     }
 
 
-@dataclass(frozen=True)
-class MemoryFit:
-    """Whether weights and caches (`needed` bytes) fit in a memory, 0 if it is not known."""
-
-    needed: int
-    memory: int
-
-    @property
-    def fits(self) -> bool | None:
-        """Whether they fit; None if the memory size is not known. Activations and the memory that
-        the driver reserves are not counted.
-        """
-        return self.needed <= self.memory if self.memory else None
-
-
 def memory_fit(report: CostReport, machine: Machine) -> MemoryFit:
-    """Return whether the weights and the caches of the batch fit in one machine's memory."""
-    return MemoryFit(report.weight_bytes + report.kv_bytes, machine.memory)
+    """Return whether a model with the caches of the batch runs in one machine's memory."""
+    return MemoryFit.of(report, machine.memory, machine.runtime)
+
+
+MAX_BATCH = 1 << 20
+"""The largest batch that is tried; what fits more has no limit in practice."""
+MAX_CONTEXT = 1 << 30
+"""The longest context that is tried, likewise."""
+
+
+def largest_batch(report: CostReport, machine: Machine) -> int | None:
+    """Return the largest batch of a model at its context that fits in a machine's memory."""
+
+    def fit(batch: int) -> MemoryFit:
+        return memory_fit(CostReport(report.model, replace(report.setting, batch=batch)), machine)
+
+    return largest_that_fits(fit, MAX_BATCH)
+
+
+def largest_context(report: CostReport, machine: Machine) -> int | None:
+    """Return the longest context of a model at its batch that fits in a machine's memory."""
+
+    def fit(context: int) -> MemoryFit:
+        setting = replace(report.setting, context=context)
+        return memory_fit(CostReport(report.model, setting), machine)
+
+    return largest_that_fits(fit, report.model.max_context or MAX_CONTEXT)
 
 
 def as_json(report: CostReport, machine: Machine) -> dict[str, object]:
-    """Return the machine, the bounds, and whether the memory suffices, null if not known."""
+    """Return the machine, the bounds, and whether the memory suffices: "fits", "tight", "does not
+    fit", or null if its size is not known.
+    """
     memory = memory_fit(report, machine)
     return {
         "machine": machine.name,
         "source": machine.source,
         "bandwidth": machine.bandwidth,
         "flops": machine.rate(report.setting.dtype),
-        "fits": memory.fits,
+        "fit": memory.verdict,
         "needed_bytes": memory.needed,
+        "runtime_bytes": memory.runtime_bytes,
+        "usable_bytes": memory.usable or None,
         "memory_bytes": machine.memory or None,
         "memory_source": machine.memory_source or None,
         **{

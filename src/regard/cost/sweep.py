@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+from regard.cost.memory_fit import DOES_NOT_FIT
 from regard.cost.model import ModelSpec
 from regard.cost.report import CostReport, Setting
 from regard.cost.roofline import Machine, as_json, memory_fit, roofline_bounds
@@ -83,7 +84,7 @@ def sweep(
     model: ModelSpec, setting: Setting, contexts: list[int], machine: Machine | None = None
 ) -> list[dict[str, object]]:
     """Return for each context the cache bytes and the cost of a prompt and of a token, and with a
-    machine the least seconds and whether it fits.
+    machine the least seconds and how it fits.
     """
     rows = []
     for context in contexts:
@@ -95,7 +96,7 @@ def sweep(
                 f"{what}_seconds": one.seconds
                 for what, one in roofline_bounds(report, machine).items()
             }
-            row["fits"] = memory_fit(report, machine).fits
+            row["fit"] = memory_fit(report, machine).verdict
         rows.append(row)
     return rows
 
@@ -130,7 +131,7 @@ def best_times(
     fit in the memory of the machine.
     """
     bounds = [roofline_bounds(report, machine) for report in reports]
-    fits = [memory_fit(report, machine).fits is not False for report in reports]
+    fits = [memory_fit(report, machine).verdict != DOES_NOT_FIT for report in reports]
     return {
         what: tuple(
             one[what].seconds if fit else None for one, fit in zip(bounds, fits, strict=True)

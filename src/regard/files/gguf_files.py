@@ -12,7 +12,7 @@ where a string is a uint64 length and UTF-8. Sizes are stored with the innermost
 that a matrix [N, M] is stored as (M, N). Rows are stored one after the other, each in blocks.
 
 Nothing is allocated for a number before the file was found to have that many bytes, and tensors
-fill the data without gaps; other versions, byte orders, several parts and repeated names raise.
+fill the data without gaps; other versions, byte orders and repeated names raise.
 
 Source: the GGUF specification of ggml, versions 2 and 3.
 """
@@ -20,9 +20,11 @@ Source: the GGUF specification of ggml, versions 2 and 3.
 from __future__ import annotations
 
 import math
+import re
 import struct
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import cache
 from io import FileIO
 from pathlib import Path
 from types import MappingProxyType
@@ -33,7 +35,6 @@ import torch
 from jaxtyping import UInt8
 from torch import Tensor
 
-from regard import huge_pages
 from regard.errors import FileError
 from regard.files.regular_files import FileState, file_state, open_regular, read_into
 from regard.files.safetensors_files import (
@@ -66,43 +67,21 @@ class BlockFormat(NamedTuple):
     bytes: int
 
 
-FORMATS = {
-    0: BlockFormat("F32", 1, 4),
-    1: BlockFormat("F16", 1, 2),
-    2: BlockFormat("Q4_0", 32, 18),
-    3: BlockFormat("Q4_1", 32, 20),
-    6: BlockFormat("Q5_0", 32, 22),
-    7: BlockFormat("Q5_1", 32, 24),
-    8: BlockFormat("Q8_0", 32, 34),
-    12: BlockFormat("Q4_K", 256, 144),
-    13: BlockFormat("Q5_K", 256, 176),
-    14: BlockFormat("Q6_K", 256, 210),
-    30: BlockFormat("BF16", 1, 2),
-}
-"""Number of a format in a file -> the format, for those that are read."""
-_OTHER_FORMATS = {
-    9: "Q8_1",
-    10: "Q2_K",
-    11: "Q3_K",
-    15: "Q8_K",
-    16: "IQ2_XXS",
-    17: "IQ2_XS",
-    18: "IQ3_XXS",
-    19: "IQ1_S",
-    20: "IQ4_NL",
-    21: "IQ3_S",
-    22: "IQ2_S",
-    23: "IQ4_XS",
-    24: "I8",
-    25: "I16",
-    26: "I32",
-    27: "I64",
-    28: "F64",
-    29: "IQ1_M",
-    34: "TQ1_0",
-    35: "TQ2_0",
-    39: "MXFP4",
-}
+_NOT_READ = frozenset({"Q1_0", "Q8_1", "Q8_K", "I8", "I16", "I32", "I64", "F64"})
+"""Formats of the library that no weight has, or that it cannot read."""
+
+
+@cache
+def block_formats() -> Mapping[int, BlockFormat]:
+    """Return the formats of weights that are read, by their numbers in a file."""
+    from gguf.constants import GGML_QUANT_SIZES  # 0.2 s that only readers of such files wait
+
+    return {
+        int(kind): BlockFormat(kind.name, elements, bytes_)
+        for kind, (elements, bytes_) in GGML_QUANT_SIZES.items()
+        if kind.name not in _NOT_READ
+    }
+
 
 _NUMBERS = {0: "u1", 1: "i1", 2: "<u2", 3: "<i2", 4: "<u4", 5: "<i4", 6: "<f4"} | {
     10: "<u8",
@@ -119,6 +98,7 @@ class GgufTensor:
     name: str
     format: BlockFormat
     shape: tuple[int, ...]
+    file: Path
     start: int
     bytes: int
 
@@ -127,15 +107,28 @@ class GgufTensor:
         """The number of bytes of a row."""
         return self.shape[-1] // self.format.elements * self.format.bytes
 
+    def rows(self, first: int, last: int) -> GgufTensor:
+        """Return the rows first <= i < last of a matrix."""
+        size = (last - first) * self.row_bytes
+        start = self.start + first * self.row_bytes
+        return replace(self, shape=(last - first, self.shape[1]), start=start, bytes=size)
+
+    def part(self, i: int) -> GgufTensor:
+        """Return the part with index i in the outermost dimension, such as an expert's matrix."""
+        size = self.bytes // self.shape[0]
+        return replace(self, shape=self.shape[1:], start=self.start + i * size, bytes=size)
+
 
 @dataclass(frozen=True)
 class GgufHeader:
-    """The checked header of a GGUF file, tensors in the order of data, and the file's state."""
+    """The checked header of a GGUF file, or of all its parts, with their states; tensors are in the
+    order of the data.
+    """
 
     file: Path
     metadata: Mapping[str, MetadataValue]
     tensors: Mapping[str, GgufTensor]
-    mark: FileState
+    marks: Mapping[Path, FileState]
 
 
 def is_gguf(path: Path) -> bool:
@@ -146,8 +139,61 @@ def is_gguf(path: Path) -> bool:
         return file.read(len(MAGIC)) == MAGIC
 
 
+_PART = re.compile(r"-(\d{5})-of-(\d{5})\.gguf$")
+"""The end of the name of a file that is one of several, as llama-gguf-split writes it."""
+
+
 def read_gguf_header(path: Path) -> GgufHeader:
-    """Read and check the header of a GGUF file, without its data."""
+    """Read and check the header of a GGUF file, without its data; of a file that is one of several,
+    those of all, whose metadata are in the first.
+    """
+    header = _read_one_header(path)
+    count = header.metadata.get("split.count", 0)
+    if count in (0, 1):
+        return header
+    match = _PART.search(path.name)
+    if (
+        type(count) is not int
+        or match is None
+        or count != int(match[2])
+        or not 1 <= int(match[1]) <= count
+    ):
+        raise invalid_gguf(
+            path,
+            f"it is one of {short_repr(count)} parts, whose names must end with "
+            "-00001-of-00002.gguf and so on; give them the names that they had",
+        )
+    name = path.name[: match.start()]
+    files = [path.with_name(f"{name}-{i:05}-of-{match[2]}.gguf") for i in range(1, count + 1)]
+    if missing := [x.name for x in files if not x.is_file()]:
+        raise FileError(
+            f"{path} is one of {count} parts, and {len(missing)} are missing: "
+            f"{', '.join(map(short_repr, missing[:3]))}; put all parts into one folder"
+        )
+    tensors: dict[str, GgufTensor] = {}
+    parts = [_read_one_header(x) for x in files]
+    for i, part in enumerate(parts):
+        given = part.metadata.get("split.no"), part.metadata.get("split.count")
+        if given != (i, count) or tensors.keys() & part.tensors.keys():
+            raise invalid_gguf(
+                part.file,
+                f"it is not part {i + 1} of {count} of {short_repr(files[0].name)}; are all parts "
+                "from one download?",
+            )
+        tensors |= part.tensors
+    total = parts[0].metadata.get("split.tensors.count", len(tensors))
+    if total != len(tensors):
+        raise invalid_gguf(
+            files[0], f"its parts have {len(tensors)} of {short_repr(total)} tensors"
+        )
+    marks = {x.file: x.marks[x.file] for x in parts}
+    return GgufHeader(
+        files[0], parts[0].metadata, MappingProxyType(tensors), MappingProxyType(marks)
+    )
+
+
+def _read_one_header(path: Path) -> GgufHeader:
+    """Read and check the header of one file."""
     with open_regular(path) as (file, mark):
         reader = _HeaderReader(path, file, mark.size)
         _check_beginning(reader)
@@ -159,7 +205,8 @@ def read_gguf_header(path: Path) -> GgufHeader:
         entries = [_read_entry(reader) for _ in range(tensor_count)]
         start = -(-reader.position // alignment) * alignment
     tensors = _place(path, entries, start, alignment, mark.size)
-    return GgufHeader(path, MappingProxyType(metadata), MappingProxyType(tensors), mark)
+    marks = MappingProxyType({path: mark})
+    return GgufHeader(path, MappingProxyType(metadata), MappingProxyType(tensors), marks)
 
 
 def invalid_gguf(path: Path, problem: str) -> FileError:
@@ -308,12 +355,6 @@ def _alignment(reader: _HeaderReader, metadata: Mapping[str, MetadataValue]) -> 
             f"general.alignment is {short_repr(alignment)}; it must be a power of two from 8 to "
             f"{1 << 20}",
         )
-    parts = metadata.get("split.count", 0)
-    if parts not in (0, 1):
-        raise invalid_gguf(
-            reader.path,
-            f"it is one of {parts} parts; merge them first: `llama-gguf-split --merge`",
-        )
     return alignment
 
 
@@ -336,13 +377,14 @@ def _read_entry(reader: _HeaderReader) -> _Entry:
         )
     shape = struct.unpack(f"<{dimensions}Q", reader.take(8 * dimensions))[::-1]
     kind, offset = struct.unpack("<IQ", reader.take(12))
-    if kind not in FORMATS:
+    formats = block_formats()
+    if kind not in formats:
         raise invalid_gguf(
             reader.path,
-            f"{short_repr(name)} has the format {_OTHER_FORMATS.get(kind, kind)}; these are read: "
-            f"{', '.join(x.name for x in FORMATS.values())}",
+            f"{short_repr(name)} has the format {kind}; these are read: "
+            f"{', '.join(f'{x.name} ({i})' for i, x in formats.items())}",
         )
-    block = FORMATS[kind]
+    block = formats[kind]
     if 0 in shape or math.prod(shape) >= 1 << 60:
         raise invalid_gguf(
             reader.path, f"{short_repr(name)} has the shape {shape}, which no tensor can have"
@@ -374,7 +416,7 @@ def _place(
             )
         bytes_ = math.prod(shape) // block.elements * block.bytes
         end = expected + bytes_
-        tensors[name] = GgufTensor(name, block, shape, expected, bytes_)
+        tensors[name] = GgufTensor(name, block, shape, path, expected, bytes_)
     if end > size:
         raise invalid_gguf(
             path, f"it has {size} of {end} bytes; is it a partial download? Download it again"
@@ -386,43 +428,26 @@ def _place(
 
 def read_rows(
     header: GgufHeader, tensor: GgufTensor, panel_bytes: int = PANEL_BYTES
-) -> Iterator[tuple[int, UInt8[Tensor, "rows bytes"]]]:
+) -> Iterator[tuple[int, UInt8[np.ndarray, "rows bytes"]]]:
     """Read the rows of a tensor in panels, so that little more than the result needs memory."""
     rows, width = math.prod(tensor.shape[:-1]), tensor.row_bytes
     step = max(1, panel_bytes // width)
-    panel = torch.empty(min(rows, step), width, dtype=torch.uint8, device="cpu")
+    panel = np.empty((min(rows, step), width), np.uint8)
+    mark = header.marks[tensor.file]
     for first in range(0, rows, step):
         part = panel[: min(step, rows - first)]
-        with open_regular(header.file) as (file, state):
-            if state == header.mark:
+        with open_regular(tensor.file) as (file, state):
+            if state == mark:
                 file.seek(tensor.start + first * width)
-                read_into(file, part.numpy().reshape(-1).data, header.file)
+                read_into(file, part.reshape(-1).data, tensor.file)
                 state = file_state(file)
-        if state != header.mark:
-            raise FileError(f"{header.file} was changed after its header was read; load it again")
+        if state != mark:
+            raise FileError(f"{tensor.file} was changed after its header was read; load it again")
         yield first, part
 
 
 def read_plain(header: GgufHeader, tensor: GgufTensor, dtype: torch.dtype) -> Tensor:
     """Read a tensor of numbers that are stored one by one, straight into its memory."""
-    place = StoredTensor(tensor.name, dtype, tensor.shape, header.file, tensor.start, tensor.bytes)
-    ((_, values),) = read_tensors([place], {header.file: header.mark})
+    place = StoredTensor(tensor.name, dtype, tensor.shape, tensor.file, tensor.start, tensor.bytes)
+    ((_, values),) = read_tensors([place], header.marks)
     return values
-
-
-def read_matrix(
-    header: GgufHeader,
-    tensor: GgufTensor,
-    convert: Callable[[Tensor], Tensor],
-    panel_bytes: int = PANEL_BYTES,
-) -> Tensor:
-    """Read a tensor, with a function applied to the bytes of its rows, panel by panel."""
-    whole: Tensor | None = None
-    rows = math.prod(tensor.shape[:-1])
-    for first, raw in read_rows(header, tensor, panel_bytes):
-        part = convert(raw)
-        if whole is None:
-            whole = huge_pages.empty((rows, *part.shape[1:]), dtype=part.dtype)
-        whole[first : first + len(part)] = part
-    assert whole is not None  # no dimension is 0
-    return whole

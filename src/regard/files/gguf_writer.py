@@ -12,10 +12,9 @@ from jaxtyping import Float, UInt8
 from torch import Tensor
 
 from regard.errors import ArgumentError
-from regard.files.gguf_files import FORMATS, MAGIC, MetadataValue
+from regard.files.gguf_files import MAGIC, MetadataValue, block_formats
 
 _ALIGNMENT = 32
-_NUMBER_OF = {block.name: number for number, block in FORMATS.items()}
 _PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _BLOCK = 32
 WRITTEN = (*_PLAIN, "Q8_0", "Q4_0")
@@ -36,12 +35,12 @@ def write_gguf(
     """Write a GGUF file of version 3."""
     head = MAGIC + struct.pack("<IQQ", 3, len(tensors), len(metadata))
     head += b"".join(_string(key) + _value(value) for key, value in metadata.items())
-    offset = 0
+    offset, numbers = 0, {block.name: number for number, block in block_formats().items()}
     for name, values, kind in tensors:
         size = _bytes_of(name, values, kind)
         head += _string(name) + struct.pack("<I", values.ndim)
         head += struct.pack(f"<{values.ndim}Q", *reversed(values.shape))
-        head += struct.pack("<IQ", _NUMBER_OF[kind], offset)
+        head += struct.pack("<IQ", numbers[kind], offset)
         offset += -(-size // _ALIGNMENT) * _ALIGNMENT
     with path.open("wb") as file:
         file.write(_padded(head))
@@ -52,7 +51,7 @@ def write_gguf(
 def _bytes_of(name: str, values: Tensor, kind: str) -> int:
     if kind not in WRITTEN:
         raise ArgumentError(f"the format of {name!r} is {kind!r}; written are {', '.join(WRITTEN)}")
-    block = FORMATS[_NUMBER_OF[kind]]
+    block = next(x for x in block_formats().values() if x.name == kind)
     if not values.ndim or values.shape[-1] % block.elements:
         raise ArgumentError(
             f"{name!r} is {tuple(values.shape)}; rows of {kind} have whole blocks of "

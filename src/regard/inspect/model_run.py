@@ -20,6 +20,7 @@ from regard.integrations.pytorch.watch import watch
 from regard.models.encoder_decoder import EncoderDecoder
 from regard.models.generation.decode_session import pad_left
 from regard.models.model import Model
+from regard.models.prompts import encode_rows
 from regard.models.seq2seq import Seq2Seq
 from regard.models.text_encoder import TextEncoder
 from regard.models.text_model import TextModel
@@ -36,7 +37,7 @@ AnyModel: TypeAlias = Model | TextEncoder | Seq2Seq | nn.Module
 """A model of this package, or any module."""
 
 Input: TypeAlias = Any
-"""A text, token ids `[B, T]`, or a mapping of a module's arguments."""
+"""A text, ids, messages, several of them, or a mapping of a module's arguments."""
 
 
 def check_index(name: str, index: int, length: int, one: str, many: str) -> int:
@@ -300,18 +301,17 @@ def pretokenized(ids: Sequence[int], words: Sequence[str]) -> TokenSequence:
     return TokenSequence(tuple(ids), tuple(words), " ".join(words), tuple(end_offsets))
 
 
-def encode_rows(model: Model, text: Input) -> tuple[Tensor, Positions | None]:
-    """Return the ids of one text, of several, padded on the left, or the ids that were given."""
+def encode_ids(model: Model, text: Input) -> tuple[Tensor, Positions | None]:
+    """Return the ids of one prompt, of several, padded on the left, or a tensor as it is."""
     if isinstance(text, Tensor):
         return text, None
-    if isinstance(text, str):
-        return model.encode(text), None
-    if not isinstance(text, Sequence) or not text or not all(isinstance(x, str) for x in text):
+    if not (isinstance(text, str) or (isinstance(text, (list, tuple)) and text)):
         raise ArgumentTypeError(
-            f"text is {type(text).__name__}; it must be a str, several of them, or ids [B,T]",
+            f"text is {type(text).__name__}; it must be a str, messages, ids, or several of them",
             argument="text",
         )
-    return pad_left([model.encode(row)[0].tolist() for row in text])
+    ids, positions = pad_left(encode_rows(model, text))
+    return ids.to(model.device), positions
 
 
 def prepare_run(
@@ -324,8 +324,9 @@ def prepare_run(
     """Prepare a model to run one input several times.
 
     Args:
-        text: one text, several texts, or token ids `[B, T]`; for a module ids, another tensor, or a
-            mapping of its arguments; for a `Seq2Seq` also a pair (source, target).
+        text: one text, several texts, or token ids `[B, T]`; for a decoder also messages; for a
+            module ids, another tensor, or a mapping of its arguments; for a `Seq2Seq` also a pair
+            (source, target).
         target: the output of a `Seq2Seq`; None uses its own answer.
         last: the number of last positions whose logits a decoder computes; None is all.
     """
@@ -352,7 +353,8 @@ def prepare_run(
 
 
 def _prepare_decoder(model: Model, text: Input, last: int | None) -> ModelRun:
-    ids, positions = encode_rows(model, text)
+    ids, positions = encode_ids(model, text)
+    tokens = token_sequence(model, ids, text if isinstance(text, str) else None)
     decoder, head = model.decoder, model.decoder.head
     run = model.forward if model.has_head else model.hidden
     if last is not None:
@@ -360,40 +362,41 @@ def _prepare_decoder(model: Model, text: Input, last: int | None) -> ModelRun:
     return ModelRun(
         model,
         lambda: run(ids, positions),
-        {"text": token_sequence(model, ids, text if isinstance(text, str) else None)},
+        {"text": tokens},
         network=decoder,
         sites=tuple(_self_attentions(decoder.layers, "", "text")),
         embed=decoder.embed,
         last=decoder.layers[-1],
         predict=None if head is None else lambda x: head(decoder.norm(x)),
         max_trained_tokens=getattr(model.config, "max_position_embeddings", None),
-        **_names_of(model, text),
+        **_names_of(model, tokens.text),
     )
 
 
-def _names_of(model: TextModel, text: Input) -> dict[str, Any]:
+def _names_of(model: TextModel, text: str) -> dict[str, Any]:
     """Return the name of a model, its texts of tokens, and the text that it reads."""
     types = getattr(type(model.config), "model_types", None)
     name = types[0] if types else type(model.config).__module__.rpartition(".")[2]
     names = model.tokenizer.pieces if model.has_tokenizer else _ids_as_text
-    return {"name": name, "names": names, "text": text if isinstance(text, str) else ""}
+    return {"name": name, "names": names, "text": text}
 
 
 def _prepare_text_encoder(model: TextEncoder, text: Input) -> ModelRun:
     arguments = (text,) if isinstance(text, Tensor) else tuple(model.encode(text))
+    tokens = token_sequence(model, arguments[0])
     network, encoder = model.network, model.network.encoder
     head = network.head
     return ModelRun(
         model,
         lambda: model.hidden(*arguments),
-        {"text": token_sequence(model, arguments[0])},
+        {"text": tokens},
         network=network,
         sites=tuple(_self_attentions(encoder.layers, "", "text")),
         embed=encoder.embed,
         last=encoder.layers[-1],
         predict=None if head is None else lambda x: head(encoder.norm(x)),
         max_trained_tokens=model.max_seq_length,
-        **_names_of(model, text),
+        **_names_of(model, text if isinstance(text, str) else tokens.text),
     )
 
 
@@ -433,7 +436,7 @@ def _prepare_seq2seq(model: Seq2Seq, text: Input, target: str | None) -> ModelRu
         embed=network.embed,
         last=network.layers[-1],
         predict=lambda x: network.head(network.norm(x)),
-        **_names_of(model, source),
+        **_names_of(model, source if isinstance(source, str) else sequences["target"].text),
     )
 
 

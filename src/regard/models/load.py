@@ -39,7 +39,7 @@ from regard.models.encoder import HeadedEncoder
 from regard.models.encoder_decoder import EncoderDecoder
 from regard.models.families import family, find_family
 from regard.models.model import Model
-from regard.models.sentence_settings import read_sentence_settings
+from regard.models.sentence_settings import Pooling, read_sentence_settings
 from regard.models.seq2seq import Seq2Seq
 from regard.models.speech_to_text import SpeechEncoder, SpeechToText
 from regard.models.text_encoder import TextEncoder
@@ -115,14 +115,15 @@ def load(
     where config.json or the family ties the two, or else the model only returns hidden states
     (`hidden`).
 
-    GPTQ, AWQ and compressed-tensors are dequantized to `dtype`. A GGUF file of llama.cpp (llama,
-    qwen2, qwen3 and gemma) is a whole model with its tokenizer, which a tokenizer.json beside it
-    replaces. Its matrices in Q8_0, Q5_0, Q4_0, Q4_1 and Q4_K stay in 8.5, 8.5, 5, 6 and 6 bits per
-    number; those in Q5_1, Q5_K and Q6_K are dequantized.
+    GPTQ, AWQ and compressed-tensors are dequantized to `dtype`. A GGUF file of llama.cpp is a
+    whole model with its tokenizer, which a tokenizer.json beside it replaces; of a model in several
+    files, give any one. Its matrices in Q4_0, Q4_1 and Q4_K stay in 5 or 6 bits per number, those
+    in formats that are exact in 8 bits take 8.5 or 9, and others are dequantized, with a warning.
 
     Args:
         source: `"tiny"`, a small Llama in the package; a name of `NAMED_PACKAGES`: `"minilm"`, a
-            trained BERT, or `"smollm2"`, a small language model that answers; a folder; a GGUF
+            trained BERT, `"smollm2"`, a small language model that answers, or `"gemma3"`, a base
+            model; a folder; a GGUF
             file, or a folder with one and without safetensors; or `"org/name"`, a repository of the
             Hugging Face hub (extra `hub`), which `"hub:org/name"` always means. A `Path` is never
             downloaded.
@@ -186,6 +187,15 @@ def load(
         checkpoint = _open_gguf(gguf, kind, form, dtype or gguf.dtype)
         tokenizer = gguf_tokenizer(gguf.header)  # before the weights, because it may be refused
         network, config, record = load_checkpoint(checkpoint)
+        if isinstance(network, HeadedEncoder):
+            return TextEncoder(
+                network,
+                tokenizer,
+                config,
+                pooling=Pooling(gguf.pooling_mode),
+                max_seq_length=config.max_position_embeddings,
+                **record,
+            )
         assert isinstance(network, Decoder)
         return Model(
             network,
@@ -260,8 +270,8 @@ def _open_gguf(
     gguf: GgufModel, kind: type[object] | None, form: WeightForm | None, dtype: torch.dtype
 ) -> _Checkpoint:
     """Check the tensors of a GGUF file."""
-    its_family = family(gguf.architecture)
-    _check_kind(gguf.header.file, gguf.architecture, its_family, kind)
+    its_family = family(gguf.config["model_type"])
+    _check_kind(gguf.header.file, gguf.config["model_type"], its_family, kind)
     # a form rounds the dequantized numbers, which are therefore read in full
     read = dtype if form is None else torch.float32
     store, records = gguf.split(its_family.names, None if form is None else form.name, read)
@@ -327,8 +337,8 @@ def _check_kind(
         raise FileError(
             f"{place}: model_type {model_type} is an architecture of kind "
             f"{its_family.architecture!r}, which loads as a "
-            f"{model_class.__name__}, and a {kind.__name__} is needed here: give another model, or "
-            f"take this one as a {model_class.__name__}"
+            f"{model_class.__name__}, and a {kind.__name__} is needed here: give another model; "
+            f"the commands explain, inspect, view, cost and audit take a {model_class.__name__}"
         )
 
 
@@ -473,7 +483,7 @@ def resolve_source(
             kind = identify_format(file.read(64) or b"")
         raise FileError(
             f"{folder} is a file{f': {kind}' if kind else ''}; a model is a folder with "
-            "config.json and model.safetensors"
+            "config.json and model.safetensors, or a GGUF file (a recording opens in regard view)"
         )
     if not folder.is_dir():
         names = (*BUNDLED_MODELS, *NAMED_PACKAGES)

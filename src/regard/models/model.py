@@ -70,8 +70,9 @@ class Model(TextModel):
             raise FileError(
                 "this model has no chat template, so that it takes no messages: its files hold "
                 "none (chat_template.jinja, tokenizer_config.json, or tokenizer.chat_template of a "
-                "GGUF file). Give a text with special=True, or add chat_template.jinja of a model "
-                "that was trained with one"
+                "GGUF file). Continue a text instead (regard generate; special=True or --special "
+                "reads names of special tokens in it), or add chat_template.jinja of a model that "
+                "was trained with one"
             )
         return self._chat_template
 

@@ -90,6 +90,12 @@ def encode_prompt(
     return ids
 
 
+def encode_rows(model: LanguageModel, prompts: Any) -> list[list[int]]:
+    """Convert one prompt, or several, to a list of ids for each."""
+    rows = [prompts] if is_single_prompt(prompts) else prompts
+    return [encode_prompt(model, row) for row in rows]
+
+
 def encode_text(
     tokenizer: Tokenizer,
     text: str,

@@ -61,7 +61,8 @@ def save(network: nn.Module, config: Any, folder: Path, dtype: torch.dtype = tor
         stored = table_name.removeprefix(its_family.prefixes[0]) if is_base_model else table_name
         tensors[stored] = binding.rule.pack(parts).contiguous()
     dtype_name = str(dtype).removeprefix("torch.")
-    raw = {"model_type": model_type, **asdict(config), "torch_dtype": dtype_name}
+    keys = {k: v for k, v in asdict(config).items() if k not in config.unwritten}
+    raw = {"model_type": model_type, **keys, "torch_dtype": dtype_name}
     if forms:
         form = forms.pop() if len(forms) == 1 else MIXED
         raw["quantization_config"] = {"quant_method": METHOD, "weights": form}

@@ -12,10 +12,11 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from regard.did_you_mean import suggest
-from regard.errors import ArgumentError
+from regard.errors import ArgumentError, ArgumentTypeError
 from regard.models.decoder import check_ids
 from regard.models.encoder import Encoder, HeadedEncoder, first_token_state
 from regard.models.packed_encoder import PackedEncoder, why_not_packed_encoder
+from regard.models.prompts import is_messages, warn_about_names
 from regard.models.sentence_settings import (
     Pooling,
     PoolingMode,
@@ -155,6 +156,7 @@ class TextEncoder(TextModel):
         seconds: str | Sequence[str] | None = None,
         *,
         truncate: bool = False,
+        special: bool | None = None,
     ) -> TokenBatch:
         """Convert texts to ids, with the special tokens of the tokenizer, [CLS] and [SEP] in BERT.
 
@@ -162,6 +164,8 @@ class TextEncoder(TextModel):
             texts: one text, or B texts.
             seconds: the second text of each pair, for a model that reads pairs; None is no pairs.
             truncate: whether a text that is too long is cut off, and not refused; pairs never are.
+            special: whether names of special tokens in a text, such as [MASK], are these tokens;
+                False reads them as ordinary text, and None does so with a warning.
 
         Returns:
             The ids, positions and segments, each [B, S]; shorter texts are padded at the end.
@@ -181,19 +185,28 @@ class TextEncoder(TextModel):
                     f"{plural(len(firsts), 'text')} and {plural(len(others), 'second text')} were "
                     "given; give one second text for each text"
                 )
-        rows = self._token_rows(firsts, others, truncate=truncate)
+        rows = self._token_rows(firsts, others, truncate=truncate, special=special)
         ids, positions = pad_right([row[0] for row in rows], self.device)
         return TokenBatch(ids, positions, pad_right([row[1] for row in rows], self.device)[0])
 
     def _token_rows(
-        self, firsts: Sequence[str], others: Sequence[str | None], *, truncate: bool
+        self,
+        firsts: Sequence[str],
+        others: Sequence[str | None],
+        *,
+        truncate: bool,
+        special: bool | None,
     ) -> list[tuple[list[int], list[int]]]:
         """Return the ids and segments of texts or pairs, checked against `max_seq_length`."""
-        rows = self.tokenizer.encode_pairs(firsts, others)
+        if special is None and not self.tokenizer.has_warned:
+            for text in (*firsts, *others):
+                warn_about_names(self.tokenizer, text or "")
+        rows = self.tokenizer.encode_pairs(firsts, others, special=bool(special))
         for i, (pair, row) in enumerate(zip(zip(firsts, others, strict=True), rows, strict=True)):
             over = 0 if self.max_seq_length is None else len(row[0]) - self.max_seq_length
             if over > 0 and truncate and pair[1] is None:
-                rows[i] = self._shorter(pair[0], row, over)
+                own = self.tokenizer.encode(pair[0], special=bool(special))
+                rows[i] = self._shorter(own, row, over)
             elif over > 0:
                 advice = "split it, or cut off its end with truncate=True"
                 raise ArgumentError(
@@ -203,11 +216,10 @@ class TextEncoder(TextModel):
         return rows
 
     def _shorter(
-        self, text: str, row: tuple[list[int], list[int]], over: int
+        self, own: Sequence[int], row: tuple[list[int], list[int]], over: int
     ) -> tuple[list[int], list[int]]:
         """Remove the last `over` tokens of a text from its row; special tokens after it stay."""
         ids, segments = row
-        own = self.tokenizer.encode(text)
         if over > len(own):
             raise ArgumentError(
                 f"max_seq_length is {self.max_seq_length}, less than the number of special tokens "
@@ -302,10 +314,11 @@ class TextEncoder(TextModel):
     @torch.no_grad()
     def embed(
         self,
-        texts: str | Sequence[str],
+        texts: str | Sequence[str] | Sequence[Sequence[int]] | Int[Tensor, "N S"],
         *,
         batch_size: int | None = None,
         truncate: bool = False,
+        special: bool | None = None,
         normalize: bool | None = None,
         prompt_name: str | None = None,
         progress: Callable[[int, int], None] | None = None,
@@ -317,10 +330,11 @@ class TextEncoder(TextModel):
         the linear maps again; otherwise padded, through the plain network (`why_not_packed`).
 
         Args:
-            texts: one text, or N texts.
+            texts: one text, or N texts; or the ids of N texts, lists or a tensor [N, S], with the
+                special tokens around them.
             batch_size: the largest number of texts that one forward pass reads; None chooses rows
                 of about `PACKED_TOKENS` tokens, or 32 padded texts.
-            truncate: as in `encode`.
+            truncate, special: as in `encode`.
             normalize: whether to divide each vector by its length; None is as in the checkpoint.
             prompt_name: the prompt of `prompts` before each text; None is `default_prompt_name`.
             progress: called after each forward pass as progress(texts that are done, N).
@@ -330,7 +344,7 @@ class TextEncoder(TextModel):
 
         Raises:
             ArgumentError, ArgumentTypeError: as in `encode`; batch_size is less than 1; no such
-                prompt.
+                prompt, or a prompt before ids; messages, which an encoder has no template for.
 
         >>> import regard
         >>> from regard.models.families import family
@@ -347,9 +361,12 @@ class TextEncoder(TextModel):
         if batch_size is not None and batch_size < 1:
             raise ArgumentError(f"batch_size is {batch_size}; it must be at least 1")
         prompt = self._prompt(prompt_name)
-        firsts = [prompt + text for text in as_text_list(texts)]
         skipped = 0 if self.pooling.include_prompt else self._prompt_tokens(prompt)
-        rows = self._token_rows(firsts, [None] * len(firsts), truncate=truncate)
+        rows = self._id_rows(texts, prompt)
+        if rows is None:
+            firsts = [prompt + text for text in as_text_list(texts)]  # type: ignore[arg-type]
+            others = [None] * len(firsts)
+            rows = self._token_rows(firsts, others, truncate=truncate, special=special)
         sizes = [len(ids) for ids, _ in rows]
         packed = min(sizes) > 0 and self.why_not_packed() is None
         order = sorted(range(len(rows)), key=sizes.__getitem__)
@@ -365,6 +382,34 @@ class TextEncoder(TextModel):
             if progress is not None:
                 progress(done, len(rows))
         return torch.cat(vectors)[torch.tensor(order, device="cpu").argsort().to(self.device)]
+
+    def _id_rows(self, given: object, prompt: str) -> list[tuple[list[int], list[int]]] | None:
+        """Return the ids and segments of texts that were given as ids, or None for texts."""
+        given = torch.atleast_2d(given).tolist() if isinstance(given, Tensor) else given
+        if is_messages(given):
+            raise ArgumentTypeError(
+                "a TextEncoder has no chat template for messages; give their texts",
+                argument="texts",
+            )
+        if isinstance(given, str) or not isinstance(given, Sequence):
+            return None
+        if not given or not all(isinstance(row, (list, tuple)) and row for row in given):
+            return None
+        if prompt:
+            raise ArgumentError(
+                "ids contain their prompt already; give texts, or ids without prompt_name",
+                argument="prompt_name",
+            )
+        rows = [[int(x) for x in row] for row in given]
+        check_ids(torch.tensor([x for row in rows for x in row]), self.config.vocab_size)
+        longest = max(map(len, rows))
+        if self.max_seq_length is not None and longest > self.max_seq_length:
+            raise ArgumentError(
+                f"a text has {plural(longest, 'id')}, and this model reads at most "
+                f"{self.max_seq_length}; give fewer",
+                argument="texts",
+            )
+        return [(row, [0] * len(row)) for row in rows]
 
     def _prompt(self, name: str | None) -> str:
         """Return the text of a prompt, or of the default one."""

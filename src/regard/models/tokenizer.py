@@ -322,7 +322,11 @@ class Tokenizer:
         return list(encoding.ids), list(encoding.type_ids)
 
     def encode_pairs(
-        self, firsts: Sequence[str], seconds: Sequence[str | None] | None = None
+        self,
+        firsts: Sequence[str],
+        seconds: Sequence[str | None] | None = None,
+        *,
+        special: bool = False,
     ) -> list[tuple[list[int], list[int]]]:
         """Convert many texts or pairs as `encode_pair` does, on all threads of the package."""
         others = [None] * len(firsts) if seconds is None else seconds
@@ -332,7 +336,8 @@ class Tokenizer:
             else (check_unicode(first), check_unicode(second))
             for first, second in zip(firsts, others, strict=True)
         ]
-        rows = self._run(self._backend.encode_batch, inputs, add_special_tokens=True)
+        backend = self._backend_for(special=special, continued=False)
+        rows = self._run(backend.encode_batch, inputs, add_special_tokens=True)
         return [(row.ids, row.type_ids) for row in rows]
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:

@@ -99,6 +99,18 @@ class LinearScaling(Scaling):
 
 
 @dataclass(frozen=True)
+class Backwards(Scaling):
+    """The frequencies -theta_i: pairs turn in the other direction.
+
+    Source: the code of nanochat, 2025.
+    """
+
+    def scale(self, rope: UnscaledFrequencies) -> RopeFrequencies:
+        """Negate every frequency."""
+        return RopeFrequencies(-rope.theta, 1.0, 1.0)
+
+
+@dataclass(frozen=True)
 class NTK(Scaling):
     """NTK-aware scaling by the base b' = b s^(d/(d-2)): the highest frequency is unchanged.
 

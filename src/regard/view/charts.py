@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from rich.cells import cell_len
 
+from regard.cost.memory_fit import DOES_NOT_FIT
 from regard.language import translate
 from regard.untrusted_text import escape_controls
 from regard.view import palette, plotting
@@ -439,7 +440,9 @@ def context_charts(rows: Mapping[str, Sequence[Mapping[str, Any]]], title: str) 
         token if timed else ("decode_flops", translate("one token, FLOPs")),
     )
     misfits = {
-        model: frozenset(float(row["context"]) for row in model_rows if row.get("fits") is False)
+        model: frozenset(
+            float(row["context"]) for row in model_rows if row.get("fit") == DOES_NOT_FIT
+        )
         for model, model_rows in rows.items()
     }
     if any(misfits.values()):

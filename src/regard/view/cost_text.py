@@ -12,18 +12,23 @@ from typing import TYPE_CHECKING, Any
 from regard import units
 from regard.configs.published import PUBLISHED_MODELS, model_of
 from regard.cost import CostReport
-from regard.cost.mechanism_table import MAX_BATCH, MAX_TABLE_CONTEXT, MechanismCost
+from regard.cost.mechanism_table import MechanismCost
+from regard.cost.memory_fit import DOES_NOT_FIT, FITS, TIGHT
 from regard.cost.ranks import RanksReport
 from regard.cost.roofline import (
     MACHINES,
+    MAX_BATCH,
+    MAX_CONTEXT,
     Machine,
     arithmetic_intensity,
+    largest_batch,
+    largest_context,
     memory_fit,
     roofline_bounds,
 )
 from regard.cost.softmax import SoftmaxSpec
 from regard.cost.sweep import COMPARED_FIGURES, best_times
-from regard.language import translate, translate_count
+from regard.language import Phrase, translate, translate_count
 from regard.text_table import format_table, line_width, wrap
 
 if TYPE_CHECKING:
@@ -228,8 +233,9 @@ def _bounds(report: CostReport, machine: Machine) -> str:
             [translate("(memory: {source})", source=machine.memory_source)]
             * bool(machine.memory_source)
         ),
+        *_limits(report, machine),
     ]
-    if memory_fit(report, machine).fits is False:
+    if memory_fit(report, machine).verdict == DOES_NOT_FIT:
         lines.append(translate("times are those of such a machine with more memory:"))
     for what, bound in roofline_bounds(report, machine).items():
         line = translate(
@@ -246,21 +252,42 @@ def _bounds(report: CostReport, machine: Machine) -> str:
 
 
 def _fit(report: CostReport, machine: Machine) -> str:
-    """Describe how much memory weights and caches need, and whether it fits."""
+    """Describe how much memory a model needs, and whether it fits."""
     room = memory_fit(report, machine)
-    needed, memory = units.size(room.needed), units.size(room.memory)
-    if room.fits is None:
-        return translate("{needed}; its memory is not known", needed=needed)
-    if room.fits:
-        return translate(
-            "{needed}; its memory is {memory}: they fit, with {left} to spare",
-            needed=needed,
-            memory=memory,
-            left=units.size(room.memory - room.needed),
-        )
-    return translate(
-        "{needed}; its memory is {memory}: they do not fit", needed=needed, memory=memory
+    needed = translate(
+        "{needed}, and {runtime} to run them",
+        needed=units.size(room.needed),
+        runtime=units.size(room.runtime_bytes),
     )
+    if room.verdict is None:
+        return translate("{needed}; its memory is not known", needed=needed)
+    ends = {
+        FITS: Phrase("they fit, with {left} to spare", left=units.size(room.usable - room.total)),
+        TIGHT: Phrase("tight: it needs {total}", total=units.size(room.total)),
+        DOES_NOT_FIT: Phrase("they do not fit"),
+    }
+    return translate(
+        "{needed}; {share} % of its {memory} are {usable}: {end}",
+        needed=needed,
+        share=f"{100 * room.runtime.utilization:.4g}",
+        memory=units.size(room.memory),
+        usable=units.size(room.usable),
+        end=ends[room.verdict],
+    )
+
+
+def _limits(report: CostReport, machine: Machine) -> list[str]:
+    """Describe the longest context and the largest batch that fit, where the memory is known."""
+    batch, context = largest_batch(report, machine), largest_context(report, machine)
+    if not batch or not context:
+        return []
+    return [
+        translate(
+            "context that fits: {context}; batch that fits: {batch}",
+            context=_limit(context, report.model.max_context or MAX_CONTEXT),
+            batch=_limit(batch, MAX_BATCH),
+        )
+    ]
 
 
 def ranks_page(plan: RanksReport, method: str | None = None) -> str:
@@ -278,7 +305,7 @@ def ranks_page(plan: RanksReport, method: str | None = None) -> str:
         )
         times = units.seconds(x.prefill_seconds), units.seconds(x.decode_seconds)
         sizes = units.size(x.sent), units.size(x.token_sent), units.size(x.memory)
-        cells = (units.ABSENT,) * 6 if x.why_not else (*times, *sizes, _yes_or_no(plan.fits(x)))
+        cells = (units.ABSENT,) * 6 if x.why_not else (*times, *sizes, _yes_no_unknown(plan.fit(x)))
         rows.append((">" if x.method == plan.best else "", name, *cells, translate(x.why_not)))
     head = translate(
         "{model} on {ranks} of {machine}: context {context}, batch {batch}, {dtype}",
@@ -305,11 +332,6 @@ def ranks_page(plan: RanksReport, method: str | None = None) -> str:
     return "\n\n".join([wrap(head, line_width(), hang="  "), table, text])
 
 
-def _yes_or_no(fits: bool | None) -> str:  # noqa: FBT001  (a value, not an option)
-    """Return "yes", "no", or the sign for an unknown value."""
-    return units.ABSENT if fits is None else translate("yes" if fits else "no")
-
-
 def comparison(reports: Sequence[CostReport], machine: Machine | None) -> str:
     """Return the figures of several models with their units; with two models, also their ratio."""
     names = [report.model.name for report in reports]
@@ -324,7 +346,7 @@ def comparison(reports: Sequence[CostReport], machine: Machine | None) -> str:
         rows.append([title, *map(unit, values), *ratio])
     setting, notes = reports[0].setting, []
     if machine is not None:
-        fits = [memory_fit(report, machine).fits for report in reports]
+        fits = [memory_fit(report, machine).verdict for report in reports]
         title = translate("fits {machine}", machine=machine.name)
         rows.append([title, *map(_yes_no_unknown, fits)])
         for what, seconds in best_times(reports, machine).items():
@@ -366,8 +388,10 @@ def _machine_source(machine: Machine) -> str:
     )
 
 
-def _yes_no_unknown(fits: bool | None) -> str:  # noqa: FBT001  (a value, not an option)
-    return translate("not known" if fits is None else "yes" if fits else "no")
+def _yes_no_unknown(verdict: str | None) -> str:
+    """Return in a word whether a model fits."""
+    words = {FITS: Phrase("yes"), TIGHT: Phrase("tight"), DOES_NOT_FIT: Phrase("no")}
+    return translate("not known" if verdict is None else words[verdict])
 
 
 def translate_title(title: str) -> str:
@@ -462,7 +486,7 @@ def mechanism_tables(
         for i, row in enumerate(rows, 1):
             memory[i] += (
                 _limit(row.max_batch, MAX_BATCH),
-                _limit(row.max_context, row.report.model.max_context or MAX_TABLE_CONTEXT),
+                _limit(row.max_context, row.report.model.max_context or MAX_CONTEXT),
             )
             work[i] += (units.seconds(row.prefill_seconds), units.seconds(row.decode_seconds))
     return {translate("memory"): memory, translate("work"): work}
@@ -517,7 +541,7 @@ def sweep_table(name: str, rows: Sequence[dict[str, Any]]) -> str:
             (
                 units.seconds(row["prefill_seconds"]),
                 units.seconds(row["decode_seconds"]),
-                _yes_no_unknown(row["fits"]),
+                _yes_no_unknown(row["fit"]),
             )
             if timed
             else ()

@@ -4,10 +4,11 @@ have one body.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import pytest
 import torch
 
 import regard
@@ -41,8 +42,8 @@ class Case(NamedTuple):
         model = theirs(self.name, self.keys | keys, seed=self.seed, head=self.head, kind=self.kind)
         make = torch.Generator().manual_seed(self.corrections)
         for name, buffer in model.named_buffers():
-            if name.endswith("e_score_correction_bias"):
-                buffer.copy_(0.3 * torch.randn(buffer.shape, generator=make))
+            if name.endswith(("e_score_correction_bias", "expert_bias", "layer_scalar")):
+                buffer.add_(0.3 * torch.randn(buffer.shape, generator=make))
         return model
 
     def load(self, folder: Path) -> tuple[Any, Model]:
@@ -73,3 +74,27 @@ def assert_wrong(case: Case, folder: Path) -> None:
         assert_differs(mine, model, change, start=1000 if case.start else 0)
     if case.other_gelu:
         changes.assert_other_gelu(mine, model)
+
+
+def parity_tests(
+    cases: Cases, *, keep: int | list[str] | None = None, keep_wrong: int | list[str] | None = None
+) -> tuple[Callable[..., None], Callable[..., None]]:
+    """The two tests of a file with families: each is as in transformers, and each wrong variant is
+    far; `keep` are the cases of the quick run.
+    """
+
+    @_full(keep)
+    @pytest.mark.parametrize("case", cases)
+    def test_every_family(case: str, tmp_path: Path) -> None:
+        assert_case(cases[case], tmp_path)
+
+    @_full(keep_wrong)
+    @pytest.mark.parametrize("case", with_wrong(cases))
+    def test_wrong_variants_are_far(case: str, tmp_path: Path) -> None:
+        assert_wrong(cases[case], tmp_path)
+
+    return test_every_family, test_wrong_variants_are_far
+
+
+def _full(keep: int | list[str] | None) -> pytest.MarkDecorator:
+    return pytest.mark.full if keep is None else pytest.mark.full(keep=keep)

@@ -96,15 +96,17 @@ def halves(network: Any) -> None:
         rotary.layout, rotary._last = "half", None
 
 
-def rotate(layers: slice, *arguments: Any, **options: Any) -> Change:
-    """Other rotary positions in some layers, whether heads are fused or not."""
+def rotate(layers: slice, *arguments: Any, first: bool = False, **options: Any) -> Change:
+    """Other rotary positions in some layers, whether heads are fused or not; `first` where norms
+    stand behind them.
+    """
 
     def change(network: Any) -> None:
         for attention in attentions(network)[layers]:
             project, made = attention.project, Rotary(*arguments, **options)
             parts = [project] if isinstance(project, FusedQKV) else [project.q, project.k]
             for part in parts:
-                part.steps[-1] = made
+                part.steps[0 if first else -1] = made
 
     return named(f"rotary {arguments} {options}", change)
 

@@ -20,7 +20,7 @@ from regard.models.families import family
 from regard.models.generation.decode_session import DecodeSession
 from regard.models.model import Model
 from regard.models.save import save
-from tests.parity.families.harness import assert_near, ids_of, transformers
+from tests.parity.families.harness import assert_near, ids_of
 
 
 def published(name: str) -> dict[str, Any]:
@@ -78,12 +78,16 @@ def assert_saved(mine: Model, model: Any, folder: Path, *, start: int = 0) -> No
         save(network, config, where)
     for name in ("config.json", "model.safetensors"):
         assert (first / name).read_bytes() == (second / name).read_bytes(), name
-    read = transformers.AutoModelForCausalLM.from_pretrained(
-        first,
-        attn_implementation="eager",
-        dtype=torch.float32,
-        pad_token_id=model.config.pad_token_id,  # Phi 3's default is beyond a small vocabulary
-    ).eval()
+    read = (
+        type(model)
+        .from_pretrained(
+            first,
+            attn_implementation="eager",
+            dtype=torch.float32,
+            pad_token_id=model.config.pad_token_id,  # Phi 3's default is beyond a small vocabulary
+        )
+        .eval()
+    )
     ids = ids_of(model)
     where = torch.arange(start, start + ids.shape[1])[None].expand(len(ids), -1)
     with torch.no_grad():

@@ -16,9 +16,10 @@ from regard.configs.reader import parse
 from regard.errors import ArgumentError, FileError
 from regard.models.families import family
 from regard.models.save import save
+from regard.nn import QueryTemperature
 from regard.nn.blocks.routers import ExpertGroups
 from tests.parity.families import changes
-from tests.parity.families.cases import Case, assert_case, assert_wrong, with_wrong
+from tests.parity.families.cases import Case, parity_tests
 from tests.parity.families.changes import put, zeros
 from tests.parity.families.published import build, count, layer, placed, published
 
@@ -136,6 +137,29 @@ CASES: dict[str, Case] = {
     ),
     "deepseek_v2, as Lite": Case("DeepseekV2", SECOND | {"q_lora_rank": None}),
     "deepseek_v2, biases, tied, no scaling": Case("DeepseekV2", SECOND | NO_SCALING),
+    "mistral4": Case(
+        "Mistral4",
+        SMALL | {"rope_parameters": YARN | {"llama_4_scaling_beta": 0.1}},
+        (
+            changes.halves,
+            changes.drop("layers.*.attention.project.q.up", QueryTemperature),
+            routed("groups", ExpertGroups(4, 2, best=1)),
+            routed("normalize", False),
+        ),
+        start=1000,
+    ),
+    "glm4_moe_lite": Case(
+        "Glm4MoeLite",
+        {k: v for k, v in SMALL.items() if k != "first_k_dense_replace"}
+        | {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},
+        (
+            changes.halves,
+            zeros("layers.*.feed_forward.router.correction"),
+            routed("scale", 1.0),
+        ),
+        start=1000,
+        corrections=8,
+    ),
     "deepseek_v3": Case(
         "DeepseekV3",
         SMALL,
@@ -167,16 +191,7 @@ CASES: dict[str, Case] = {
 }
 
 
-@pytest.mark.full(keep=2)
-@pytest.mark.parametrize("case", CASES)
-def test_every_family(case: str, tmp_path: Path) -> None:
-    assert_case(CASES[case], tmp_path)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("case", with_wrong(CASES))
-def test_wrong_variants_are_far(case: str, tmp_path: Path) -> None:
-    assert_wrong(CASES[case], tmp_path)
+test_every_family, test_wrong_variants_are_far = parity_tests(CASES, keep=2)
 
 
 def test_a_cache_keeps_latents(tmp_path: Path) -> None:

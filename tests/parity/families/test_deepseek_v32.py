@@ -22,7 +22,7 @@ from regard.nn import LatentProjection
 from regard.nn.attention.selected import IndexedLatentAttention, MoBA, indexer_losses
 from regard.positions import Rotary
 from tests.parity.families import changes
-from tests.parity.families.cases import Case, assert_case, assert_wrong, with_wrong
+from tests.parity.families.cases import Case, parity_tests
 from tests.parity.families.changes import put
 from tests.parity.families.harness import saved
 from tests.parity.families.test_deepseek import SMALL
@@ -89,16 +89,7 @@ CASES: dict[str, Case] = {
 }
 
 
-@pytest.mark.full(keep=1)
-@pytest.mark.parametrize("case", CASES)
-def test_every_family(case: str, tmp_path: Path) -> None:
-    assert_case(CASES[case], tmp_path)
-
-
-@pytest.mark.full(keep=1)
-@pytest.mark.parametrize("case", with_wrong(CASES))
-def test_wrong_variants_are_far(case: str, tmp_path: Path) -> None:
-    assert_wrong(CASES[case], tmp_path)
+test_every_family, test_wrong_variants_are_far = parity_tests(CASES, keep=1, keep_wrong=1)
 
 
 def test_loading_is_strict(tmp_path: Path) -> None:

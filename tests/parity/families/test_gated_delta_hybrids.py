@@ -18,9 +18,9 @@ from regard.nn.blocks.norms import L2Norm, OffsetRMSNorm
 from regard.nn.recurrence.recurrent import Recurrent
 from regard.positions import Rotary
 from tests.parity.families import changes
-from tests.parity.families.cases import Case, assert_case, assert_wrong
+from tests.parity.families.cases import Case, parity_tests
 from tests.parity.families.changes import Change, drop, named, put, zeros
-from tests.parity.families.harness import assert_near, ids_of, saved, theirs
+from tests.parity.families.harness import assert_near, ids_of, saved
 from tests.parity.families.test_llama_relatives import (
     gate_and_up_swapped,
     no_shared_gate,
@@ -148,16 +148,7 @@ FAMILIES = {
 CASES = {name: case._replace(keys=SIZES | case.keys, start=1000) for name, case in FAMILIES.items()}
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("case", CASES)
-def test_every_family(case: str, tmp_path: Path) -> None:
-    assert_case(CASES[case], tmp_path)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("case", CASES)
-def test_wrong_variants_are_far(case: str, tmp_path: Path) -> None:
-    assert_wrong(CASES[case], tmp_path)
+test_every_family, test_wrong_variants_are_far = parity_tests(CASES)
 
 
 @pytest.mark.full
@@ -185,29 +176,6 @@ def test_generation_with_states(tmp_path: Path) -> None:
     mine(ids, caches=caches)
     with pytest.raises(regard.ArgumentError, match="crop to 3, but the state sums over 9"):
         caches[0].crop(3)
-
-
-@pytest.mark.full(keep=1)
-@pytest.mark.parametrize("name", ["qwen3_5", "qwen3_5_moe"])
-def test_language_model_of_a_model_that_reads_images(name: str, tmp_path: Path) -> None:
-    """The encoder of images is left out, and the axes of a text are all the same."""
-    vision = {
-        "depth": 1,
-        "hidden_size": 8,
-        "intermediate_size": 8,
-        "num_heads": 2,
-        "out_hidden_size": 36,
-        "num_position_embeddings": 4,
-        "deepstack_visual_indexes": [],
-    }
-    text = CASES[f"{name}_text"].keys
-    rope = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.25}
-    axes = {"mrope_section": [1, 1, 0], "mrope_interleaved": True}
-    keys = {"text_config": text | {"rope_parameters": rope | axes}, "vision_config": vision}
-    model = theirs(CASES[f"{name}_text"].name, keys, head="ForConditionalGeneration")
-    mine = regard.load(saved(model, tmp_path))
-    ids = ids_of(model, length=12)  # fewer roundings: theirs cannot run its experts in fp64
-    assert_near(mine(ids), model(input_ids=ids, use_cache=False).logits)
 
 
 def test_experts_in_one_tensor_and_the_layer_for_a_second_token(tmp_path: Path) -> None:

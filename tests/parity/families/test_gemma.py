@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from torch import nn
 
 import regard
@@ -21,10 +20,8 @@ from tests.parity.families.changes import put, swap
 from tests.parity.families.harness import (
     assert_decoder,
     assert_near,
-    draw,
     ids_of,
     saved,
-    transformers,
 )
 
 W, D, CAP, FINAL = 6, 8, 2.5, 3.0
@@ -248,35 +245,6 @@ def test_the_older_form_of_the_config(tmp_path: Path) -> None:
     ids = ids_of(model)
     assert_near(mine(ids), model(input_ids=ids).logits)
     assert mine.config.windows() == (W, None, W, None)
-
-
-def test_a_folder_that_sees_pictures(tmp_path: Path) -> None:
-    """Its language model is read; what sees is left where it is."""
-    vision = {
-        "model_type": "siglip_vision_model",
-        "hidden_size": 16,
-        "intermediate_size": 16,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 2,
-        "image_size": 28,
-        "patch_size": 14,
-    }
-    config = transformers.Gemma3Config(
-        text_config=THIRD, vision_config=vision, mm_tokens_per_image=4
-    )
-    config._attn_implementation = "eager"
-    model = transformers.Gemma3ForConditionalGeneration(config).eval().requires_grad_(False)
-    draw(model, 3)
-    mine = regard.load(saved(model, tmp_path))
-    stored = load_file(tmp_path / "model.safetensors")
-    assert any("vision_tower" in name for name in stored)
-    ids = ids_of(model)
-    assert_near(mine(ids), model(input_ids=ids).logits)
-    again = tmp_path / "text"
-    again.mkdir()
-    regard.models.save.save(mine.decoder, mine.config, again)
-    assert json.loads((again / "config.json").read_text())["model_type"] == "gemma3_text"
-    assert torch.equal(regard.load(again)(ids), mine(ids))
 
 
 REFUSED = {

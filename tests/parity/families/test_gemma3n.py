@@ -21,7 +21,7 @@ from regard.models.families import family
 from regard.models.model import Model
 from regard.nn.blocks.feed_forward import GaussianTopK
 from regard.positions import Rotary
-from tests.parity.families.cases import Case, assert_case, assert_wrong, with_wrong
+from tests.parity.families.cases import Case, parity_tests
 from tests.parity.families.changes import put, swap, zeros
 from tests.parity.families.harness import saved
 
@@ -52,7 +52,7 @@ SMALL: dict[str, Any] = {
 
 def other_embedding_of_the_layer(network: Any) -> None:
     for block in network.layers:
-        block.index = (block.index + 1) % 6
+        block.index = (block.index + 1) % len(network.layers)
 
 
 def row_of_any_id(network: Any) -> None:
@@ -110,16 +110,7 @@ CASES: dict[str, Case] = {
 }
 
 
-@pytest.mark.full(keep=1)
-@pytest.mark.parametrize("case", CASES)
-def test_every_family(case: str, tmp_path: Path) -> None:
-    assert_case(CASES[case], tmp_path)
-
-
-@pytest.mark.full(keep=1)
-@pytest.mark.parametrize("case", with_wrong(CASES))
-def test_wrong_variants_are_far(case: str, tmp_path: Path) -> None:
-    assert_wrong(CASES[case], tmp_path)
+test_every_family, test_wrong_variants_are_far = parity_tests(CASES, keep=1, keep_wrong=1)
 
 
 def test_the_language_model_of_a_folder_with_pictures(tmp_path: Path) -> None:

@@ -4,7 +4,6 @@ files.
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +14,7 @@ from regard.errors import ArgumentError
 from regard.models.assembly import building_blocks
 from regard.models.families import family
 from tests.parity.families import changes
-from tests.parity.families.cases import Case, assert_case, assert_wrong, with_wrong
+from tests.parity.families.cases import Case, parity_tests
 from tests.parity.families.changes import put, zeros
 from tests.parity.families.published import build, count, layer, placed, published
 
@@ -100,16 +99,7 @@ CASES: dict[str, Case] = {
 }
 
 
-@pytest.mark.full(keep=1)
-@pytest.mark.parametrize("case", CASES)
-def test_every_family(case: str, tmp_path: Path) -> None:
-    assert_case(CASES[case], tmp_path)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("case", with_wrong(CASES))
-def test_wrong_variants_are_far(case: str, tmp_path: Path) -> None:
-    assert_wrong(CASES[case], tmp_path)
+test_every_family, test_wrong_variants_are_far = parity_tests(CASES, keep=1)
 
 
 # Published files.

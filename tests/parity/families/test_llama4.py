@@ -26,13 +26,12 @@ from regard.nn.blocks.routers import LogitSigmoidRouter
 from regard.positions import Rotary
 from regard.span import Span
 from tests.parity.families import changes
-from tests.parity.families.cases import Case, assert_case, assert_wrong, with_wrong
+from tests.parity.families.cases import Case, parity_tests
 from tests.parity.families.changes import named, put
 from tests.parity.families.harness import (
     LENGTH,
     assert_differs,
     assert_near,
-    draw,
     ids_of,
     saved,
     transformers,
@@ -215,16 +214,7 @@ CASES: dict[str, Case] = {
 }
 
 
-@pytest.mark.full(keep=1)
-@pytest.mark.parametrize("case", CASES)
-def test_every_family(case: str, tmp_path: Path) -> None:
-    assert_case(CASES[case], tmp_path)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("case", with_wrong(CASES))
-def test_wrong_variants_are_far(case: str, tmp_path: Path) -> None:
-    assert_wrong(CASES[case], tmp_path)
+test_every_family, test_wrong_variants_are_far = parity_tests(CASES, keep=1)
 
 
 @pytest.mark.full
@@ -267,37 +257,6 @@ def test_equal_limits_of_the_scaling(tmp_path: Path) -> None:
 
 
 # Folders.
-
-
-@pytest.mark.full
-def test_a_folder_that_sees_pictures(tmp_path: Path) -> None:
-    """Its language model is read; what sees is left where it is."""
-    vision = {
-        "hidden_size": 16,
-        "intermediate_size": 16,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 2,
-        "image_size": 28,
-        "patch_size": 14,
-        "vision_output_dim": 16,
-        "projector_input_dim": 16,
-        "projector_output_dim": 16,
-    }
-    config = transformers.Llama4Config(text_config=SIZES, vision_config=vision)
-    config._attn_implementation = "eager"
-    model = transformers.Llama4ForConditionalGeneration(config).eval().requires_grad_(False)
-    draw(model, 3)
-    mine = regard.load(saved(model, tmp_path))
-    stored = load_file(tmp_path / "model.safetensors")
-    assert any("vision_model" in name for name in stored)
-    assert any("multi_modal_projector" in name for name in stored)
-    ids = ids_of(model)
-    assert_near(mine(ids), model(input_ids=ids, use_cache=False).logits)
-    again = tmp_path / "text"
-    again.mkdir()
-    regard.models.save.save(mine.decoder, mine.config, again)
-    assert json.loads((again / "config.json").read_text())["model_type"] == "llama4_text"
-    assert torch.equal(regard.load(again)(ids), mine(ids))
 
 
 @pytest.mark.full

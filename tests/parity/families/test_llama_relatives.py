@@ -14,12 +14,12 @@ from torch import nn
 
 from regard.caches import Ring
 from regard.masks import Causal, Window
-from regard.nn import Block, PreNorm
+from regard.nn import Block, PreNorm, QueryTemperature
 from regard.nn.blocks.norms import OffsetLayerNorm
 from regard.nn.projections.steps import Clip
 from regard.positions import Rotary
 from tests.parity.families import changes
-from tests.parity.families.cases import Case, assert_case, assert_wrong
+from tests.parity.families.cases import Case, parity_tests
 from tests.parity.families.changes import Change, drop, each, put, swap, zeros
 from tests.parity.families.harness import theirs
 from tests.parity.families.published import assert_following
@@ -123,6 +123,21 @@ def not_clipped(network: Any) -> None:
         clip.limit = 1e9
 
 
+def rotation_behind_the_norm(network: Any) -> None:
+    for attention in changes.attentions(network):
+        for part in (attention.project.q, attention.project.k):
+            part.steps = nn.ModuleList(reversed(part.steps))
+
+
+MINISTRAL = {
+    "rope_type": "yarn",
+    "rope_theta": 1e4,
+    "factor": 4.0,
+    "original_max_position_embeddings": 256,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "llama_4_scaling_beta": 0.1,
+}
 OTHER_SCALE = each("another scale", scale=0.11)
 
 
@@ -191,6 +206,16 @@ COMMON: tuple[Change, ...] = (
     drop("layers.*.attention.project.[qk]", Rotary),
 )
 FAMILIES: dict[str, Case] = {
+    "apertus": Case(
+        "Apertus",
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},
+        (
+            other_activation,
+            zeros("layers.*.feed_forward.activation.alpha_p"),
+            zeros("layers.*.feed_forward.activation.alpha_n"),
+            no_head_norms,
+        ),
+    ),
     "arcee": Case("Arcee", HEAD_DIM, (other_activation, changes.interleave)),
     "cohere": Case(
         "Cohere",
@@ -212,6 +237,23 @@ FAMILIES: dict[str, Case] = {
         HEAD_DIM | {"use_bias": True},
         (other_layout, zeros("layers.*.attention.project.q.linear.bias")),
     ),
+    "ernie4_5_moe": Case(
+        "Ernie4_5_Moe",
+        {
+            "num_hidden_layers": 3,
+            "moe_num_experts": 5,
+            "moe_k": 2,
+            "moe_intermediate_size": 12,
+            "moe_num_shared_experts": 2,
+            "moe_layer_end_index": 1,
+        },
+        (
+            other_layout,
+            zeros("layers.*.feed_forward.router.correction"),
+            other_weights_of_experts,
+            one_expert_less,
+        ),
+    ),
     "exaone4": Case(
         "Exaone4",
         {
@@ -225,6 +267,25 @@ FAMILIES: dict[str, Case] = {
         "Exaone4",
         {"sliding_window": None, "layer_types": ["full_attention"] * 2},
         (norms_in_front,),
+    ),
+    "exaone_moe": Case(
+        "ExaoneMoe",
+        {
+            "num_hidden_layers": 4,
+            "layer_types": [*LAYERED, "full_attention"],
+            "sliding_window": WINDOW,
+            "num_experts": 6,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 12,
+            "n_group": 2,
+        },
+        (
+            positions_everywhere,
+            zeros("layers.*.feed_forward.router.correction"),
+            other_weights_of_experts,
+            no_head_norms,
+            changes.windows(WINDOW + 1, None, WINDOW, None),
+        ),
     ),
     "glm": Case(
         "Glm",
@@ -281,12 +342,51 @@ FAMILIES: dict[str, Case] = {
             put("layers.*.feed_forward_residual", scale=1.0),
         ),
     ),
+    "granite_swa": Case(
+        "GraniteSWA",
+        {
+            "num_hidden_layers": 3,
+            "layer_types": LAYERED,
+            "layer_rope_theta": [1e4, 0, 1e6],
+            "sliding_window": WINDOW,
+            "attention_multiplier": 0.25,
+            "residual_multiplier": 0.4,
+        },
+        (
+            positions_everywhere,
+            each("no sinks", sink=None),
+            changes.windows(WINDOW + 1, None, WINDOW),
+            changes.rotate(slice(2, 3), M // H, 1e4),
+        ),
+    ),
     "granitemoe": Case(
         "GraniteMoe",
         LOCAL_EXPERTS | {"residual_multiplier": 0.4, "attention_multiplier": 0.25},
         (other_weights_of_experts, gate_and_up_swapped, one_expert_less),
     ),
     "helium": Case("Helium", {"head_dim": M // H}, (other_layout,)),
+    "hunyuan_v1_dense": Case(
+        "HunYuanDenseV1",
+        HEAD_DIM
+        | {
+            "rope_parameters": {
+                "rope_type": "dynamic",
+                "rope_theta": 1e4,
+                "factor": 1.0,
+                "alpha": 50.0,
+            }
+        },
+        (
+            rotation_behind_the_norm,
+            changes.rotate(slice(None), D, first=True),
+            put("layers.*.attention.project.[qk]", steps=nn.ModuleList()),
+        ),
+    ),
+    "ministral3": Case(
+        "Ministral3",
+        HEAD_DIM | {"rope_parameters": MINISTRAL},
+        (drop("layers.*.attention.project.q", QueryTemperature), changes.rotate(slice(None), D)),
+    ),
     "minimax_m2": Case(
         "MiniMaxM2",
         HEAD_DIM | LOCAL_EXPERTS | {"rotary_dim": 4},
@@ -317,6 +417,16 @@ FAMILIES: dict[str, Case] = {
         "Mistral",
         HEAD_DIM | {"sliding_window": None, "rope_parameters": {"rope_theta": 1e6}},
         (changes.windows(WINDOW, WINDOW), changes.interleave),
+    ),
+    "nanochat": Case(
+        "NanoChat",
+        {},
+        (
+            other_activation,
+            put("embed", norm=nn.Identity()),
+            put("head", cap=30.0),
+            changes.rotate(slice(None), M // H, first=True),
+        ),
     ),
     "nemotron": Case(
         "Nemotron", HEAD_DIM, (other_activation, without_the_one, changes.rotate(slice(None), D))
@@ -443,16 +553,7 @@ CASES = {
 }
 
 
-@pytest.mark.full(keep=2)
-@pytest.mark.parametrize("case", CASES)
-def test_every_family(case: str, tmp_path: Path) -> None:
-    assert_case(CASES[case], tmp_path)
-
-
-@pytest.mark.full(keep=1)
-@pytest.mark.parametrize("case", CASES)
-def test_wrong_variants_are_far(case: str, tmp_path: Path) -> None:
-    assert_wrong(CASES[case], tmp_path)
+test_every_family, test_wrong_variants_are_far = parity_tests(CASES, keep=2, keep_wrong=1)
 
 
 def test_layers_with_equal_rotary_settings_share_a_module(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from regard.nn.projections.steps import Swish
 from regard.nn.recurrence.decays import RetentionRule
 from regard.positions import Rotary
 from tests.parity.families import changes
-from tests.parity.families.cases import Case, assert_case, assert_wrong, with_wrong
+from tests.parity.families.cases import Case, parity_tests
 from tests.parity.families.changes import drop, put, swap
 from tests.parity.families.test_llama_relatives import gate_and_up_swapped, one_expert_less
 
@@ -119,16 +119,7 @@ CASES = {
 }
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("case", CASES)
-def test_every_family(case: str, tmp_path: Path) -> None:
-    assert_case(CASES[case], tmp_path)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("case", with_wrong(CASES))
-def test_wrong_variants_are_far(case: str, tmp_path: Path) -> None:
-    assert_wrong(CASES[case], tmp_path)
+test_every_family, test_wrong_variants_are_far = parity_tests(CASES)
 
 
 def test_names_of_the_makers() -> None:

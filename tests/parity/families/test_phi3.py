@@ -15,7 +15,7 @@ from regard.errors import ArgumentError, FileError
 from regard.models.assembly import building_blocks
 from regard.positions import LongRoPE, Rotary
 from tests.parity.families import changes
-from tests.parity.families.cases import Case, assert_case, assert_wrong
+from tests.parity.families.cases import Case, parity_tests
 from tests.parity.families.changes import swap
 from tests.parity.families.harness import assert_decoder, assert_differs, theirs
 from tests.parity.families.published import (
@@ -105,16 +105,9 @@ CASES: dict[str, Case] = {
 }
 
 
-@pytest.mark.full(keep=["phi3"])
-@pytest.mark.parametrize("case", CASES)
-def test_every_family(case: str, tmp_path: Path) -> None:
-    assert_case(CASES[case], tmp_path)
-
-
-@pytest.mark.full(keep=["phi3"])
-@pytest.mark.parametrize("case", CASES)
-def test_wrong_variants_are_far(case: str, tmp_path: Path) -> None:
-    assert_wrong(CASES[case], tmp_path)
+test_every_family, test_wrong_variants_are_far = parity_tests(
+    CASES, keep=["phi3"], keep_wrong=["phi3"]
+)
 
 
 @pytest.mark.full

@@ -18,7 +18,7 @@ from regard.errors import ArgumentError, FileError
 from regard.models.model import Model
 from regard.nn.blocks.routers import SoftmaxRouter, SparseMixerRouter
 from tests.parity.families import changes
-from tests.parity.families.cases import Case, assert_case, assert_wrong, with_wrong
+from tests.parity.families.cases import Case, parity_tests
 from tests.parity.families.changes import put, zeros
 from tests.parity.families.harness import assert_differs, saved
 from tests.parity.families.published import build, count
@@ -104,16 +104,7 @@ CASES: dict[str, Case] = {
 }
 
 
-@pytest.mark.full(keep=1)
-@pytest.mark.parametrize("case", CASES)
-def test_every_family(case: str, tmp_path: Path) -> None:
-    assert_case(CASES[case], tmp_path)
-
-
-@pytest.mark.full(keep=1)
-@pytest.mark.parametrize("case", with_wrong(CASES))
-def test_wrong_variants_are_far(case: str, tmp_path: Path) -> None:
-    assert_wrong(CASES[case], tmp_path)
+test_every_family, test_wrong_variants_are_far = parity_tests(CASES, keep=1, keep_wrong=1)
 
 
 def test_no_factor_of_longrope_is_far(tmp_path: Path) -> None:

@@ -18,8 +18,8 @@ from regard.models.save import save
 from regard.nn import Attention, FeedForward, MoE
 from regard.nn.blocks.norms import JoinedHeadsRMSNorm
 from regard.positions import Rotary
-from tests.parity.families.cases import Case, assert_case, assert_wrong
-from tests.parity.families.changes import Change, each, named, norms_swapped, put, zeros
+from tests.parity.families.cases import Case, assert_wrong, parity_tests
+from tests.parity.families.changes import Change, each, named, norms_swapped, on, put, zeros
 from tests.parity.families.harness import assert_decoder, ids_of, saved, transformers
 from tests.parity.families.test_llama_relatives import (
     gate_and_up_swapped,
@@ -87,6 +87,19 @@ JAMBA: dict[str, Any] = {
     "bos_token_id": 0,
     "eos_token_id": 1,
     "pad_token_id": 2,
+}
+LFM2: dict[str, Any] = {
+    **{k: v for k, v in SIZES.items() if "mamba" not in k and k != "rms_norm_eps"},
+    "layer_types": ["conv", "full_attention", "conv"],
+    "norm_eps": 1e-3,
+}
+MOE_OF_LFM2 = {
+    "num_dense_layers": 1,
+    "num_experts": 5,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 12,
+    "conv_bias": True,
+    "routed_scaling_factor": 1.5,
 }
 LIMITS = {"time_step_limit": (0.4, 0.9)}
 LAYERS = ["mamba", "attention", "mamba"]
@@ -256,6 +269,16 @@ def other_activation(network: Any) -> None:
     for module in network.modules():
         if isinstance(module, FeedForward):
             module.activation = nn.ReLU()
+
+
+def no_steps(heads: Any) -> None:
+    heads.steps = nn.ModuleList(x for x in heads.steps if isinstance(x, Rotary))
+
+
+def first_parts_exchanged(linear: Any) -> None:
+    """c * conv(b * y) read as b * conv(c * y)."""
+    b, c, y = linear.weight.data.chunk(3)
+    linear.weight.data = torch.cat([c, b, y])
 
 
 def gate_for_values(mixer: Any) -> None:
@@ -458,32 +481,78 @@ FAMILIES: dict[str, Case] = {
         {"mamba_proj_bias": True, "mamba_conv_bias": False, "num_experts": 1},
         (part("", swap_b_and_c), part("output", zero("bias"))),
     ),
+    "mamba": Case(
+        "Mamba",
+        {},
+        (
+            part("", swap_b_and_c),
+            part("", gate_for_values),
+            part("project.convolution", reverse_filters),
+            part("rule", zero("A_log")),
+            part("rule", zero("skip")),
+            part("rule", zero("dt_bias")),
+        ),
+    ),
+    "falcon_mamba": Case(
+        "FalconMamba",
+        {"use_bias": True, "tie_word_embeddings": False},
+        (
+            part("", swap_b_and_c),
+            part("rule", no_norm),
+            part("project.q", no_steps),
+            part("project.k", no_steps),
+            part("output", zero("bias")),
+        ),
+    ),
+    "lfm2": Case(
+        "Lfm2",
+        LFM2 | {"intermediate_size": 30, "block_multiple_of": 8},
+        (
+            *ATTENTION,
+            on("layers.*.attention.convolution", "reversed", reverse_filters),
+            on("layers.*.attention.input", "gates", first_parts_exchanged),
+            on("layers.*.attention.project.q", "no norm", no_steps),
+            norms_swapped,
+        ),
+    ),
+    "lfm2_moe": Case(
+        "Lfm2Moe",
+        LFM2 | MOE_OF_LFM2,
+        (
+            mixture(no_correction),
+            mixture(other_weights),
+            mixture(one_expert_less),
+            zeros("layers.*.attention.convolution.bias"),
+        ),
+    ),
     "falcon_h1, no norm": Case(
         "FalconH1", {"mamba_d_ssm": None}, (put("layers.*.attention", out_scales=(1.0, 0)),)
     ),
 }
 
 
-SIZES_OF = {"NemotronH": NEMOTRON, "Jamba": JAMBA, "Mamba2": MAMBA2}
+MAMBA = {k: v for k, v in MAMBA2.items() if k not in ("num_heads", "head_dim", "n_groups")} | {
+    "time_step_rank": 4
+}
+SIZES_OF = {
+    "NemotronH": NEMOTRON,
+    "Jamba": JAMBA,
+    "Mamba2": MAMBA2,
+    "Mamba": MAMBA,
+    "FalconMamba": MAMBA | {"mixer_rms_eps": 1e-3},
+    "Lfm2": {},
+    "Lfm2Moe": {},
+}
 CASES = {
     name: case._replace(
         keys=SIZES_OF.get(case.name, SIZES) | case.keys,
-        start=0 if case.name == "Mamba2" else 1000,
+        start=0 if case.name in ("Mamba", "FalconMamba", "Mamba2") else 1000,
     )
     for name, case in FAMILIES.items()
 }
 
 
-@pytest.mark.full(keep=4)
-@pytest.mark.parametrize("case", CASES)
-def test_every_family(case: str, tmp_path: Path) -> None:
-    assert_case(CASES[case], tmp_path)
-
-
-@pytest.mark.full(keep=4)
-@pytest.mark.parametrize("case", CASES)
-def test_wrong_variants_are_far(case: str, tmp_path: Path) -> None:
-    assert_wrong(CASES[case], tmp_path)
+test_every_family, test_wrong_variants_are_far = parity_tests(CASES, keep=4, keep_wrong=4)
 
 
 def test_infinity_as_python_writes_it(tmp_path: Path) -> None:

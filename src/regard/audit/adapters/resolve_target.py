@@ -50,7 +50,8 @@ def import_target(path: str) -> Any:
     module, colon, name = path.partition(":")
     if not colon or not module or not name:
         raise ArgumentError(
-            f"{path!r} must be package.module:name, such as torch.nn:MultiheadAttention",
+            f"{path!r} must be package.module:name, such as torch.nn:MultiheadAttention; a model's "
+            "folder or GGUF file is given with --model, and a recording has no code",
             argument="target",
             value=path,
         )

@@ -68,6 +68,9 @@ from regard.inspect.model_run import (
 from regard.inspect.record.record_model import record
 from regard.inspect.record.recording import Labels, Recording
 from regard.language import Phrase, counted
+from regard.models.model import Model
+from regard.models.prompts import encode_prompt
+from regard.models.text_encoder import TextEncoder
 from regard.models.text_model import TextModel
 from regard.nn.explainable import Explainable, ProjectionQuery, explainable
 from regard.span import Positions, Span, as_tensor
@@ -226,8 +229,9 @@ def explain(
         model: a decoder, text encoder or encoder-decoder from `regard.load`; a `PretokenizedInput`;
             a prepared run, such as that of `random_model`, a mechanism with random weights; a
             recording; or any other module that `record` supports.
-        text: the text, at least one token; None for a `PretokenizedInput`, a prepared run or a
-            recording, which contain theirs. For any other module: its input, a tuple of its inputs,
+        text: the text, at least one token; for a decoder also its ids, or messages, as in
+            `Model.generate`. None for a `PretokenizedInput`, a prepared run or a recording, which
+            contain theirs. For any other module: its input, a tuple of its inputs,
             or a mapping of its keyword arguments.
         layer: index of the layer; negative counts from the end. In an encoder-decoder this is the
             cross-attention of the layer, in a recording the index of the place.
@@ -271,7 +275,10 @@ def explain(
     for name, is_given in (("labels", labels is not None), ("batch", batch != 0)):
         if is_given:
             raise ArgumentError(f"{name} does not apply to a {type(model).__name__}; leave it out")
-    if isinstance(model, TextModel) and not isinstance(text, str):
+    takes_ids = isinstance(model, TextEncoder) and isinstance(text, Tensor)
+    if isinstance(model, Model) and isinstance(text, (list, tuple, Tensor)):
+        text = torch.tensor([encode_prompt(model, text)], device=model.device)
+    elif isinstance(model, TextModel) and not (isinstance(text, str) or takes_ids):
         raise ArgumentTypeError(f"text is {type(text).__name__}; it must be str", argument="text")
     prepared = model if isinstance(model, ModelRun) else prepare_run(model, text, target, last=1)
     site = prepared.site(layer, place)

@@ -34,6 +34,7 @@ from regard.inspect.model_run import (
     prepare_run,
 )
 from regard.language import Phrase
+from regard.models.text_encoder import TextEncoder
 from regard.models.text_model import TextModel
 from regard.tracing import Trace
 
@@ -210,6 +211,12 @@ def _direct(run: ModelRun, metric: Metric, *, by_key: bool) -> EffectTable:
 
 def _gradient(run: ModelRun, corrupt: ModelRun | None, metric: Metric) -> EffectTable:
     """Estimate the effect of patching, or of zero ablation, of each head by its gradient."""
+    if metric is None and corrupt is None and isinstance(run.model, TextEncoder):
+        raise ArgumentError(
+            "the cosine with the unchanged vector is largest at that vector, so that its gradient "
+            "there is 0; give a text as metric (--answer), corrupt, or use ablate",
+            argument="metric",
+        )
     measured = metric_of(run, metric)
     start = run if corrupt is None else corrupt
     trace, before = _with_gradients(start, measured.measure, "z")

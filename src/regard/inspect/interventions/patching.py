@@ -50,8 +50,9 @@ def ablate(
 
     Args:
         model: a `Model`, a `TextEncoder`, a `Seq2Seq`, or any module (see `watch`).
-        text: a text, several texts, or token ids `[B, T]`; for a module ids, or a mapping of its
-            arguments; for a `Seq2Seq` a pair (source, target).
+        text: a text, several texts, or token ids `[B, T]`; for a `Model` also a list of ids, or
+            messages, as in `generate`; for a module ids, or a mapping of its arguments; for a
+            `Seq2Seq` a pair (source, target).
         metric: what is measured: a function from the model's output to a number; a token, for its
             log probability after the last position; a pair of tokens, for the difference of their
             logits; None, for the model's own most likely token. For a `TextEncoder`: a text, for

@@ -245,7 +245,8 @@ def decompose(run: ModelRun, position: int, *, by_key: bool = False) -> Decompos
     if not isinstance(run.model, (Model, Seq2Seq)):
         raise ArgumentError(
             f"a {type(run.model).__name__} has no logits of a next token; direct attribution and "
-            "the logit lens need a decoder, or an encoder-decoder"
+            "the logit lens need a decoder, or an encoder-decoder: measure its vector with ablate, "
+            "patch, or attribute(method='integrated_gradients')"
         )
     trace = run.run(capture=captured).trace
     terms = ResidualTerms(position, {name: trace[name] for name in trace}, by_key)

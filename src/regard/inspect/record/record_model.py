@@ -13,12 +13,13 @@ from torch import Tensor, nn
 
 from regard.argument_checks import check_keyword_names
 from regard.errors import ArgumentError, ArgumentTypeError
-from regard.inspect.model_run import encode_rows
+from regard.inspect.model_run import encode_ids
 from regard.inspect.record.recorder import OPTIONAL_PARTS, Recorder, RecordingOptions
 from regard.inspect.record.recording import Labels, Recording, UnrecordedCall, label_places
 from regard.integrations.pytorch.module_places import ModulePlaces
 from regard.integrations.pytorch.watch import watch
 from regard.models.model import Model
+from regard.models.prompts import Prompt, encode_prompt, is_single_prompt
 from regard.models.seq2seq import Seq2Seq
 from regard.models.text_encoder import TextEncoder
 from regard.span import Positions, slice_positions
@@ -188,7 +189,8 @@ def record(
         model: a `Model`, a `TextEncoder`, a `Seq2Seq`, or any other module, such as one of
             transformers, timm or diffusers.
         *inputs: for the models of this package, `text`: one text; several texts, padded on the left
-            at position -1; or token ids `[B, T]`; and for a `Seq2Seq` also `target`. For any other
+            at position -1; or token ids `[B, T]`; for a `Model` also a list of ids, or the messages
+            of a conversation, as in `Model.generate`; for a `Seq2Seq` also `target`. For any other
             module: its inputs, or one mapping of its keyword arguments, which may have the names of
             the options below.
         labels: texts for the tokens of a module without a tokenizer, such as words, patches or
@@ -321,7 +323,7 @@ def _metadata(model: object) -> dict[str, str]:
 
 def _run_decoder(
     model: Model,
-    text: Text,
+    text: Prompt | Sequence[Prompt],
     positions: Positions | None,
     chunk: int | None,
     **generation_options: Any,
@@ -335,9 +337,9 @@ def _run_decoder(
                 f"{name} is {generation_options[name]!r}, but no tokens are generated; "
                 "set tokens=..."
             )
-    ids, own = encode_rows(model, text)
+    ids, own = encode_ids(model, text)
     if positions is not None and not isinstance(text, Tensor):
-        raise ArgumentError("positions can be given only with ids, not with a text")
+        raise ArgumentError("positions can be given only with a tensor of ids")
     positions = own if positions is None else positions
     # a base model without a head has attention, but no logits
     run = model.forward if model.has_head else model.hidden
@@ -359,7 +361,7 @@ def _run_decoder(
 
 def _run_generation(
     model: Model,
-    text: Text,
+    text: Any,
     positions: Positions | None,
     chunk: int | None,
     *,
@@ -368,16 +370,16 @@ def _run_generation(
     max_context: int | None,
 ) -> dict[str, object]:
     """Generate tokens after one text with a decoder."""
-    if not isinstance(text, str) or positions is not None:
+    if not is_single_prompt(text) or positions is not None:
         raise ArgumentError(
             "tokens can be generated after one text only; for several texts, use `with Recorder()` "
             "around model.generate"
         )
-    prompt_ids = model.encode(text)[0].tolist()
+    prompt_ids = encode_prompt(model, text)
     if cache in ("fixed", "paged") and max_context is None:
         max_context = len(prompt_ids) + tokens
     generation = model.generate(
-        text, max_tokens=tokens, chunk=chunk, cache=cache, max_context=max_context
+        prompt_ids, max_tokens=tokens, chunk=chunk, cache=cache, max_context=max_context
     )
     for _ in generation:
         pass

@@ -14,12 +14,13 @@ from regard.configs.rope import ORIGINAL, RopeSettings, check_rope
 from regard.errors import ArgumentError
 from regard.models.decoder import Decoder
 from regard.nn import Block, HeadProjection, SeparateQKV
-from regard.nn.blocks.feed_forward import ReLUSquared
+from regard.nn.blocks.feed_forward import XIELU, ReLUSquared
 from regard.nn.blocks.mixer_block import Tokenwise
 from regard.nn.mixer import Mixer
 from regard.nn.projections.dynamic_rotary import PerRowRotary, RecomputedQKV
 from regard.nn.weights.linear import Linear
 from regard.positions import DynamicNTK, LinearScaling, Llama3, LongRoPE, Rotary, Scaling, YaRN
+from regard.positions.scalings import Backwards
 from regard.units import plural
 
 
@@ -79,6 +80,7 @@ NONLINEARITIES: dict[str, Callable[[], nn.Module]] = {
     "sigmoid": nn.Sigmoid,
     "silu": nn.SiLU,
     "tanh": nn.Tanh,
+    "xielu": XIELU,
 }
 """Value of `regard.configs.base.ACTIVATIONS` -> its module."""
 
@@ -100,6 +102,9 @@ def rotary_module(settings: RopeSettings) -> Rotary:
     proportional = checked["rope_type"] == "proportional"
     rotated = 2 * int(partial * D // 2) if proportional else int(D * partial)
     scaling = rope_scaling(checked, rotated // 2, settings.max_positions, settings.original)
+    if settings.backwards:
+        assert scaling is None, "the config has refused a scaling"
+        scaling = Backwards()
     return Rotary(
         D,
         settings.theta,

@@ -22,6 +22,7 @@ from regard.models.checkpoint.family import (
     NameEntry,
     NameTable,
     TensorRule,
+    reshaped,
     stacked_rows,
     weights_and_biases,
 )
@@ -35,6 +36,7 @@ from regard.nn import (
     OffsetRMSNorm,
     OutputNorm,
     PreNorm,
+    QueryTemperature,
     RMSNorm,
     SandwichNorm,
     ScaledPreNorm,
@@ -42,6 +44,7 @@ from regard.nn import (
     SigmoidRouter,
     SoftmaxRouter,
     SwiGLU,
+    WeightlessRMSNorm,
 )
 from regard.nn.blocks.blocks import Residual
 from regard.nn.blocks.embedding import CappedLogits, ScaledLogits
@@ -126,6 +129,14 @@ def recipe_names(recipe: DecoderRecipe) -> NameTable:
         **weights_and_biases(NORM_PARTS[recipe.norms], STORED_LAYER, MODEL_LAYER),
         **FEED_FORWARD,
     }
+    if recipe.norm_rotated:
+        table = {k: _behind(v) if k in HEAD_NORMS else v for k, v in table.items()}
+    if recipe.sinks:
+        table[STORED_LAYER + "self_attn.sinks"] = MODEL_LAYER + "attention.sink"
+    if recipe.activation == "xielu":
+        for name in ("alpha_p", "alpha_n", "beta", "eps"):
+            activated = f"{MODEL_LAYER}feed_forward.activation.{name}"
+            table[f"{STORED_LAYER}mlp.act_fn.{name}"] = activated
     if recipe.experts is not None:
         table |= expert_names(recipe.experts)
     for fused in recipe.fused:
@@ -140,6 +151,12 @@ def recipe_names(recipe: DecoderRecipe) -> NameTable:
     return {pattern.sub(lambda match: own[match[0]], k): v for k, v in table.items()}
 
 
+def _behind(name: NameEntry) -> str:
+    """Return the name of a norm that is the second step of its heads, behind the rotation."""
+    assert isinstance(name, str)
+    return name.replace("steps.0", "steps.1")
+
+
 def expert_names(experts: Experts) -> dict[str, NameEntry]:
     """Return the names of a router, its experts, and an expert for all tokens."""
     theirs, ours = f"{STORED_LAYER}{experts.stored}.", MODEL_LAYER + "feed_forward."
@@ -148,6 +165,10 @@ def expert_names(experts: Experts) -> dict[str, NameEntry]:
         theirs + "gate.weight": ours + "router.linear.weight",
         theirs + "gate.e_score_correction_bias": ours + "router.correction",
     }
+    if experts.router == "corrected softmax":  # ERNIE stores a matrix of one row
+        del table[theirs + "gate.e_score_correction_bias"]
+        rule = reshaped(ours + "router.correction", 1, -1)
+        table[theirs + "moe_statics.e_score_correction_bias"] = rule
     for part, stored in zip(parts, experts.parts, strict=True):
         table[f"{theirs}experts.{{}}.{stored}.weight"] = f"{ours}experts.{{}}.{part}.weight"
     shared, place = (
@@ -176,18 +197,26 @@ def family(
     `names` and `more` replace what follows from the recipe.
     """
     experts = config.recipe.experts
-    corrected = experts is not None and experts.router == "sigmoid"
+    corrected = experts is not None and experts.router in ("sigmoid", "corrected softmax")
+    towers, buffers = (
+        "|".join(config.towers.split()),
+        [*BUFFERS, *config.buffers, *more.pop("buffers", ())],
+    )
+    if towers:
+        buffers.append(rf"(model\.)?({towers})\..*")
+        more["rename_stored"] = rename_language_model
+    build = more.pop("build", partial(decoder, layer=layer or recipe_layer))
     usual: dict[str, Any] = {
         "check": check,
         "prefixes": PREFIXES,
         "head": HEAD,
-        "buffers": BUFFERS,
+        "buffers": tuple(buffers),
         # rounding this bias would change which experts are selected
         "keep_float32": ("*.router.correction",) if corrected else (),
     }
     return Family(
         config,
-        partial(decoder, layer=layer or recipe_layer),
+        build,
         recipe_names(config.recipe) if names is None else names,
         **usual | more,
     )
@@ -195,13 +224,13 @@ def family(
 
 def check(config: RotaryDecoderConfig) -> None:
     """Check the numbers of the rotary scaling of every layer, and the sizes of the router."""
-    _rotary_modules(config)
+    rotary_modules(config)
     if config.recipe.experts is not None:
         with torch.device("meta"):  # only sizes are checked, and nothing is allocated
             router(config)
 
 
-def _rotary_modules(config: RotaryDecoderConfig) -> list[Rotary | None]:
+def rotary_modules(config: RotaryDecoderConfig) -> list[Rotary | None]:
     """Return the rotary module of each layer; layers with equal settings share one."""
     built: list[tuple[RopeSettings, Rotary]] = []
     modules: list[Rotary | None] = []
@@ -219,6 +248,21 @@ def _rotary_modules(config: RotaryDecoderConfig) -> list[Rotary | None]:
 
 def decoder(config: RotaryDecoderConfig, layer: Layer | None = None) -> Decoder:
     """Build the decoder of a config, with initial weights."""
+    recipe, value = config.recipe, config.value
+    embedding, head = embedding_and_head(config)
+    rows = zip(rotary_modules(config), config.windows(), strict=True)
+    build = layer or recipe_layer
+    layers = [build(config, i, rotary, window) for i, (rotary, window) in enumerate(rows)]
+    embed = InputEmbedding(
+        embedding,
+        scale=value(recipe.embedding_scale),
+        norm=norm(config) if recipe.embedding_norm else None,
+    )
+    return initialize_weights(Decoder(embed, layers, norm(config), head))
+
+
+def embedding_and_head(config: RotaryDecoderConfig) -> tuple[nn.Embedding, nn.Linear]:
+    """Build the embedding [V, M], and the head with its cap or its factor; tied ones share it."""
     M, V, recipe, value = config.hidden_size, config.vocab_size, config.recipe, config.value
     embedding = nn.Embedding(V, M)
     scale, cap = value(recipe.logit_scale), value(recipe.logit_cap)
@@ -230,11 +274,7 @@ def decoder(config: RotaryDecoderConfig, layer: Layer | None = None) -> Decoder:
         head = ScaledLogits(M, V, scale=scale)
     if config.tie_word_embeddings:
         head.weight = embedding.weight
-    rows = zip(_rotary_modules(config), config.windows(), strict=True)
-    build = layer or recipe_layer
-    layers = [build(config, i, rotary, window) for i, (rotary, window) in enumerate(rows)]
-    embed = InputEmbedding(embedding, scale=value(recipe.embedding_scale))
-    return initialize_weights(Decoder(embed, layers, norm(config), head))
+    return embedding, head
 
 
 def recipe_layer(
@@ -263,7 +303,10 @@ def attention(
     mask = mask if window is None else masks.Window(window)
     k_steps: Sequence[nn.Module] = ()
     q_flat, k_flat = None, None
-    if config.head_norms == "each head":
+    if recipe.temperature is not None and (numbers := value(recipe.temperature)) is not None:
+        scale, length = numbers
+        q_steps = [QueryTemperature("ministral3", scale=scale, length=length)]
+    if config.head_norms == "each head" and not recipe.norm_rotated:
         q_steps, k_steps = [norm(config, D)], [norm(config, D)]
     if config.head_norms == "all heads":
         q_flat, k_flat = norm(config, H * D), norm(config, G * D)
@@ -284,6 +327,9 @@ def attention(
     )
     if limit is not None:
         project.v.flat = Clip(limit)
+    if config.head_norms == "each head" and recipe.norm_rotated:
+        for part in (project.q, project.k):
+            part.steps.append(norm(config, D))
     return Attention(
         project,
         Linear(H * D, M, bias=value(recipe.output_bias)),
@@ -297,18 +343,19 @@ def attention(
 def feed_forward(config: RotaryDecoderConfig, layer: int = 0) -> nn.Module:
     """Build the feed-forward network of a layer, or its mixture of experts."""
     M, recipe, experts = config.hidden_size, config.recipe, config.recipe.experts
-    if experts is not None and not (experts.dense and layer < config.value(experts.dense)):
+    if experts is not None and config.has_experts(layer):
         shared: nn.Module | None = None
         router_module = router(config)
-        if experts.shared is not None:
-            shared = SwiGLU(M, config.value(experts.shared))
+        if config.shared_width is not None:
+            shared = SwiGLU(M, config.shared_width)
             shared = GatedSharedExpert(M, shared) if experts.shared_gate else shared
         return mixture(M, config.value(experts.width), router_module, shared)
     bias, name = config.value(recipe.ff_bias), getattr(config, "hidden_act", recipe.activation)
+    width = config.value(recipe.width)
     if recipe.gated and name == "silu":
-        return SwiGLU(M, config.intermediate_size, bias=bias)
+        return SwiGLU(M, width, bias=bias)
     kind = GatedFeedForward if recipe.gated else FeedForward
-    return kind(M, config.intermediate_size, activation(name), bias=bias)
+    return kind(M, width, activation(name), bias=bias)
 
 
 def router(config: RotaryDecoderConfig) -> Router:
@@ -319,8 +366,9 @@ def router(config: RotaryDecoderConfig) -> Router:
     if experts.router == "sparse_mixer":
         return SparseMixerRouter(M, count, tolerance=config.value("router_jitter_noise"))
     normalize = config.value(experts.normalized)
-    if experts.router == "softmax":
-        return SoftmaxRouter(M, count, active, normalize=normalize)
+    if experts.router.endswith("softmax"):
+        corrected = experts.router == "corrected softmax"
+        return SoftmaxRouter(M, count, active, normalize=normalize, corrected=corrected)
     groups = getattr(config, "n_group", 1)
     return SigmoidRouter(
         M,
@@ -329,6 +377,7 @@ def router(config: RotaryDecoderConfig) -> Router:
         normalize=normalize,
         groups=None if groups == 1 else ExpertGroups(groups, config.value("topk_group"), 2),
         scale=getattr(config, "routed_scaling_factor", 1.0),
+        eps=experts.eps,
     )
 
 
@@ -355,6 +404,7 @@ def norm(config: RotaryDecoderConfig, dim: int | None = None) -> nn.Module:
     kinds: dict[str, Callable[..., nn.Module]] = {
         "rms": RMSNorm,
         "rms 1 + w": OffsetRMSNorm,
+        "rms, bare": _bare_rms,
         "layer": nn.LayerNorm,
         "layer 1 + w": OffsetLayerNorm,
         "layer, no bias": partial(nn.LayerNorm, bias=False),
@@ -362,6 +412,10 @@ def norm(config: RotaryDecoderConfig, dim: int | None = None) -> nn.Module:
     }
     kind = kinds[config.recipe.norm]
     return kind(config.hidden_size if dim is None else dim, eps=config.value(config.recipe.eps))
+
+
+def _bare_rms(_: int, *, eps: float) -> nn.Module:
+    return WeightlessRMSNorm(eps=eps)
 
 
 def mixture(dim: int, hidden: int, router: Router, shared: nn.Module | None = None) -> MoE:

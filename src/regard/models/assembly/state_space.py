@@ -14,7 +14,7 @@ from regard import masks
 from regard.configs.base import FULL
 from regard.configs.granite import BambaConfig, GraniteHybridConfig
 from regard.configs.hybrid import Mamba2Keys, Mamba2Sizes, step_limits
-from regard.configs.mamba import Mamba2Config, PositionlessConfig
+from regard.configs.mamba import Mamba2Config, MambaConfig, PositionlessConfig
 from regard.configs.rotary_decoder import RotaryDecoderConfig
 from regard.models.assembly import llama_like
 from regard.models.assembly.building_blocks import embedding_and_head, initialize_weights
@@ -74,7 +74,9 @@ def mixer(
 
 
 def decoder(
-    config: Mamba2Config | PositionlessConfig, layers: Sequence[Block], last: nn.Module
+    config: MambaConfig | Mamba2Config | PositionlessConfig,
+    layers: Sequence[Block],
+    last: nn.Module,
 ) -> Decoder:
     """Build a decoder without positions, with initial weights."""
     embedding, head = embedding_and_head(

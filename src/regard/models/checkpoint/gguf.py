@@ -1,18 +1,20 @@
 """Models in GGUF files: metadata as the keys of a config.json, and tensors under the names and in
-the layout of Hugging Face's checkpoints.
+the layout of Hugging Face's checkpoints, by llama.cpp's own table of names (the library `gguf`).
 
     blk.3.attn_q.weight      -> model.layers.3.self_attn.q_proj.weight
 
-Three differences in layout are undone. For the architecture "llama", llama.cpp stores the rows of
-queries and keys in the order of interleaved rotary positions: row 2 i + j of a head is row
-j D / 2 + i. For "gemma", norms are stored as 1 + w. Factors on the rotary frequencies
+`ARCHITECTURES` says which differences in layout are undone. Rows of queries and keys that are in
+the order of interleaved rotary positions: row 2 i + j of a head is row j D / 2 + i. A matrix of all
+experts is one for each.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+import re
+import warnings
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path
 from types import MappingProxyType
@@ -21,13 +23,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from regard import huge_pages
 from regard.errors import FileError
 from regard.files.gguf_files import (
     GgufHeader,
     GgufTensor,
+    invalid_gguf,
     is_gguf,
     read_gguf_header,
-    read_matrix,
     read_plain,
     read_rows,
 )
@@ -35,7 +38,7 @@ from regard.files.regular_files import checked_path
 from regard.files.safetensors_files import DEFAULT_BUFFERING, ReadBuffering, StoredTensor
 from regard.freed_memory import give_back_freed_memory
 from regard.huge_pages import empty_like
-from regard.models.checkpoint.family import NameTable, name_pattern
+from regard.models.checkpoint.family import Family, NameTable, TensorRule, name_pattern
 from regard.models.checkpoint.gguf_blocks import (
     RECORD_FORMS,
     dequantize_gguf,
@@ -43,34 +46,23 @@ from regard.models.checkpoint.gguf_blocks import (
     gguf_record,
 )
 from regard.models.checkpoint.gguf_config import (
-    READ_KEYS,
+    ARCHITECTURES,
+    LONG_FACTORS,
     ROPE_FACTORS,
+    Architecture,
     gguf_architecture,
     gguf_config,
 )
 from regard.models.checkpoint.tensors import INDEX, SINGLE, CheckpointTensors
+from regard.models.families import family
+from regard.models.sentence_settings import PoolingMode
 from regard.ops.stored_weights import StoredWeight
-from regard.units import plural
+from regard.units import plural, size
 from regard.untrusted_text import short_repr
 
-_MODEL_NAMES = {
-    "token_embd": "model.embed_tokens",
-    "output_norm": "model.norm",
-    "output": "lm_head",
-}
-_LAYER_NAMES = {
-    "attn_norm": "input_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "attn_q_norm": "self_attn.q_norm",
-    "attn_k_norm": "self_attn.k_norm",
-    "ffn_norm": "post_attention_layernorm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-}
+_LAYER = re.compile(r"blk\.([0-9]{1,4})\.")
+_POOLING: Mapping[object, PoolingMode] = {1: "mean", 2: "cls"}
+_LATER_PART = re.compile(r"-(?!00001)\d{5}-of-\d{5}\.gguf$")
 
 
 def find_gguf(source: Path) -> Path | None:
@@ -86,6 +78,7 @@ def find_gguf(source: Path) -> Path | None:
     files = [name for name in names if name.lower().endswith(".gguf")]
     if not files or SINGLE in names or INDEX in names:
         return None
+    files = [name for name in files if not _LATER_PART.search(name)]
     if len(files) > 1:
         some = ", ".join(short_repr(name) for name in files[:5])
         raise FileError(
@@ -96,40 +89,49 @@ def find_gguf(source: Path) -> Path | None:
 
 @dataclass(frozen=True)
 class GgufModel:
-    """The checked header of a model's GGUF file."""
+    """The checked header of a model's GGUF file, or of all its files.
+
+    Attributes:
+        names: stored name of the family -> the tensor, or the tensors whose rows it has.
+    """
 
     header: GgufHeader
-    architecture: str
+    architecture: Architecture
     config: Mapping[str, Any]
-    names: Mapping[str, GgufTensor]
+    names: Mapping[str, tuple[GgufTensor, ...]]
     ignored: tuple[str, ...]
 
     @classmethod
     def open(cls, path: Path, ignore: Sequence[str] = ()) -> GgufModel:
         """Read and check the header of a model's GGUF file."""
         header = read_gguf_header(path)
-        architecture = gguf_architecture(header)
-        unknown: list[str] = []
-        names: dict[str, GgufTensor] = {}
-        for name, tensor in header.tensors.items():
-            known = _checkpoint_name(name)
-            if known is not None:
-                names[known] = tensor
-            elif name != ROPE_FACTORS:
-                unknown.append(name)
-        prefix = f"{architecture}."
-        known_keys = {prefix + key for key in READ_KEYS}
-        unknown += [k for k in header.metadata if k.startswith(prefix) and k not in known_keys]
+        name = gguf_architecture(header)
+        config, unknown = gguf_config(header, name)
+        its_family, architecture = family(config["model_type"]), ARCHITECTURES[name]
+        names = dict(_stored_names(header, name, its_family))
+        used = {tensor.name for tensors in names.values() for tensor in tensors}
+        used |= {ROPE_FACTORS, *LONG_FACTORS}
+        unknown = [x for x in header.tensors if x not in used] + unknown
         refused = [x for x in unknown if not any(fnmatchcase(x, pattern) for pattern in ignore)]
         if refused:
             raise FileError(
                 f"{path}: {', '.join(map(short_repr, refused[:5]))} "
                 f"{'are' if len(refused) > 1 else 'is'} not known for the architecture "
-                f"{architecture!r}, and the model could compute something else without them. If "
+                f"{name!r}, and the model could compute something else without them. If "
                 f"that is meant, ignore them: regard.load(file, ignore={refused[:20]!r})"
             )
-        config = gguf_config(header, architecture)
         return cls(header, architecture, config, MappingProxyType(names), tuple(unknown))
+
+    @property
+    def pooling_mode(self) -> PoolingMode:
+        """How an encoder's states become one vector."""
+        number = self.header.metadata.get("bert.pooling_type", 1)
+        if type(number) is not int or number not in _POOLING:
+            raise FileError(
+                f"{self.header.file}: bert.pooling_type is {short_repr(number)}; read are "
+                "1 (mean) and 2 (cls)"
+            )
+        return _POOLING[number]
 
     @property
     def dtype(self) -> torch.dtype:
@@ -137,7 +139,7 @@ class GgufModel:
         the numbers of every block are exact.
         """
         bytes_of: dict[torch.dtype, int] = {}
-        for tensor in self.names.values():
+        for tensor in self.header.tensors.values():
             dtype = float_dtype(tensor.format.name)
             if dtype is None:
                 return torch.float32
@@ -148,52 +150,153 @@ class GgufModel:
         self, table: NameTable, form: str | None, dtype: torch.dtype
     ) -> tuple[GgufTensors, GgufRecords]:
         """Split the tensors into those that are dequantized and those that stay in few bits."""
-        plain: dict[str, GgufTensor] = {}
+        plain: dict[str, tuple[GgufTensor, ...]] = {}
         records: dict[str, str] = {}
-        for name, tensor in self.names.items():
-            own = RECORD_FORMS.get(tensor.format.name)
-            entry = table.get(name_pattern(name))
-            is_matrix = len(tensor.shape) == 2 and isinstance(entry, str)
-            if own is not None and form in (None, own) and is_matrix:
-                assert isinstance(entry, str)
-                numbers = [part for part in name.split(".") if part.isdigit()]
-                records[entry.format(*numbers)] = name
+        for name, tensors in self.names.items():
+            own = RECORD_FORMS.get(tensors[0].format.name)
+            parameters = self._parameters(name, table)
+            is_router = ".ffn_gate_inp." in tensors[0].name  # no stored weight is computed there
+            is_matrix = len(tensors) == 1 and len(tensors[0].shape) == 2 and not is_router
+            if own is not None and form in (None, own) and is_matrix and parameters:
+                records |= dict.fromkeys(parameters, name)
             else:
-                plain[name] = tensor
+                plain[name] = tensors
+        self._say_what_grows(plain, form, dtype)
         return GgufTensors.of(self, plain, dtype), GgufRecords(self, MappingProxyType(records))
 
-    def rows(self, name: str) -> Callable[[Tensor], Tensor] | None:
-        """Return the function that puts the rows of a tensor into Hugging Face's order, or None."""
-        if self.architecture != "llama":
+    def _parameters(self, name: str, table: NameTable) -> tuple[str, ...]:
+        """Return the parameters that are the rows of a stored matrix, in their order; none if it
+        has others.
+        """
+        entry = table.get(name_pattern(name))
+        numbers = [part for part in name.split(".") if part.isdigit()]
+        if isinstance(entry, str):
+            return (entry.format(*numbers),)
+        if not isinstance(entry, TensorRule) or self.is_transposed(name):
+            return ()
+        count = len(entry.parameters)
+        if count == 1 or any("*" in x for x in entry.parameters) or entry.requires or entry.unless:
+            return ()
+        rows = torch.arange(count, device="cpu")[:, None]
+        found = entry.unpack(rows, [torch.Size((1, 1))] * count)
+        in_order = [x.flatten().tolist() for x in found] == [[i] for i in range(count)]
+        return tuple(x.format(*numbers) for x in entry.parameters) if in_order else ()
+
+    def _say_what_grows(
+        self, plain: Mapping[str, tuple[GgufTensor, ...]], form: str | None, dtype: torch.dtype
+    ) -> None:
+        """Warn of matrices whose blocks no loop knows, with the memory that they take instead."""
+        tensors = [x for parts in plain.values() for x in parts if len(x.shape) > 1]
+        grown = [x for x in tensors if float_dtype(x.format.name) is None]
+        if form is None and grown:
+            kinds = ", ".join(sorted({x.format.name for x in grown}))
+            memory = sum(math.prod(x.shape) for x in grown) * dtype.itemsize
+            warnings.warn(
+                f"{self.header.file}: {len(grown)} matrices in {kinds} "
+                f"({size(sum(x.bytes for x in grown))}) are numbers in {dtype} "
+                f"({size(memory)}) here, because no product reads these formats; "
+                "weights='int8' takes less memory, and rounds them once more",
+                stacklevel=4,
+            )
+
+    def is_transposed(self, name: str) -> bool:
+        """Return whether the family stores a matrix as [in, out]."""
+        parts = name.split(".")
+        return parts[-1] == "weight" and parts[-2] in self.architecture.transposed
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Return the shape of a stored tensor of the family."""
+        tensors = self.names[name]
+        shape = list(tensors[0].shape)
+        if self.is_transposed(name):
+            shape.reverse()
+        if len(tensors) > 1:
+            shape[-2] = sum(x.shape[-2] for x in tensors)
+        return tuple(shape)
+
+    def rows(self, name: str) -> Tensor | None:
+        """Return the order of the file's rows that is the family's, or None if it is the same."""
+        count = self.names[name][0].shape[0]
+        if self.architecture.fused_heads and (".query_key_value." in name):
+            return self._fused_rows(name, count)
+        if not self.architecture.pairs:
             return None
         part = next((x for x in ("q_proj", "k_proj") if f".{x}." in name), None)
         if part is None:
             return None
-        key = "num_attention_heads" if part == "q_proj" else "num_key_value_heads"
-        heads = self.config[key]
-        rows = math.prod(self.names[name].shape[: None if ".bias" in name else -1])
-        if rows % (2 * heads):
-            raise FileError(
-                f"{self.header.file}: {short_repr(name)} has {plural(rows, 'row')}, which "
-                f"{plural(heads, 'head')} with rotary positions cannot have"
-            )
-        order = torch.arange(rows, device="cpu").view(heads, -1, 2).mT.flatten()
-        return lambda x: x[order]
+        heads = self.config[f"num_{'attention' if part == 'q_proj' else 'key_value'}_heads"]
+        if count % (2 * heads):
+            raise self._uneven(name, count, heads)
+        return torch.arange(count, device="cpu").view(heads, -1, 2).mT.flatten()
+
+    def _fused_rows(self, name: str, count: int) -> Tensor:
+        """Return the order in which each key head follows its queries, and its value head it."""
+        H, G = (self._heads(x) for x in ("attention.head_count", "attention.head_count_kv"))
+        if G < 1 or H % G or count % (H + 2 * G):
+            raise self._uneven(name, count, H)
+        q, k, v = torch.arange(count, device="cpu").view(H + 2 * G, -1).split_with_sizes([H, G, G])
+        parts = [q.unflatten(0, (G, H // G)), k[:, None], v[:, None]]
+        return torch.cat(parts, 1).flatten()
+
+    def _heads(self, key: str) -> int:
+        """Return a number of heads."""
+        name = self.header.metadata["general.architecture"]
+        default = self.header.metadata[f"{name}.attention.head_count"]
+        value = self.header.metadata.get(f"{name}.{key}", default)
+        return value if isinstance(value, int) else 0
+
+    def _uneven(self, name: str, rows: int, heads: int) -> FileError:
+        return FileError(
+            f"{self.header.file}: {short_repr(name)} has {plural(rows, 'row')}, which "
+            f"{plural(heads, 'head')} with rotary positions cannot have"
+        )
 
 
-def _checkpoint_name(name: str) -> str | None:
-    """Return the name of a tensor in Hugging Face's checkpoints, or None if it is not known."""
-    stem, _, end = name.rpartition(".")
-    if end not in ("weight", "bias"):
-        return None
-    if stem in _MODEL_NAMES:
-        return f"{_MODEL_NAMES[stem]}.{end}"
-    first, _, rest = stem.partition(".")
-    layer, _, part = rest.partition(".")
-    number = layer.isascii() and layer.isdigit() and str(int(layer[:9])) == layer
-    if first != "blk" or not number or part not in _LAYER_NAMES:
-        return None
-    return f"model.layers.{layer}.{_LAYER_NAMES[part]}.{end}"
+def _stored_names(
+    header: GgufHeader, architecture: str, its_family: Family
+) -> Iterator[tuple[str, tuple[GgufTensor, ...]]]:
+    """Yield the family's names of stored tensors that the file has, with these."""
+    from gguf.constants import MODEL_ARCH_NAMES
+    from gguf.tensor_mapping import get_tensor_name_map
+
+    number = next(key for key, name in MODEL_ARCH_NAMES.items() if name == architecture)
+    found = (_LAYER.match(name) for name in header.tensors)
+    numbers = {int(match[1]) for match in found if match}
+    layers = sorted(x for x in numbers if x < len(header.tensors))
+    table = get_tensor_name_map(number, layers[-1] + 1 if layers else 0)
+    its = ARCHITECTURES[architecture]
+    for pattern in its_family.names:
+        # a parameter of its own here, and there the bias of a module
+        stored = pattern.replace("e_score_correction_bias", "e_score_correction.bias")
+        stem, dot, end = stored.rpartition(".")
+        is_expert = ".experts.{}." in pattern
+        for layer in layers if "{}" in pattern else [0]:
+            joined = next((x for end, x in its.joined.items() if pattern.endswith(end)), None)
+            if joined is not None:
+                files = tuple(x.format(layer) for x in joined)
+            else:
+                key = stem.replace(".experts.{}.", ".experts.").format(layer)
+                plain = [key.removeprefix(x) for x in its_family.prefixes]
+                known = (table.get_name(x) for x in (key, *plain))
+                own = next((x for x in known if x is not None), None)
+                files = () if own is None else (f"{own}{dot}{end}",)
+            if not files or any(x not in header.tensors for x in files):
+                continue
+            other, needed = its.alternatives.get(stem.rpartition(".")[2], ("", False))
+            if (f"blk.{layer}.{other}" in header.tensors) != needed:
+                continue
+            tensors = tuple(header.tensors[x] for x in files)
+            if {len(x.shape) for x in tensors} != {3} and joined is not None:
+                raise invalid_gguf(header.file, f"{files} are no matrices of experts")
+            if len({(x.shape[0], x.shape[-1]) for x in tensors}) > 1 or (
+                is_expert and len(tensors[0].shape) < 2
+            ):
+                raise invalid_gguf(header.file, f"{files} have shapes that do not fit together")
+            if not is_expert:
+                yield pattern.format(layer), tensors
+                continue
+            for i in range(min(tensors[0].shape[0], 1 << 12)):
+                yield pattern.format(layer, i), tuple(x.part(i) for x in tensors)
 
 
 @dataclass(frozen=True)
@@ -205,24 +308,23 @@ class GgufTensors(CheckpointTensors):
 
     @classmethod
     def of(
-        cls, model: GgufModel, tensors: Mapping[str, GgufTensor], dtype: torch.dtype
+        cls, model: GgufModel, tensors: Mapping[str, tuple[GgufTensor, ...]], dtype: torch.dtype
     ) -> GgufTensors:
         """Return some tensors of a file."""
         entries = {
             name: StoredTensor(
                 name,
-                float_dtype(x.format.name) or dtype,
-                x.shape,
-                model.header.file,
-                x.start,
-                x.bytes,
+                float_dtype(parts[0].format.name) or dtype,
+                model.shape(name),
+                parts[0].file,
+                parts[0].start,
+                sum(x.bytes for x in parts),
             )
-            for name, x in tensors.items()
+            for name, parts in tensors.items()
         }
         total = sum(x.bytes for x in entries.values())
-        marks = {model.header.file: model.header.mark}
         file = model.header.file
-        return cls(file, MappingProxyType(entries), total, MappingProxyType(marks), model, dtype)
+        return cls(file, MappingProxyType(entries), total, model.header.marks, model, dtype)
 
     def read(
         self, names: Iterable[str] | None = None, buffering: ReadBuffering = DEFAULT_BUFFERING
@@ -233,18 +335,25 @@ class GgufTensors(CheckpointTensors):
             yield name, self._read(name)
 
     def _read(self, name: str) -> Tensor:
-        tensor, rows = self.model.names[name], self.model.rows(name)
-        kind, dtype = tensor.format.name, self.tensors[name].dtype
-        whole = (
-            read_plain(self.model.header, tensor, dtype)
-            if float_dtype(kind) is not None
-            else read_matrix(
-                self.model.header, tensor, lambda raw: dequantize_gguf(kind, raw).to(dtype)
-            ).view(tensor.shape)
-        )
-        if self.model.architecture == "gemma" and name.endswith("norm.weight"):
-            whole = whole - 1
-        return whole if rows is None else rows(whole)
+        architecture, rows = self.model.architecture, self.model.rows(name)
+        parts = [self._numbers(x) for x in self.model.names[name]]
+        whole = parts[0] if len(parts) == 1 else torch.cat(parts, -2)
+        if architecture.norm_offset and name.endswith("norm.weight"):
+            whole = whole - architecture.norm_offset
+        if self.model.is_transposed(name):
+            whole = whole.T
+        return whole if rows is None else whole[rows]
+
+    def _numbers(self, tensor: GgufTensor) -> Tensor:
+        """Return the numbers of a tensor of the file."""
+        header, kind = self.model.header, tensor.format.name
+        if (plain := float_dtype(kind)) is not None:
+            return read_plain(header, tensor, plain)
+        rows = math.prod(tensor.shape[:-1])
+        whole = huge_pages.empty((rows, tensor.shape[-1]), dtype=self.dtype)
+        for first, raw in read_rows(header, tensor):
+            whole[first : first + len(raw)] = torch.from_numpy(dequantize_gguf(kind, raw))
+        return whole.view(tensor.shape)
 
 
 @dataclass(frozen=True)
@@ -253,6 +362,7 @@ class GgufRecords:
 
     model: GgufModel
     names: Mapping[str, str]
+    taken: dict[str, int] = field(default_factory=dict)
 
     @property
     def where(self) -> str:
@@ -262,25 +372,29 @@ class GgufRecords:
     def read(self, parameter_name: str, shape: torch.Size, dtype: torch.dtype) -> StoredWeight:
         """Read the record of a parameter of this shape, for computations in a dtype."""
         name = self.names[parameter_name]
-        tensor = self.model.names[name]
-        if tensor.shape != tuple(shape):
+        (tensor,) = self.model.names[name]
+        first = self.taken.get(name, 0)  # parameters that share a matrix are read in its order
+        self.taken[name] = last = first + shape[0]
+        is_last = [key for key, x in self.names.items() if x == name][-1] == parameter_name
+        rows = tensor.shape[0]
+        if tensor.shape[1] != shape[1] or last > rows or (is_last and last < rows):
             raise FileError(
                 f"{self.model.header.file}: {short_repr(tensor.name)} is {tensor.shape}; the "
                 f"metadata requires {tuple(shape)}"
             )
-        return self._whole(name, tensor, dtype)
+        return self._whole(name, tensor.rows(first, last), dtype)
 
     def _whole(self, name: str, tensor: GgufTensor, dtype: torch.dtype) -> StoredWeight:
         """Return all rows, put together panel by panel."""
-        header, kind, whole = self.model.header, tensor.format.name, list[Tensor]()
+        kind, whole = tensor.format.name, list[Tensor]()
         record: StoredWeight | None = None
-        for first, raw in read_rows(header, tensor):
+        for first, raw in read_rows(self.model.header, tensor):
             record = gguf_record(kind, raw, dtype)
             parts = list(record.tensors().values())
             whole = whole or [empty_like(x, (tensor.shape[0], *x.shape[1:])) for x in parts]
             for x, part in zip(whole, parts, strict=True):
-                x[first : first + len(part)] = part
+                x.numpy()[first : first + len(part)] = part.numpy()
         assert record is not None  # no dimension is 0
         give_back_freed_memory()  # otherwise the panels of all matrices add up
         rows, remaining = self.model.rows(name), iter(whole)
-        return record.map(lambda _: next(remaining) if rows is None else rows(next(remaining)))
+        return record.map(lambda _: next(remaining) if rows is None else next(remaining)[rows])

@@ -1,6 +1,6 @@
 """The tokenizer in the metadata of a GGUF file: "gpt2" (byte-level BPE, whose pattern has one of
-the names in `PATTERNS`) or "llama" (SentencePiece's BPE by scores). A tokenizer.json beside the
-file, with the same tokens, replaces it.
+the names in `PATTERNS`), "llama" (SentencePiece's BPE by scores) or "bert" (WordPiece). A
+tokenizer.json beside the file, with the same tokens, replaces it.
 """
 
 from __future__ import annotations
@@ -20,29 +20,175 @@ from regard.models.tokenizer import MAX_TOKEN_ID, Tokenizer
 from regard.units import plural
 from regard.untrusted_text import error_text, short_repr
 
-_QWEN2 = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
-    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+# the parts of which most patterns of words are made
+_GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+_SUFFIX = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+_SPACES = r"\s*[\r\n]+|\s+(?!\S)|\s+"
+_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_CJK = "[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+"
+
+
+def _words(
+    digits: str, before: str = rf"{_SUFFIX}|", after: str = r"[\r\n]*", spaces: str = _SPACES
+) -> str:
+    """Return the pattern of letters, digits, and other signs with the line ends after them."""
+    return (
+        rf"{before}[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|{digits}| ?[^\s\p{{L}}\p{{N}}]+{after}|{spaces}"
+    )
+
+
+def _cased_words(digits: str, suffix: str = "", upper: str = _UPPER, lower: str = _LOWER) -> str:
+    """Return the pattern in which a word begins anew before a capital after small letters."""
+    start = r"[^\r\n\p{L}\p{N}]?"
+    return (
+        rf"{start}{upper}*{lower}+{suffix}|{start}{upper}+{lower}*{suffix}|{digits}"
+        rf"| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_SPACES}"
+    )
+
+
+def _signs_and_words(after: str = r"[\r\n]*", spaces: str = _SPACES) -> str:
+    """Return DeepSeek V3's pattern of signs with letters, letters, and signs."""
+    return (
+        r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"""
+        rf"| ?[\p{{P}}\p{{S}}]+{after}|{spaces}"
+    )
+
+
+_ONE_DIGIT = r"\p{N}"
+_THREE_DIGITS = r"\p{N}{1,3}"
+_LLAMA3, _QWEN2 = _words(_THREE_DIGITS), _words(_ONE_DIGIT)
+_GPT4O = _cased_words(_THREE_DIGITS, f"{_SUFFIX}?")
+_DEEPSEEK3 = (_THREE_DIGITS, _CJK, _signs_and_words())
+_FINNISH = " ?[^(\\s|.,!?\u2026\u3002\uff0c\u3001\u0964\u06d4\u060c)]+"
+_ASIAN = (
+    "[\u4e00-\u9fff\u3400-\u4dbf\uf900-\ufaff\u3040-\u309f\u30a0-\u30ff\uff65-\uff9f"
+    "\u2f00-\u2fdf\u0e40-\u0e7f\u0e80-\u0eff\u1780-\u17ff\u1000-\u109f\uaa60-\uaa7f"
+    "\ua9e0-\ua9ff\uac00-\ud7af\u1100-\u11ff]+"
 )
-_LLAMA3 = _QWEN2.replace(r"|\p{N}|", r"|\p{N}{1,3}|")
-PATTERNS: Mapping[str, str | None] = {
-    "gpt-2": None,
-    "llama-bpe": _LLAMA3,
-    "llama-v3": _LLAMA3,
-    "llama3": _LLAMA3,
-    "qwen2": _QWEN2,
-    "deepseek-r1-qwen": _QWEN2,
-    "smollm": r"\p{N}",
+_HAN = r"&&[^\p{Han}]]"
+_RULES: Mapping[tuple[str, ...], str] = {
+    (_GPT2,): "gpt-2 phi-2 jina-es jina-de gigachat jina-v2-es jina-v2-de a.x-4.0 mellum mpt olmo "
+    "modern-bert jina-v1-en jina-v2-code roberta-bpe jais trillion granite-docling exaone4",
+    (_ONE_DIGIT, _GPT2): "starcoder refact command-r smollm codeshell exaone minerva-7b mellum2",
+    (_LLAMA3,): "llama3 llama-v3 llama-bpe falcon3 falcon-h1 pixtral midm-2.0 lfm2 jina-v5-nano "
+    "dbrx smaug-bpe glm4 chatglm-bpe",
+    (_QWEN2,): "qwen2 deepseek-r1-qwen kormo f2llmv2 stablelm2 hunyuan solar-open megrez grok-2",
+    (_QWEN2.replace(r"\p{L}+", r"[\p{L}\p{M}]+").replace(r"\s\p{L}", r"\s\p{L}\p{M}"),): "qwen35",
+    (
+        r"[\p{P}\$\+<=>\^~\|]+",
+        _GPT2,
+        r"\p{N}+",
+        "[0-9][0-9][0-9]",
+    ): "default",
+    (r"[\p{P}\$\+<=>\^~\|`]+", _GPT2, "[0-9][0-9][0-9]"): "falcon",
+    (_FINNISH,): "poro-chat bloom gpt3-finnish",
+    (_FINNISH, _ONE_DIGIT): "viking",
+    (
+        _words(
+            _THREE_DIGITS,
+            spaces=r"\s*[\r\n]+"
+            + "".join(rf"|\s{{{2**i}}}(?!\S)" for i in range(9, 1, -1))
+            + r"|\s{1,2}(?!\S)|\s{1}",
+        ),
+    ): "jais-2",
+    (
+        "[\r\n]",
+        r"\s?\p{L}+",
+        r"\s?\p{P}+",
+        "[\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff]+",
+        _ONE_DIGIT,
+    ): "deepseek-coder",
+    (
+        "[\r\n]",
+        r"\s?[\p{L}&&[\p{Lu}\p{Ll}\p{Lt}]]+",
+        "\\s?[!-/:-~\uff01-\uff0f\uff1a-\uff5e\u2018-\u201f\u3000-\u3002]+",
+        r"\s+$",
+        "[\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff]+",
+        r"\p{N}+",
+    ): "deepseek-llm",
+    _DEEPSEEK3: "deepseek-v3 hunyuan-dense joyai-llm hy_v4",
+    (
+        _THREE_DIGITS,
+        _CJK,
+        _signs_and_words("", r"[\r\n]|\s+(?!\S)|\s+"),
+        _ONE_DIGIT,
+    ): "spark2_5",
+    (
+        "[\uac00-\ud7a3\u3131-\u318e]+|[\uff01\u2026\u201c\u201d\u2018\u2019\u2014\uff1a\uff1b"
+        "\uff0c\u3001-\u303f\ufe30-\ufe4f]+|[\u3105-\u312f]+|" + _CJK,
+        _cased_words(_ONE_DIGIT, f"{_SUFFIX}?"),
+    ): "youtu",
+    (_cased_words(_ONE_DIGIT),): "tekken",
+    (_GPT4O,): "gpt-4o llama4 kanana2 talkie minimax-m2 granite-embed-multi-97m",
+    (r"\d{1,3}(?=(?:\d{3})*\b)", _GPT4O): "tiny_aya cohere2moe",
+    (
+        "<sentinel:[0-9]+>",
+        "(IMGIMG)((A|B|C|D|E|F|G|H|I){1,4})Z",
+        "([\t\n]|    |  )",
+        _ONE_DIGIT,
+        r"[\p{P}!-/:-@\[-`{-~]",
+        _GPT2,
+    ): "chameleon",
+    (
+        r"\p{Han}+|"
+        + _cased_words(
+            _THREE_DIGITS, f"{_SUFFIX}?", f"{_UPPER[:-1]}{_HAN}", f"{_LOWER[:-1]}{_HAN}"
+        ).replace(r"[\r\n/]*", r"[\r\n]*"),
+    ): "kimi-k2",
+    (r"\p{N}+", r"\d{1,3}(?=(?:\d{3})*(?!\d))"): "superbpe",
+    (
+        _words(_ONE_DIGIT, r"'(?i:[sdmt]|ll|ve|re)|", spaces=r"\s*[\r\n]|\s+(?!\S)|\s+"),
+    ): "bailingmoe bailingmoe2 llada-moe",
+    (_words(_ONE_DIGIT, after="").replace(r"[^\s\p{L}\p{N}]+", r"[^\s\p{L}\p{N}\r\n]+"),): (
+        "seed-coder"
+    ),
+    (_words(_ONE_DIGIT, before=""),): "ufakzeka",
+    (
+        r"\p{N}{1,3}(?=(?:\p{N}{3})*(?!\p{N}))",
+        _ASIAN,
+        _signs_and_words(),
+    ): "afmoe",
+    (r"[^\n]+|[\n]+", _QWEN2): "laguna",
+    (
+        _words(_ONE_DIGIT, after=r"[\r\n/]?", spaces=r"\s*[\r\n]|\s+(?!\S)|\s+").replace(
+            r"\p{L}+", r"(?:\p{L}\p{M}*(?: \p{L}\p{M}*)*)+"
+        ),
+    ): "exaone-moe",
+    (_THREE_DIGITS, _words(r"\p{N}+")): "minicpm5",
 }
-"""`tokenizer.ggml.pre` -> the pattern of words; None is the pattern of GPT-2."""
-_THEN_GPT2 = ("smollm",)  # each digit is a word; what is between them is split as by GPT-2
-_NORMALIZED = ("qwen2", "deepseek-r1-qwen")  # published with the normalization NFC
-_WHOLE_WORDS = ("llama-bpe", "llama-v3", "llama3")  # a word that is a token is not split first
+PATTERNS: Mapping[str, tuple[str, ...]] = {
+    name: patterns for patterns, names in _RULES.items() for name in names.split()
+}
+"""`tokenizer.ggml.pre` -> the patterns by which a text is split, one after the other."""
+# published with the normalization NFC
+_NORMALIZED = frozenset({"qwen2", "deepseek-r1-qwen", "qwen35", "stablelm2"})
+_NAMES_THAT_BEGIN = (
+    "llama3 llama-v3 llama-bpe falcon3 falcon-h1 pixtral midm-2.0 lfm2 jina-v5-nano tekken "
+    "chameleon"
+)
+_BEGINS = frozenset(_NAMES_THAT_BEGIN.split())
+"""Rules of llama.cpp that put the first token before a text if the file does not say."""
+# a word that is a token is not split first
+_WHOLE_WORDS = _BEGINS - {"chameleon"} | {"youtu", "minicpm5", "granite-embed-multi-97m"}
 
 UNKNOWN, CONTROL, USER_DEFINED, BYTE = 2, 3, 4, 6
 """Types of tokens in `tokenizer.ggml.token_type`."""
 _SPACE = "\u2581"
-_END_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")
+_END_KEYS = ("eos", "eot", "eom", "fim_pad", "fim_rep", "fim_sep")
+_ENDING = (
+    "<|eot_id|> <|im_end|> <|end|> <|return|> <|call|> <|flush|> <|calls|> <end_of_turn> "
+    "<|endoftext|> </s> <|eom_id|> <EOT> _<EOT> [EOT] [EOS] <|end_of_text|> <end_of_utterance> "
+    "<eos> <turn|> <|tool_response> <\uff5cend\u2581of\u2581sentence\uff5c> [e~[ <|fim_pad|> "
+    "<fim-pad> <fim_pad> <PAD> [PAD] <|fim_repo|> <|repo_name|> <fim-repo> <REPO> <reponame> "
+    "<|file_sep|>"
+)
+_ENDS = frozenset(_ENDING.split())
+"""Tokens that end a text wherever a vocabulary has them, as in llama.cpp."""
+_NO_END = {
+    "<|end|>": ({"<|return|>", "<|call|>"}, {"<|calls|>", "<|flush|>"}, {"<|call|>", "<|flush|>"}),
+    "</s>": ({"<|tool_response>"},),
+}
+"""Token of `_ENDS` -> tokens beside which it separates parts of one answer."""
 
 
 def gguf_tokenizer(header: GgufHeader) -> Tokenizer | None:
@@ -61,21 +207,36 @@ def gguf_tokenizer(header: GgufHeader) -> Tokenizer | None:
         backend = _byte_level(values, tokens)
     elif kind == "llama":
         backend = _sentencepiece(values, tokens)
+    elif kind == "bert":
+        return Tokenizer(_word_pieces(values, tokens))
     else:
-        raise _cannot_build(header, f"is of the kind {short_repr(kind)}; built are gpt2 and llama")
+        raise _cannot_build(
+            header, f"is of the kind {short_repr(kind)}; built are gpt2, llama and bert"
+        )
     types = values.numbers("token_type", len(tokens))
     backend.add_special_tokens(_added(tokens, types, CONTROL, special=True))
     backend.add_tokens(_added(tokens, types, USER_DEFINED, special=False))
-    begins = kind == "llama" or values.get("pre", None) in _WHOLE_WORDS  # as in llama.cpp
+    begins = kind == "llama" or values.get("pre", None) in _BEGINS
     _add_template(values, backend, tokens, default=begins)
     return Tokenizer(backend)
 
 
 def gguf_eos_ids(header: GgufHeader) -> frozenset[int] | None:
-    """Return the ids that end a text, or None if the file names none."""
+    """Return the ids that end a text, by the keys of the file and by the texts of tokens, or None
+    if there are none.
+    """
     values = _Values(header)
-    ids = [values.get(key, None) for key in _END_KEYS]
-    return frozenset(i for i in ids if type(i) is int) or None
+    given = [values.get(f"{key}_token_id", None) for key in _END_KEYS]
+    tokens = values.get("tokens", None)
+    ends = (
+        {x: i for i, x in enumerate(tokens) if isinstance(x, str) and x in _ENDS}
+        if isinstance(tokens, list)
+        else {}
+    )
+    for token, others in _NO_END.items():
+        if any(group <= ends.keys() for group in others):
+            ends.pop(token, None)
+    return frozenset(i for i in (*given, *ends.values()) if type(i) is int) or None
 
 
 class _Values:
@@ -166,15 +327,8 @@ def _byte_level(values: _Values, tokens: Sequence[str]) -> tokenizers.Tokenizer:
     backend = tokenizers.Tokenizer(
         _model(values, vocabulary, pairs, ignore_merges=name in _WHOLE_WORDS)
     )
-    pattern = PATTERNS[name]
-    steps: list[Any] = []
-    if pattern is not None:
-        steps = [pre_tokenizers.Split(Regex(pattern), "isolated")]
-    steps.append(
-        pre_tokenizers.ByteLevel(
-            add_prefix_space=False, use_regex=pattern is None or name in _THEN_GPT2
-        )
-    )
+    steps: list[Any] = [pre_tokenizers.Split(Regex(x), "isolated") for x in PATTERNS[name]]
+    steps.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False))
     backend.pre_tokenizer = pre_tokenizers.Sequence(steps)
     if name in _NORMALIZED:
         backend.normalizer = normalizers.NFC()
@@ -209,6 +363,40 @@ def _sentencepiece(values: _Values, tokens: Sequence[str]) -> tokenizers.Tokeniz
     if prefix:
         parts.append(decoders.Strip(" ", 1, 0))
     backend.decoder = decoders.Sequence(parts)
+    return backend
+
+
+def _word_pieces(values: _Values, tokens: Sequence[str]) -> tokenizers.Tokenizer:
+    """Return BERT's tokenizer: in the file, a piece that begins a word has a mark, and others have
+    lost their ##.
+    """
+    special = [x for x in tokens if x.startswith("[") and x.endswith("]")]
+    unknown = "[UNK]"
+    if missing := {"[CLS]", "[SEP]", unknown} - {*special}:
+        raise values.invalid("tokens", f"lacks {', '.join(sorted(missing))}")
+    vocabulary: dict[str, int] = {}
+    for i, token in enumerate(tokens):
+        piece = token.removeprefix(_SPACE) if token.startswith(_SPACE) else f"##{token}"
+        vocabulary[token if token in special else piece] = i
+    if len(vocabulary) < len(tokens):
+        raise values.invalid("tokens", "has a piece twice")
+    lowercase = values.get("normalizer.lowercase", True) is not False
+    try:
+        backend = tokenizers.Tokenizer(models.WordPiece(vocabulary, unk_token=unknown))
+    except Exception as error:  # the package has no error class of its own
+        raise values.invalid("tokens", f"are refused: {error_text(error, 300)}") from error
+    backend.normalizer = normalizers.BertNormalizer(lowercase=lowercase)
+    backend.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    backend.decoder = decoders.WordPiece()
+    named = ("[PAD]", unknown, "[CLS]", "[SEP]", "[MASK]")
+    backend.add_special_tokens(
+        [AddedToken(x, special=True, normalized=False) for x in named if x in vocabulary]
+    )
+    backend.post_processor = processors.TemplateProcessing(
+        single="[CLS]:0 $A:0 [SEP]:0",
+        pair="[CLS]:0 $A:0 [SEP]:0 $B:1 [SEP]:1",
+        special_tokens=[(x, vocabulary[x]) for x in ("[CLS]", "[SEP]")],
+    )
     return backend
 
 

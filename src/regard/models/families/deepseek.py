@@ -24,8 +24,10 @@ from regard.configs.deepseek import (
     DeepseekV2Config,
     DeepseekV3Config,
     DeepseekV32Config,
+    Glm4MoeLiteConfig,
     KimiLinearConfig,
     LatentConfig,
+    Mistral4Config,
 )
 from regard.configs.rotary_decoder import Experts
 from regard.errors import ArgumentError
@@ -43,6 +45,7 @@ from regard.nn import (
     InputEmbedding,
     LatentProjection,
     PreNorm,
+    QueryTemperature,
     Recurrent,
     RMSNorm,
     SwiGLU,
@@ -108,6 +111,29 @@ def sigmoid_router(config: DeepseekV3Config) -> SigmoidRouter:
         normalize=config.norm_topk_prob,
         scale=config.routed_scaling_factor,
     )
+
+
+def mistral_router(config: Mistral4Config) -> SoftmaxRouter:
+    """Build the router of Mistral 4: softmax, in groups that are ranked by their best two."""
+    return SoftmaxRouter(
+        config.hidden_size,
+        config.n_routed_experts,
+        config.num_experts_per_tok,
+        groups=groups(config.n_group, config.topk_group, 2),
+        normalize=config.norm_topk_prob,
+        scale=config.routed_scaling_factor,
+    )
+
+
+def tempered_attention(
+    config: Mistral4Config, project: LatentProjection, output: nn.Module
+) -> Mixer:
+    """Build latent attention whose queries have a temperature."""
+    if config.temperature is not None:
+        scale, length = config.temperature
+        up = project.q.up if isinstance(project.q, LowRankProjection) else project.q
+        up.steps.append(QueryTemperature("ministral3", scale=scale, length=length))
+    return causal_attention(project, output)
 
 
 def causal_attention(project: LatentProjection, output: nn.Module) -> Mixer:
@@ -358,6 +384,19 @@ CORRECTION = "*.router.correction"
 FAMILIES = {
     "deepseek_v2": _family(DeepseekV2Config, softmax_router),
     "deepseek_v3": _family(DeepseekV3Config, sigmoid_router, keep_float32=(CORRECTION,)),
+    "mistral4": _family(
+        Mistral4Config,
+        mistral_router,
+        {
+            STORED_LAYER + "mlp.experts.gate_up_proj": llama_like.experts_in_one_tensor(
+                "gate", "up"
+            ),
+            STORED_LAYER + "mlp.experts.down_proj": llama_like.experts_in_one_tensor("down"),
+            **NAMES,
+        },
+        tempered_attention,
+    ),
+    "glm4_moe_lite": _family(Glm4MoeLiteConfig, sigmoid_router, keep_float32=(CORRECTION,)),
     "deepseek_v32": _family(
         DeepseekV32Config,
         sigmoid_router,

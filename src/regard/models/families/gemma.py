@@ -1,6 +1,6 @@
-"""The language models of Gemma 3 and of Gemma 3n, which has several streams, an embedding of each
-token for each layer, and last layers that read earlier layers' keys and values. Source: Gemma Team
-2025 (arXiv 2503.19786); Gemma Team 2025, "Gemma 3n".
+"""The language model of Gemma 3n, which has several streams, an embedding of each token for each
+layer, and last layers that read earlier layers' keys and values. Source: Gemma Team 2025, "Gemma
+3n".
 """
 
 from __future__ import annotations
@@ -9,12 +9,12 @@ from torch import nn
 
 from regard import masks
 from regard.configs.base import FULL, SLIDING
-from regard.configs.gemma import Gemma3Config, Gemma3nConfig
+from regard.configs.gemma import Gemma3nConfig
 from regard.models.assembly import building_blocks, llama_like
 from regard.models.assembly.building_blocks import initialize_weights
 from regard.models.assembly.llama_like import MODEL_LAYER, STORED_LAYER
 from regard.models.assembly.shared_memory import last_layers
-from regard.models.checkpoint.family import Family, NameTable
+from regard.models.checkpoint.family import NameTable
 from regard.models.decoder import Decoder
 from regard.nn import Attention, HeadProjection, RMSNorm, SandwichNorm, SeparateQKV
 from regard.nn.attention.cross_layer import without_own_memory
@@ -27,7 +27,6 @@ from regard.nn.blocks.altup import (
     LayerInput,
     LowRankResidual,
 )
-from regard.nn.blocks.embedding import CappedLogits
 from regard.nn.blocks.feed_forward import GatedFeedForward, GaussianTopK
 from regard.nn.projections.steps import WeightlessRMSNorm
 from regard.nn.weights.linear import Linear
@@ -42,7 +41,7 @@ def memory_from(config: Gemma3nConfig) -> tuple[int | None, ...]:
 
 def _build(config: Gemma3nConfig) -> Decoder:
     """Build the decoder of a config, with initial weights."""
-    M, V, eps = config.hidden_size, config.vocab_size, config.rms_norm_eps
+    M, eps = config.hidden_size, config.rms_norm_eps
     L, P = config.num_hidden_layers, config.hidden_size_per_layer_input
     sizes, sources = AltUpSizes(M, config.altup_num_inputs, L, P), memory_from(config)
     full, local = (
@@ -53,11 +52,7 @@ def _build(config: Gemma3nConfig) -> Decoder:
         mixer = _attention(config, full if window is None else local, window)
         mixer = mixer if source is None else without_own_memory(mixer)
         layers.append(_block(config, sizes, i, mixer))
-    embedding = nn.Embedding(V, M)
-    cap = config.final_logit_softcapping
-    head = Linear(M, V, bias=False) if cap is None else CappedLogits(M, V, cap=cap)
-    if config.tie_word_embeddings:
-        head.weight = embedding.weight
+    embedding, head = llama_like.embedding_and_head(config)
     table = nn.Embedding(config.vocab_size_per_layer_input, L * P)
     embed = AltUpEmbedding(embedding, table, sizes, eps=eps)
     return initialize_weights(Decoder(embed, layers, AltUpMerge(sizes, eps=eps), head, sources))
@@ -128,26 +123,16 @@ NAMES: NameTable = {
 """Stored name -> parameter name; {} is the layer, or the stream."""
 
 FAMILIES = {
-    "gemma3_text": llama_like.family(
-        Gemma3Config,
-        buffers=(*llama_like.BUFFERS, r"(model\.)?(vision_tower|multi_modal_projector)\..*"),
-        rename_stored=llama_like.rename_language_model,
-    ),
-    "gemma3n_text": Family(
+    "gemma3n_text": llama_like.family(
         Gemma3nConfig,
-        _build,
-        NAMES,
+        names=NAMES,
+        build=_build,
         check=check,
-        prefixes=llama_like.PREFIXES,
-        head=llama_like.HEAD,
         buffers=(
-            *llama_like.BUFFERS,
-            r"(model\.)?(vision_tower|audio_tower|embed_vision|embed_audio)\..*",
             # stored also where altup_correct_scale is false
             r"(model\.)?layers\.\d+\.altup\.correct_output_scale",
             # the released files hold key and value maps of layers that read those of earlier ones
             r"(model\.)?layers\.\d+\.self_attn\.(k_proj|v_proj|k_norm|v_norm)\..*",
         ),
-        rename_stored=llama_like.rename_language_model,
     ),
 }

@@ -67,12 +67,4 @@ _NAMES: NameTable = {
         for part in ("gate", "up", "down")
     },
 }
-FAMILIES = {
-    "llama4_text": llama_like.family(
-        Llama4Config,
-        _layer,
-        _NAMES,
-        buffers=(*llama_like.BUFFERS, r"(model\.)?(vision_model|multi_modal_projector)\..*"),
-        rename_stored=llama_like.rename_language_model,
-    )
-}
+FAMILIES = {"llama4_text": llama_like.family(Llama4Config, _layer, _NAMES)}

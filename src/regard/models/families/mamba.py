@@ -1,19 +1,22 @@
-"""Mamba-2, Jamba and Nemotron-H: decoders without positions.
+"""Mamba, Mamba-2, Jamba and Nemotron-H: decoders without positions.
 
 The step sizes of Nemotron-H have the limits of `time_step_limit`, as in the released code;
 transformers (5.23) has `time_step_min` as the smallest in prompts, and no limit in decoding.
 
-Source: Dao and Gu 2024 (arXiv 2405.21060); Lieber et al. 2024 (arXiv 2403.19887); NVIDIA 2025
-(arXiv 2504.03624).
+Source: Gu and Dao 2023 (arXiv 2312.00752); Dao and Gu 2024 (arXiv 2405.21060); Lieber et al.
+2024 (arXiv 2403.19887); NVIDIA 2025 (arXiv 2504.03624).
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
 
 from torch import nn
 
 from regard.configs.base import FULL
 from regard.configs.hybrid import step_limits
-from regard.configs.mamba import JambaConfig, Mamba2Config
+from regard.configs.mamba import FalconMambaConfig, JambaConfig, Mamba2Config, MambaConfig
 from regard.configs.nemotron import MAMBA, MLP, NemotronHConfig
 from regard.configs.rotary_decoder import Experts
 from regard.models.assembly import llama_like, state_space
@@ -32,6 +35,7 @@ from regard.nn import (
     SigmoidRouter,
     SoftmaxRouter,
     SwiGLU,
+    WeightlessRMSNorm,
 )
 from regard.nn.blocks.experts import MoE
 from regard.nn.blocks.feed_forward import ReLUSquared
@@ -45,26 +49,57 @@ STORED, OURS = "backbone.layers.{}.", "layers.{}."
 
 def _build_mamba2(config: Mamba2Config) -> Decoder:
     """Build the decoder of a config, with initial weights."""
-    M, eps = config.hidden_size, config.layer_norm_epsilon
-    residual = WidePreNorm if config.residual_in_fp32 else PreNorm
-    last = NarrowingRMSNorm if config.residual_in_fp32 else RMSNorm
+    return _stack(
+        config,
+        lambda: state_space.mixer(
+            config.mixer_sizes(),
+            eps=config.layer_norm_epsilon,
+            step_limits=step_limits(config.time_step_limit),
+        ),
+    )
+
+
+def _build_mamba(config: MambaConfig) -> Decoder:
+    """Build the decoder of a config, with initial weights."""
+    sizes = (config.hidden_size, config.expand * config.hidden_size, config.state_size)
+    norm = None
+    if isinstance(config, FalconMambaConfig):
+        norm = partial(_bare_norm, eps=config.mixer_rms_eps)
+    return _stack(
+        config,
+        lambda: _mamba(
+            *sizes,
+            config.conv_kernel,
+            config.time_step_rank,
+            bias=config.use_bias,
+            conv_bias=config.use_conv_bias,
+            norm=norm,
+        ),
+    )
+
+
+def _bare_norm(_: int, *, eps: float) -> nn.Module:
+    return WeightlessRMSNorm(eps=eps)
+
+
+def _stack(config: MambaConfig | Mamba2Config, mixer: Callable[[], Mixer]) -> Decoder:
+    """Build a decoder of blocks of one mechanism, with a residual stream in fp32 or not."""
+    M, eps, wide = config.hidden_size, config.layer_norm_epsilon, config.residual_in_fp32
+    residual, last = (WidePreNorm, NarrowingRMSNorm) if wide else (PreNorm, RMSNorm)
     layers = [
-        MixerBlock(
-            state_space.mixer(
-                config.mixer_sizes(), eps=eps, step_limits=step_limits(config.time_step_limit)
-            ),
-            residual(RMSNorm(M, eps=eps)),
-        )
-        for _ in range(config.num_hidden_layers)
+        MixerBlock(mixer(), residual(RMSNorm(M, eps=eps))) for _ in range(config.num_hidden_layers)
     ]
     return state_space.decoder(config, layers, last(M, eps=eps))
 
 
-MAMBA2_NAMES: NameTable = {
+BACKBONE: NameTable = {
     "backbone.embeddings.weight": "embed.embedding.weight",
     "backbone.norm_f.weight": "norm.weight",
     "lm_head.weight": "head.weight",
     STORED + "norm.weight": OURS + "attention_residual.norm.weight",
+}
+MAMBA2_NAMES: NameTable = {
+    **BACKBONE,
     **state_space.names(STORED + "mixer.", OURS + "attention."),
 }
 
@@ -79,7 +114,7 @@ def _build_jamba(config: JambaConfig) -> Decoder:
     M, eps = config.hidden_size, config.rms_norm_eps
     layers = [
         Block(
-            state_space.attention(config) if kind == FULL else _mamba(config),
+            state_space.attention(config) if kind == FULL else _jamba_mixer(config),
             _jamba_feed_forward(config, i),
             *(PreNorm(RMSNorm(M, eps=eps)) for _ in range(2)),
         )
@@ -88,17 +123,38 @@ def _build_jamba(config: JambaConfig) -> Decoder:
     return state_space.decoder(config, layers, RMSNorm(M, eps=eps))
 
 
-def _mamba(config: JambaConfig) -> Recurrent:
-    """Build a layer of Mamba, with norms on queries, keys and step sizes."""
-    M, N, D = config.hidden_size, config.inner_size, config.mamba_d_state
-    eps, bias, rank = config.rms_norm_eps, config.mamba_proj_bias, config.mamba_dt_rank
-    q, k = (HeadProjection(N, 1, D, RMSNorm(D, eps=eps)) for _ in "qk")
-    v, gate = (HeadProjection(M, N, 1, bias=bias) for _ in "vg")
-    convolution = CausalConvolution(N, config.mamba_d_conv, bias=config.mamba_conv_bias)
+def _jamba_mixer(config: JambaConfig) -> Recurrent:
+    return _mamba(
+        config.hidden_size,
+        config.inner_size,
+        config.mamba_d_state,
+        config.mamba_d_conv,
+        config.mamba_dt_rank,
+        bias=config.mamba_proj_bias,
+        conv_bias=config.mamba_conv_bias,
+        norm=partial(RMSNorm, eps=config.rms_norm_eps),
+    )
+
+
+def _mamba(
+    dim: int,
+    inner: int,
+    state: int,
+    kernel: int,
+    rank: int,
+    *,
+    bias: bool,
+    conv_bias: bool,
+    norm: Callable[[int], nn.Module] | None,
+) -> Recurrent:
+    """Build a layer of Mamba, with norms on queries, keys and step sizes or without."""
+    q, k = (HeadProjection(inner, 1, state, *([norm(state)] if norm else ())) for _ in "qk")
+    v, gate = (HeadProjection(dim, inner, 1, bias=bias) for _ in "vg")
+    convolution = CausalConvolution(inner, kernel, bias=conv_bias)
     return Recurrent(
         SelectiveQKV(q, k, v, convolution),
-        SelectiveScanRule(N, D, rank, norm=RMSNorm(rank, eps=eps)),
-        Linear(N, M, bias=bias),
+        SelectiveScanRule(inner, state, rank, norm=norm(rank) if norm else None),
+        Linear(inner, dim, bias=bias),
         gate=gate,
     )
 
@@ -112,32 +168,37 @@ def _jamba_feed_forward(config: JambaConfig, layer: int) -> nn.Module:
     return llama_like.mixture(M, hidden, router)
 
 
-JAMBA_STORED, JAMBA_OURS = STORED_LAYER + "mamba.", MODEL_LAYER + "attention."
-JAMBA_RULE = JAMBA_OURS + "rule.A_log"
-JAMBA_RECURRENT: NameTable = {
-    **{
-        f"{JAMBA_STORED}in_proj.{end}": stacked_rows(
-            f"{JAMBA_OURS}project.v.linear.{end}", f"{JAMBA_OURS}gate.linear.{end}"
-        )
-        for end in ("weight", "bias")
-    },
-    JAMBA_STORED + "conv1d.weight": state_space.filters(JAMBA_OURS + "project.convolution.weight"),
-    JAMBA_STORED + "conv1d.bias": JAMBA_OURS + "project.convolution.bias",
-    JAMBA_STORED + "x_proj.weight": stacked_rows(
-        JAMBA_OURS + "rule.down.weight",
-        JAMBA_OURS + "project.k.linear.weight",
-        JAMBA_OURS + "project.q.linear.weight",
-    ),
-    JAMBA_STORED + "dt_proj.weight": JAMBA_OURS + "rule.up.weight",
-    JAMBA_STORED + "dt_proj.bias": JAMBA_OURS + "rule.dt_bias",
-    JAMBA_STORED + "A_log": JAMBA_RULE,
-    JAMBA_STORED + "D": JAMBA_OURS + "rule.skip",
-    JAMBA_STORED + "dt_layernorm.weight": JAMBA_OURS + "rule.norm.weight",
-    JAMBA_STORED + "b_layernorm.weight": JAMBA_OURS + "project.k.steps.0.weight",
-    JAMBA_STORED + "c_layernorm.weight": JAMBA_OURS + "project.q.steps.0.weight",
-    JAMBA_STORED + "out_proj.weight": JAMBA_OURS + "output.weight",
-    JAMBA_STORED + "out_proj.bias": JAMBA_OURS + "output.bias",
-}
+def _mamba_names(stored: str, ours: str) -> NameTable:
+    """Return the table entries of a layer of Mamba."""
+    return {
+        **{
+            f"{stored}in_proj.{end}": stacked_rows(
+                f"{ours}project.v.linear.{end}", f"{ours}gate.linear.{end}"
+            )
+            for end in ("weight", "bias")
+        },
+        stored + "conv1d.weight": state_space.filters(ours + "project.convolution.weight"),
+        stored + "conv1d.bias": ours + "project.convolution.bias",
+        stored + "x_proj.weight": stacked_rows(
+            ours + "rule.down.weight",
+            ours + "project.k.linear.weight",
+            ours + "project.q.linear.weight",
+        ),
+        stored + "dt_proj.weight": ours + "rule.up.weight",
+        stored + "dt_proj.bias": ours + "rule.dt_bias",
+        stored + "A_log": ours + "rule.A_log",
+        stored + "D": ours + "rule.skip",
+        stored + "dt_layernorm.weight": ours + "rule.norm.weight",
+        stored + "b_layernorm.weight": ours + "project.k.steps.0.weight",
+        stored + "c_layernorm.weight": ours + "project.q.steps.0.weight",
+        stored + "out_proj.weight": ours + "output.weight",
+        stored + "out_proj.bias": ours + "output.bias",
+    }
+
+
+MAMBA_NAMES: NameTable = {**BACKBONE, **_mamba_names(STORED + "mixer.", OURS + "attention.")}
+JAMBA_RULE = MODEL_LAYER + "attention.rule.A_log"
+JAMBA_RECURRENT = _mamba_names(STORED_LAYER + "mamba.", MODEL_LAYER + "attention.")
 JAMBA_NAMES: NameTable = {
     **state_space.NORMS_AND_ENDS,
     **only(llama_like.ATTENTION, unless=JAMBA_RULE),
@@ -207,10 +268,7 @@ MIXER, ATTENTION = STORED + "mixer.", OURS + "attention."
 NETWORK, RULE = ATTENTION + "network.", ATTENTION + "rule.A_log"
 _NETWORKS = {"": "", "experts.{}.": "experts.{}.", "shared_experts.": "shared."}
 NEMOTRON_NAMES: NameTable = {
-    "backbone.embeddings.weight": "embed.embedding.weight",
-    "backbone.norm_f.weight": "norm.weight",
-    "lm_head.weight": "head.weight",
-    STORED + "norm.weight": OURS + "attention_residual.norm.weight",
+    **BACKBONE,
     **only(state_space.names(MIXER, ATTENTION), requires=RULE),
     MIXER + "q_proj.weight": as_stored(ATTENTION + "project.q.linear.weight", unless=RULE),
     MIXER + "k_proj.weight": as_stored(ATTENTION + "project.k.linear.weight", unless=RULE),
@@ -225,16 +283,22 @@ NEMOTRON_NAMES: NameTable = {
         for end in ("weight", "bias")
     },
 }
-FAMILIES = {
-    "mamba2": Family(
-        Mamba2Config,
-        _build_mamba2,
-        MAMBA2_NAMES,
+FAMILIES: dict[str, Family] = {
+    name: Family(
+        kind,
+        build,
+        names,
         prefixes=("backbone.",),
         head="lm_head.weight",
         rename_stored=_rename_embedding,
         keep_float32=state_space.FLOAT32,
-    ),
+    )
+    for name, kind, build, names in (
+        ("mamba", MambaConfig, _build_mamba, MAMBA_NAMES),
+        ("falcon_mamba", FalconMambaConfig, _build_mamba, MAMBA_NAMES),
+        ("mamba2", Mamba2Config, _build_mamba2, MAMBA2_NAMES),
+    )
+} | {
     "jamba": Family(
         JambaConfig,
         _build_jamba,

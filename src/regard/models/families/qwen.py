@@ -91,17 +91,8 @@ EXPERTS = llama_like.expert_names(SHARING_EXPERTS)
 
 
 def _family(config: type[QwenHybridConfig], names: NameTable) -> Family:
-    """Return a family of these models. The layer for a second token (`mtp`) and the encoder of
-    images (`visual`) are not loaded.
-    """
-    return llama_like.family(
-        config,
-        _layer,
-        names,
-        buffers=(*llama_like.BUFFERS, r"mtp\..*", r"(model\.)?visual\..*"),
-        rename_stored=llama_like.rename_language_model,
-        keep_float32=gated_delta.DECAYS,
-    )
+    """Return a family of these models."""
+    return llama_like.family(config, _layer, names, keep_float32=gated_delta.DECAYS)
 
 
 FAMILIES = {

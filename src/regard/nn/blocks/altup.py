@@ -251,3 +251,46 @@ class AltUpBlock(Block):
         added = self.layer_input(corrected[0], embedded)
         streams = torch.cat([corrected[:1], corrected[1:] + added])
         return tap("residual", self.sizes.join(streams, for_layers))
+
+
+class LayerInputBlock(Block):
+    """A block of Gemma 4: what a `Block` computes, plus a layer input, times a stored number.
+
+    h = Block(x);  y = scale (h + norm(W_2 (gelu(W_1 h) * e))), where e is the layer's embedding
+
+    A state is one stream and the embeddings for the layers [B, T, M + L P], or the stream alone
+    where there is no layer input.
+
+    Source: Gemma 4, the released code.
+    """
+
+    def __init__(
+        self,
+        attention: Mixer,
+        feed_forward: nn.Module,
+        attention_residual: SandwichNorm,
+        feed_forward_residual: SandwichNorm,
+        *,
+        layer_input: LayerInput | None,
+        sizes: AltUpSizes,
+        index: int,
+    ) -> None:
+        super().__init__(attention, feed_forward, attention_residual, feed_forward_residual)
+        self.layer_input, self.sizes, self.index = layer_input, sizes, index
+        self.scale = nn.Parameter(torch.ones(1), requires_grad=False)
+
+    def forward(
+        self,
+        x: Float[Tensor, "B T W"],
+        positions: Positions | None = None,
+        cache: Cache | None = None,
+        backend: str = "auto",
+    ) -> Float[Tensor, "B T W"]:
+        """Apply the block to a state [B, T, M + L P]; the arguments are those of `Block`."""
+        M, P = self.sizes.dim, self.sizes.layer_dim
+        h = super().forward(x[..., :M], positions, cache, backend)
+        if self.layer_input is None:
+            return h * self.scale
+        at = M + self.index * P
+        h = h + self.layer_input(h, x[..., at : at + P])
+        return torch.cat([h * self.scale, x[..., M:]], -1)

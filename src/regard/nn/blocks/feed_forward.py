@@ -60,6 +60,33 @@ class ReLUSquared(nn.Module):
         return F.relu(x).square()
 
 
+class XIELU(nn.Module):
+    """An activation whose slope grows linearly, with two learned curvatures.
+
+    f(x) = a_p x^2 + beta x for x > 0,  a_n (exp(min(x, eps)) - 1 - x) + beta x otherwise
+    a_p = softplus(alpha_p),  a_n = beta + softplus(alpha_n)
+
+    beta = 1/2 and eps = -1e-6 are stored with the weights and not trained.
+
+    >>> [round(y, 4) for y in XIELU()(torch.tensor([-1.0, 0.0, 1.0])).tolist()]
+    [-0.2057, -0.0, 1.3]
+
+    Source: Huang and Schlag 2024 (arXiv 2411.13010), equation 6; the code of Apertus.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.alpha_p = nn.Parameter(torch.tensor([0.8]).expm1().log())
+        self.alpha_n = nn.Parameter(torch.tensor([0.3]).expm1().log())
+        self.beta = nn.Parameter(torch.tensor(0.5), requires_grad=False)
+        self.eps = nn.Parameter(torch.tensor(-1e-6), requires_grad=False)
+
+    def forward(self, x: Float[Tensor, "*L M"]) -> Float[Tensor, "*L M"]:
+        """Compute f of each number."""
+        left = (torch.expm1(x.minimum(self.eps)) - x) * (self.beta + F.softplus(self.alpha_n))
+        return torch.where(x > 0, F.softplus(self.alpha_p) * x * x, left) + self.beta * x
+
+
 class GatedFeedForward(nn.Module):
     """A gated feed-forward layer (GLU) with any activation.
 

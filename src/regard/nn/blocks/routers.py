@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -171,7 +171,8 @@ class SoftmaxRouter(Router):
     With `normalize` it serves Mixtral and gpt-oss; without, Switch, DeepSeek-V2 and Qwen-MoE with
     norm_topk_prob false.
 
-    Groups are compared by the softmax over all experts. The arguments are those of `Router`.
+    Groups are compared by the softmax over all experts. The arguments are those of `Router`, and
+    `corrected`: whether experts are chosen by their softmax plus a correction, as in ERNIE 4.5.
 
     >>> router = SoftmaxRouter(1, 3, 2, normalize=True)
     >>> _ = router.linear.weight.data.copy_(torch.tensor([[0.0], [3.0], [3.0]]).log1p())
@@ -183,12 +184,20 @@ class SoftmaxRouter(Router):
     2401.04088), section 2.1.
     """
 
+    def __init__(
+        self, dim: int, experts: int, k: int, *, corrected: bool = False, **options: Any
+    ) -> None:
+        super().__init__(dim, experts, k, **options)
+        correction = nn.Parameter(torch.zeros(experts), requires_grad=False) if corrected else None
+        self.correction = correction
+
     def forward(self, x: Float[Tensor, "N M"]) -> Routing:
         """Choose experts for tokens x [N,M]; return weights [N,k] and indices [N,k]."""
         logits = self.logits(x)
         shares = logits.softmax(-1)
         # Compare logits, because different shares may round to the same number.
-        chosen = self.choose(logits, shares)
+        scores = logits if self.correction is None else shares.detach() + self.correction.detach()
+        chosen = self.choose(scores, shares)
         if self.normalize:
             weights = logits.gather(-1, chosen).softmax(-1)
         else:
@@ -200,13 +209,14 @@ class SigmoidRouter(Router):
     """A router with a sigmoid score per expert, and a correction that affects the choice alone.
 
     s = sigmoid(W x);  C = the k experts with the highest s + correction
-    w_e = scale s_e,  or with `normalize`  scale s_e / (sum_{j in C} s_j + 1e-20)
+    w_e = scale s_e,  or with `normalize`  scale s_e / (sum_{j in C} s_j + eps)
 
     Training raises the correction of experts that are chosen too rarely, without a gradient; it
     should stay in fp32. Groups are compared by their corrected scores.
 
     Args:
         dim, experts, k, normalize, bias, groups, scale: as for `Router`.
+        eps: added to the sum, which it keeps from being 0.
 
     >>> router = SigmoidRouter(1, 2, 1)
     >>> _ = router.linear.weight.data.copy_(torch.tensor([[0.0], [1.0]]))
@@ -228,10 +238,12 @@ class SigmoidRouter(Router):
         bias: bool = False,
         groups: ExpertGroups | None = None,
         scale: float = 1.0,
+        eps: float = 1e-20,
     ) -> None:
         super().__init__(
             dim, experts, k, normalize=normalize, bias=bias, groups=groups, scale=scale
         )
+        self.eps = eps
         self.correction = nn.Parameter(torch.zeros(experts), requires_grad=False)
 
     def forward(self, x: Float[Tensor, "N M"]) -> Routing:
@@ -241,7 +253,7 @@ class SigmoidRouter(Router):
         chosen = self.choose(corrected, corrected)
         weights = scores.gather(-1, chosen)
         if self.normalize:
-            weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
+            weights = weights / (weights.sum(-1, keepdim=True) + self.eps)
         return Routing(weights * self.scale, chosen)
 
 

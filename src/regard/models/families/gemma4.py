@@ -1,0 +1,115 @@
+"""The language model of Gemma 4: other heads in layers without a window, embeddings of each token
+for each layer, and last layers that read earlier layers' keys and values. Source: Gemma Team 2026,
+"Gemma 4" and its code.
+"""
+
+from __future__ import annotations
+
+from torch import nn
+
+from regard import masks
+from regard.configs.base import FULL
+from regard.configs.gemma4 import Gemma4Config
+from regard.models.assembly import building_blocks, llama_like
+from regard.models.assembly.building_blocks import initialize_weights
+from regard.models.assembly.llama_like import MODEL_LAYER, STORED_LAYER
+from regard.models.assembly.shared_memory import last_layers
+from regard.models.checkpoint.family import NameTable, as_stored
+from regard.models.decoder import Decoder
+from regard.nn import Attention, HeadProjection, InputEmbedding, RMSNorm, SandwichNorm, SeparateQKV
+from regard.nn.attention.cross_layer import without_own_memory
+from regard.nn.blocks.altup import (
+    AltUpEmbedding,
+    AltUpMerge,
+    AltUpSizes,
+    LayerInput,
+    LayerInputBlock,
+)
+from regard.nn.blocks.feed_forward import GatedFeedForward
+from regard.nn.projections.steps import WeightlessRMSNorm
+from regard.nn.weights.linear import Linear
+from regard.positions import Rotary
+
+
+def _build(config: Gemma4Config) -> Decoder:
+    """Build the decoder of a config, with initial weights."""
+    M, eps = config.hidden_size, config.rms_norm_eps
+    L, P = config.num_hidden_layers, config.hidden_size_per_layer_input
+    sizes, sources = (
+        AltUpSizes(M, 1, L, P),
+        last_layers(config.kinds(), config.num_kv_shared_layers),
+    )
+    rotaries = llama_like.rotary_modules(config)
+    layers = [_block(config, sizes, i, rotary) for i, rotary in enumerate(rotaries)]
+    embedding, head = llama_like.embedding_and_head(config)
+    if not P:
+        embed, last = InputEmbedding(embedding, scale=M**0.5), RMSNorm(M, eps=eps)
+        return initialize_weights(Decoder(embed, layers, last, head, sources))
+    table = nn.Embedding(config.vocab_size_per_layer_input, L * P)
+    by_layer = AltUpEmbedding(embedding, table, sizes, eps=eps)
+    return initialize_weights(Decoder(by_layer, layers, AltUpMerge(sizes, eps=eps), head, sources))
+
+
+def _block(
+    config: Gemma4Config, sizes: AltUpSizes, index: int, rotary: Rotary | None
+) -> LayerInputBlock:
+    M, P, eps = config.hidden_size, config.hidden_size_per_layer_input, config.rms_norm_eps
+    mixer = _attention(config, index, rotary)
+    return LayerInputBlock(
+        without_own_memory(mixer) if config.shares_keys(index) else mixer,
+        GatedFeedForward(M, config.width(index), nn.GELU("tanh")),
+        *(SandwichNorm(RMSNorm(M, eps=eps), RMSNorm(M, eps=eps)) for _ in range(2)),
+        layer_input=LayerInput(M, P, scaled=False, eps=eps) if P else None,
+        sizes=sizes,
+        index=index,
+    )
+
+
+def _attention(config: Gemma4Config, index: int, rotary: Rotary | None) -> Attention:
+    M, eps, bias = config.hidden_size, config.rms_norm_eps, config.attention_bias
+    kind, window = config.kinds()[index], config.windows()[index]
+    shape = config.heads(kind)
+    H, G, D = shape.heads, shape.groups, shape.head_dim
+    assert rotary is not None, "every layer has rotary positions"
+    q, k = (HeadProjection(M, n, D, RMSNorm(D, eps=eps), rotary, bias=bias) for n in (H, G))
+    v = HeadProjection(M, G, D, WeightlessRMSNorm(eps=eps), bias=bias)
+    if kind == FULL and config.attention_k_eq_v:
+        v.linear = k.linear
+    mask = masks.Causal() if window is None else masks.Causal() & masks.Window(window)
+    output = Linear(H * D, M, bias=bias)
+    return Attention(SeparateQKV(q, k, v), output, mask=mask, scale=1.0)
+
+
+def _check(config: Gemma4Config) -> None:
+    """Check the numbers of both rotary settings, and which layers share keys and values."""
+    for settings in config.ropes():
+        assert settings is not None, "every layer has rotary positions"
+        building_blocks.rotary_module(settings)
+    last_layers(config.kinds(), config.num_kv_shared_layers)
+
+
+PARTS = {
+    "layer_scalar": "scale",
+    "per_layer_input_gate.weight": "layer_input.gate.weight",
+    "per_layer_projection.weight": "layer_input.project.weight",
+    "post_per_layer_input_norm.weight": "layer_input.norm.weight",
+}
+"""Name of a part of a layer -> its name in the network, of what Gemma 3 lacks."""
+NAMES: NameTable = {
+    **llama_like.recipe_names(Gemma4Config.recipe),
+    "model.norm.weight": (as_stored("norm.weight"), as_stored("norm.norm.weight")),
+    "model.embed_tokens_per_layer.weight": "embed.layer_embedding.weight",
+    "model.per_layer_model_projection.weight": "embed.to_layers.weight",
+    "model.per_layer_projection_norm.weight": "embed.layer_norm.weight",
+    **{STORED_LAYER + theirs: MODEL_LAYER + ours for theirs, ours in PARTS.items()},
+}
+FAMILIES = {
+    "gemma4_text": llama_like.family(
+        Gemma4Config,
+        names=NAMES,
+        build=_build,
+        check=_check,
+        # the released files hold key and value maps of layers that read those of earlier ones
+        buffers=(r"(model\.)?layers\.\d+\.self_attn\.(k_proj|v_proj|k_norm|v_norm)\..*",),
+    )
+}

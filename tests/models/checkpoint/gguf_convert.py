@@ -1,0 +1,326 @@
+"""Tiny models of many families as GGUF files: what llama.cpp's converter does to each, with the
+library's names of tensors (`TensorNameMap`) and of keys (`GGUFWriter`).
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import gguf
+import torch
+from gguf.constants import MODEL_ARCH_NAMES
+from torch import Tensor
+
+from regard.configs import config_class
+from regard.models.checkpoint.family import bind_names
+from regard.models.families import family
+from tests.models import small
+
+LAYERS, WINDOW = 4, 5
+SIZES: dict[str, Any] = {
+    "vocab_size": 288,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 256,
+}
+NO_HEAD_DIM = {k: v for k, v in SIZES.items() if k != "head_dim"}
+GPT2 = {"n_embd": 64, "n_head": 4, "n_layer": LAYERS, "n_positions": 256, "vocab_size": 288}
+BLOOM = {"hidden_size": 64, "n_head": 4, "n_layer": LAYERS, "vocab_size": 288}
+NEOX = {k: v for k, v in NO_HEAD_DIM.items() if k != "num_key_value_heads"}
+MIXTURE = {"num_local_experts": 4, "num_experts_per_tok": 2}
+QWEN_MIXTURE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+SCALES = {
+    "embedding_multiplier": 3.0,
+    "attention_multiplier": 0.2,
+    "residual_multiplier": 0.7,
+    "logits_scaling": 2.0,
+}
+NO_WINDOWS = {"sliding_window": None, "layer_types": ("full_attention",) * LAYERS}
+UNTIED = {"tie_word_embeddings": False}
+
+CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "arcee": ("arcee", "arcee", SIZES),
+    "bloom": ("bloom", "bloom", BLOOM),
+    "cohere": ("command-r", "cohere", SIZES | {"logit_scale": 0.3}),
+    "cohere2": ("cohere2", "cohere2", SIZES | {"sliding_window": WINDOW, "logit_scale": 0.3}),
+    "ernie4_5": ("ernie4_5", "ernie4_5", SIZES),
+    "exaone4": ("exaone4", "exaone4", SIZES | UNTIED | NO_WINDOWS),
+    "falcon-7b": (
+        "falcon",
+        "falcon",
+        {k: v for k, v in NEOX.items() if k != "intermediate_size"}
+        | {"multi_query": True, "bias": False},
+    ),
+    "falcon-40b": (
+        "falcon",
+        "falcon",
+        {k: v for k, v in NEOX.items() if k != "intermediate_size"}
+        | {"new_decoder_architecture": True, "num_kv_heads": 2, "bias": False},
+    ),
+    "gemma": ("gemma", "gemma", SIZES),
+    "gemma2": (
+        "gemma2",
+        "gemma2",
+        SIZES
+        | {"sliding_window": WINDOW, "query_pre_attn_scalar": 16}
+        | {"final_logit_softcapping": 30.0, "attn_logit_softcapping": 50.0},
+    ),
+    "gemma3": (
+        "gemma3",
+        "gemma3_text",
+        SIZES
+        | {"sliding_window": WINDOW, "query_pre_attn_scalar": 16, "num_hidden_layers": 7}
+        | {"rope_theta": 1e6},
+    ),
+    "glm4": ("glm4", "glm4", SIZES | UNTIED | {"partial_rotary_factor": 0.5}),
+    "gpt2": ("gpt2", "gpt2", GPT2),
+    "gpt_bigcode": ("starcoder", "gpt_bigcode", GPT2),
+    "gpt_neox": ("gptneox", "gpt_neox", NEOX | UNTIED | {"rotary_pct": 0.5}),
+    "granite": ("granite", "granite", SIZES | SCALES),
+    "granitemoe": ("granitemoe", "granitemoe", SIZES | SCALES | MIXTURE),
+    "llama": ("llama", "llama", SIZES | UNTIED),
+    "llama with biases": ("llama", "llama", SIZES | {"attention_bias": True}),
+    "minimax_m2": ("minimax-m2", "minimax_m2", SIZES | MIXTURE),
+    "mixtral": ("llama", "mixtral", SIZES | UNTIED | MIXTURE),
+    "mpt": (
+        "mpt",
+        "mpt",
+        {"d_model": 64, "n_heads": 4, "n_layers": LAYERS, "max_seq_len": 256, "vocab_size": 288},
+    ),
+    "nemotron": ("nemotron", "nemotron", SIZES | UNTIED | {"partial_rotary_factor": 0.5}),
+    "olmo": ("olmo", "olmo", SIZES | {"clip_qkv": 0.3}),
+    "olmo2": ("olmo2", "olmo2", SIZES | UNTIED),
+    "olmo3": ("olmo2", "olmo3", SIZES | UNTIED | {"sliding_window": WINDOW}),
+    "olmoe": (
+        "olmoe",
+        "olmoe",
+        SIZES | UNTIED | {"num_experts": 4, "num_experts_per_tok": 2, "num_key_value_heads": 4},
+    ),
+    "phi": ("phi2", "phi", SIZES | UNTIED | {"partial_rotary_factor": 0.5}),
+    "phi3": ("phi3", "phi3", SIZES | UNTIED),
+    "qwen2": ("qwen2", "qwen2", SIZES | {"tie_word_embeddings": True}),
+    "qwen2_moe": (
+        "qwen2moe",
+        "qwen2_moe",
+        SIZES | UNTIED | QWEN_MIXTURE | {"shared_expert_intermediate_size": 40},
+    ),
+    "qwen3": ("qwen3", "qwen3", SIZES),
+    "qwen3_moe": ("qwen3moe", "qwen3_moe", SIZES | QWEN_MIXTURE | {"norm_topk_prob": True}),
+    "seed_oss": (
+        "seed_oss",
+        "seed_oss",
+        SIZES | {"attention_bias": True, "attention_out_bias": False},
+    ),
+    "smollm3": ("smollm3", "smollm3", SIZES),
+    "stablelm": ("stablelm", "stablelm", SIZES | UNTIED | {"partial_rotary_factor": 0.25}),
+    "starcoder2": ("starcoder2", "starcoder2", SIZES | {"use_bias": True}),
+}
+"""Name of a case -> llama.cpp's architecture, the family, and its config.json."""
+
+
+def tiny_network(model_type: str, keys: dict[str, Any]) -> tuple[Any, Any]:
+    """A network with random weights, and its config."""
+    cls = config_class(model_type)
+    assert cls is not None
+    config: Any = cls(**keys)
+    torch.manual_seed(0)
+    network = family(model_type).build(config)
+    small.randomize(network)
+    for parameter in network.parameters():
+        if parameter.ndim == 2:
+            parameter.data *= 0.5
+    return network.eval().requires_grad_(False), config
+
+
+def stored_tensors(network: Any, model_type: str) -> dict[str, Tensor]:
+    """The tensors of a checkpoint of Hugging Face, tied ones once."""
+    parameters = dict(network.named_parameters(remove_duplicate=False))
+    found: dict[tuple[int, ...], tuple[str, Tensor]] = {}
+    for name, binding in bind_names(network, family(model_type).names).items():
+        parts = [parameters[x] for x in binding.parameters]
+        if any(set(map(id, parts)) <= set(key) for key in found):
+            continue
+        found[tuple(map(id, parts))] = (name, binding.rule.pack(parts).detach())
+    return dict(found.values())
+
+
+def convert(
+    path: Path,
+    architecture: str,
+    model_type: str,
+    config: Any,
+    stored: dict[str, Tensor],
+    vocabulary: Callable[[Any, int], None] | None = None,
+    kind: str = "F32",
+    **change: Any,
+) -> Path:
+    """Write a file as llama.cpp's converter does; matrices in another format if it is given."""
+
+    def add(name: str, x: Tensor) -> None:
+        values = x.contiguous().numpy()
+        if kind != "F32" and x.ndim > 1 and ".ffn_gate_inp." not in name:
+            number = gguf.GGMLQuantizationType[kind]
+            writer.add_tensor(name, gguf.quantize(values, number), raw_dtype=number)
+        else:
+            writer.add_tensor(name, values)
+
+    number = next(k for k, name in MODEL_ARCH_NAMES.items() if name == architecture)
+    table = gguf.get_tensor_name_map(number, LAYERS + 4)
+    writer = gguf.GGUFWriter(path, architecture)
+    for method, value in (keys_of(config, model_type) | change).items():
+        getattr(writer, method)(value)
+    (vocabulary or write_vocabulary)(writer, 288)
+    experts: dict[str, dict[int, Tensor]] = {}
+    for name, x in stored.items():
+        for file_name, value in converted(name, x.float(), architecture, config, table):
+            stem, _, index = file_name.partition("#")
+            if index:
+                experts.setdefault(stem, {})[int(index)] = value
+            else:
+                add(file_name, value)
+    for stem, parts in experts.items():
+        add(stem, torch.stack([parts[i] for i in range(len(parts))]))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def write_vocabulary(writer: Any, count: int) -> None:
+    """Write a byte-level tokenizer whose first tokens are the bytes."""
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [b for b in range(256) if b not in printable]
+    letters = [chr(b) for b in printable] + [chr(256 + i) for i in range(len(others))]
+    tokens = [*letters, "ab", *(f"<extra{i}>" for i in range(count - 258)), "<|endoftext|>"]
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("gpt-2")
+    writer.add_token_list(tokens)
+    writer.add_token_types([1] * 257 + [3] * (count - 257))
+    writer.add_token_merges(["a b"])
+    writer.add_eos_token_id(count - 1)
+
+
+def keys_of(config: Any, model_type: str) -> dict[str, Any]:
+    """The methods of `GGUFWriter` that write a config, with their values."""
+
+    def first(*names: str) -> Any:
+        return next(
+            (getattr(config, n) for n in names if getattr(config, n, None) is not None), None
+        )
+
+    heads = first("num_attention_heads", "n_head", "n_heads")
+    size = first("hidden_size", "n_embd", "d_model")
+    head_dim = first("head_dim") or size // heads
+    rotary = first("partial_rotary_factor", "rotary_pct") or 1
+    groups = first("num_key_value_heads", "num_kv_heads") or heads
+    if getattr(config, "multi_query", False) and not getattr(
+        config, "new_decoder_architecture", False
+    ):
+        groups = 1
+    layers = first("num_hidden_layers", "n_layer", "n_layers")
+    keys: dict[str, Any] = {
+        "add_block_count": layers,
+        "add_context_length": 256,
+        "add_embedding_length": size,
+        "add_feed_forward_length": first("intermediate_size", "n_inner") or 4 * size,
+        "add_head_count": heads,
+        "add_head_count_kv": groups,
+        "add_layer_norm_rms_eps": first("rms_norm_eps"),
+        "add_layer_norm_eps": first(
+            "layer_norm_eps", "layer_norm_epsilon", "norm_epsilon", "norm_eps"
+        ),
+        "add_rope_freq_base": first("rope_theta", "rotary_emb_base"),
+        "add_expert_count": first("num_local_experts", "num_experts"),
+        "add_expert_used_count": first("num_experts_per_tok"),
+        "add_expert_feed_forward_length": first("moe_intermediate_size"),
+        "add_expert_shared_feed_forward_length": first("shared_expert_intermediate_size"),
+        "add_attn_logit_softcapping": first("attn_logit_softcapping"),
+        "add_final_logit_softcapping": first("final_logit_softcapping"),
+        "add_embedding_scale": first("embedding_multiplier"),
+        "add_residual_scale": first("residual_multiplier"),
+        "add_attention_scale": first("attention_multiplier"),
+        "add_logit_scale": first("logits_scaling", "logit_scale"),
+        "add_clamp_kqv": first("clip_qkv"),
+    }
+    if model_type in ("bloom", "mpt", "gpt2", "gpt_bigcode"):
+        keys.pop("add_rope_freq_base", None)
+    else:
+        keys["add_rope_dimension_count"] = int(rotary * head_dim)
+    if model_type == "mpt":
+        keys["add_max_alibi_bias"] = 8.0
+    if model_type == "olmo":
+        keys["add_layer_norm_eps"] = 1e-5
+    if model_type in ("gpt_neox", "stablelm"):
+        keys["add_parallel_residual"] = config.use_parallel_residual
+    if "gemma" in model_type or model_type in ("qwen3", "qwen3_moe", "llama", "mixtral"):
+        keys |= {"add_key_length": head_dim, "add_value_length": head_dim}
+    if model_type in ("gemma2", "gemma3_text", "cohere2", "olmo3"):
+        keys["add_sliding_window"] = config.sliding_window
+    if model_type == "olmo3":
+        keys["add_sliding_window_pattern"] = [(i + 1) % 4 != 0 for i in range(layers)]
+    if model_type == "minimax_m2":
+        keys |= {"add_expert_gating_func": gguf.ExpertGatingFuncType.SIGMOID}
+        keys |= {"add_expert_feed_forward_length": config.intermediate_size}
+    if model_type == "smollm3":
+        assert config.no_rope_layer_interval == 4
+    return {k: v for k, v in keys.items() if v is not None}
+
+
+def converted(name: str, x: Tensor, architecture: str, config: Any, table: Any) -> Any:
+    """Yield the names and values in the file of a stored tensor; "#3" is that of an expert."""
+    heads = getattr(config, "num_attention_heads", None) or getattr(config, "n_head", None)
+    groups = getattr(config, "num_key_value_heads", heads)
+    if architecture in ("arcee", "granite", "granitemoe", "llama", "olmo", "smollm3"):
+        if ".q_proj." in name:
+            x = permuted(x, heads)
+        elif ".k_proj." in name:
+            x = permuted(x, groups)
+    if ".query_key_value." in name:
+        groups = getattr(config, "num_kv_heads", None) or heads
+        groups = 1 if getattr(config, "multi_query", False) and groups == heads else groups
+        by_group = x.unflatten(0, (groups, heads // groups + 2, -1))
+        parts = (by_group[:, :-2], by_group[:, -2:-1], by_group[:, -1:])
+        x = torch.cat([part.flatten(0, 2) for part in parts])
+    if architecture in ("gemma", "gemma2", "gemma3", "nemotron") and name.endswith("norm.weight"):
+        x = x + 1
+    if architecture == "gpt2" and name.endswith(("c_attn.weight", "c_fc.weight", "c_proj.weight")):
+        x = x.T
+    if name.endswith("block_sparse_moe.input_linear.weight"):
+        layer = name.split(".")[2]
+        gate, up = x.chunk(2, 1)
+        yield f"blk.{layer}.ffn_gate_exps.weight", gate
+        yield f"blk.{layer}.ffn_up_exps.weight", up
+        return
+    if name.startswith(("bert.pooler", "cls.")):
+        return
+    index = ""
+    if ".experts." in name and name.split(".experts.")[1].split(".")[0].isdigit():
+        head, _, tail = name.partition(".experts.")
+        number, _, part = tail.partition(".")
+        name, index = f"{head}.experts.{part}", f"#{number}"
+    name = name.replace("e_score_correction_bias", "e_score_correction.bias")
+    new = table.get_name(name, try_suffixes=(".weight", ".bias"))
+    for prefix in ("transformer.", "bert."):
+        new = new or table.get_name(name.removeprefix(prefix), try_suffixes=(".weight", ".bias"))
+    assert new is not None, name
+    yield new + index, x
+
+
+def permuted(x: Tensor, heads: int) -> Tensor:
+    """Rows of queries or keys in the order of llama.cpp."""
+    return x.unflatten(0, (heads, 2, -1)).transpose(1, 2).flatten(0, 2)
+
+
+if __name__ == "__main__":
+    for case, (architecture, model_type, keys) in CASES.items():
+        made, its_config = tiny_network(model_type, keys)
+        file = Path(sys.argv[1]) / f"{case.replace(' ', '-')}.gguf"
+        convert(file, architecture, model_type, its_config, stored_tensors(made, model_type))
