@@ -175,7 +175,7 @@ def test_what_is_not_named_is_not_run_differently(stand_in: Model) -> None:
             (TEXT,),
             {"positions": regard.Span(0, 3)},
             ArgumentError,
-            "only with a tensor",
+            "only with a",
         ),
         ("stand_in", ([],), {}, ArgumentTypeError, "messages, ids, or several"),
         ("encoder", (TEXT,), {"tokens": 3}, ArgumentError, "tokens does not apply to a TextEnc"),

@@ -115,6 +115,14 @@ class AttentionSite(NamedTuple):
 
 
 def _ids_as_text(ids: Sequence[int]) -> Sequence[str]:
+    """Return ids as their decimal texts.
+
+    Args:
+        ids: token ids.
+
+    Returns:
+        A text for each id.
+    """
     return [str(i) for i in ids]
 
 

@@ -12,8 +12,6 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from regard.did_you_mean import suggest
-
 EQUATIONS: dict[str, str] = {
     "tokens": "text → token ids, and their positions",
     "hidden": "x_i = norm(h_i),  h_i = embedding + outputs of the earlier layers",
@@ -416,7 +414,7 @@ class Explanation:
         if name in _PART_OF:
             part, own = _PART_OF[name]
             return getattr(attrgetter(part)(self), own)
-        raise AttributeError(f"an Explanation has no attribute {name!r}{suggest(name, _PART_OF)}")
+        raise AttributeError(name, name=name, obj=self)
 
     @property
     def check(self) -> float:
