@@ -349,7 +349,14 @@ class Place:
         return self.heads.index(head)
 
     def check_batch(self, batch: int) -> None:
-        """Refuse a row of the batch that the place does not have."""
+        """Refuse a row of the batch that the place does not have.
+
+        Args:
+            batch: index of the row.
+
+        Raises:
+            ArgumentError: there is no such row.
+        """
         if not 0 <= batch < self.B:
             raise ArgumentError(
                 f"batch is {batch}; {self.name} has batch rows 0 to {self.B - 1}", argument="batch"
