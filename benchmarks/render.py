@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
+
+from rich.cells import cell_len
 
 from benchmarks.interfaces import Case, Peer, name_of
 from benchmarks.public_models import ACCELERATED, PLAIN
@@ -13,7 +16,9 @@ from regard.errors import RegardError
 from regard.language import translate, translate_count
 from regard.text_table import format_table, line_width, wrap
 from regard.timing.machine import Ceilings, MachineFacts
-from regard.view.charts import RatioBar, RatioBars
+from regard.untrusted_text import escape_controls
+from regard.view import palette, plotting
+from regard.view.plotting import Drawing
 
 COLUMNS = (
     *("", "median", "quartiles", "x ours", "GB/s", "read", "GFLOP/s", "gemm"),
@@ -208,6 +213,59 @@ def _cells(row: PeerResult) -> list[str]:
 def _cell(x: float | None, form: str, unit: float = 1) -> str:
     """Return a number in a unit and a format, or a dash for None."""
     return units.ABSENT if x is None else format(x / unit, form)
+
+
+@dataclass(frozen=True)
+class RatioBar:
+    """The time of another implementation divided by that of regard; above 1 is slower."""
+
+    label: str
+    ratio: float
+    words: str
+
+
+@dataclass(frozen=True)
+class RatioBars:
+    """Bars of times divided by that of regard, which start at 1 on a logarithmic axis."""
+
+    bars: Sequence[RatioBar]
+    title: str
+
+    def draw(self) -> Drawing:
+        """Return the figure, with a row for each bar."""
+        ratios = [bar.ratio for bar in self.bars]
+        labels = [escape_controls(bar.label) for bar in self.bars]
+        left = 24 + plotting.LETTER_WIDTH * max(map(cell_len, labels))
+        figure = plotting.new_figure(left + 560, 110 + 22 * len(ratios))
+        axes = plotting.new_axes(figure, left, 130, 44, 60)
+        axes.grid(axis="x", color=palette.LIGHT["line"], linewidth=1)
+        axes.grid(visible=False, axis="y")
+        plotting.write_at(figure, 16, 26, self.title, role="ink", size=14)
+        places = range(len(ratios))
+        # bars start at 1, the time of regard, because a logarithmic axis has no 0
+        axes.barh(places, [x - 1 for x in ratios], left=1, color=palette.LIGHT["soft"], height=0.66)
+        for place, bar in enumerate(self.bars):
+            axes.annotate(
+                escape_controls(bar.words),
+                (max(bar.ratio, 1), place),
+                (6, 0),
+                textcoords="offset points",
+                va="center",
+                fontsize=12,
+                color=palette.LIGHT["ink"],
+                annotation_clip=False,
+            )
+        axes.axvline(1, color=palette.LIGHT["q"], linewidth=2)
+        axes.set_yticks(places, labels, color=palette.LIGHT["ink"], fontsize=12)
+        axes.set_ylim(len(ratios) - 0.4, -0.6)
+        plotting.set_scale(axes, "x", [0.8, 1.25, *ratios], "ratio", log=True)
+        axes.set_xlabel(
+            "time divided by the time of regard; larger is slower",
+            fontsize=13,
+            color=palette.LIGHT["soft"],
+            labelpad=8,
+        )
+        return Drawing(figure)
 
 
 def ratio_chart(results: Sequence[CaseResult], title: str) -> RatioBars:

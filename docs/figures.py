@@ -35,8 +35,14 @@ from regard.span import Span
 from regard.standard_output import run_program
 from regard.view import charts
 from regard.view.charts import Chart, Line, Picture
-from regard.view.heads_figure import CachedHeads, HeadsFigure, MaskFigure, MaskPanels
-from regard.view.heatmaps import EffectMap, HeadWeights
+from regard.view.heatmaps import (
+    CachedHeads,
+    EffectMap,
+    HeadsFigure,
+    HeadWeights,
+    MaskFigure,
+    MaskPanels,
+)
 
 add_texts(Path(__file__).with_name("strings"))
 

@@ -12,7 +12,7 @@ import typer
 
 from regard.cli import explain as command
 from regard.cli.app import MAX_MESSAGE, run
-from regard.inspect.explain.prepared_run import PreparedRun
+from regard.inspect.model_run import ModelRun
 from tests.fuzz.box import RAW
 
 WORDS = {
@@ -85,7 +85,7 @@ def test_hostile_masks(
     assert len(said.err) < 2 * MAX_MESSAGE
 
 
-def _reading(tokens: int) -> PreparedRun:
+def _reading(tokens: int) -> ModelRun:
     """What `_check_length` looks at."""
     return SimpleNamespace(sequences={"text": SimpleNamespace(ids=range(tokens))})  # type: ignore[return-value]
 

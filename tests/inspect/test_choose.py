@@ -8,7 +8,7 @@ import torch
 
 from regard import Trace
 from regard.errors import ArgumentError
-from regard.inspect import check_index, find_query, strongest_head, strongest_keys
+from regard.inspect import find_query, strongest_head, strongest_keys
 from regard.inspect.explain.head_choice import (
     FIRST_HEAD_RULE,
     HEAD_FOR_KEY_RULE,
@@ -18,8 +18,8 @@ from regard.inspect.explain.head_choice import (
     choose_head,
     strongest_keys_of_run,
 )
-from regard.inspect.explain.prepared_run import prepare_run
 from regard.inspect.explain.random_model import random_model
+from regard.inspect.model_run import prepare_run
 from regard.models import Model
 from regard.models.tokenizer import END_OF_TEXT, Tokenizer
 from tests.inspect.small_model import TEXT, model
@@ -81,11 +81,6 @@ def test_a_missing_word_is_refused_with_the_words_there_are() -> None:
         find_query(model(), "one", "")
 
 
-def test_one_of_one_is_said_in_the_singular() -> None:
-    with pytest.raises(ArgumentError, match=r"^head is 1; there is 1 head: it must be 0 to 0"):
-        check_index("head", 1, 1, "head", "heads")
-
-
 def captured(m: Model | None = None) -> torch.Tensor:
     """Patterns [layers, H, T, T]."""
     m = m or model()
@@ -138,16 +133,6 @@ def test_a_single_token_has_no_other_to_look_at() -> None:
     assert (choice.layer, choice.head) == (0, 0)
     assert choice.rule == "the first head: there is no other token"
     assert strongest_head(m, m.encode("a"), 0, layer=2, head=1).head == 1
-
-
-def test_what_does_not_exist_is_refused() -> None:
-    m = model()
-    with pytest.raises(ArgumentError, match="layer is 9; there are 3 layers"):
-        strongest_head(m, m.encode(TEXT), 0, layer=9)
-    with pytest.raises(ArgumentError, match="head is 9; there are 4 heads"):
-        strongest_head(m, m.encode(TEXT), 0, head=9)
-    with pytest.raises(ArgumentError, match="query is 99; there are"):
-        strongest_keys(m, m.encode(TEXT), 99)
 
 
 def test_a_key_that_is_given_chooses_the_head() -> None:

@@ -19,10 +19,10 @@ import torch
 from regard import masks
 from regard.errors import ArgumentError, ArgumentTypeError
 from regard.inspect import explain
-from regard.inspect.explain.attention_row import finish_online, online_softmax, softmax, why_masked
+from regard.inspect.explain.attention_row import finish_online, online_softmax, why_masked
 from regard.inspect.explain.captured_run import SiteRecorder
 from regard.inspect.explain.explanation_parts import pool_largest
-from regard.inspect.explain.prepared_run import prepare_run
+from regard.inspect.model_run import prepare_run
 from regard.nn import Attention, HeadProjection, RMSNorm, SeparateQKV
 from regard.positions import Rotary
 from regard.span import Span
@@ -279,11 +279,6 @@ def test_reasons_name_the_term_that_says_no() -> None:
     assert why_masked(masks.Full(), padded, 1, ~none)[1:] == ("", "")
 
 
-def test_a_row_that_sees_nothing_has_weights_of_zero() -> None:
-    found = softmax(np.array([-np.inf, -np.inf]))
-    assert (found.weights.tolist(), found.lse, found.total) == ([0.0, 0.0], -math.inf, 0.0)
-
-
 def test_small_patterns_keep_the_largest_weight() -> None:
     pattern = np.where(np.tri(70, dtype=bool), 0.0, np.nan)[None]
     pattern[0, 69, 3] = 0.9
@@ -351,16 +346,9 @@ def test_a_block_without_attention_is_no_layer() -> None:
 @pytest.mark.parametrize(
     ("mask", "words"),
     [
-        (masks.Window(2, ahead=1), "outside window 2, 1 ahead"),
-        (masks.Chunk(3), "other chunk of 3"),
-        (masks.Dilated(2, 2), "outside the steps of dilated(2, 2)"),
         (~masks.Window(2), "inside window 2"),
-        (~masks.Sinks(3), "inside sinks(3)"),
-        (masks.Document.from_lengths([3, 3]), "other document"),
         (masks.Padding.right([4]), "padding"),
-        (masks.Global((1,)), "not global"),
         (masks.Dense(torch.eye(6, dtype=torch.bool)), "not allowed by the given matrix"),
-        (masks.Strided(2), f"outside {masks.Strided(2)}"),
     ],
 )
 def test_every_mask_has_its_words(mask: masks.Mask, words: str) -> None:

@@ -20,7 +20,7 @@ from regard.errors import ArgumentError, ArgumentTypeError
 from regard.inspect import explain
 from regard.inspect.explain.captured_run import record_run
 from regard.inspect.explain.explanation_parts import QUERIES_PER_CHUNK
-from regard.inspect.explain.prepared_run import PretokenizedInput, prepare_run
+from regard.inspect.model_run import PretokenizedInput, prepare_run
 from regard.inspect.record.recorded_place import Place
 from regard.inspect.report import report
 from regard.models import recurrent
@@ -83,7 +83,7 @@ def test_every_attention_of_an_encoder_decoder_has_its_place() -> None:
     assert [site.place for site in read.sites] == ["encoder.layers.0", "encoder.layers.1", *parts]
     source, target = read.sequences["source"], read.sequences["target"]
     with torch.inference_mode(), Trace("pattern") as trace:
-        read.run()
+        read.call()
     for site in read.sites:
         found = explain(m, TEXT, place=site.place, head=1, query=1, target="the forest")
         expected = trace[f"{site.place}.pattern"][0, 1, 1]

@@ -13,7 +13,7 @@ import torch
 
 from regard.inspect import explain, random_model
 from regard.inspect.explain.head_choice import choose_head
-from regard.inspect.explain.prepared_run import prepare_run
+from regard.inspect.model_run import prepare_run
 from regard.language import LANGUAGES
 from regard.models.text_model import TextModel
 from regard.view.explanation_summary import summary

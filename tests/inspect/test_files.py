@@ -21,7 +21,7 @@ from regard.caches import Quantized, Ring
 from regard.errors import ArgumentError, FileError
 from regard.inspect import Recorder, Recording, load, record, save
 from regard.inspect.record import recording_file
-from regard.inspect.record.mask_and_bias_data import bias_from, mask_from
+from regard.inspect.record.recording_file import bias_from, mask_from
 from regard.nn.variants import VARIANTS
 from regard.span import Span
 from tests.nn.catalogue import example, tokens

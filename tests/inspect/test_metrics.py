@@ -4,7 +4,7 @@ low.
 
 from __future__ import annotations
 
-import math
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -20,7 +20,6 @@ from regard.inspect import (
     repeated_ids,
     sink_share,
 )
-from regard.inspect.metrics import head_metrics
 from tests.inspect.small_model import model
 
 T = 12
@@ -146,39 +145,15 @@ def test_repeated_ids_are_seeded_and_leave_the_global_generator_alone() -> None:
 
 
 @pytest.mark.parametrize(
-    "call, message",
+    "call, words",
     [
-        (
-            lambda: previous_token_score(torch.eye(1)),
-            "pattern has 1 row; this score needs at least 2",
-        ),
-        (lambda: sink_share(torch.eye(4)), "pattern has 4 rows; this score needs at least 5"),
-        (lambda: sink_share(torch.eye(4), first=0), "first is 0; it must be at least 1"),
-        (
-            lambda: induction_score(torch.eye(3), torch.tensor([1, 2, 3])),
-            (
-                "in ids no token occurs twice, far enough apart; "
-                "use ids with repetitions, such as repeated_ids(...)"
-            ),
-        ),
-        (lambda: repeated_ids(0, 1), "repeated_ids(0, 1, batch=4): each number must be at least 1"),
+        (lambda: previous_token_score(torch.eye(1)), "pattern has 1 row"),
+        (lambda: sink_share(torch.eye(4)), "at least 5"),
+        (lambda: sink_share(torch.eye(4), first=0), "first is 0"),
+        (lambda: induction_score(torch.eye(3), torch.tensor([1, 2, 3])), "no token occurs twice"),
+        (lambda: repeated_ids(0, 1), "at least 1"),
     ],
 )
-def test_what_cannot_be_scored_is_refused(call: object, message: str) -> None:
-    assert callable(call)
-    with pytest.raises(ArgumentError) as caught:
+def test_what_cannot_be_scored_is_refused(call: Callable[[], object], words: str) -> None:
+    with pytest.raises(ArgumentError, match=words):
         call()
-    assert str(caught.value) == message
-
-
-def test_shapes_that_do_not_fit_are_refused() -> None:
-    """The annotations say so first under pytest; without them the functions do."""
-
-    with pytest.raises(ArgumentError, match=r"pattern is \(2, 3\); it must be \[..., T, T\]"):
-        head_metrics._check_pattern(torch.zeros(2, 3), least=1)
-    with pytest.raises(
-        ArgumentError,
-        match=r"ids are \(2,\); the pattern has 3 rows, and there must be one id for each",
-    ):
-        head_metrics._check_pattern(torch.eye(3), least=1, ids=torch.tensor([1, 1]))
-    assert math.isfinite(previous_token_score(torch.eye(3)).item())

@@ -9,7 +9,7 @@ import tokenizers
 import torch
 
 import regard
-from regard.inspect.metrics import TextFit, measure_text_fit, warn_about_text
+from regard.inspect.metrics.text_fit import TextFit, measure_text_fit, warn_about_text
 from regard.models.families import family
 from regard.models.text_encoder import TextEncoder
 from regard.models.tokenizer import Tokenizer

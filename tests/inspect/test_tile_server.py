@@ -21,7 +21,7 @@ import pytest
 import regard
 from regard.errors import ArgumentError
 from regard.inspect import Recording
-from regard.view.page import catalogue, content_policy, tile_page
+from regard.view.page import content_policy, tile_page
 
 starlette = pytest.importorskip("starlette")
 pytest.importorskip("httpx2")
@@ -299,21 +299,6 @@ def test_hostile_tokens_travel_as_escaped_json(recording: Recording) -> None:
     assert texts[0] == hostile[0], "markup is data here; the page inserts it as text"
     assert texts[1] == "‹202E›tfel"
     assert "\x00" not in texts[2]
-
-
-def test_the_pages_sentences_exist_in_both_languages() -> None:
-    en, zh = catalogue("en"), catalogue("zh")
-    assert sorted(en) == sorted(zh)
-    placeholders = re.compile(r"\{(\w+)\}")
-    for key, sentence in en.items():
-        assert sorted(placeholders.findall(sentence)) == sorted(placeholders.findall(zh[key]))
-    page = tile_page()
-    script = page[page.index("<script>") :]
-    named = set(re.findall(r'"(live\.[a-z_]+)"', script))
-    assert named <= set(en)
-    beginnings = tuple(re.findall(r"`(live\.[a-z_]*)\$\{", script))
-    live = {key for key in en if key.startswith("live.") and not key.endswith("_title")}
-    assert [key for key in live - named if not key.startswith(beginnings)] == []
 
 
 def test_two_recordings_are_served_one_after_the_other(recording: Recording) -> None:

@@ -147,22 +147,6 @@ def test_every_tile_is_a_dense_softmax_and_every_level_sums_to_one(mask: str, ex
     assert sums.mass.shape == (1, 1)
 
 
-@pytest.mark.full(keep=1)
-@pytest.mark.parametrize("name", HEADS)
-def test_some_tiles_of_every_head(name: str) -> None:
-    H, G = HEADS[name]
-    found, q, k, _ = recorded(H, G, "causal", "none")
-    for head in range(H):
-        right = dense(q, k, "causal", "none", head, H // G)
-        for rows, columns in (
-            (slice(0, 64), slice(0, 64)),
-            (slice(1900, T), slice(1000, 1300)),
-            (slice(T - 1, T), slice(0, T)),
-        ):
-            got = found.weights(0, head, rows, columns)
-            assert float((got - right[rows, columns]).abs().max()) <= BAR
-
-
 @pytest.mark.parametrize("form", ["expand", "absorb"])
 def test_latent_attention_in_both_forms(form: str) -> None:
     """MLA: the keys of all heads, or the latents; the pattern is that of the formula written out on

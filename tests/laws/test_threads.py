@@ -34,7 +34,7 @@ from regard.caches.quantization import LazyDequantizedTensor
 from regard.files import atomic_write
 from regard.inspect import Recorder
 from regard.inspect.explain import captured_run, layer_stages
-from regard.inspect.explain.prepared_run import prepare_run
+from regard.inspect.model_run import prepare_run
 from regard.models.checkpoint.tensors import CheckpointTensors
 from regard.models.tokenizer import Tokenizer
 from regard.nn.projections import dynamic_rotary
@@ -679,7 +679,7 @@ def test_hooks_hear_their_own_thread_only(model: Any) -> None:
     def interrupt(*_: Any) -> None:
         if turns:
             turns.clear()
-            in_another(lambda: prepare_run(model, "something else altogether").run())
+            in_another(lambda: prepare_run(model, "something else altogether").call())
 
     handle = read.last.register_forward_pre_hook(interrupt)
     try:

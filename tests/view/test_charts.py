@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 
+from benchmarks.render import RatioBar, RatioBars
 from regard.view import palette, plotting
 from regard.view.charts import (
     Accuracy,
@@ -19,8 +20,6 @@ from regard.view.charts import (
     Line,
     Panels,
     Picture,
-    RatioBar,
-    RatioBars,
     Scatter,
     ScatterPoint,
     accuracy_chart,

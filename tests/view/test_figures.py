@@ -28,8 +28,7 @@ from docs.figures import causal_pattern as causal_figure
 from regard.biases import alibi_slopes
 from regard.language import LANGUAGES, use_language
 from regard.view.charts import Picture
-from regard.view.heads_figure import MaskPanels
-from regard.view.heatmaps import HeadWeights
+from regard.view.heatmaps import HeadWeights, MaskPanels
 from tests.golden import ENTRIES
 
 IMAGES = Path(__file__).parents[2] / "docs" / "images"

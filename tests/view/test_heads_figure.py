@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from regard.view.charts import svg
-from regard.view.heads_figure import CachedHeads, HeadsFigure, MaskFigure
+from regard.view.heatmaps import CachedHeads, HeadsFigure, MaskFigure
 
 FOUR = (
     CachedHeads("MHA", 32, 32, 8192),

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 import regard
+from benchmarks.render import RatioBar, RatioBars
 from regard.errors import FileError
 from regard.view import charts, heatmaps, palette, plotting
 from regard.view.charts import (
@@ -21,8 +22,6 @@ from regard.view.charts import (
     Chart,
     Line,
     Picture,
-    RatioBar,
-    RatioBars,
     Scatter,
     ScatterPoint,
 )

@@ -175,8 +175,10 @@ def test_search_takes_text_and_patterns() -> None:
     tokens = ["The", "·cat", "the", "·c", "(", "C++"]
     ask = "panels.search(given.tokens, given.text)"
     assert node(ask, tokens=tokens, text="the") == [0, 2]
-    assert node(ask, tokens=tokens, text="/^the$/") == [2]
-    assert node(ask, tokens=tokens, text="/^THE$/i") == [0, 2]
+    assert node(ask, tokens=tokens, text="/^the$/") == [0, 2]
+    assert node(ask, tokens=tokens, text="/^THE$/u") == []
+    assert node(ask, tokens=tokens, text="E·Ca") == [0], "across tokens"
+    assert node(ask, tokens=tokens, text="/e.c|\\(c/") == [0, 2, 4]
     assert node(ask, tokens=tokens, text="(") == [4]
     assert node(ask, tokens=tokens, text="/(/") is None
     assert node(ask, tokens=tokens, text="") == []

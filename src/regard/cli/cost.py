@@ -447,7 +447,7 @@ def _show_mechanisms(
     rows = mechanism_costs(names.split(","), base, setting, machine, count_layer=_count_layer)
     if plot is not None or html is not None:
         from regard.view import charts
-        from regard.view.cost_page import mechanisms_html
+        from regard.view.cost_text import mechanisms_html
 
         contexts = contexts_within_positions(parse_context_range(DEFAULT_RANGE), base.model)
         lines = {row.label: sweep(row.report.model, setting, contexts, machine) for row in rows}

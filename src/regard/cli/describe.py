@@ -115,7 +115,7 @@ def _draw(
     """Write the figure of a mechanism: its heads and cache, or its mask."""
     from regard.cli.options import check_files
     from regard.view.charts import write
-    from regard.view.heads_figure import CachedHeads, HeadsFigure, MaskFigure
+    from regard.view.heatmaps import CachedHeads, HeadsFigure, MaskFigure
 
     check_files({}, pictures={"--figure": path})
     mask = getattr(module, "mask", None)

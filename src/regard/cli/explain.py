@@ -6,8 +6,9 @@ from __future__ import annotations
 
 import json as json_format
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import typer
 
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from regard.inspect import Explanation
-    from regard.inspect.explain.prepared_run import PreparedRun
+    from regard.inspect.model_run import ModelRun
 
 EPILOG = (
     'For example: regard explain "a fluffy blue creature roamed the verdant forest" --query '
@@ -50,6 +51,81 @@ MAX_TOKENS = 1 << 14
 """The maximum number of tokens of a text; a small model takes half a minute for that many."""
 
 
+@dataclass(frozen=True)
+class Row:
+    """The options that say which query, key and head are explained."""
+
+    layer: int | None = option(
+        "Layer, from 0; negative numbers count from the end.",
+        shown="chosen by the weights",
+        panel=WHERE,
+    )
+    head: int | None = option(
+        "Query head, from 0; negative numbers count from the end.",
+        shown="chosen by the weights",
+        panel=WHERE,
+    )
+    query: str = option(
+        "Query token: its index (-1 is the last token), or a word of the text, which means "
+        "its last token.",
+        default="-1",
+        panel=WHERE,
+    )
+    key: str | None = option(
+        "Key token, named as for --query.",
+        shown="the key with the largest weight, not the query",
+        panel=WHERE,
+    )
+    place: str | None = option(
+        "Attention module, by its path such as decoder.layers.0.cross, instead of --layer.",
+        shown="by --layer",
+        panel=WHERE,
+    )
+    call: str | None = option(
+        "Which call of the module, if it computes attention several times (branches, passes): "
+        "a name or a number.",
+        shown="the one with the largest weight",
+        panel=WHERE,
+    )
+    target: str | None = option(
+        "Target text of an encoder-decoder.", shown="the text that it generates", panel=WHERE
+    )
+
+
+@dataclass(frozen=True)
+class Output:
+    """The options that say how an explanation is shown."""
+
+    html: Path | None = option(
+        "Write one self-contained HTML page to this file, instead of printing text.", panel=OUT
+    )
+    lang: str | None = LANG
+    beside: str | None = option("Another text to compare with on the page (--html).", panel=OUT)
+    beside_model: str | None = option(
+        "Another model to compare with on the page (--html): a name or a folder.",
+        shown="the same model",
+        panel=OUT,
+    )
+    figure: Path | None = option(
+        "Draw the head's attention pattern and the query's row to this .svg, .png or .pdf file.",
+        panel=OUT,
+    )
+    json: bool = JSON
+    full: bool = option(
+        "Print every step with all numbers, instead of one screen.",
+        "--full",
+        default=False,
+        panel=OUT,
+    )
+    list_heads: bool = option(
+        "List the key with the largest weight in every head for this query, and exit.",
+        "--list",
+        default=False,
+        panel=OUT,
+    )
+    color: bool | None = COLOR
+
+
 @grouped
 def explain(
     text: str | None = argument(
@@ -58,41 +134,8 @@ def explain(
         metavar="TEXT",
     ),
     file: str | None = TEXT_FILE,
-    layer: int | None = option(
-        "Layer, from 0; negative numbers count from the end.",
-        shown="chosen by the weights",
-        panel=WHERE,
-    ),
-    head: int | None = option(
-        "Query head, from 0; negative numbers count from the end.",
-        shown="chosen by the weights",
-        panel=WHERE,
-    ),
-    query: str = option(
-        "Query token: its index (-1 is the last token), or a word of the text, which means "
-        "its last token.",
-        default="-1",
-        panel=WHERE,
-    ),
-    key: str | None = option(
-        "Key token, named as for --query.",
-        shown="the key with the largest weight, not the query",
-        panel=WHERE,
-    ),
-    place: str | None = option(
-        "Attention module, by its path such as decoder.layers.0.cross, instead of --layer.",
-        shown="by --layer",
-        panel=WHERE,
-    ),
-    call: str | None = option(
-        "Which call of the module, if it computes attention several times (branches, passes): "
-        "a name or a number.",
-        shown="the one with the largest weight",
-        panel=WHERE,
-    ),
-    target: str | None = option(
-        "Target text of an encoder-decoder.", shown="the text that it generates", panel=WHERE
-    ),
+    *,
+    row: Row,
     model: str = SOURCE,
     attention: str | None = option(
         "Explain this mechanism of the catalogue (regard describe) with random weights, "
@@ -109,35 +152,7 @@ def explain(
         metavar="PACKAGE.MODULE:FUNCTION",
     ),
     batch: int = option("Row of the batch of --module.", default=0, panel=MODULE, min=0),
-    html: Path | None = option(
-        "Write one self-contained HTML page to this file, instead of printing text.", panel=OUT
-    ),
-    lang: str | None = LANG,
-    beside: str | None = option("Another text to compare with on the page (--html).", panel=OUT),
-    beside_model: str | None = option(
-        "Another model to compare with on the page (--html): a name or a folder.",
-        shown="the same model",
-        panel=OUT,
-    ),
-    figure: Path | None = option(
-        "Draw the head's attention pattern and the query's row to this .svg, .png or .pdf file.",
-        panel=OUT,
-    ),
-    json: bool = JSON,
-    full: bool = option(
-        "Print every step with all numbers, instead of one screen.",
-        "--full",
-        default=False,
-        panel=OUT,
-    ),
-    list_heads: bool = option(
-        "List the key with the largest weight in every head for this query, and exit.",
-        "--list",
-        default=False,
-        panel=OUT,
-    ),
-    color: bool | None = COLOR,
-    *,
+    output: Output,
     reading: PromptOptions,
     load_options: LoadOptions,
 ) -> None:
@@ -150,71 +165,52 @@ def explain(
     on the key. If --key is not given either, the largest weight on any key counts, except on the
     first token, the query and its neighbours.
     """
-    check_files({"--html": html}, pictures={"--figure": figure})
-    if html is None and (beside or beside_model):
+    check_files({"--html": output.html}, pictures={"--figure": output.figure})
+    if output.html is None and (output.beside or output.beside_model):
         raise usage_error("--beside", "compares two runs on the page; add --html FILE")
+    if row.place is not None and row.layer is not None:
+        raise usage_error("--place", "already names the layer; leave --layer out")
+    flags = [*reading.flags_given(), *load_options.flags_given()]
     if module is not None:
-        others: dict[str, Any] = {
-            "TEXT": text,
-            "--file": file,
-            "--target": target,
-            "--call": call,
-            "--attention": attention,
-        }
-        others |= {"--set": settings, "--seed": seed, "--model": model != "tiny"}
-        others |= {"--beside": beside, "--beside-model": beside_model}
-        flags = [*reading.flags_given(), *load_options.flags_given()]
-        _check_alone(others | dict.fromkeys(flags, True))
-        if place is not None and layer is not None:
-            raise usage_error("--place", "already names the place; leave --layer out")
-        place_or_layer = place if place is not None else layer
-        choice = _RowChoice(query, key, place_or_layer, head, batch)
-        _explain_module(module, choice, html, figure, lang, json, list_heads, color, full=full)
+        others: dict[str, Any] = {"TEXT": text, "--file": file, "--attention": attention}
+        others |= {"--target": row.target, "--call": row.call, "--set": settings, "--seed": seed}
+        others |= {"--beside": output.beside, "--beside-model": output.beside_model}
+        others |= {"--model": model != "tiny"} | dict.fromkeys(flags, True)
+        _check_alone(others)
+        _explain_module(module, row, batch, output)
         return
     prompt = reading.prompt(text, file)
     if batch:
         raise usage_error("--batch", "applies to --module only; leave it out")
-    flags = [*reading.flags_given(), *load_options.flags_given()]
     check_options(attention, model, {"--set": settings, "--seed": seed}, flags)
     with working("running the model", len(prompt)):
         if attention is not None:
-            run = mechanism(attention, prompt, settings, seed, target)
+            run = mechanism(attention, prompt, settings, seed, row.target)
         else:
-            run = read_text(prompt, model, load_options, target=target, reading=reading)
-    target_head = ExplainTarget(run, query, key, layer, head, place)
-    if list_heads:
-        print_heads(target_head, json, console_of(color), lang)
+            run = read_text(prompt, model, load_options, target=row.target, reading=reading)
+    target = ExplainTarget(run, row)
+    if output.list_heads:
+        print_heads(target, output.json, console_of(output.color), output.lang)
         return
-    explanation = target_head.explained(call)
+    explanation = target.explained()
     beside_run = None
-    if beside or beside_model:
-        if beside and reading.messages:
+    if output.beside or output.beside_model:
+        if output.beside and reading.messages:
             raise usage_error("--beside", "is another text than --messages; give one of them")
         # --revision, --allow-missing, --ignore and --finite apply to the folder of --model only
         plain = LoadOptions(load_options.dtype, load_options.device)
         beside_run = read_text(
-            reading.prompt(beside, None) if beside else prompt,
-            beside_model or model,
-            plain if beside_model else load_options,
-            target=target,
+            reading.prompt(output.beside, None) if output.beside else prompt,
+            output.beside_model or model,
+            plain if output.beside_model else load_options,
+            target=row.target,
             reading=reading,
         )
 
     def page_of(data: dict[str, Any]) -> str:
-        return page(explanation, run, data, lang, beside_run)
+        return page(explanation, run, data, output.lang, beside_run)
 
-    shown = _Shown(html, figure, json, color, full, lang)
-    _write_output(explanation, page_of, shown)
-
-
-class _RowChoice(NamedTuple):
-    """Which row of a user's module is explained, as the options say it."""
-
-    query: str
-    key: str | None
-    place: str | int | None
-    head: int | None
-    batch: int
+    _write_output(explanation, page_of, output)
 
 
 def _check_alone(others: dict[str, Any]) -> None:
@@ -227,57 +223,34 @@ def _check_alone(others: dict[str, Any]) -> None:
             )
 
 
-def _explain_module(
-    name: str,
-    choice: _RowChoice,
-    html: Path | None,
-    figure: Path | None,
-    lang: str | None,
-    json: bool,
-    list_places: bool,
-    color: bool | None,
-    *,
-    full: bool,
-) -> None:
+def _explain_module(name: str, row: Row, batch: int, output: Output) -> None:
     """Explain a row of a module of the user's own, or list its places."""
     from regard.cli import _module
     from regard.text_table import format_table
 
-    query, key = _index_or_word(choice.query), choice.key and _index_or_word(choice.key)
+    query, key = _index_or_word(row.query), row.key and _index_or_word(row.key)
     run = _module.run_module(name)
-    if list_places:
+    if output.list_heads:
         places = _module.list_places(run)
         rows = [[*places[0]], *([str(x) for x in place.values()] for place in places)]
         table = escape_controls(format_table(rows), keep="\n")
-        typer.echo(json_format.dumps(places) if json else table)
+        typer.echo(json_format.dumps(places) if output.json else table)
         return
-    target = _module.choose_module_head(run, query, key, choice.place, choice.head, choice.batch)
-    explanation = _module.explain_module(run, target, query, key, choice.batch)
+    place = row.place if row.place is not None else row.layer
+    target = _module.choose_module_head(run, query, key, place, row.head, batch)
+    explanation = _module.explain_module(run, target, query, key, batch)
 
     def page_of(data: dict[str, Any]) -> str:
-        return _module.module_page(run, explanation, data, lang, choice.batch)
+        return _module.module_page(run, explanation, data, output.lang, batch)
 
-    shown = _Shown(html, figure, json, color, full, lang)
-    _write_output(explanation, page_of, shown)
-
-
-class _Shown(NamedTuple):
-    """How an explanation is shown, as the options say it."""
-
-    html: Path | None
-    figure: Path | None
-    json: bool
-    color: bool | None
-    full: bool
-    lang: str | None
+    _write_output(explanation, page_of, output)
 
 
 def _write_output(
-    explanation: Explanation, page_of: Callable[[dict[str, Any]], str], shown: _Shown
+    explanation: Explanation, page_of: Callable[[dict[str, Any]], str], output: Output
 ) -> None:
     """Write the page and the figure if they were requested; print JSON or the text."""
-    html, figure, json, color, full, lang = shown
-    data = explanation.as_dict()
+    data, html, figure = explanation.as_dict(), output.html, output.figure
     if html is not None:
         from regard.view.html_page import write
 
@@ -285,26 +258,24 @@ def _write_output(
         typer.echo(
             f"{escape_controls(str(html))}: {units.size(size)}, layer {explanation.layer}, head "
             f"{explanation.head}",
-            err=json,
+            err=output.json,
         )
     if figure is not None:
         from regard.view.heatmaps import draw_explanation
 
-        typer.echo(
-            f"{escape_controls(str(figure))}: {units.size(draw_explanation(data, figure))}",
-            err=json,
-        )
-    if json:
+        size = draw_explanation(data, figure)
+        typer.echo(f"{escape_controls(str(figure))}: {units.size(size)}", err=output.json)
+    if output.json:
         typer.echo(json_format.dumps(data, allow_nan=False))
     elif html is None and figure is None:
         from regard.language import language
         from regard.view.explanation_summary import show_summary
         from regard.view.explanation_text import show
 
-        if full:
-            show(data, console_of(color))
+        if output.full:
+            show(data, console_of(output.color))
         else:
-            show_summary(data, console_of(color), lang or language())
+            show_summary(data, console_of(output.color), output.lang or language())
 
 
 def read_text(
@@ -314,14 +285,14 @@ def read_text(
     *,
     target: str | None = None,
     reading: PromptOptions | None = None,
-) -> PreparedRun:
+) -> ModelRun:
     """Run the model of a folder, of a name, or of a trained task on the text, and return the
     recorded run.
     """
     from dataclasses import replace
 
-    from regard.inspect.explain.prepared_run import prepare_run
     from regard.inspect.metrics.text_fit import warn_about_text
+    from regard.inspect.model_run import prepare_run
     from regard.language import translate
 
     if (Path(source) / "task.json").exists():
@@ -332,7 +303,7 @@ def read_text(
         return _run_task_model(text, source, target)
     model = load(source, LoadOptions() if load_options is None else load_options)
     prompt = text if reading is None else reading.read(model, [text])[0]
-    run_on_text = prepare_run(model, prompt, target)
+    run_on_text = prepare_run(model, prompt, target, last=1)
     _check_length(run_on_text)
     if isinstance(prompt, str) and (warning := warn_about_text(model, prompt)):
         typer.echo(translate("note: {note}", note=warning), err=True)
@@ -341,7 +312,7 @@ def read_text(
 
 def mechanism(
     name: str, text: str, settings: Sequence[str] | None, seed: int, target: str | None
-) -> PreparedRun:
+) -> ModelRun:
     """Run a mechanism of the catalogue with random weights on the text, and return the recorded
     run.
     """
@@ -354,7 +325,7 @@ def mechanism(
     return run
 
 
-def _check_length(run: PreparedRun) -> None:
+def _check_length(run: ModelRun) -> None:
     """Raise an error for a text that is too long, before the network runs."""
     longest = max(len(side.ids) for side in run.sequences.values())
     if longest > MAX_TOKENS:
@@ -394,11 +365,11 @@ def check_options(
         )
 
 
-def _run_task_model(text: str, folder: str, target: str | None) -> PreparedRun:
+def _run_task_model(text: str, folder: str, target: str | None) -> ModelRun:
     """Run a model that `regard train --task` has trained on a text, and return the recorded run."""
     import torch
 
-    from regard.inspect.explain.prepared_run import PretokenizedInput, prepare_run
+    from regard.inspect.model_run import PretokenizedInput, prepare_run
     from regard.train.tasks.evaluate import Seq2SeqModel, generate_ids
     from regard.train.tasks.task import BOS, EOS, SPECIAL
     from regard.train.tasks.task_training import load as load_task
@@ -435,25 +406,19 @@ class ExplainTarget:
     the others.
     """
 
-    def __init__(
-        self,
-        read: PreparedRun,
-        query: str,
-        key: str | None,
-        layer: int | None,
-        head: int | None,
-        place: str | None,
-    ) -> None:
+    def __init__(self, read: ModelRun, row: Row) -> None:
         from regard.inspect import Choice, check_index
         from regard.inspect.explain.head_choice import choose_head, find_token
 
-        self.read, self.place, self.key = read, place, None
-        if place is not None and layer is not None:
-            raise usage_error("--place", "already names the layer; leave --layer out")
+        self.read, self.place, self.call, self.key = read, row.place, row.call, None
+        layer, head, place = row.layer, row.head, row.place
         site = read.site(place=place) if place else read.main_sites[0]
-        self.query_index = find_token(read.sequences[site.query_sequence], _index_or_word(query))
-        if key is not None:
-            self.key = find_token(read.sequences[site.key_sequence], _index_or_word(key), "key")
+        self.query_index = find_token(
+            read.sequences[site.query_sequence], _index_or_word(row.query)
+        )
+        if row.key is not None:
+            keys = read.sequences[site.key_sequence]
+            self.key = find_token(keys, _index_or_word(row.key), "key")
         if layer is not None:
             layer = check_index("layer", layer, len(read.main_sites), "layer", "layers")
         if head is not None and (layer is not None or place is not None):
@@ -463,7 +428,7 @@ class ExplainTarget:
                 read, self.query_index, layer=layer, head=head, place=place, key=self.key
             )
 
-    def explained(self, call: str | None) -> Explanation:
+    def explained(self) -> Explanation:
         """Return the explanation, with the rule by which the head was chosen."""
         from dataclasses import replace
 
@@ -477,18 +442,18 @@ class ExplainTarget:
             head=self.choice.head,
             query=self.query_index,
             # the key that chose the head, unless one was given, or a call that may lack it
-            key=self.choice.key if self.key is None and call is None else self.key,
-            call=call,
+            key=self.choice.key if self.key is None and self.call is None else self.key,
+            call=self.call,
         )
         return replace(explanation, where=replace(explanation.where, chosen_by=self.choice.rule))
 
 
 def page(
     explanation: Explanation,
-    read: PreparedRun,
+    read: ModelRun,
     data: dict[str, object],
     lang: str | None,
-    beside: PreparedRun | None,
+    beside: ModelRun | None,
 ) -> str:
     """Return the page with a recording of the whole run, opened at the explained query, and
     optionally another run to compare with.

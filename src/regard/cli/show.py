@@ -107,7 +107,7 @@ def _draw(path: Path, mask: Mask, q: Span, k: Span) -> None:
     """Write the figure of a mask for its first batch row and head."""
     from regard.cli.options import check_files
     from regard.view.charts import write
-    from regard.view.heads_figure import MaskFigure
+    from regard.view.heatmaps import MaskFigure
 
     if max(q.length, k.length) > MAX_FIGURE:
         raise usage_error(

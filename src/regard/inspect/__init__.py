@@ -1,33 +1,35 @@
 """Look inside a model, and change what it computes: record, explain, measure, patch."""
 
 from regard.audit import Audit, Finding, audit
-from regard.inspect.explain.explain import MAX_PATTERN_TOKENS, explain
+from regard.inspect.explain.explain import explain
 from regard.inspect.explain.explanation import ComputationStep, Explanation
+from regard.inspect.explain.explanation_parts import MAX_PATTERN_TOKENS
 from regard.inspect.explain.head_choice import Choice, find_query, strongest_head, strongest_keys
-from regard.inspect.explain.prepared_run import PretokenizedInput, check_index
 from regard.inspect.explain.random_model import random_model
 from regard.inspect.interventions.attribution import attribute, logit_lens, name_mover_scores
 from regard.inspect.interventions.effect_table import EffectTable
-from regard.inspect.interventions.model_run import taps
 from regard.inspect.interventions.patching import Receiver, ablate, patch
 from regard.inspect.interventions.rollout import rollout
-from regard.inspect.metrics import (
+from regard.inspect.metrics.head_metrics import (
+    duplicate_score,
+    entropy,
+    induction_score,
+    previous_token_score,
+    repeated_ids,
+    sink_share,
+)
+from regard.inspect.metrics.measure import (
+    CorpusMeasures,
     Measures,
     Sampled,
     compare,
-    duplicate_score,
-    entropy,
     head_scores,
-    induction_score,
     keys_for,
     measure,
-    previous_token_score,
     redundancy,
-    repeated_ids,
     retrieval_score,
-    sink_share,
 )
-from regard.inspect.metrics.measure import CorpusMeasures
+from regard.inspect.model_run import PretokenizedInput, check_index, taps
 from regard.inspect.record.export import export, widget
 from regard.inspect.record.record_model import record
 from regard.inspect.record.recorded_place import Place

@@ -428,59 +428,6 @@ class Scatter:
             )
 
 
-@dataclass(frozen=True)
-class RatioBar:
-    """The time of another implementation divided by that of regard; above 1 is slower."""
-
-    label: str
-    ratio: float
-    words: str
-
-
-@dataclass(frozen=True)
-class RatioBars:
-    """Bars of times divided by that of regard, which start at 1 on a logarithmic axis."""
-
-    bars: Sequence[RatioBar]
-    title: str
-
-    def draw(self) -> Drawing:
-        """Return the figure, with a row for each bar."""
-        ratios = [bar.ratio for bar in self.bars]
-        labels = [escape_controls(bar.label) for bar in self.bars]
-        left = 24 + plotting.LETTER_WIDTH * max(map(cell_len, labels))
-        figure = plotting.new_figure(left + 560, 110 + 22 * len(ratios))
-        axes = plotting.new_axes(figure, left, 130, 44, 60)
-        axes.grid(axis="x", color=palette.LIGHT["line"], linewidth=1)
-        axes.grid(visible=False, axis="y")
-        plotting.write_at(figure, 16, 26, self.title, role="ink", size=14)
-        places = range(len(ratios))
-        # bars start at 1, the time of regard, because a logarithmic axis has no 0
-        axes.barh(places, [x - 1 for x in ratios], left=1, color=palette.LIGHT["soft"], height=0.66)
-        for place, bar in enumerate(self.bars):
-            axes.annotate(
-                escape_controls(bar.words),
-                (max(bar.ratio, 1), place),
-                (6, 0),
-                textcoords="offset points",
-                va="center",
-                fontsize=12,
-                color=palette.LIGHT["ink"],
-                annotation_clip=False,
-            )
-        axes.axvline(1, color=palette.LIGHT["q"], linewidth=2)
-        axes.set_yticks(places, labels, color=palette.LIGHT["ink"], fontsize=12)
-        axes.set_ylim(len(ratios) - 0.4, -0.6)
-        set_scale(axes, "x", [0.8, 1.25, *ratios], "ratio", log=True)
-        axes.set_xlabel(
-            "time divided by the time of regard; larger is slower",
-            fontsize=13,
-            color=palette.LIGHT["soft"],
-            labelpad=8,
-        )
-        return Drawing(figure)
-
-
 def context_charts(rows: Mapping[str, Sequence[Mapping[str, Any]]], title: str) -> Panels:
     """Return charts of cache size and cost of a decoded token over the context.
 

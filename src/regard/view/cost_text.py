@@ -1,11 +1,13 @@
-"""The text of `regard cost`: parameters by part, costs of a context, and bounds on a machine."""
+"""The text of `regard cost`: parameters by part, costs of a context, and bounds on a machine; and
+the page of a table of mechanisms.
+"""
 
 from __future__ import annotations
 
 import json as json_format
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from regard import units
 from regard.configs.published import PUBLISHED_MODELS, model_of
@@ -28,6 +30,9 @@ from regard.cost.softmax import SoftmaxSpec
 from regard.cost.sweep import COMPARED_FIGURES, best_times
 from regard.language import Phrase, translate, translate_count
 from regard.text_table import format_table, line_width, wrap
+
+if TYPE_CHECKING:
+    from regard.view.charts import Chart
 
 SUGGESTED, EVIDENCE = "sizes that were not given", "what is published about quality"
 """The titles of two parts of a table of mechanisms."""
@@ -601,4 +606,44 @@ def listing(*, json: bool) -> str:
                 ]
             ),
         ]
+    )
+
+
+def mechanisms_html(
+    rows: Sequence[MechanismCost], machine: Machine | None, chart: Chart, model_sizes: str = ""
+) -> str:
+    """Return the page of a table of mechanisms: tables, chart, suggested sizes, evidence."""
+    from regard.view.html_page import Section, page
+
+    sections = [
+        Section(title, heads=table[0], rows=table[1:], numbers=True)
+        for title, table in mechanism_tables(rows, machine).items()
+    ]
+    sections.append(Section(translate("over the context"), pictures=[chart]))
+    if sizes := suggested_sizes(rows, model_sizes):
+        sections.append(
+            Section(
+                translate_title(SUGGESTED),
+                heads=(translate_title("mechanism"), translate("sizes")),
+                rows=sizes,
+            )
+        )
+    evidence = [(row.label, quoted_evidence(row)) for row in rows]
+    sections.append(
+        Section(
+            translate_title(EVIDENCE),
+            heads=(translate_title("mechanism"), translate("finding")),
+            rows=evidence,
+        )
+    )
+    source = {} if machine is None else {translate("machine"): f"{machine.name}: {machine.source}"}
+    return page(
+        translate("The cost of attention mechanisms"),
+        mechanisms_title(rows, machine),
+        source,
+        "",
+        sections,
+        [translate("Times are lower bounds: full bandwidth or full rate, whichever takes longer.")]
+        if machine
+        else [],
     )

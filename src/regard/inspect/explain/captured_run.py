@@ -19,7 +19,7 @@ from torch.utils.hooks import RemovableHandle
 
 from regard.caches.cross_layer import split_first_values
 from regard.inspect.explain.explanation import Array
-from regard.inspect.explain.prepared_run import AttentionSite, PreparedRun
+from regard.inspect.model_run import AttentionSite, ModelRun
 from regard.inspect.record.recorded_place import PatternBlock, Place
 from regard.inspect.record.recorder import Recorder
 from regard.inspect.record.recording import Recording
@@ -169,20 +169,20 @@ class SiteRecorder(Recorder):
             super().on_attention_call(call, result, kernel)
 
 
-def record_sites(run: PreparedRun, sites: Sequence[AttentionSite]) -> CapturedRun:
+def record_sites(run: ModelRun, sites: Sequence[AttentionSite]) -> CapturedRun:
     """Run the network once, and record the attention calls at some sites."""
     with torch.inference_mode(), SiteRecorder(sites) as recorder:
-        run.run()
+        run.call()
     return CapturedRun(recorder.recording())
 
 
-def record_run(run: PreparedRun) -> Recording:
+def record_run(run: ModelRun) -> Recording:
     """Run the network once, and record every softmax attention call, for pages and files."""
     recorder = Recorder()
     recorder.missing = "ignore"  # the page and the file raise an error for an empty recording
     with torch.inference_mode(), recorder:
-        run.run()
-    sequence, source_sequence = run.sequences[run.predicted_sequence], run.sequences.get("source")
+        run.call()
+    sequence, source_sequence = run.sequences[run.predicted], run.sequences.get("source")
     recording = recorder.recording(
         ids=torch.tensor([sequence.ids]), pieces=sequence.pieces, model=run.name, text=run.text
     )
@@ -192,16 +192,16 @@ def record_run(run: PreparedRun) -> Recording:
     return replace(recording, source_ids=ids, source_pieces=source_sequence.pieces)
 
 
-def capture_site(run: PreparedRun, site: AttentionSite) -> CapturedRun:
+def capture_site(run: ModelRun, site: AttentionSite) -> CapturedRun:
     """Run the network twice: with the tensors of one site kept, and without any recording."""
     recorded_states: dict[str, list[Tensor]] = {}
     with torch.inference_mode(), ExitStack() as hooks:
         for handle in _hooks(run, site, recorded_states):
             hooks.callback(handle.remove)
         with SiteRecorder((site,), site) as recorder:
-            output = run.run()
+            output = run.call()
         hooks.close()
-        difference = float((run.run().double() - output.double()).abs().max())
+        difference = float((run.call().double() - output.double()).abs().max())
     hidden = {name: torch.cat(parts, 1)[0] for name, parts in recorded_states.items()}
     taps = {name: _tap_over_calls(recorder, f"{site.place}.{name}") for name in TAPS}
     return CapturedRun(
@@ -224,7 +224,7 @@ def _tap_over_calls(recorder: SiteRecorder, name: str) -> Tensor | None:
 
 
 def _hooks(
-    run: PreparedRun, site: AttentionSite, recorded_states: dict[str, list[Tensor]]
+    run: ModelRun, site: AttentionSite, recorded_states: dict[str, list[Tensor]]
 ) -> list[RemovableHandle]:
     """Register hooks that keep the inputs and outputs of the modules around a site."""
     attention, thread = site.attention, get_ident()
@@ -244,9 +244,9 @@ def _hooks(
         keep("first_values", None if first is None else first.values)
 
     hooks.append(attention.register_forward_pre_hook(keep_inputs, with_kwargs=True))
-    hooks.append(run.last.register_forward_hook(_after(keep, "last")))
-    if run.embed is not None:
-        hooks.append(run.embed.register_forward_hook(_after(keep, "embedding")))
+    for module, name in ((run.last, "last"), (run.embed, "embedding")):
+        if module is not None:
+            hooks.append(module.register_forward_hook(_after(keep, name)))
     if site.residual_path is not None:
         hooks.append(
             site.residual_path.register_forward_pre_hook(lambda _, args: keep("entering", args[0]))

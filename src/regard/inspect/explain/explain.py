@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from regard.errors import ArgumentError
+from regard.errors import ArgumentError, ArgumentTypeError
 from regard.inspect.explain.attention_row import (
     Checks,
     KernelRow,
@@ -53,20 +53,25 @@ from regard.inspect.explain.explanation_parts import (
     input_chain,
     row_cost,
 )
-from regard.inspect.explain.head_choice import KEY_RULE, find_token
+from regard.inspect.explain.head_choice import find_token, strongest_key
 from regard.inspect.explain.layer_stages import summarize_layer
-from regard.inspect.explain.prepared_run import (
+from regard.inspect.explain.recorded_row import explain_recorded_row
+from regard.inspect.model_run import (
+    AnyModel,
     AttentionSite,
-    ModelInput,
-    PreparedRun,
+    ModelRun,
+    PretokenizedInput,
     TokenSequence,
     check_index,
     prepare_run,
 )
-from regard.inspect.explain.recorded_row import explain_recorded_row
 from regard.inspect.record.record_model import record
 from regard.inspect.record.recording import Labels, Recording
 from regard.language import Phrase, counted
+from regard.models.model import Model
+from regard.models.prompts import encode_prompt
+from regard.models.text_encoder import TextEncoder
+from regard.models.text_model import TextModel
 from regard.nn.explainable import Explainable, ProjectionQuery, explainable
 from regard.span import Positions, Span, as_tensor
 from regard.tracing import TAP_NAMES, is_edited
@@ -77,17 +82,11 @@ NUM_PREDICTIONS = 5
 """Number of next tokens that are listed."""
 
 
-MAX_PATTERN_TOKENS = 512
-"""Number of tokens up to which an explanation contains the whole pattern; for a longer text it
-contains the row and a pooled pattern.
-"""
-
-
 @dataclass(frozen=True, eq=False)
 class Target:
     """What is explained: one attention module of a prepared run, and one query."""
 
-    prepared: PreparedRun
+    prepared: ModelRun
     site: AttentionSite
     i: int
 
@@ -171,17 +170,8 @@ def find_key(
                 argument="key",
             )
         return list(positions).index(token), ""
-    absolute_weights = np.where(visible, np.abs(weights), -1.0)
-    others = absolute_weights.copy()
-    if target.is_self_attention:
-        others[[p in (0, target.i) for p in positions]] = -1
-    best = others if others.max(initial=-1) > 0 else absolute_weights
-    rule = (
-        KEY_RULE
-        if best is others and target.is_self_attention
-        else "the key with the largest weight"
-    )
-    return int(best.argmax()), rule
+    near = [p in (0, target.i) for p in positions] if target.is_self_attention else None
+    return strongest_key(np.where(visible, np.abs(weights), -1.0), near)
 
 
 def query_pieces(target: Target, call: QueryCall) -> tuple[str, ...]:
@@ -196,7 +186,7 @@ def predictions(target: Target, run: CapturedRun) -> tuple[tuple[str, int, float
     prepared = target.prepared
     if (
         prepared.predict is None
-        or target.site.query_sequence != prepared.predicted_sequence
+        or target.site.query_sequence != prepared.predicted
         or "last" not in run.hidden
     ):
         return ()
@@ -207,7 +197,7 @@ def predictions(target: Target, run: CapturedRun) -> tuple[tuple[str, int, float
 
 
 def explain(
-    model: ModelInput | PreparedRun | Recording | nn.Module,
+    model: AnyModel | PretokenizedInput | ModelRun | Recording,
     text: Any = None,
     *,
     layer: int | None = None,
@@ -285,7 +275,12 @@ def explain(
     for name, is_given in (("labels", labels is not None), ("batch", batch != 0)):
         if is_given:
             raise ArgumentError(f"{name} does not apply to a {type(model).__name__}; leave it out")
-    prepared = model if isinstance(model, PreparedRun) else prepare_run(model, text, target)
+    takes_ids = isinstance(model, TextEncoder) and isinstance(text, Tensor)
+    if isinstance(model, Model) and isinstance(text, (list, tuple, Tensor)):
+        text = torch.tensor([encode_prompt(model, text)], device=model.device)
+    elif isinstance(model, TextModel) and not (isinstance(text, str) or takes_ids):
+        raise ArgumentTypeError(f"text is {type(text).__name__}; it must be str", argument="text")
+    prepared = model if isinstance(model, ModelRun) else prepare_run(model, text, target, last=1)
     site = prepared.site(layer, place)
     prepared = _note_edits(prepared, site)
     location = Target(prepared, site, find_token(prepared.sequences[site.query_sequence], query))
@@ -384,7 +379,7 @@ def _assemble(
         H, G = one.call.place.H, one.call.groups
         if one.call.step.score is None:  # other mechanisms have no such rule
             others = counterfactuals(one, row.weights, output.mixed, explained.key)
-        heads = head_patterns(one.call, head, MAX_PATTERN_TOKENS)
+        heads = head_patterns(one.call, head)
         mix = mix_of_rows(mechanism, run, calls, one.call, head, target.i, len(target.columns.ids))
     else:
         H, G = (len(run.taps[name]) for name in "qk")
@@ -456,7 +451,7 @@ def _all_notes(target: Target) -> tuple[str, ...]:
     )
 
 
-def _note_edits(prepared: PreparedRun, site: AttentionSite) -> PreparedRun:
+def _note_edits(prepared: ModelRun, site: AttentionSite) -> ModelRun:
     """Add a remark to a run if an active `regard.Trace` edits tensors at the site."""
     changed = [name for name in TAP_NAMES if is_edited(site.place, name)]
     inner = [name for name in changed if name in ("scores", "pattern")]

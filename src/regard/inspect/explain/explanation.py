@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import html
 import math
-from collections.abc import Callable
+from collections.abc import Iterator
 from dataclasses import dataclass, field, fields, is_dataclass
-from typing import Any, Generic, NamedTuple, TypeVar, overload
+from operator import attrgetter
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -365,25 +366,6 @@ class HeadPatterns:
     small: Array = field(default_factory=lambda: np.zeros((0, 0, 0)))
 
 
-T = TypeVar("T")
-
-
-class Shortcut(Generic[T]):
-    """A part of an explanation under a short name, such as `explanation.weights`."""
-
-    def __init__(self, read: Callable[[Explanation], T]) -> None:
-        self._read = read
-
-    @overload
-    def __get__(self, instance: None, owner: type[Explanation]) -> Shortcut[T]: ...
-
-    @overload
-    def __get__(self, instance: Explanation, owner: type[Explanation]) -> T: ...
-
-    def __get__(self, instance: Explanation | None, owner: type[Explanation]) -> T | Shortcut[T]:
-        return self if instance is None else self._read(instance)
-
-
 @dataclass(frozen=True, eq=False)
 class Explanation:
     """One query and one key, in one head of one layer: every number from the embedding to the
@@ -427,65 +409,12 @@ class Explanation:
     tensors: tuple[TensorSummary, ...] = ()
     equations: dict[str, str] = field(default_factory=lambda: dict(EQUATIONS))
 
-    model = Shortcut(lambda explanation: explanation.where.model)
-    text = Shortcut(lambda explanation: explanation.where.text)
-    place = Shortcut(lambda explanation: explanation.where.place)
-    mechanism = Shortcut(lambda explanation: explanation.where.mechanism)
-    layer = Shortcut(lambda explanation: explanation.where.layer)
-    head = Shortcut(lambda explanation: explanation.where.head)
-    group = Shortcut(lambda explanation: explanation.where.group)
-    query = Shortcut(lambda explanation: explanation.where.query)
-    key = Shortcut(lambda explanation: explanation.where.key)
-    sizes = Shortcut(lambda explanation: explanation.where.sizes)
-    kind = Shortcut(lambda explanation: explanation.where.kind)
-    kernel = Shortcut(lambda explanation: explanation.where.kernel)
-    dtype = Shortcut(lambda explanation: explanation.where.dtype)
-    key_kind = Shortcut(lambda explanation: explanation.where.key_kind)
-    call = Shortcut(lambda explanation: explanation.where.call)
-    calls = Shortcut(lambda explanation: explanation.where.calls)
-    chosen_by = Shortcut(lambda explanation: explanation.where.chosen_by)
-    key_chosen_by = Shortcut(lambda explanation: explanation.where.key_chosen_by)
-    notes = Shortcut(lambda explanation: explanation.where.notes)
-    ids = Shortcut(lambda explanation: explanation.tokens.ids)
-    pieces = Shortcut(lambda explanation: explanation.tokens.pieces)
-    positions = Shortcut(lambda explanation: explanation.tokens.positions)
-    query_piece = Shortcut(lambda explanation: explanation.tokens.query_piece)
-    query_position = Shortcut(lambda explanation: explanation.tokens.query_position)
-    row_pieces = Shortcut(lambda explanation: explanation.tokens.row_pieces)
-    embedding = Shortcut(lambda explanation: explanation.hidden.embedding)
-    entering = Shortcut(lambda explanation: explanation.hidden.entering)
-    normed = Shortcut(lambda explanation: explanation.hidden.normed)
-    residual = Shortcut(lambda explanation: explanation.hidden.residual)
-    normed_key = Shortcut(lambda explanation: explanation.hidden.normed_key)
-    q = Shortcut(lambda explanation: explanation.inputs.q)
-    k = Shortcut(lambda explanation: explanation.inputs.k)
-    values = Shortcut(lambda explanation: explanation.inputs.values)
-    v = Shortcut(lambda explanation: explanation.inputs.v)
-    layout = Shortcut(lambda explanation: explanation.inputs.rotary.layout)
-    angles = Shortcut(lambda explanation: explanation.inputs.rotary.angles)
-    angle = Shortcut(lambda explanation: explanation.inputs.rotary.angle)
-    pairs = Shortcut(lambda explanation: explanation.inputs.rotary.pairs)
-    scale = Shortcut(lambda explanation: explanation.score.scale)
-    scores = Shortcut(lambda explanation: explanation.score.steps)
-    products = Shortcut(lambda explanation: explanation.score.products)
-    masked = Shortcut(lambda explanation: explanation.score.masked)
-    row_max = Shortcut(lambda explanation: explanation.softmax.row_max)
-    exps = Shortcut(lambda explanation: explanation.softmax.exps)
-    total = Shortcut(lambda explanation: explanation.softmax.total)
-    lse = Shortcut(lambda explanation: explanation.softmax.lse)
-    weights = Shortcut(lambda explanation: explanation.softmax.weights)
-    sink = Shortcut(lambda explanation: explanation.softmax.sink)
-    online = Shortcut(lambda explanation: explanation.softmax.online)
-    contributions = Shortcut(lambda explanation: explanation.output.contributions)
-    mixed = Shortcut(lambda explanation: explanation.output.mixed)
-    z = Shortcut(lambda explanation: explanation.output.z)
-    joined = Shortcut(lambda explanation: explanation.output.joined)
-    head_out = Shortcut(lambda explanation: explanation.output.head_out)
-    shares = Shortcut(lambda explanation: explanation.output.shares)
-    out = Shortcut(lambda explanation: explanation.output.out)
-    pattern = Shortcut(lambda explanation: explanation.heads.whole)
-    pool = Shortcut(lambda explanation: explanation.heads.pool)
-    patterns = Shortcut(lambda explanation: explanation.heads.small)
+    def __getattr__(self, name: str) -> Any:
+        """Return a number of a part under its own name."""
+        if name in _PART_OF:
+            part, own = _PART_OF[name]
+            return getattr(attrgetter(part)(self), own)
+        raise AttributeError(name, name=name, obj=self)
 
     @property
     def check(self) -> float:
@@ -512,8 +441,7 @@ class Explanation:
             non-finite numbers are None.
         """
         result: dict[str, object] = {"schema": SCHEMA_VERSION, "check": to_json_value(self.check)}
-        short = [name for name, each in vars(type(self)).items() if isinstance(each, Shortcut)]
-        for name in (*short, *NESTED_FIELDS):
+        for name in (*_PART_OF, *NESTED_FIELDS):
             result[name] = to_json_value(getattr(self, name))
         result["chain"] = [
             {"name": n, "equation": e, "value": to_json_value(x)} for n, e, x in self.chain
@@ -534,3 +462,32 @@ class Explanation:
 
 NESTED_FIELDS = ("checks", "cost", "mixture", "state", "counterfactuals", "tensors", "equations")
 """Fields that `as_dict` keeps nested; the numbers of the other parts are flattened."""
+
+_OTHER_NAMES = {"steps": "scores", "whole": "pattern", "small": "patterns"}
+"""Numbers of a part whose name would say too little beside those of the other parts."""
+
+
+def _numbers(part: str, kind: type) -> Iterator[tuple[str, tuple[str, str]]]:
+    """Generate the name of each number of a part in the explanation, and where it is."""
+    for each in fields(kind):
+        if each.name == "rotary":
+            yield from _numbers("inputs.rotary", RotaryAngles)
+        else:
+            yield _OTHER_NAMES.get(each.name, each.name), (part, each.name)
+
+
+_PART_OF = {
+    name: where
+    for part, kind in (
+        ("where", Location),
+        ("tokens", RowTokens),
+        ("hidden", HiddenStates),
+        ("inputs", InputChain),
+        ("score", ScoreChain),
+        ("softmax", SoftmaxRow),
+        ("output", HeadOutput),
+        ("heads", HeadPatterns),
+    )
+    for name, where in _numbers(part, kind)
+}
+"""The numbers of all parts by name: the part of the explanation, and the name in it."""

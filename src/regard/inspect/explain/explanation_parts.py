@@ -37,12 +37,16 @@ from regard.inspect.explain.explanation import (
     RotaryAngles,
     RowCost,
 )
-from regard.inspect.explain.prepared_run import AttentionSite
+from regard.inspect.model_run import AttentionSite
 from regard.language import Phrase
 from regard.nn.explainable import Explainable, InputSteps, MechanismSteps, ProjectionQuery
 from regard.positions import Rotary
 from regard.span import Positions, Span, as_tensor
 
+MAX_PATTERN_TOKENS = 512
+"""Number of tokens up to which an explanation contains the whole pattern; for a longer text it
+contains the row and a pooled pattern.
+"""
 MAX_CELLS = 32  # cells along a side of a small pattern
 QUERIES_PER_CHUNK = 256
 """Number of queries whose weights are computed together."""
@@ -78,21 +82,16 @@ def input_chain(
         if matches:
             checks[name] = max_difference(chain[-1].values, recorded_values)
         index = "i" if name == "q" else "j"
-        steps[name] = (
-            chain
-            if matches
-            else (
-                ComputationStep(
-                    "input",
-                    Phrase("{name}_{index}, the input of attention", name=name, index=index),
-                    recorded_values,
-                ),
-            )
-        )
+        steps[name] = chain if matches else (input_step(f"{name}_{index}", recorded_values),)
     angles, angle_error = _rotary_angles(described, query, len(recorded[0]))
     if angles.layout:
         checks["angles"] = angle_error
     return InputChain(steps["q"], steps["k"], steps["v"], recorded[2], angles), checks
+
+
+def input_step(name: str, values: Array) -> ComputationStep:
+    """Return the first step of q, k or v where nothing is known of how it was computed."""
+    return ComputationStep("input", Phrase("{name}, the input of attention", name=name), values)
 
 
 def _steps_of_head(
@@ -196,7 +195,7 @@ def hidden_states(run: CapturedRun, site: AttentionSite, i: int) -> tuple[Hidden
     return HiddenStates(embedding, entering, normed, residual), checks
 
 
-def head_patterns(call: QueryCall, head: int, whole: int) -> HeadPatterns:
+def head_patterns(call: QueryCall, head: int) -> HeadPatterns:
     """Return the pattern of the head if it is short, and pooled patterns of all heads.
 
     Of a longer text only the explained head is pooled, some rows at a time; of a very long one,
@@ -204,7 +203,7 @@ def head_patterns(call: QueryCall, head: int, whole: int) -> HeadPatterns:
     """
     step = call.step
     H, T, S = len(call.weights), step.T, len(call.keys)
-    short = max(T, S) <= whole
+    short = max(T, S) <= MAX_PATTERN_TOKENS
     heads = range(H) if short else range(head, head + 1)
     if len(heads) * T * S > MAX_PATTERN_PAIRS:
         return HeadPatterns()

@@ -6,6 +6,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
@@ -17,10 +18,10 @@ from regard.inspect.explain.captured_run import (
     main_call_weights,
     record_sites,
 )
-from regard.inspect.explain.prepared_run import (
+from regard.inspect.explain.explanation import Array
+from regard.inspect.model_run import (
     AttentionSite,
-    ModelInput,
-    PreparedRun,
+    ModelRun,
     TokenSequence,
     check_index,
     prepare_run,
@@ -51,6 +52,17 @@ FIRST_HEAD_RULE = "the first head: this mechanism has no softmax weights to comp
 
 KEY_RULE = "the key with the largest weight, leaving out the query and the first token"
 """How the key is chosen, as shown to the user."""
+
+
+def strongest_key(weights: Array, near: Sequence[bool] | None) -> tuple[int, str]:
+    """Return the index of the key with the largest weight, and the rule; a key that is `near`
+    counts only if no other one has any weight.
+    """
+    if near is not None:
+        others = np.where(near, -1.0, weights)
+        if others.max(initial=-1) > 0:
+            return int(others.argmax()), KEY_RULE
+    return int(weights.argmax()), "the key with the largest weight"
 
 
 @dataclass(frozen=True)
@@ -95,7 +107,7 @@ def find_query(model: Model, text: str, query: int | str) -> int:
 def find_token(tokens: TokenSequence, token: int | str, name: str = "query") -> int:
     """Find the index of a token, as `find_query` does; errors call the argument `name`.
 
-    >>> from regard.inspect.explain.prepared_run import pretokenized
+    >>> from regard.inspect.model_run import pretokenized
     >>> find_token(pretokenized((5, 6, 7), ("one", "two", "three")), "two")
     1
     """
@@ -143,11 +155,11 @@ def strongest_head(
     0
     """
     query = check_index("query", query, ids.shape[1], "token", "tokens")
-    return choose_head(_prepare_ids(model, ids), query, layer=layer, head=head)
+    return choose_head(prepare_run(model, ids, last=1), query, layer=layer, head=head)
 
 
 def choose_head(
-    prepared: PreparedRun,
+    prepared: ModelRun,
     query: int,
     *,
     layer: int | None = None,
@@ -218,11 +230,11 @@ def strongest_keys(
     True
     """
     query = check_index("query", query, ids.shape[1], "token", "tokens")
-    return strongest_keys_of_run(_prepare_ids(model, ids), query)
+    return strongest_keys_of_run(prepare_run(model, ids, last=1), query)
 
 
 def strongest_keys_of_run(
-    prepared: PreparedRun, query: int, place: str | None = None
+    prepared: ModelRun, query: int, place: str | None = None
 ) -> tuple[Float[Tensor, "layers H"], Int[Tensor, "layers H"]]:
     """Return the weights and keys of `strongest_keys` for any prepared run."""
     sites = prepared.main_sites if place is None else (prepared.site(place=place),)
@@ -230,20 +242,8 @@ def strongest_keys_of_run(
     return best.values.clamp(min=0), best.indices
 
 
-def _prepare_ids(model: ModelInput, ids: Tensor) -> PreparedRun:
-    """Prepare a run of a decoder on token ids instead of a text."""
-    from dataclasses import replace
-
-    assert isinstance(model, Model), "ids are supported for decoders only"
-    prepared = prepare_run(model, "x")
-    row = tuple(ids[0].tolist())
-    sequences = {"text": TokenSequence(row, tuple(map(str, row)), "", ())}
-    run = model.decoder if model.has_head else model.decoder.hidden
-    return replace(prepared, sequences=sequences, run=lambda: run(ids, last=1))
-
-
 def _query_weights(
-    prepared: PreparedRun, sites: Sequence[AttentionSite], query: int, *, keep_all: bool = False
+    prepared: ModelRun, sites: Sequence[AttentionSite], query: int, *, keep_all: bool = False
 ) -> Tensor:
     """Run the network, and return the weights of the query at each site, `[sites, H, S]`.
 

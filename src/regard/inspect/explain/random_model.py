@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from torch import nn
 
 from regard.configs.bert import BertConfig
-from regard.inspect.explain.prepared_run import PreparedRun, PretokenizedInput, prepare_run
+from regard.inspect.model_run import ModelRun, PretokenizedInput, prepare_run
 from regard.language import Phrase
 from regard.models.assembly.catalogue_mixer import decoder_variants
 from regard.models.encoder import Encoder, HeadedEncoder
@@ -45,7 +45,7 @@ def random_model(
     options: Mapping[str, object] | None = None,
     seed: int = 0,
     target: str | None = None,
-) -> PreparedRun:
+) -> ModelRun:
     """Prepare a small network with random weights that uses one mechanism of the catalogue.
 
     The network is a decoder if the mechanism can be causal, else an encoder or an encoder-decoder.
@@ -73,11 +73,8 @@ def random_model(
     with seeded(seed):
         model = _build(entry, all_options, text, target)
         _sharpen(model)
-    prepared = (
-        prepare_run(model)
-        if isinstance(model, PretokenizedInput)
-        else prepare_run(model, text, target)
-    )
+    is_made = isinstance(model, PretokenizedInput)
+    prepared = prepare_run(model) if is_made else prepare_run(model, text, target, last=1)
     note = Phrase(
         "the weights are random, from seed {seed}: the computation is exact, but the attention "
         "pattern has no meaning",

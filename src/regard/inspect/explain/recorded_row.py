@@ -27,7 +27,6 @@ from regard.inspect.explain.attention_row import (
 from regard.inspect.explain.captured_run import QueryCall
 from regard.inspect.explain.explanation import (
     Array,
-    ComputationStep,
     Explanation,
     HeadOutput,
     HiddenStates,
@@ -37,12 +36,16 @@ from regard.inspect.explain.explanation import (
     RowTokens,
     ScoreChain,
 )
-from regard.inspect.explain.explanation_parts import counterfactuals, head_patterns, row_cost
-from regard.inspect.explain.head_choice import KEY_RULE
-from regard.inspect.explain.prepared_run import check_index
+from regard.inspect.explain.explanation_parts import (
+    counterfactuals,
+    head_patterns,
+    input_step,
+    row_cost,
+)
+from regard.inspect.explain.head_choice import strongest_key
+from regard.inspect.model_run import check_index
 from regard.inspect.record.recorded_place import Place, RecordedStep
 from regard.inspect.record.recording import Recording
-from regard.language import Phrase
 from regard.masks import Dense, Mask
 from regard.span import Positions, as_tensor
 from regard.untrusted_text import short_repr
@@ -50,8 +53,6 @@ from regard.untrusted_text import short_repr
 NO_PROJECTION = (
     "the recording has q, k, v and the output of each head, but not the projections around them"
 )
-MAX_PATTERN_TOKENS = 512
-"""Number of tokens up to which the whole pattern is contained."""
 
 
 def explain_recorded_row(
@@ -128,7 +129,7 @@ def explain_recorded_row(
         ),
         softmax=softmax,
         output=_output(mixed_terms, mixed, out, head),
-        heads=head_patterns(call, head, MAX_PATTERN_TOKENS),
+        heads=head_patterns(call, head),
         checks=checks,
         cost=row_cost(nn.Identity(), sizes, int(row.chain.visible.sum()), step.q.dtype.itemsize),
         counterfactuals=counterfactuals(row, softmax.weights, mixed, j),
@@ -232,14 +233,9 @@ def _find_key(
                 argument="key",
             )
         return visible_columns.index(column), ""
-    others = weights.copy()
-    if place.T == place.N:  # self-attention: as for every explanation
-        others[[c in (0, query) for c in visible_columns]] = -1
-    if others.max(initial=-1) > 0:
-        return int(others.argmax()), (
-            KEY_RULE if place.T == place.N else "the key with the largest weight"
-        )
-    return int(weights.argmax()), "the key with the largest weight"
+    # self-attention: as for every explanation
+    near = [c in (0, query) for c in visible_columns] if place.T == place.N else None
+    return strongest_key(weights, near)
 
 
 def _sizes(recording: Recording, place: Place, row: KernelRow) -> dict[str, int]:
@@ -260,16 +256,10 @@ def _sizes(recording: Recording, place: Place, row: KernelRow) -> dict[str, int]
 def _inputs(row: KernelRow) -> InputChain:
     """Return the inputs of the kernel as the first steps."""
     D, n = row.chain.k.shape[1], len(row.chain.k)
-
-    def step(name: str, values: Array) -> tuple[ComputationStep, ...]:
-        return (
-            ComputationStep("input", Phrase("{name}, the input of attention", name=name), values),
-        )
-
     return InputChain(
-        step("q_i", row.chain.q),
-        step("k_j", row.chain.k),
-        step("v_j", row.v),
+        (input_step("q_i", row.chain.q),),
+        (input_step("k_j", row.chain.k),),
+        (input_step("v_j", row.v),),
         row.v,
         RotaryAngles("", np.zeros((n, 0)), np.zeros(0), (-1,) * D),
     )

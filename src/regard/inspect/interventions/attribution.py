@@ -24,15 +24,15 @@ from regard.inspect.interventions.effect_table import (
     metric_of,
     token_id,
 )
-from regard.inspect.interventions.model_run import (
+from regard.inspect.interventions.residual_terms import FrozenNorm, OutputMap, decompose
+from regard.inspect.model_run import (
     AnyModel,
     Edit,
     Input,
     ModelRun,
     check_passed,
-    prepare,
+    prepare_run,
 )
-from regard.inspect.interventions.residual_terms import FrozenNorm, OutputMap, decompose
 from regard.language import Phrase
 from regard.models.text_encoder import TextEncoder
 from regard.models.text_model import TextModel
@@ -117,11 +117,11 @@ def attribute(
         raise ArgumentError(
             f"by_key does not apply to method {method!r}; use method='direct'", argument="by_key"
         )
-    run = prepare(model, text)
+    run = prepare_run(model, text)
     if method == "direct":
         return _direct(run, metric, by_key=by_key)
     if method == "gradient":
-        return _gradient(run, None if corrupt is None else prepare(model, corrupt), metric)
+        return _gradient(run, None if corrupt is None else prepare_run(model, corrupt), metric)
     return _integrated(run, metric, steps)
 
 
@@ -169,7 +169,7 @@ def _direct(run: ModelRun, metric: Metric, *, by_key: bool) -> EffectTable:
     columns: tuple[str, ...] = ("last",)
     if by_key:
         T = decomposition.terms.taps[decomposition.states[0]].shape[1]
-        columns = run.labels(T) if run.ids is None else run.key_labels()
+        columns = run.labels(T) if run.tokens is None else run.key_labels()
     width = len(columns)
     names, rows = [], []
     for term in decomposition.terms.terms:
@@ -178,7 +178,7 @@ def _direct(run: ModelRun, metric: Metric, *, by_key: bool) -> EffectTable:
         if term.vector.ndim > 1:
             keys = effect.detach().flatten().numpy()
             # attention to a source reads the first columns, all other attention the last ones
-            reads_source = run.source_ids is not None and ".cross." in term.name
+            reads_source = "source" in run.sequences and ".cross." in term.name
             row[slice(0, len(keys)) if reads_source else slice(-len(keys), None)] = keys
         else:
             row[-1] = float(effect.detach())
@@ -332,10 +332,10 @@ def name_mover_scores(model: AnyModel, text: Input, answer: Answer) -> EffectTab
 
     Source: Wang et al. 2022 (arXiv 2211.00593), section 3.1.
     """
-    run = prepare(model, text)
+    run = prepare_run(model, text)
     answer_id = token_id(run, answer)
     parts = attribute(model, text, answer_id, by_key=True)
-    keys = (run.key_ids() == answer_id).cpu().numpy()
+    keys = (run.key_ids() == answer_id).numpy()
     if not keys.any():
         raise ArgumentError(
             f"the answer {answer!r} does not stand in the text, so that no head moves it"
@@ -389,7 +389,7 @@ def logit_lens(model: AnyModel, text: Input, answer: Answer | None = None) -> Ef
 
     Source: nostalgebraist 2020, "interpreting GPT: the logit lens".
     """
-    run = prepare(model, text)
+    run = prepare_run(model, text)
     chosen = None if answer is None else token_id(run, answer)
     decomposition = decompose(run, -1)
     if decomposition.is_post_norm:

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from regard.errors import ArgumentError, ArgumentTypeError, FileError
 from regard.files.atomic_write import write_user_file
-from regard.inspect.interventions.model_run import ModelRun
+from regard.inspect.model_run import ModelRun
 from regard.language import Phrase, translate
 from regard.models.text_encoder import TextEncoder
 from regard.models.text_model import TextModel
@@ -48,8 +48,8 @@ def token_id(run: ModelRun, answer: Answer) -> int:
     """Return the id of an answer, which must be one token.
 
     >>> import regard
-    >>> from regard.inspect.interventions.model_run import prepare
-    >>> token_id(prepare(regard.load("tiny"), "to"), 5)
+    >>> from regard.inspect.model_run import prepare_run
+    >>> token_id(prepare_run(regard.load("tiny"), "to"), 5)
     5
     """
     if isinstance(answer, int):
@@ -61,7 +61,7 @@ def token_id(run: ModelRun, answer: Answer) -> int:
             argument="answer",
             value=answer,
         )
-    before = () if run.ids is None else run.ids[0].tolist()
+    before = () if run.tokens is None else run.tokens.ids
     ids = run.model.tokenizer.encode(answer, after=before)
     if len(ids) != 1:
         pieces = run.model.tokenizer.pieces(ids)
@@ -103,8 +103,8 @@ def metric_of(run: ModelRun, metric: Metric) -> NamedMetric:
     """Return a metric as a function of a model's output, with its name.
 
     >>> import regard
-    >>> from regard.inspect.interventions.model_run import prepare
-    >>> run = prepare(regard.load("tiny"), "to be or not to")
+    >>> from regard.inspect.model_run import prepare_run
+    >>> run = prepare_run(regard.load("tiny"), "to be or not to")
     >>> metric_of(run, (5, 6)).name.startswith("logit of")
     True
     """

@@ -15,13 +15,13 @@ from torch import Tensor
 from regard.did_you_mean import suggest
 from regard.errors import ArgumentError
 from regard.inspect.interventions.effect_table import EffectTable, Metric, NamedMetric, metric_of
-from regard.inspect.interventions.model_run import (
+from regard.inspect.model_run import (
     AnyModel,
     Edit,
     Input,
     ModelRun,
     check_passed,
-    prepare,
+    prepare_run,
 )
 from regard.language import Phrase
 from regard.units import plural
@@ -84,13 +84,13 @@ def ablate(
             f"method is {method!r}; it must be one of {', '.join(known)}{suggest(method, known)}",
             argument="method",
         )
-    run = prepare(model, text)
+    run = prepare_run(model, text)
     measured = metric_of(run, metric)
     unchanged = run.run(capture=["z"])
     z = {name: unchanged.trace[name] for name in unchanged.trace}
     source = z
     if reference is not None:
-        other = prepare(model, reference).run(capture=["z"]).trace
+        other = prepare_run(model, reference).run(capture=["z"]).trace
         source = {name: other[name] for name in other}
     chosen = chosen_places(list(z), layers)
     most = max(z[name].shape[1] for name in chosen)
@@ -310,7 +310,7 @@ def _two_runs(
     restore: bool,
 ) -> _TwoRuns:
     """Run both texts, and keep the activations at the named taps."""
-    runs = {"clean": prepare(model, clean), "corrupt": prepare(model, corrupt)}
+    runs = {"clean": prepare_run(model, clean), "corrupt": prepare_run(model, corrupt)}
     measured = metric_of(runs["clean"], metric)
     results = {name: run.run(capture=names) for name, run in runs.items()}
     traces = {name: {tap: r.trace[tap] for tap in r.trace} for name, r in results.items()}

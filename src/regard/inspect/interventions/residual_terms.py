@@ -21,7 +21,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from regard.errors import ArgumentError
-from regard.inspect.interventions.model_run import ModelRun
+from regard.inspect.model_run import ModelRun
 from regard.integrations.pytorch.module_taps import (
     find_stacks,
     is_norm,

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from regard.did_you_mean import suggest
 from regard.errors import ArgumentError
 from regard.inspect.interventions.effect_table import EffectTable
-from regard.inspect.interventions.model_run import AnyModel, Input
+from regard.inspect.model_run import AnyModel, Input
 from regard.inspect.record.record_model import record
 from regard.inspect.record.recording import Recording
 from regard.language import Phrase, counted

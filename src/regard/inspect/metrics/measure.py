@@ -8,6 +8,7 @@ import csv
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, overload
 
@@ -30,7 +31,7 @@ from regard.models.model import Model
 from regard.units import plural
 
 if TYPE_CHECKING:
-    from regard.inspect.interventions.model_run import AnyModel
+    from regard.inspect.model_run import AnyModel
 
 
 LARGEST = ("max_logit", "missing")
@@ -162,7 +163,7 @@ class _Running:
 
 def measure_corpus(
     record_text: Callable[[Any], Recording],
-    measure_place: Callable[[Place, Tensor | None], Mapping[str, Tensor]],
+    measure_place: Callable[[Place, Tensor | None], Measures],
     corpus: Iterable[Any],
 ) -> CorpusMeasures:
     """Accumulate the metrics of all heads over texts, of which one is in memory at a time."""
@@ -185,7 +186,7 @@ def measure_corpus(
             measures = measure_place(
                 place, ids if ids is not None and len(ids) == place.N else None
             )
-            for name, x in measures.items():
+            for name, x in measures.values.items():
                 names[name] = None
                 running.setdefault((name, i), _Running(x)).add(x)
     if not texts:
@@ -345,42 +346,9 @@ def measure(
                 "for one run, record it and measure its places"
             )
         model: Any = place
-        return measure_corpus(
-            lambda text: record(model, text, keep=()),
-            lambda each, own: (
-                measure_place(
-                    each, own, sinks=sinks, local_distance=local_distance, size=size, dtype=dtype
-                ).values
-            ),
-            ids,
-        )
+        each = partial(measure, sinks=sinks, local_distance=local_distance, size=size, dtype=dtype)
+        return measure_corpus(lambda text: record(model, text, keep=()), each, ids)
     assert ids is None or isinstance(ids, Tensor), "an iterable is for a model"
-    return measure_place(
-        place,
-        ids,
-        batch=batch,
-        sinks=sinks,
-        local_distance=local_distance,
-        padding=padding,
-        size=size,
-        dtype=dtype,
-        also=also,
-    )
-
-
-def measure_place(
-    place: Place,
-    ids: Tensor | None = None,
-    *,
-    batch: int = 0,
-    sinks: int = 4,
-    local_distance: int = 32,
-    padding: Tensor | None = None,
-    size: int | tuple[int, int] = TILE_SIZE,
-    dtype: torch.dtype = torch.float64,
-    also: Sequence[TileObserver] = (),
-) -> Measures:
-    """Measure all recorded heads of a place; see `measure`."""
     for name, values in (("ids", ids), ("padding", padding)):
         if values is not None and values.shape != (place.N,):
             raise ArgumentError(
@@ -388,10 +356,7 @@ def measure_place(
                 f"{plural(place.N, 'column')}, and "
                 "there must be one entry for each"
             )
-    if not 0 <= batch < place.B:
-        raise ArgumentError(
-            f"batch is {batch}; {place.name} has batch rows 0 to {place.B - 1}", argument="batch"
-        )
+    place.check_batch(batch)
     measured = MeasuredPlace(place, ids, batch, sinks, local_distance, padding)
     accumulators: list[Accumulator] = [make(measured) for make in ACCUMULATORS]
     for tile in iterate_tiles(place, size, batch=batch, dtype=dtype):

@@ -13,13 +13,13 @@ from torch import Tensor, nn
 
 from regard.argument_checks import check_keyword_names
 from regard.errors import ArgumentError, ArgumentTypeError
+from regard.inspect.model_run import encode_ids
 from regard.inspect.record.recorder import OPTIONAL_PARTS, Recorder, RecordingOptions
 from regard.inspect.record.recording import Labels, Recording, UnrecordedCall, label_places
 from regard.integrations.pytorch.module_places import ModulePlaces
 from regard.integrations.pytorch.watch import watch
-from regard.models.generation.decode_session import pad_left
 from regard.models.model import Model
-from regard.models.prompts import Prompt, encode_prompt, encode_rows, is_single_prompt
+from regard.models.prompts import Prompt, encode_prompt, is_single_prompt
 from regard.models.seq2seq import Seq2Seq
 from regard.models.text_encoder import TextEncoder
 from regard.span import Positions, slice_positions
@@ -337,14 +337,10 @@ def _run_decoder(
                 f"{name} is {generation_options[name]!r}, but no tokens are generated; "
                 "set tokens=..."
             )
-    if isinstance(text, Tensor):
-        ids = text
-    else:
-        if not isinstance(text, (str, list, tuple)) or not text:
-            raise ArgumentTypeError("text must be a str, messages, ids, or several of them")
-        if positions is not None:
-            raise ArgumentError("positions can be given only with a tensor of ids")
-        ids, positions = pad_left(encode_rows(model, text))
+    ids, own = encode_ids(model, text)
+    if positions is not None and not isinstance(text, Tensor):
+        raise ArgumentError("positions can be given only with a tensor of ids")
+    positions = own if positions is None else positions
     # a base model without a head has attention, but no logits
     run = model.forward if model.has_head else model.hidden
     if chunk is None:

@@ -28,6 +28,13 @@ from regard.span import Positions, as_tensor, slice_positions
 ALL = slice(None)
 
 
+class ColumnRanges(NamedTuple):
+    """The ranges of columns that queries see: first columns, and ends, each `[h or 1, t, n]`."""
+
+    starts: Tensor
+    stops: Tensor
+
+
 @dataclass(frozen=True, eq=False)
 class RecordedStep:
     """One call of attention: t queries against s keys, and the results of the kernel.
@@ -116,6 +123,27 @@ class RecordedStep:
         inside = (self.columns >= columns.start) & (self.columns < columns.stop)
         result: slice | Tensor = inside.nonzero()[:, 0]
         return result
+
+    def column_ranges(self, batch: int = 0) -> ColumnRanges | None:
+        """Return the ranges of columns that the kept queries see, by a closed form of the mask.
+
+        It needs such a form, and keys whose columns and positions are consecutive; else None.
+        """
+        keys = as_tensor(self.k_positions)
+        keys = keys[batch if keys.shape[0] > 1 else 0].cpu()
+        first = int(keys[0]) if len(keys) else 0
+        if self.first_column is None or first < 0:
+            return None
+        if not torch.equal(keys, torch.arange(first, first + len(keys))):
+            return None
+        seen = self.mask.intervals(self.row_positions(batch)[None])
+        if seen is None or seen.starts.shape[0] > 1:
+            return None
+        starts, stops = (
+            ((x[0].cpu() - first).clamp(0, len(keys)) + self.first_column).expand(-1, self.T, -1)
+            for x in (seen.starts, seen.stops)
+        )
+        return ColumnRanges(starts, stops)
 
     def pool_slots(self, slots: slice | Tensor = ALL) -> slice | Tensor:
         """Return the indices in the pool of some keys of this step."""
@@ -319,6 +347,20 @@ class Place:
                 f"{', '.join(map(str, self.heads))} of {self.H}"
             )
         return self.heads.index(head)
+
+    def check_batch(self, batch: int) -> None:
+        """Refuse a row of the batch that the place does not have.
+
+        Args:
+            batch: index of the row.
+
+        Raises:
+            ArgumentError: there is no such row.
+        """
+        if not 0 <= batch < self.B:
+            raise ArgumentError(
+                f"batch is {batch}; {self.name} has batch rows 0 to {self.B - 1}", argument="batch"
+            )
 
     def block(
         self,

@@ -14,16 +14,17 @@ from typing import Any, ClassVar, NamedTuple, TypedDict, Unpack
 import torch
 from torch import Tensor
 
+from regard import biases, masks
 from regard.argument_checks import check_keyword_names
 from regard.biases import Bias
 from regard.caches.lazy_tensor import LazyTensor
 from regard.errors import ArgumentError
-from regard.inspect.record.mask_and_bias_data import copy_rule, depends_on_slots, to_dense_rules
 from regard.inspect.record.recorded_place import KeyValuePool, Place, RecordedStep
 from regard.inspect.record.recording import Recording
 from regard.masks import Mask
 from regard.ops.softmax.call import Call
 from regard.ops.softmax.kernel import KernelResult
+from regard.scores import ScoreRule
 from regard.span import Positions, Span, as_tensor
 from regard.tracing import ActiveTrace, Trace
 
@@ -142,6 +143,37 @@ def _grow(x: Tensor, used: int, size: int) -> Tensor:
     grown = x.new_zeros((*x.shape[:2], size, x.shape[3]))
     grown[:, :, :used] = x[:, :, :used]
     return grown
+
+
+def copy_rule(rule: Any) -> Any:
+    """Return a mask, a bias or a score rule with copies of its tensors on the CPU."""
+    if isinstance(rule, (Bias, ScoreRule)):
+        own = rule.tensors()
+        return rule.with_tensors([x.detach().to("cpu", copy=True) for x in own]) if own else rule
+    return rule.with_tensors(lambda x: x.detach().to("cpu", copy=True))
+
+
+def depends_on_slots(*rules: Mask | Bias | None) -> bool:
+    """Return whether a mask or bias depends on the slot of a key, not its position only."""
+    return any(rule is not None and rule.by_slot for rule in rules)
+
+
+def to_dense_rules(
+    call: Call, mask: Mask, bias: Bias | None, slots: Tensor
+) -> tuple[Mask, Bias | None]:
+    """Evaluate a mask and a bias for some slots of a call, and return them as dense tables."""
+    positions = as_tensor(call.q_positions).cpu(), as_tensor(call.k_positions).cpu()
+
+    def gather_slots(x: Tensor) -> Tensor:
+        rows = max(x.shape[0], slots.shape[0])
+        return x.expand(rows, -1, -1, -1).gather(3, slots.expand(rows, *x.shape[1:3], -1))
+
+    dense_bias = (
+        None
+        if bias is None
+        else biases.DenseBias(gather_slots(bias.block(*positions, dtype=torch.float64)))
+    )
+    return masks.Dense(gather_slots(mask.block(*positions))), dense_bias
 
 
 class KeptParts(NamedTuple):

@@ -331,7 +331,7 @@ class Recording:
         """
         place = self[layer]
         place.head_index(head)
-        _check_batch(place, batch)
+        place.check_batch(batch)
         return pool_pattern(place, size, heads=slice(head, head + 1), batch=batch).head(0)
 
     def positions(self, layer: int | str, *, batch: int = 0) -> Int[Tensor, " T"]:
@@ -344,7 +344,7 @@ class Recording:
             Positions, `[T]`.
         """
         place = self[layer]
-        _check_batch(place, batch)
+        place.check_batch(batch)
         return torch.cat([step.row_positions(batch) for step in place.steps])
 
     def labels(self, layer: int | str) -> tuple[tuple[str, ...], tuple[str, ...]]:
@@ -416,15 +416,9 @@ class Recording:
         """Compute a block of one head, after checking what was asked for."""
         place = self[layer]
         place.head_index(head)
-        _check_batch(place, batch)
+        place.check_batch(batch)
         parts = _as_slice("rows", rows, place.T), _as_slice("columns", columns, place.N)
         return place.block(*parts, slice(head, head + 1))
-
-
-def _check_batch(place: Place, batch: int) -> None:
-    """Refuse a batch row that the place does not have."""
-    if not 0 <= batch < place.B:
-        raise ArgumentError(f"batch is {batch}; {place.name} has batch rows 0 to {place.B - 1}")
 
 
 def _as_slice(name: str, which: slice | int | None, length: int) -> slice:

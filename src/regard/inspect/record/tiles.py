@@ -86,8 +86,7 @@ def iterate_tiles(
     tall, wide = size if isinstance(size, tuple) else (size, size)
     if min(tall, wide) < 1:
         raise ArgumentError(f"size is {size}; a tile has at least 1 row and 1 column")
-    if not 0 <= batch < place.B:
-        raise ArgumentError(f"batch is {batch}; {place.name} has batch rows 0 to {place.B - 1}")
+    place.check_batch(batch)
     first, last, _ = rows.indices(place.T)
     row = slice(batch, batch + 1)
     for i in range(first, last, tall):
@@ -228,8 +227,7 @@ class PoolAccumulator:
         tall, wide = size if isinstance(size, tuple) else (size, size)
         if min(tall, wide) < 1:
             raise ArgumentError(f"size is {size}; a block has at least 1 row and 1 column")
-        if not 0 <= batch < place.B:
-            raise ArgumentError(f"batch is {batch}; {place.name} has batch rows 0 to {place.B - 1}")
+        place.check_batch(batch)
         self._place, self._size = place, (tall, wide)
         h = len(place.heads if heads == ALL else range(place.H)[heads])
         R, C = -(-place.T // tall), -(-place.N // wide)

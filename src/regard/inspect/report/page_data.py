@@ -19,7 +19,8 @@ from torch import Tensor, nn
 from regard.cost import attention_flops
 from regard.cost.softmax import attention_bytes
 from regard.errors import ArgumentError
-from regard.inspect.metrics import measure
+from regard.inspect.metrics.measure import measure
+from regard.inspect.model_run import check_index
 from regard.inspect.record.recorded_place import Place
 from regard.inspect.record.recording import Recording
 from regard.inspect.record.row_sums import row_sums
@@ -153,6 +154,30 @@ def label(name: str) -> str:
     return last if name.count(".") == 1 and last.isdecimal() else name or "attend"
 
 
+def place_facts(place: Place, recording: Recording, texts: list[list[str]]) -> dict[str, Any]:
+    """Return the name, the sizes and the texts of a place; equal texts are stored once."""
+    rows, columns = replace(recording, places={place.name: place}).labels(place.name)
+
+    def text(pieces: tuple[str, ...]) -> int:
+        if list(pieces) not in texts:
+            texts.append(list(pieces))
+        return texts.index(list(pieces))
+
+    return {
+        "name": place.name,
+        "label": label(place.name),
+        "H": place.H,
+        "G": place.G,
+        "heads": list(place.heads),
+        "T": place.T,
+        "N": place.N,
+        "D": place.pools[0].k.shape[-1],
+        "q_text": text(rows),
+        "q_first": 0,
+        "k_text": text(columns),
+    }
+
+
 def cost_facts(place: Place, pairs: int) -> dict[str, object]:
     """Count FLOPs, bytes, and cache bytes of one batch row of a place.
 
@@ -233,8 +258,7 @@ class PageData:
         if not recording.places:
             raise ArgumentError("the recording contains no attention call; record one first")
         for name, whole in recording.places.items():
-            if not 0 <= self.row < whole.B:
-                raise ArgumentError(f"row is {self.row}; {name} has batch rows 0 to {whole.B - 1}")
+            whole.check_batch(self.row)
             if rules := sorted({str(step.score) for step in whole.steps if step.score}):
                 raise ArgumentError(
                     f"{name} has the score rule {', '.join(rules)}: a page computes its cells from "
@@ -263,9 +287,9 @@ class PageData:
         """Add a place: its rules, positions, thumbnails and metrics."""
         number = len(self.places)
         rules = PageRules(place, self.row, self.arrays)
-        texts = replace(recording, places={place.name: place}).labels(place.name)
-        ids = recording.ids
-        same = ids is not None and ids.shape[1] == place.N and texts[1] == recording.pieces
+        facts, ids = place_facts(place, recording, self.texts), recording.ids
+        columns = tuple(self.texts[facts["k_text"]])
+        same = ids is not None and ids.shape[1] == place.N and columns == recording.pieces
         overview = place_overview(
             place, ids[self.row] if same and ids is not None else None, self.row
         )
@@ -279,19 +303,9 @@ class PageData:
             self.arrays[f"p{number}.rule"] = rules.rule_of_row
         pool = place.pools[0]
         self.place_data.append(
-            {
-                "name": place.name,
-                "label": label(place.name),
-                "H": place.H,
-                "G": place.G,
-                "heads": list(place.heads),
-                "T": place.T,
-                "N": place.N,
-                "D": pool.k.shape[-1],
+            facts
+            | {
                 "E": 0 if pool.v is None else pool.v.shape[-1],
-                "q_text": self._text(texts[0]),
-                "q_first": 0,
-                "k_text": self._text(texts[1]),
                 "dtype": str(pool.k.dtype).removeprefix("torch."),
                 "key_kind": place.key_kind,
                 "present": rules.keys_present(),
@@ -300,12 +314,6 @@ class PageData:
                 "cost": cost_facts(place, int(overview.blocks.visible.sum())),
             }
         )
-
-    def _text(self, pieces: tuple[str, ...]) -> int:
-        """Return the index of a list of token texts, which is stored once."""
-        if list(pieces) not in self.texts:
-            self.texts.append(list(pieces))
-        return self.texts.index(list(pieces))
 
     def _positions(self, number: int, place: Place) -> None:
         """Store the positions of rows and columns that are not 0, 1, 2, ..."""
@@ -329,17 +337,17 @@ class PageData:
             if layer not in names:
                 raise ArgumentError(f"{layer!r} was not recorded; recorded: {', '.join(names)}")
             layer = names.index(layer)
-        layer = _checked_index("layer", layer, len(self.places))
-        head = _checked_index("head", head, self.places[layer].H)
+        layer = check_index("layer", layer, len(self.places), "layer", "layers")
+        head = check_index("head", head, self.places[layer].H, "head", "heads")
         self.places[layer].head_index(head)
         return layer, head
 
     def cell(self, place: int, head: int, query: int, key: int | None) -> dict[str, int]:
         """Return the cell at which the page opens: the strongest key, unless one is given."""
         where = self.places[place]
-        i = _checked_index("query", query, where.T)
+        i = check_index("query", query, where.T, "query", "queries")
         if key is not None:
-            return {"i": i, "j": _checked_index("key", key, where.N)}
+            return {"i": i, "j": check_index("key", key, where.N, "key", "keys")}
         block = where.block(slice(i, i + 1), slice(0, where.N), slice(head, head + 1))
         return {"i": i, "j": int(block.weights[self.row, 0, 0].argmax())}
 
@@ -451,13 +459,6 @@ def _once_if_shared(x: Tensor) -> NDArray[np.int32]:
     """Return the numbers of all heads `[h, ...]`, or of one head if they are all equal."""
     x = x[:1] if bool((x == x[:1]).all()) else x
     return x.numpy().astype(np.int32)
-
-
-def _checked_index(name: str, index: int, count: int) -> int:
-    """Return an index counted from the start, or raise ArgumentError."""
-    if not -count <= index < count:
-        raise ArgumentError(f"{name} is {index}; it must be {-count} to {count - 1}")
-    return index % count
 
 
 def report(

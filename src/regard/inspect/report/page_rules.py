@@ -122,33 +122,15 @@ class PageRules:
             return {each[0].kind: [self._tree(rows, list(member)) for member in members]}
         parts: list[tuple[slice, Tensor]] = []
         for mask, (step, first) in zip(each, rows.steps, strict=True):
-            closed = self._column_ranges(mask, step)
-            if closed is not None:
-                parts.append((slice(first, first + step.T), closed))
-                continue
-            parts.extend(self._evaluated(mask, step, first))
+            closed = replace(step, mask=mask).column_ranges(self.row)
+            if closed is not None and closed.starts.shape[2] <= MAX_RANGES:
+                ranges = torch.stack(closed, -1).flatten(2).int()  # [h,t,2 n]
+                parts.append((slice(first, first + step.T), ranges))
+            else:
+                parts.extend(self._evaluated(mask, step, first))
         refusal = each[0].refusal()
         count = max(part.shape[0] for _, part in parts)
         return {"text": refusal.mask, "why": refusal.key, **self._stored(parts, count)}
-
-    def _column_ranges(self, mask: masks.Mask, step: RecordedStep) -> Tensor | None:
-        """Return the column ranges that a mask shows, int32 `[h or 1, t, 2 n]`, or None.
-
-        It needs a closed form of the mask, and keys in order.
-        """
-        if step.first_column is None:
-            return None
-        keys = positions_of_row(step.k_positions, self.row)
-        first = int(keys[0]) if len(keys) else 0
-        if first < 0 or not torch.equal(keys, torch.arange(first, first + len(keys))):
-            return None
-        queries = row_and_column_positions(step, self.row)[0]
-        ranges = mask.intervals(queries[None])
-        if ranges is None or ranges.starts.shape[-1] > MAX_RANGES or ranges.starts.shape[0] > 1:
-            return None
-        both = torch.stack([ranges.starts, ranges.stops], -1)[0]  # [h,t,n,2]
-        both = (both - first).clamp(0, len(keys)) + step.first_column
-        return both.flatten(2).int().cpu().expand(-1, step.T, -1)
 
     def _evaluated(
         self, mask: masks.Mask, step: RecordedStep, first: int

@@ -22,9 +22,8 @@ from typing import NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from regard.inspect.record.recorded_place import Place, RecordedStep
+from regard.inspect.record.recorded_place import ColumnRanges, Place, RecordedStep
 from regard.inspect.record.tiles import block_max, block_sums
-from regard.span import Span, as_tensor
 
 BLOCKS = 256
 """Rows and columns of blocks in a tile."""
@@ -157,33 +156,16 @@ class HeadTiles:
         )
 
     @cached_property
-    def _step_ranges(self) -> list[tuple[Tensor, Tensor] | None]:
+    def _step_ranges(self) -> list[ColumnRanges | None]:
         """Return the columns that each step's queries see, as starts and stops; or None."""
         return [self._ranges_of(step) for step in self.place.steps]
 
-    def _ranges_of(self, step: RecordedStep) -> tuple[Tensor, Tensor] | None:
-        if step.first_column is None or step.edited:
+    def _ranges_of(self, step: RecordedStep) -> ColumnRanges | None:
+        ranges = None if step.edited else step.column_ranges(self.batch)
+        if ranges is None:
             return None
-        keys = step.k_positions
-        if isinstance(keys, Span):
-            first, ordered = keys.start, keys.start >= 0
-        else:
-            row = as_tensor(keys)
-            row = row[self.batch if row.shape[0] > 1 else 0].cpu()
-            first = int(row[0]) if len(row) else 0
-            ordered = first >= 0 and torch.equal(row, torch.arange(first, first + len(row)))
-        if not ordered:
-            return None
-        intervals = step.mask.intervals(step.row_positions(self.batch)[None])
-        if intervals is None or intervals.starts.shape[0] > 1:
-            return None
-        head = self.head if intervals.starts.shape[1] > 1 else 0
-        n = len(step.columns)
-        both = [
-            ((x[0, head].cpu() - first).clamp(0, n) + step.first_column).expand(step.T, -1)
-            for x in (intervals.starts, intervals.stops)
-        ]
-        return both[0], both[1]
+        head = self.head if ranges.starts.shape[0] > 1 else 0
+        return ColumnRanges(ranges.starts[head], ranges.stops[head])
 
     def visible(self, number: int, own: slice, c0: int, c1: int) -> Tensor | bool:
         """Return which of some keys some queries see, bool `[t, c]`; True is all, False none."""
@@ -194,11 +176,7 @@ class HeadTiles:
                 return True
             if not bool(((starts < c1) & (stops > c0) & (starts < stops)).any()):
                 return False
-            columns = torch.arange(c0, c1)
-            visible = torch.zeros(len(starts), c1 - c0, dtype=torch.bool)
-            for n in range(starts.shape[1]):
-                visible |= (columns >= starts[:, n, None]) & (columns < stops[:, n, None])
-            return visible
+            return _inside(starts, stops, c0, c1)
         slots = step.slots(slice(c0, c1))
         rows = slice(own.start + step.first, own.stop + step.first)
         low, high = _slot_range(slots)
@@ -353,14 +331,7 @@ class HeadTiles:
     ) -> TileData:
         """Divide the sums of a tile, and mark blocks without a visible pair."""
         seeing = self.seeing(where, size)
-        rows, columns = (
-            (end - start - size * torch.arange(n)).clamp(max=size).double()
-            for start, end, n in (
-                (where.r0, where.r1, mass.shape[0]),
-                (where.c0, where.c1, mass.shape[1]),
-            )
-        )
-        area = rows[:, None] * columns
+        area = _areas(where, size, mass)
         empty = pairs == 0
         mass = (mass / seeing.clamp(min=1)[:, None]).masked_fill(empty, MASKED)
         share = None if bool((pairs == area).all()) else (pairs / area).float()
@@ -441,10 +412,7 @@ class HeadTiles:
         p = self._plain_weights(local, number, columns)
         partial = ~((starts <= columns.start) & (stops >= columns.stop)).any(1)
         if bool(partial.any()):
-            each = torch.arange(columns.start, columns.stop)
-            visible = torch.zeros(int(partial.sum()), len(each), dtype=torch.bool)
-            for n in range(starts.shape[1]):
-                visible |= (each >= starts[partial, n, None]) & (each < stops[partial, n, None])
+            visible = _inside(starts[partial], stops[partial], columns.start, columns.stop)
             p[partial] = torch.where(visible, p[partial], MASKED)
         return seeing, p
 
@@ -470,14 +438,7 @@ def coarser_blocks(
     size, times = 1 << level, 1 << depth
     inner = tiles.range(level, *where)
     seeing = tiles.seeing(inner, size)
-    rows, columns = (
-        (end - start - size * torch.arange(n)).clamp(max=size).double()
-        for start, end, n in (
-            (inner.r0, inner.r1, part.mass.shape[0]),
-            (inner.c0, inner.c1, part.mass.shape[1]),
-        )
-    )
-    area = rows[:, None] * columns
+    area = _areas(inner, size, part.mass)
     pairs = area if part.visible is None else part.visible.double() * area
     mass = block_sums(part.mass.double().clamp(min=0) * seeing[:, None], times, times)
     counted = block_sums(pairs, times, times)
@@ -485,6 +446,27 @@ def coarser_blocks(
     mass = (mass / num_seeing.clamp(min=1)[:, None]).masked_fill(counted == 0, MASKED)
     share = counted / block_sums(area, times, times)
     return mass.float(), _block_max_of(part.max, times).float(), share.float()
+
+
+def _inside(starts: Tensor, stops: Tensor, c0: int, c1: int) -> Tensor:
+    """Return which columns from c0 to c1 lie in the ranges `[t, n]` of each row, bool `[t, c]`."""
+    columns = torch.arange(c0, c1)
+    inside = torch.zeros(len(starts), c1 - c0, dtype=torch.bool)
+    for n in range(starts.shape[1]):
+        inside |= (columns >= starts[:, n, None]) & (columns < stops[:, n, None])
+    return inside
+
+
+def _areas(where: Range, size: int, blocks: Tensor) -> Tensor:
+    """Return the number of cells of each block `[R, C]` of a tile; the last ones are smaller."""
+    rows, columns = (
+        (end - start - size * torch.arange(n)).clamp(max=size).double()
+        for start, end, n in (
+            (where.r0, where.r1, blocks.shape[0]),
+            (where.c0, where.c1, blocks.shape[1]),
+        )
+    )
+    return rows[:, None] * columns
 
 
 def _block_max_of(p: Tensor, size: int) -> Tensor:

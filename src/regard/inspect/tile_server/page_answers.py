@@ -19,7 +19,7 @@ from __future__ import annotations
 import math
 import struct
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -29,7 +29,7 @@ from torch import Tensor
 
 from regard.inspect.record.recorded_place import Place, RecordedStep
 from regard.inspect.record.row_sums import row_sums
-from regard.inspect.report.page_data import AUDITED_SCORES, label, source_facts
+from regard.inspect.report.page_data import AUDITED_SCORES, place_facts, source_facts
 from regard.inspect.tile_server.exact_tiles import HeadTiles, TileData
 from regard.inspect.tile_server.head_overviews import METRICS, HeadOverview, measuring
 from regard.inspect.tile_server.session import KeptResults, ViewSession
@@ -57,26 +57,7 @@ def page_facts(session: ViewSession) -> dict[str, Any]:
 def _place(session: ViewSession, number: int, texts: list[list[str]]) -> dict[str, Any]:
     """Return the facts about a place; equal texts are stored once."""
     place = session.places[number]
-    recording = replace(session.recordings[session.sources[number]], places={place.name: place})
-    rows, columns = recording.labels(place.name)
-
-    def text(pieces: tuple[str, ...]) -> int:
-        if list(pieces) not in texts:
-            texts.append(list(pieces))
-        return texts.index(list(pieces))
-
-    return {
-        "name": place.name,
-        "label": label(place.name),
-        "H": place.H,
-        "G": place.G,
-        "heads": list(place.heads),
-        "T": place.T,
-        "N": place.N,
-        "D": place.pools[0].k.shape[-1],
-        "q_text": text(rows),
-        "q_first": 0,
-        "k_text": text(columns),
+    return place_facts(place, session.recordings[session.sources[number]], texts) | {
         "q_positions": _positions(place.row_positions[session.batch].tolist()),
         "k_positions": _positions(place.column_positions[session.batch].tolist()),
         "source": session.sources[number],

@@ -97,10 +97,7 @@ class ViewSession:
             if not one.places:
                 raise ArgumentError("the recording contains no attention call; record one first")
             for name, whole in one.places.items():
-                if not 0 <= batch < whole.B:
-                    raise ArgumentError(
-                        f"batch is {batch}; {name} has batch rows 0 to {whole.B - 1}"
-                    )
+                whole.check_batch(batch)
                 for place in split_by_pool(whole):
                     self.places.append(place)
                     self.names.append(name)

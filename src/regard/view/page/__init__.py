@@ -33,7 +33,7 @@ from regard.untrusted_text import escape_controls
 from regard.view import palette
 from regard.view.html_page import content_hash
 
-SHARED = ("core.js", "panels.js", "paint.js", "ui.js", "heat.js", "scatter.js")
+SHARED = ("core.js", "panels.js", "paint.js", "ui.js", "heat.js", "scatter.js", "atlas.js")
 """The parts of the script that both feeds have, in order; the frame follows the views."""
 ARRAY_SCRIPTS = (
     "math.js",
@@ -41,7 +41,6 @@ ARRAY_SCRIPTS = (
     "array_heat.js",
     "export.js",
     "whatif.js",
-    "atlas.js",
     "map.js",
     "compare.js",
     "text.js",
@@ -56,7 +55,6 @@ TILE_SCRIPTS = (
     "tile_map.js",
     "tile_inspectors.js",
     "tile_text.js",
-    "tile_heads.js",
     "tile_feed.js",
 )
 """The parts that draw from the tiles of a server."""
@@ -66,7 +64,9 @@ TILE_SOURCES = "img-src blob: data:; connect-src 'self'; worker-src blob:"
 """What a page may load beside its own script and style: tiles come from its own server only."""
 ICON = '<link rel="icon" href="data:,">\n'
 """An empty icon, so that the browser does not ask the server for one."""
-TILE_GROUPS = ("and", "atlas", "core", "live", "map", "panel", "scale", "scatter", "stat", "why")
+TILE_GROUPS = (
+    *("and", "atlas", "core", "live", "map", "metric", "panel", "scale", "scatter", "stat", "why"),
+)
 """The groups of sentences that the page of tiles uses."""
 TYPES = {"float32": "f32", "float64": "f64", "uint8": "u8", "int32": "i32", "uint16": "bf16"}
 """numpy dtype to its name on the page. A uint16 holds a bfloat16: the upper half of a float32."""

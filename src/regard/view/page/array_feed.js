@@ -9,6 +9,27 @@ const unpack = async () => {
   return new Response(stream).arrayBuffer();
 };
 
+R.atlas({
+  intro: () => {
+    const exact = R.exactHeads().length,
+      all = R.heads().length;
+    return R.t(exact === all ? "atlas.intro_all" : "atlas.intro", { exact, all });
+  },
+  paint: (canvas, p, h) => {
+    const field = fields.small(p, h),
+      view = { i0: 0, i1: field.T, j0: 0, j1: field.N },
+      picture = fields.image(field.blocks(view, ...field.size, { ...fields.look(), sinks: true }), R.state.scale);
+    canvas.width = picture.width;
+    canvas.height = picture.height;
+    canvas.getContext("2d").drawImage(picture, 0, 0);
+  },
+  note: (p, h) => R.t(R.math.has(p, h) ? "atlas.exact" : "atlas.thumb_only"),
+  pinned: (p, h) => R.math.has(p, h) && R.exactHeads().length < R.heads().length,
+  pick: (place, head) => R.set({ place, head, view: "map" }),
+  chosen: { x: "sink", y: "entropy" },
+});
+R.views.unshift(R.views.pop()); // the atlas stands first
+
 const feed = {
   load: async () => {
     Object.assign(R.arrays, readArrays(R.meta.arrays, await unpack()));

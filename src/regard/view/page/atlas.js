@@ -1,51 +1,37 @@
-// The atlas: a thumbnail of every head of every layer, sorted and coloured by a metric; a click opens the map.
-{
-  const { el, t } = R;
+// The atlas: a picture of every head of every layer, sorted, filtered and marked by a metric; a click opens the map.
+
+// intro() -> a text; paint(canvas, p, h) draws the picture of a head, and returns false while there is none
+// scale(name) -> the scale that the pictures have; note(p, h) -> a line of the tooltip, or ""
+// pinned(p, h): whether a head is marked; pick(p, h, shift) opens it; chosen: {x, y}, the metrics of the scatter
+R.atlas = ({ intro, paint, scale = x => x, note = () => "", pinned = () => false, pick, chosen, open }) => {
+  const { el, t } = R,
+    all = () => R.heads(),
+    key = (p, h) => `${p} ${h}`,
+    word = m => R.word(`metric.${m}`, m),
+    number = (name, p, h) => R.metric(name, p, h) ?? NaN,
+    rank = v => (Number.isFinite(v) ? v : -Infinity);
+  const buttons = new Map();
   let grid,
     topSlider,
     topLabel,
+    means,
+    legend,
     paintedKey = "",
+    todo = [],
     shownTop = Infinity,
     showAllLayers = true,
-    scatter;
-  const buttons = new Map();
-  const key = (p, h) => `${p} ${h}`;
-  const order = name =>
-    R.heads().sort(([p, h], [a, b]) => (R.metric(name, a, b) ?? -Infinity) - (R.metric(name, p, h) ?? -Infinity));
-  const metricRange = name => {
-    const all = R.heads()
-      .map(([p, h]) => R.metric(name, p, h))
-      .filter(v => v !== null);
-    return [Math.min(...all), Math.max(...all)];
-  };
+    scatter,
+    kept = [];
+  const order = name => all().sort(([p, h], [a, b]) => rank(number(name, a, b)) - rank(number(name, p, h)));
+  // NaN passes no limit
+  const passes = ([p, h]) => R.state.least === "" || number(R.state.metric, p, h) >= Number(R.state.least);
+  const facts = (p, h, names) => names.map(m => `${word(m)} ${R.num(R.metric(m, p, h))}`).join("\n");
 
-  const paint = (canvas, p, h) => {
-    const field = fields.small(p, h),
-      look = fields.look(),
-      scale = look.scale;
-    const view = { i0: 0, i1: field.T, j0: 0, j1: field.N },
-      [a, b] = field.size;
-    const picture = fields.image(field.blocks(view, a, b, { ...look, sinks: true }), scale);
-    canvas.width = picture.width;
-    canvas.height = picture.height;
-    canvas.getContext("2d").drawImage(picture, 0, 0);
-  };
   const button = (p, h) => {
     const name = R.headName(p, h),
-      tooltip = () =>
-        `${name}\n${Object.keys(R.meta.metrics)
-          .map(m => `${R.word(`metric.${m}`, m)} ${R.num(R.metric(m, p, h))}`)
-          .join("\n")}\n${t(R.math.has(p, h) ? "atlas.exact" : "atlas.thumb_only")}`;
+      tooltip = () => [name, facts(p, h, Object.keys(R.meta.metrics)), note(p, h)].filter(Boolean).join("\n");
     const node = R.button(
-      {
-        class: "thumb",
-        tabIndex: -1,
-        "data-head": key(p, h),
-        ariaLabel: name,
-        onclick: () => {
-          R.set({ place: p, head: h, view: "map" });
-        },
-      },
+      { class: "thumb", tabIndex: -1, "data-head": key(p, h), ariaLabel: name, onclick: e => pick(p, h, e.shiftKey) },
       el("canvas", { class: "hatched" }),
       el("span", { class: "meter" }, el("span", {})),
       el("span", { class: "num value" }),
@@ -53,94 +39,85 @@
     buttons.set(key(p, h), node);
     return R.tipped(node, tooltip);
   };
+  const byLayer = top => {
+    const nodes = [];
+    let hidden = 0;
+    R.meta.places.forEach((place, p) => {
+      if (!showAllLayers && !place.heads.some(h => top.has(key(p, h)))) {
+        hidden++;
+        return;
+      }
+      const layer = /^\d+$/.test(place.label) ? t("atlas.layer", { layer: place.label }) : place.label,
+        label = `${R.meta.sources.length > 1 ? `${"①②"[place.source]} · ` : ""}${layer}`;
+      nodes.push(
+        el(
+          "div",
+          { class: "layer" },
+          el("span", { class: "soft label", title: place.name }, label),
+          el("div", { class: "thumbs" }, ...place.heads.map(h => buttons.get(key(p, h)))),
+        ),
+      );
+    });
+    if (hidden) nodes.push(el("p", { class: "soft" }, t("atlas.hidden_layers", { n: hidden })));
+    return nodes;
+  };
+  const inOrder = () => [
+    el(
+      "div",
+      { class: "thumbs" },
+      ...kept.map(([p, h]) =>
+        el("figure", {}, el("figcaption", { class: "soft" }, R.headName(p, h)), buttons.get(key(p, h))),
+      ),
+    ),
+  ];
   const arrange = () => {
     const { sort, metric } = R.state,
-      ranked = order(metric),
-      top = new Set(ranked.slice(0, shownTop).map(([p, h]) => key(p, h)));
-    const nodes = [];
-    if (sort === "metric") {
-      const line = el(
-        "div",
-        { class: "thumbs" },
-        ...ranked.slice(0, shownTop).map(([p, h]) => {
-          const node = buttons.get(key(p, h));
-          return el("figure", {}, el("figcaption", { class: "soft" }, R.headName(p, h)), node);
-        }),
-      );
-      nodes.push(line);
-    } else {
-      let hidden = 0;
-      R.meta.places.forEach((place, p) => {
-        const heads = place.heads.map(h => [p, h]);
-        if (!showAllLayers && !heads.some(([, h]) => top.has(key(p, h)))) {
-          hidden++;
-          return;
-        }
-        const layer = /^\d+$/.test(place.label) ? t("atlas.layer", { layer: place.label }) : place.label;
-        const label = `${R.meta.sources.length > 1 ? `${"①②"[place.source]} · ` : ""}${layer}`;
-        nodes.push(
-          el(
-            "div",
-            { class: "layer" },
-            el("span", { class: "soft label", title: place.name }, label),
-            el("div", { class: "thumbs" }, ...heads.map(([, h]) => buttons.get(key(p, h)))),
-          ),
-        );
-      });
-      if (hidden) nodes.push(el("p", { class: "soft" }, t("atlas.hidden_layers", { n: hidden })));
-    }
-    grid.replaceChildren(...nodes);
-    const [low, high] = metricRange(metric),
-      everyExact = R.exactHeads().length === R.heads().length;
-    for (const [p, h] of R.heads()) {
+      heads = all(),
+      values = heads.map(([p, h]) => number(metric, p, h)).filter(Number.isFinite),
+      low = Math.min(...values),
+      high = Math.max(...values);
+    kept = order(metric).filter(passes).slice(0, shownTop);
+    const top = new Set(kept.map(([p, h]) => key(p, h)));
+    grid.replaceChildren(...(sort === "metric" ? inOrder() : byLayer(top)));
+    for (const [p, h] of heads) {
       const node = buttons.get(key(p, h)),
-        v = R.metric(metric, p, h),
-        share = v === null || high === low ? 0 : (v - low) / (high - low);
+        v = number(metric, p, h),
+        share = high > low ? Math.max(0, (v - low) / (high - low)) : 0;
       node.querySelector(".meter span").style.width = `${100 * share}%`;
-      node.querySelector(".value").textContent = R.num(v, 2);
+      node.querySelector(".value").textContent = R.num(R.metric(metric, p, h), 2);
       node.classList.toggle("faint", !top.has(key(p, h)));
-      node.classList.toggle("pinned", !everyExact && R.math.has(p, h));
+      node.classList.toggle("pinned", pinned(p, h));
     }
-    const all = R.heads().length;
-    topSlider.value = Math.min(shownTop, all);
-    topLabel.textContent = t("atlas.top", { n: Math.min(shownTop, all), all });
+    topSlider.value = kept.length;
+    topLabel.textContent = t("atlas.top", { n: kept.length, all: heads.length });
+    grid.dataset.kept = kept.length;
   };
   const focused = () => {
-    const { place, head } = R.state;
+    const here = key(R.state.place, R.state.head);
     for (const [name, node] of buttons) {
-      const here = name === key(place, head);
-      node.tabIndex = here ? 0 : -1;
-      if (here) node.setAttribute("aria-current", "true");
+      node.tabIndex = name === here ? 0 : -1;
+      if (name === here) node.setAttribute("aria-current", "true");
       else node.removeAttribute("aria-current");
     }
   };
   const walk = e => {
     // the arrow keys move by position on the page
-    const all = [...grid.querySelectorAll(".thumb")],
-      at = all.indexOf(document.activeElement);
+    const nodes = [...grid.querySelectorAll(".thumb")],
+      at = nodes.indexOf(document.activeElement);
     if (at < 0 || !/^(Arrow|Home|End)/.test(e.key)) return;
-    const here = all[at].getBoundingClientRect(),
-      middle = here.left + here.width / 2;
-    const row = (rows, best) => (rows.length ? rows.reduce((a, b) => (best(a) <= best(b) ? a : b)) : null);
-    const boxes = all.map(node => ({ node, box: node.getBoundingClientRect() }));
-    const near = ({ box }) => Math.abs(box.top - here.top) * 4 + Math.abs(box.left + box.width / 2 - middle);
-    const to = {
-      ArrowLeft: () => all[at - 1],
-      ArrowRight: () => all[at + 1],
-      Home: () => all[0],
-      End: () => all[all.length - 1],
-      ArrowUp: () =>
-        row(
-          boxes.filter(x => x.box.top < here.top - 4),
-          near,
-        )?.node,
-      ArrowDown: () =>
-        row(
-          boxes.filter(x => x.box.top > here.top + 4),
-          near,
-        )?.node,
-    }[e.key];
-    const next = to && to();
+    const here = nodes[at].getBoundingClientRect(),
+      middle = here.left + here.width / 2,
+      boxes = nodes.map(node => ({ node, box: node.getBoundingClientRect() })),
+      far = ({ box }) => Math.abs(box.top - here.top) * 4 + Math.abs(box.left + box.width / 2 - middle),
+      nearest = rows => (rows.length ? rows.reduce((a, b) => (far(a) <= far(b) ? a : b)).node : null);
+    const next = {
+      ArrowLeft: () => nodes[at - 1],
+      ArrowRight: () => nodes[at + 1],
+      Home: () => nodes[0],
+      End: () => nodes[nodes.length - 1],
+      ArrowUp: () => nearest(boxes.filter(x => x.box.top < here.top - 4)),
+      ArrowDown: () => nearest(boxes.filter(x => x.box.top > here.top + 4)),
+    }[e.key]?.();
     if (!next) return;
     e.preventDefault();
     const [place, head] = next.dataset.head.split(" ").map(Number);
@@ -148,119 +125,107 @@
     focused();
     next.focus();
   };
+  const paintAll = () => {
+    todo = todo.filter(([p, h]) => paint(buttons.get(key(p, h)).querySelector("canvas"), p, h) === false);
+    grid.dataset.drawn = all().length - todo.length;
+  };
 
-  R.view({
-    name: "atlas",
-    title: "atlas.title",
-    mount(node) {
-      buttons.clear();
-      paintedKey = "";
-      const all = R.heads(),
-        names = Object.keys(R.meta.metrics);
-      const select = (name, options, label) => R.labelled(t(label), R.chooser(name, options, { id: `atlas-${name}` }));
-      topSlider = el("input", {
-        type: "range",
-        id: "atlas-top",
-        min: 1,
-        max: all.length,
-        value: all.length,
-        ariaLabel: t("atlas.top_label"),
-        oninput: e => {
-          shownTop = Number(e.target.value);
-          arrange();
-        },
-      });
-      topLabel = el("span", { class: "num" });
-      grid = el("div", { class: "grid", onkeydown: walk });
-      const legend = el("div", { class: "legendbox" });
-      all.forEach(([p, h]) => button(p, h));
-      scatter = R.scatter({
-        names,
-        title: m => R.word(`metric.${m}`, m),
-        value: R.metric,
-        heads: R.heads,
-        facts: (p, h, axes) => axes.map(m => `${R.word(`metric.${m}`, m)} ${R.num(R.metric(m, p, h))}`).join("\n"),
-        pick: (place, h) => R.set({ place, head: h, view: "map" }),
-        chosen: {
-          x: names.includes("sink") ? "sink" : names[0],
-          y: names.includes("entropy") ? "entropy" : names[names.length - 1],
-        },
-      });
-      node.append(
-        el(
-          "p",
-          { class: "soft" },
-          R.exactHeads().length === all.length
-            ? t("atlas.intro_all", { all: all.length })
-            : t("atlas.intro", { exact: R.exactHeads().length, all: all.length }),
+  const mount = node => {
+    const heads = all(),
+      names = Object.keys(R.meta.metrics),
+      known = { x: names[0], y: names[names.length - 1] },
+      chooser = (name, options, label) => R.labelled(t(label), R.chooser(name, options, { id: `atlas-${name}` }));
+    for (const axis of ["x", "y"]) if (!names.includes(chosen[axis])) chosen[axis] = known[axis];
+    buttons.clear();
+    paintedKey = "";
+    topSlider = el("input", {
+      type: "range",
+      id: "atlas-top",
+      min: 0,
+      max: heads.length,
+      value: heads.length,
+      ariaLabel: t("atlas.top_label"),
+      oninput: e => {
+        shownTop = Number(e.target.value);
+        arrange();
+        scatter.update();
+      },
+    });
+    topLabel = el("span", { class: "num" });
+    const least = el("input", {
+      type: "number",
+      id: "least",
+      step: "any",
+      placeholder: "–",
+      value: R.state.least,
+      oninput: e => R.set({ least: e.target.value }),
+    });
+    const dull = el("input", {
+      type: "checkbox",
+      id: "atlas-dull",
+      checked: showAllLayers,
+      onchange: e => {
+        showAllLayers = e.target.checked;
+        arrange();
+      },
+    });
+    grid = el("div", { class: "grid", id: "atlas", onkeydown: walk });
+    legend = el("div", { class: "legendbox" });
+    means = el("p", { class: "soft", id: "atlas-means" });
+    heads.forEach(([p, h]) => button(p, h));
+    scatter = R.scatter({ names, title: word, value: number, heads: () => kept, facts, pick, chosen, open });
+    node.append(
+      el("p", { class: "soft" }, intro()),
+      el(
+        "div",
+        { class: "controls" },
+        chooser(
+          "metric",
+          names.map(m => [m, word(m)]),
+          "atlas.metric",
         ),
-        el(
-          "div",
-          { class: "controls" },
-          select(
-            "metric",
-            names.map(m => [m, R.word(`metric.${m}`, m)]),
-            "atlas.metric",
-          ),
-          select(
-            "sort",
-            [
-              ["layers", t("atlas.by_layers")],
-              ["metric", t("atlas.by_metric")],
-            ],
-            "atlas.sort",
-          ),
-          select(
-            "stat",
-            [
-              ["mass", t("stat.mass")],
-              ["max", t("stat.max")],
-            ],
-            "map.stat",
-          ),
-          select(
-            "scale",
-            ["log", "linear", "lift"].map(x => [x, t(`scale.${x}`)]),
-            "map.scale",
-          ),
-          R.labelled(t("atlas.show"), topSlider, topLabel),
-          el(
-            "label",
-            {},
-            el("input", {
-              type: "checkbox",
-              id: "atlas-dull",
-              checked: showAllLayers,
-              onchange: e => {
-                showAllLayers = e.target.checked;
-                arrange();
-              },
-            }),
-            t("atlas.dull"),
-          ),
+        chooser(
+          "sort",
+          ["layers", "metric"].map(x => [x, t(`atlas.by_${x}`)]),
+          "atlas.sort",
         ),
-        el("p", { class: "soft", id: "atlas-means" }),
-        legend,
-        grid,
-        scatter.node,
-      );
-      node.legend = legend;
-    },
-    update(changed) {
-      const { stat, scale, metric } = R.state,
-        node = document.getElementById("view-atlas"),
-        now = `${stat} ${scale} ${R.theme()}`;
-      for (const name of ["metric", "sort", "stat", "scale"])
-        document.getElementById(`atlas-${name}`).value = R.state[name];
-      document.getElementById("atlas-means").textContent = R.word(`metric.${metric}.means`, "");
-      if (now !== paintedKey) {
-        paintedKey = now;
-        for (const [p, h] of R.heads()) paint(buttons.get(key(p, h)).querySelector("canvas"), p, h);
-        node.legend.replaceChildren(R.legend(scale, t("atlas.legend", { side: 64 })));
-      }
-      if (!grid.childElementCount || ["metric", "sort", "start", "lang"].some(x => changed.has(x))) arrange();
-      focused();
-      scatter.update();
-    },
-  });
-}
+        chooser(
+          "stat",
+          ["mass", "max"].map(x => [x, t(`stat.${x}`)]),
+          "map.stat",
+        ),
+        chooser(
+          "scale",
+          ["log", "linear", "lift"].map(x => [x, t(`scale.${x}`)]),
+          "map.scale",
+        ),
+        R.labelled(t("atlas.show"), topSlider, topLabel),
+        R.labelled(t("atlas.least"), least),
+        el("label", {}, dull, t("atlas.dull")),
+      ),
+      means,
+      legend,
+      grid,
+      scatter.node,
+    );
+  };
+  const update = changed => {
+    const { stat, metric } = R.state,
+      look = scale(R.state.scale),
+      now = `${stat} ${look} ${R.theme()}`;
+    for (const name of ["metric", "sort", "stat", "scale"])
+      document.getElementById(`atlas-${name}`).value = R.state[name];
+    means.textContent = R.word(`metric.${metric}.means`, "");
+    if (now !== paintedKey) {
+      paintedKey = now;
+      todo = all();
+      legend.replaceChildren(R.legend(look, t("atlas.legend", { side: 64 })));
+    }
+    paintAll();
+    if (!grid.childElementCount || ["metric", "sort", "least", "start", "lang", "heads"].some(x => changed.has(x)))
+      arrange();
+    focused();
+    scatter.update();
+  };
+  R.view({ name: "atlas", title: "atlas.title", mount, update });
+};

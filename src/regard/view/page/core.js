@@ -124,6 +124,7 @@ R.state = {
   z: "",
   sort: "layers",
   metric: Object.keys(R.meta.metrics)[0],
+  least: "", // heads with a smaller metric are faint
   ...R.meta.start,
 };
 const followers = [],
@@ -216,7 +217,6 @@ const readHash = () => {
 
 // ---- colours: light and dark, by the system setting or by the switch
 const system = matchMedia("(prefers-color-scheme: dark)");
-R.calm = matchMedia("(prefers-reduced-motion: reduce)");
 R.theme = () => (R.state.theme === "auto" ? (system.matches ? "dark" : "light") : R.state.theme);
 R.css = name => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 const look = () => {

@@ -163,20 +163,36 @@ const panels = (() => {
     if (first < tokens.length) found.push([first, tokens.length]);
     return found;
   };
-  // indices of the tokens that match a text or /pattern/flags; null if the pattern is not a valid regular expression
-  const search = (tokens, text) => {
-    if (!text) return [];
-    const asked = text.match(/^\/(.+)\/([iu]*)$/);
-    let test = token => token.toLowerCase().includes(text.toLowerCase());
-    if (asked) {
-      try {
-        const pattern = new RegExp(asked[1], asked[2]);
-        test = token => pattern.test(token);
-      } catch {
-        return null;
-      }
+  // tokens at which a text or a /pattern/flags begins, also across tokens, without regard to case unless there are
+  // flags; a pattern with ^ or $ is compared with each token; null if it is not valid
+  const joined = new WeakMap();
+  const search = (tokens, asked) => {
+    if (!asked) return [];
+    const pattern = asked.match(/^\/(.+)\/([iu]*)$/),
+      text = pattern ? pattern[1] : asked.replace(/[.*+?^${}()|[\]\\/]/g, "\\$&"),
+      found = [];
+    let rule;
+    try {
+      rule = new RegExp(text, `g${pattern?.[2] || "iu"}`);
+    } catch {
+      return null;
     }
-    return tokens.flatMap((token, j) => (test(token) ? [j] : []));
+    if (pattern && /[\^$]/.test(text)) return tokens.flatMap((token, j) => (token.search(rule) >= 0 ? [j] : []));
+    if (!joined.has(tokens)) {
+      const starts = new Uint32Array(tokens.length + 1);
+      tokens.forEach((token, n) => {
+        starts[n + 1] = starts[n] + token.length;
+      });
+      joined.set(tokens, { starts, whole: tokens.join("") });
+    }
+    const { starts, whole } = joined.get(tokens);
+    let token = 0;
+    for (const { index } of whole.matchAll(rule)) {
+      while (token + 1 < tokens.length && starts[token + 1] <= index) token++;
+      if (found[found.length - 1] !== token) found.push(token);
+      if (found.length > 1e5) break;
+    }
+    return found;
   };
 
   return {

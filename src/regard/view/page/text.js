@@ -82,57 +82,35 @@
 
   // ---- a pane: a list of lines, of which only the visible ones are in the DOM
   const pane = side => {
-    const room = el("div", {
-      class: "lens",
-      id: `text-${side}`,
-      tabIndex: 0,
-      role: "listbox",
-      ariaLabel: t(side === "q" ? "text.queries" : "text.keys"),
-      ariaMultiSelectable: "true",
-    });
-    const inner = el("div", { class: "lines" });
-    room.append(inner);
-    let rows = [],
+    let lines = [],
       width = 0,
-      nodes = new Map(),
       held = null,
       tokens = null;
-    const layout = () => {
-      const chars = Math.max(8, Math.floor((room.clientWidth - 24) / LETTER));
-      if (chars === width && tokens === tokensOf(side)) return;
-      width = chars;
-      tokens = tokensOf(side);
-      rows = panels.lines(tokens, chars);
-      inner.style.height = `${rows.length * HEIGHT}px`;
-      nodes.forEach(node => node.remove());
-      nodes = new Map();
-    };
+    const word = (token, at) =>
+      el("span", { class: "word token", role: "option", "data-token": at, dir: "auto" }, token);
+    const list = R.ui.rows({
+      class: "lens",
+      id: `text-${side}`,
+      ariaLabel: t(side === "q" ? "text.queries" : "text.keys"),
+      ariaMultiSelectable: "true",
+      height: HEIGHT,
+      count: () => lines.length,
+      make: n =>
+        el("div", { class: "textline" }, ...tokens.slice(...lines[n]).map((token, x) => word(token, lines[n][0] + x))),
+      dress: node => {
+        for (const each of node.children) dress(each, Number(each.dataset.token));
+      },
+    });
+    const room = list.node;
     const draw = () => {
-      layout();
-      const first = Math.max(0, Math.floor(room.scrollTop / HEIGHT) - 4),
-        last = Math.min(rows.length, Math.ceil((room.scrollTop + room.clientHeight) / HEIGHT) + 4);
-      for (const [n, node] of nodes)
-        if (n < first || n >= last) {
-          node.remove();
-          nodes.delete(n);
-        }
-      for (let n = first; n < last; n++) {
-        if (!nodes.has(n)) {
-          const node = el(
-            "div",
-            { class: "textline" },
-            ...tokens
-              .slice(...rows[n])
-              .map((token, x) =>
-                el("span", { class: "word token", role: "option", "data-token": rows[n][0] + x, dir: "auto" }, token),
-              ),
-          );
-          node.style.top = `${n * HEIGHT}px`;
-          nodes.set(n, node);
-          inner.append(node);
-        }
-        for (const word of nodes.get(n).children) dress(word, Number(word.dataset.token));
+      const chars = Math.max(8, Math.floor((room.clientWidth - 24) / LETTER));
+      if (chars !== width || tokens !== tokensOf(side)) {
+        width = chars;
+        tokens = tokensOf(side);
+        lines = panels.lines(tokens, chars);
+        list.clear();
       }
+      list.draw();
     };
     const top = () => (now.relative && now.values ? now.values.reduce((a, b) => Math.max(a, b), 0) || 1 : 1);
     let reach = 1;
@@ -181,7 +159,6 @@
     room.addEventListener("pointerup", release);
     room.addEventListener("pointercancel", release);
     room.addEventListener("pointerleave", R.hideTip);
-    room.addEventListener("scroll", () => requestAnimationFrame(draw));
     room.addEventListener("keydown", e => {
       const by = { ArrowLeft: -1, ArrowRight: 1 }[e.key];
       if (by === undefined) return;
@@ -191,10 +168,8 @@
       show(to);
     });
     const show = token => {
-      const n = rows.findIndex(([from, to]) => token >= from && token < to),
-        y = n * HEIGHT;
-      if (n >= 0 && (y < room.scrollTop || y + HEIGHT > room.scrollTop + room.clientHeight))
-        room.scrollTop = y - room.clientHeight / 2;
+      const n = lines.findIndex(([from, to]) => token >= from && token < to);
+      if (n >= 0) list.show(n);
     };
     return {
       node: room,
@@ -269,7 +244,7 @@
     at = marked.length ? (step ? (at + step + marked.length) % marked.length : -1) : -1;
     found.textContent =
       matches === null
-        ? t("text.bad_pattern")
+        ? t("panel.bad_pattern")
         : text.trim()
           ? t("text.found", { n: marked.length, at: at < 0 ? "–" : at + 1 })
           : "";

@@ -5,18 +5,13 @@ Object.assign(R.SCALES.log, { low: "2⁻²⁰", at: w => (w <= 0 ? 0 : 1 + Math.
 Object.assign(R.state, {
   tab: "cell",
   side: "k",
-  sortBy: "layers",
   pins: "",
   diff: "",
-  filterBy: "entropy",
-  least: "",
 });
 
-R.views.unshift({
-  // the map stands before the heads
+R.view({
   name: "map",
   title: "map.title",
-  node: null,
   mount(node) {
     node.append(R.el("div", { class: "workspace" }, R.tokenPanel(), R.mapPanel(), R.inspectorPanel()));
   },
@@ -25,6 +20,52 @@ R.views.unshift({
     R.tokenUpdate(changed);
     R.inspectorUpdate();
   },
+});
+
+// ---- the atlas: pictures and metrics of the heads arrive in parts
+const overviews = new Map(); // place and head -> the decoded blocks
+const loadHeads = async () => {
+  const all = R.heads(),
+    names = Object.keys(R.meta.metrics);
+  while (overviews.size < all.length) {
+    const buffer = await source.bytes(`/heads/${overviews.size}`),
+      view = new DataView(buffer);
+    let at = 8;
+    for (let n = view.getUint32(0, true); n > 0; n--) {
+      const [p, h] = all[overviews.size];
+      names.forEach((name, x) => {
+        R.meta.metrics[name].of[p][R.meta.places[p].heads.indexOf(h)] = view.getFloat32(at + 4 * x, true);
+      });
+      const blocks = source.decode(buffer, at + 4 * names.length);
+      overviews.set(`${p} ${h}`, blocks);
+      at += 4 * names.length + blocks.size;
+    }
+    R.draw(new Set(["heads"]));
+  }
+};
+let heads = null;
+R.atlas({
+  intro: () => {
+    heads = heads || loadHeads().catch(error => document.getElementById("view-atlas").append(error.message));
+    const rest = R.meta.notKept ? ` ${R.t("live.not_kept", { n: R.meta.notKept })}` : "";
+    return R.t("live.heads_intro", { rows: 64 }) + rest;
+  },
+  scale: x => (x === "lift" ? "log" : x),
+  paint: (canvas, p, h) => {
+    const found = overviews.get(`${p} ${h}`);
+    if (!found) return false;
+    const { ramp, at } = R.SCALES[R.state.scale === "lift" ? "log" : R.state.scale],
+      plane = found[R.state.stat];
+    R.picture(found.rows, found.cols, ramp, n => (plane[n] < 0 ? null : at(plane[n])), canvas);
+    return true;
+  },
+  pick: (place, head, pin) => {
+    R.hideTip();
+    if (pin) R.pin(place, head);
+    else R.set({ place, head, view: "map" });
+  },
+  chosen: { x: "entropy", y: "previous_token" },
+  open: true,
 });
 
 const audits = new Map();
@@ -78,7 +119,9 @@ const feed = {
       sources: facts.sources,
       texts: facts.texts,
       places: facts.places,
-      metricNames: facts.metrics,
+      metrics: Object.fromEntries(
+        facts.metrics.map(m => [m, { of: facts.places.map(x => x.heads.map(() => NaN)) }]),
+      ),
       notKept: facts.not_kept,
     });
     const position = (p, n, name) => {
@@ -86,7 +129,8 @@ const feed = {
       return x ? x[n] : n;
     };
     R.math = { qPosition: (p, i) => position(p, i, "q_positions"), kPosition: (p, j) => position(p, j, "k_positions") };
-    Object.assign(R.state, { place: 0, head: R.meta.places[0].heads[0], i: R.meta.places[0].T - 1, j: 0 });
+    const { heads, T } = R.meta.places[0];
+    Object.assign(R.state, { metric: facts.metrics[0], place: 0, head: heads[0], i: T - 1, j: 0 });
     source.on(
       () => R.map.redraw(),
       error => {

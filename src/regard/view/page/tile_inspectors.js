@@ -28,26 +28,22 @@
       low: name(0),
       high: name(values.length - 1),
     });
+  // the strongest cells of a row or a column, and the rest; `says` and `others` are keys of sentences
+  const listed = (found, says, whose, others, go, lines) => [
+    el("p", { class: "says" }, t(says, { n: thousands(found.seen) }), " ", whose),
+    ...lines.map(({ name, weight, here, to }) =>
+      line(name, num(weight), weight / lines[0].weight, { pick: () => go(to), here }),
+    ),
+    found.others
+      ? el("p", { class: "soft" }, t(others, { n: thousands(found.others), mass: num(found.rest, 4) }))
+      : null,
+  ];
   const row = found => {
     const p = R.state.place,
-      top = found.top.length ? found.top[0].weight : 1;
+      whose = el("bdi", { class: "q token" }, R.rowName(p, found.i)),
+      lines = found.top.map(x => ({ name: R.keyName(p, x.j), weight: x.weight, here: x.j === R.state.j, to: x.j }));
     return [
-      el(
-        "p",
-        { class: "says" },
-        t("live.row_says", { n: thousands(found.seen) }),
-        " ",
-        el("bdi", { class: "q token" }, R.rowName(p, found.i)),
-      ),
-      ...found.top.map(x =>
-        line(R.keyName(p, x.j), num(x.weight), x.weight / top, {
-          pick: () => go(found.i, x.j),
-          here: x.j === R.state.j,
-        }),
-      ),
-      found.others
-        ? el("p", { class: "soft" }, t("live.others", { n: thousands(found.others), mass: num(found.rest, 4) }))
-        : null,
+      ...listed(found, "live.row_says", whose, "live.others", j => go(found.i, j), lines),
       el(
         "dl",
         {},
@@ -75,24 +71,10 @@
   };
   const column = found => {
     const p = R.state.place,
-      top = found.top.length ? found.top[0].weight : 1;
+      whose = el("bdi", { class: "k token" }, R.keyName(p, found.j)),
+      lines = found.top.map(x => ({ name: R.rowName(p, x.i), weight: x.weight, here: x.i === R.state.i, to: x.i }));
     return [
-      el(
-        "p",
-        { class: "says" },
-        t("live.column_says", { n: thousands(found.seen) }),
-        " ",
-        el("bdi", { class: "k token" }, R.keyName(p, found.j)),
-      ),
-      ...found.top.map(x =>
-        line(R.rowName(p, x.i), num(x.weight), x.weight / top, {
-          pick: () => go(x.i, found.j),
-          here: x.i === R.state.i,
-        }),
-      ),
-      found.others
-        ? el("p", { class: "soft" }, t("live.other_readers", { n: thousands(found.others), mass: num(found.rest, 4) }))
-        : null,
+      ...listed(found, "live.column_says", whose, "live.other_readers", i => go(i, found.j), lines),
       el(
         "dl",
         {},

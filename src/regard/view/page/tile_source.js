@@ -97,22 +97,13 @@ const source = (() => {
     for (const key of wanted) {
       if (flying.size >= MOST) return;
       if (flying.has(key) || !stale(key)) continue;
-      const stop = new AbortController(),
-        since = performance.now();
+      const stop = new AbortController();
       flying.set(key, stop);
       bytes(`/tile/${key}`, stop.signal).then(
         buffer => {
-          const tile = {
-            ...decode(buffer),
-            key,
-            at: performance.now(),
-            took: performance.now() - since,
-            picture: null,
-            look: "",
-          };
+          const tile = { ...decode(buffer), key, at: performance.now(), picture: null, look: "" };
           keep(key, tile);
           flying.delete(key);
-          source.times.push([tile.level, tile.took]);
           arrived(tile);
           pump();
         },
@@ -155,7 +146,6 @@ const source = (() => {
     want,
     flying,
     kept,
-    times: [],
     on: (tile, error) => {
       arrived = tile;
       failed = error;

@@ -282,6 +282,43 @@ R.ui = (() => {
       properties,
       ...cells.map(x => el("td", { class: typeof x !== "string" ? "" : panels.wide(x) > 34 ? "num wrap" : "num" }, x)),
     );
+  // a list of count() rows of `height` pixels, of which only those in sight are in the page: make(n) builds one,
+  // dress(node, n) brings it up to date
+  const rows = ({ height, count, make, dress, ...properties }) => {
+    const inner = el("div", { class: "lines" }),
+      node = el("div", { tabIndex: 0, role: "listbox", ...properties }, inner),
+      nodes = new Map();
+    const clear = () => {
+      nodes.forEach(x => x.remove());
+      nodes.clear();
+    };
+    const draw = () => {
+      const first = Math.max(0, Math.floor(node.scrollTop / height) - 4),
+        last = Math.min(count(), Math.ceil((node.scrollTop + node.clientHeight) / height) + 4);
+      inner.style.height = `${count() * height}px`;
+      for (const [n, x] of nodes)
+        if (n < first || n >= last) {
+          x.remove();
+          nodes.delete(n);
+        }
+      for (let n = first; n < last; n++) {
+        if (!nodes.has(n)) {
+          const x = make(n);
+          x.style.top = `${n * height}px`;
+          nodes.set(n, x);
+          inner.append(x);
+        }
+        dress(nodes.get(n), n);
+      }
+    };
+    const show = n => {
+      const y = n * height;
+      if (y < node.scrollTop || y + height > node.scrollTop + node.clientHeight)
+        node.scrollTop = Math.max(0, y - node.clientHeight / 2);
+    };
+    node.addEventListener("scroll", () => requestAnimationFrame(draw));
+    return { node, draw, show, clear };
+  };
   // runs long work in slices, so that the page stays responsive; starting other work of the same name cancels it
   const running = {};
   const run = (name, count, work, done) => {
@@ -295,7 +332,7 @@ R.ui = (() => {
     };
     slice();
   };
-  return { soft, mono, card, cards, svg, bar, strip, hover, bars, curve, line, others, table, tr, run };
+  return { soft, mono, card, cards, svg, bar, strip, hover, bars, curve, line, others, table, tr, rows, run };
 })();
 
 // ---- controls of the maps: every head, of which those that are embedded exactly are marked; the value of a block, the
