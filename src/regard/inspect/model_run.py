@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from regard.errors import ArgumentError, ArgumentTypeError
 from regard.integrations.pytorch.watch import watch
+from regard.models.decoder import Decoder
 from regard.models.encoder_decoder import EncoderDecoder
 from regard.models.generation.decode_session import pad_left
 from regard.models.model import Model
@@ -392,17 +393,19 @@ def _names_of(model: TextModel, text: str) -> dict[str, Any]:
 def _prepare_text_encoder(model: TextEncoder, text: Input) -> ModelRun:
     arguments = (text,) if isinstance(text, Tensor) else tuple(model.encode(text))
     tokens = token_sequence(model, arguments[0])
-    network, encoder = model.network, model.network.encoder
-    head = network.head
+    network = model.network
+    body, head = (
+        (network, None) if isinstance(network, Decoder) else (network.encoder, network.head)
+    )
     return ModelRun(
         model,
         lambda: model.hidden(*arguments),
         {"text": tokens},
         network=network,
-        sites=tuple(_self_attentions(encoder.layers, "", "text")),
-        embed=encoder.embed,
-        last=encoder.layers[-1],
-        predict=None if head is None else lambda x: head(encoder.norm(x)),
+        sites=tuple(_self_attentions(body.layers, "", "text")),
+        embed=body.embed,
+        last=body.layers[-1],
+        predict=None if head is None else lambda x: head(body.norm(x)),
         max_trained_tokens=model.max_seq_length,
         **_names_of(model, text if isinstance(text, str) else tokens.text),
     )
