@@ -252,6 +252,17 @@ def test_orthogonal_keys_hold_their_values_and_a_second_writing_replaces(form: s
     assert_same(S[0, 0].T @ k[0, 0].T, again[0, 0].T, 1e-14)
 
 
+@each_form
+def test_the_square_of_a_first_key_may_overflow(form: str) -> None:
+    """Only products of a key with later keys enter, and 1e20 squared is no fp32 number."""
+    q, k, v, beta = torch.ones(4, 1, 1, 3, 2).unbind()
+    k = torch.cat([torch.full_like(k[:, :, :1], 1e20), k[:, :, 1:] / 2], -2)
+    out, _ = delta_rule(q, k, v, beta[..., 0] / 2, scale=1.0, form=form)
+    # S = k v / 2; then S <- S - k (S k - v) / 2 with k k = 1/2, twice
+    right = torch.tensor([1.0, 0.75, 0.5625], dtype=torch.float64)
+    assert_same((out[0, 0, :, 0] / 1e20).double(), right, 1e-6)
+
+
 def test_the_bound_on_the_length_of_keys_is_where_the_state_grows() -> None:
     """The docstring's claim: |1 - beta k^2| <= 1 keeps the state, a little more does not."""
     k = torch.ones(1, 1, 200, 1, dtype=torch.float64)
