@@ -295,6 +295,7 @@ REFUSED: Mapping[tuple[str, str], tuple[int, str]] = {
     ("generate", "minilm"): (2, "regard.load('minilm').embed"),
     ("convert", "int8"): (2, FEW_BITS),
     ("convert", "int4"): (2, FEW_BITS),
+    ("convert", "mxfp4"): (2, FEW_BITS),
     ("convert", "gguf"): (1, FEW_BITS),
     ("convert", "smollm2"): (1, FEW_BITS),
 } | {("chat", form): (1, NO_TEMPLATE) for form in FORMS if form not in ("smollm2", "minilm")}
