@@ -146,6 +146,7 @@ DRIVERS = {  # MiB in all: memory.total of nvidia-smi, and rocminfo's 201,310,20
     "t4": 15360,
     "a100-40gb": 40960,
     "a100-80gb": 81920,
+    "a10g": 23028,
     "l4": 23034,
     "l40s": 46068,
     "h100-pcie": 81559,
@@ -154,6 +155,8 @@ DRIVERS = {  # MiB in all: memory.total of nvidia-smi, and rocminfo's 201,310,20
     "b200": 183359,
     "rtx-3090": 24576,
     "rtx-4090": 24564,
+    "rtx-6000-ada": 49140,
+    "rtx-pro-6000": 97887,
     "rtx-5090": 32607,
     "mi300x": 201_310_208 // 1024,
 }

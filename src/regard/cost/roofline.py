@@ -132,6 +132,7 @@ _NUMBERS = {
         fp8=242.5,
         fp32=30.3,
     ),
+    "a10g": _gpu(600, 24, 23028, "NVIDIA A10G data sheet (2021)", bf16=70, fp32=31.5),
     "l40s": _gpu(864, 48, 46068, "NVIDIA L40S data sheet (2023)", bf16=362.05, fp8=733, fp32=91.6),
     "h100-pcie": _gpu(
         2000,
@@ -184,6 +185,24 @@ _NUMBERS = {
         bf16=165.2,
         fp8=330.3,
         fp32=82.6,
+    ),
+    "rtx-6000-ada": _gpu(
+        960,
+        48,
+        49140,
+        "NVIDIA RTX 6000 Ada data sheet (2023), half of the sparse rates",
+        bf16=364.2,
+        fp8=728.5,
+        fp32=91.1,
+    ),
+    "rtx-pro-6000": _gpu(
+        1792,
+        96,
+        97887,
+        "NVIDIA RTX Blackwell PRO whitepaper (2025), fp32 accumulation",
+        bf16=503.8,
+        fp8=1007.6,
+        fp32=126,
     ),
     "rtx-5090": _gpu(
         1792,
