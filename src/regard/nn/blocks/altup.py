@@ -19,7 +19,7 @@ from regard.nn.blocks.norms import RMSNorm
 from regard.nn.mixer import Mixer
 from regard.nn.weights import Linear
 from regard.span import Positions, Span, find_empty_slots
-from regard.tracing import named_scope, tap
+from regard.tracing import is_tracing, named_scope, tap
 
 
 class AltUpSizes(NamedTuple):
@@ -288,9 +288,10 @@ class LayerInputBlock(Block):
     ) -> Float[Tensor, "B T W"]:
         """Apply the block to a state [B, T, M + L P]; the arguments are those of `Block`."""
         M, P = self.sizes.dim, self.sizes.layer_dim
-        h = super().forward(x[..., :M], positions, cache, backend)
+        sublayers = self._traced_sublayers if is_tracing() else self._plain_forward
+        h = sublayers(x[..., :M], positions, cache, backend)
         if self.layer_input is None:
-            return h * self.scale
+            return tap("residual", h * self.scale)
         at = M + self.index * P
         h = h + self.layer_input(h, x[..., at : at + P])
-        return torch.cat([h * self.scale, x[..., M:]], -1)
+        return tap("residual", torch.cat([h * self.scale, x[..., M:]], -1))

@@ -287,11 +287,17 @@ class Block(nn.Module):
         self, x: Tensor, positions: Positions | None, cache: Cache | None, backend: str
     ) -> Tensor:
         """Compute `forward`, with the taps of the norms, the feed-forward layer and the block."""
+        return tap("residual", self._traced_sublayers(x, positions, cache, backend))
+
+    def _traced_sublayers(
+        self, x: Tensor, positions: Positions | None, cache: Cache | None, backend: str
+    ) -> Tensor:
+        """Apply both sublayers, with the taps of the norms and of the feed-forward layer."""
         with named_scope("attention"):
             x = self.attention_residual(x, self._tapped_attention(positions, cache, backend))
         with named_scope("mlp"):
             x = self.feed_forward_residual(x, self._tapped_feed_forward)
-        return tap("residual", x)
+        return x
 
     def _tapped_attention(
         self, positions: Positions | None, cache: Cache | None, backend: str

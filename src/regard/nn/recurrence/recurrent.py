@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
-from typing import ClassVar, Literal, NamedTuple, TypeAlias, TypedDict
+from typing import Any, ClassVar, Literal, NamedTuple, TypeAlias, TypedDict
 
 import torch
 import torch.nn.functional as F
@@ -130,7 +130,7 @@ class RecurrenceRule(nn.Module):
         return ", ".join(f"{name}={getattr(self, name)!r}" for name in self.shown)
 
 
-def decayed_cost(mechanism: str) -> staticmethod[[ParameterCounts, HeadShape], Spec]:
+def decayed_cost(mechanism: str) -> Any:
     """Return the `cost` of a rule whose state is a decayed sum, as the member of a class."""
 
     def cost(weights: ParameterCounts, shape: HeadShape) -> Spec:
