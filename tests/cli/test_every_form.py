@@ -146,20 +146,20 @@ class Command(NamedTuple):
         return json.loads(self.said(*words, "--model", self.form.source, "--json"))
 
 
-def explain(run: Command, form: Form) -> None:
+def assert_explain(run: Command, form: Form) -> None:
     told = run.json("explain", TEXT)
     row = form.traced()[1][f"{told['place']}.pattern"][0, told["head"], told["query"]]
     assert len(told["weights"]) == len(row) > 3
     assert all(near(x, y) for x, y in zip(told["weights"], row, strict=True))
 
 
-def ablate(run: Command, form: Form) -> None:
+def assert_ablate(run: Command, form: Form) -> None:
     told = run.json("inspect", "ablate", TEXT)
     assert near(told["baseline"], form.logs().max() if form.decodes else 1)
     assert len(told["values"]) == form.depth
 
 
-def patch(run: Command, form: Form) -> None:
+def assert_patch(run: Command, form: Form) -> None:
     told = run.json("inspect", "patch", TEXT, "--corrupt", OTHER)
     best = form.logs().argmax()
     assert near(told["target"], form.logs()[best] if form.decodes else 1)
@@ -168,18 +168,18 @@ def patch(run: Command, form: Form) -> None:
         assert near(told["values"][-1][-1], told["target"] - told["baseline"])
 
 
-def attribute(run: Command, form: Form) -> None:
+def assert_attribute(run: Command, form: Form) -> None:
     told, logit = run.json("inspect", "attribute", TEXT), form.traced()[0][0, -1].max()
     assert near(told["baseline"], logit)
     assert near(sum(sum(row) for row in told["values"]), logit)
 
 
-def lens(run: Command, form: Form) -> None:
+def assert_lens(run: Command, form: Form) -> None:
     told = run.json("inspect", "lens", TEXT)
     assert near(told["values"][-1][-1], form.logs().max().exp())
 
 
-def rollout(run: Command, form: Form) -> None:
+def assert_rollout(run: Command, form: Form) -> None:
     p = [x[0].mean(0).double() for x in form.traced()[1].values()]
     product = torch.eye(len(p[0]), dtype=torch.float64)
     for pattern in p:
@@ -190,7 +190,7 @@ def rollout(run: Command, form: Form) -> None:
         assert all(near(x, y) for x, y in zip(row, wanted, strict=True) if y > 0)
 
 
-def compare(run: Command, form: Form) -> None:
+def assert_compare(run: Command, form: Form) -> None:
     told = run.json("inspect", "compare", TEXT, "--other", OTHER)["values"]
     a, b = (form.traced(x)[1]["layers.0.pattern"][0, 0].double() for x in (TEXT, OTHER))
     middle = (a + b) / 2
@@ -198,18 +198,18 @@ def compare(run: Command, form: Form) -> None:
     assert near(told[0][0], sum(parts) / 2)
 
 
-def measure(run: Command, form: Form) -> None:
+def assert_measure(run: Command, form: Form) -> None:
     told = run.json("inspect", "measure", TEXT)["heads"]
     p = form.traced()[1]["layers.0.pattern"][0]
     assert all(near(told[h]["previous_token"], x.diagonal(-1).mean()) for h, x in enumerate(p))
 
 
-def taps(run: Command, form: Form) -> None:
+def assert_taps(run: Command, form: Form) -> None:
     patterns = [x for x in run.json("inspect", "taps") if x.endswith(".pattern")]
     assert patterns == [f"layers.{i}.pattern" for i in range(form.depth)]
 
 
-def view(run: Command, form: Form) -> None:
+def assert_view(run: Command, form: Form) -> None:
     pytest.importorskip("starlette")
     file = run.folder / "recording.safetensors"
     assert run.said("view", form.source, TEXT, "--save", file).startswith("http://")
@@ -222,7 +222,7 @@ def view(run: Command, form: Form) -> None:
     assert "a recording has no code" in run.said("audit", file, code=2)
 
 
-def extend(run: Command, form: Form) -> None:
+def assert_extend(run: Command, form: Form) -> None:
     assert isinstance(form.model, Model)
     trained = form.model.config.max_position_embeddings
     text = run.folder / "text.txt"
@@ -237,14 +237,14 @@ def extend(run: Command, form: Form) -> None:
     assert near(found["nats"], -losses[-counted:].mean())
 
 
-def cost(run: Command, form: Form) -> None:
+def assert_cost(run: Command, form: Form) -> None:
     told = json.loads(run.said("cost", form.source, "--context", 16, "--json"))
     network = form.model.decoder if isinstance(form.model, Model) else form.model.network
     assert told["parameters"] == count_parameters(network)
     assert told["active_parameters"] <= told["parameters"]
 
 
-def convert(run: Command, form: Form) -> None:
+def assert_convert(run: Command, form: Form) -> None:
     out = run.folder / "out"
     text = run.folder / "text.txt"
     text.write_text(" ".join([TEXT, OTHER] * 40), "utf-8")
@@ -255,20 +255,20 @@ def convert(run: Command, form: Form) -> None:
         assert torch.equal(made[name], x.half())
 
 
-def generate(run: Command, form: Form) -> None:
+def assert_generate(run: Command, form: Form) -> None:
     assert isinstance(form.model, Model)
     wanted = greedy(form.model, form.model.encode(TEXT)[0].tolist(), 3)
     assert run.json("generate", TEXT, "--max-tokens", 3)["text"] == wanted
 
 
-def chat(run: Command, form: Form) -> None:
+def assert_chat(run: Command, form: Form) -> None:
     assert isinstance(form.model, Model)
     ids = form.model.encode([{"role": "user", "content": TEXT}])[0].tolist()
     out = run.said("chat", form.source, "--max-tokens", 3)
     assert out == f"{greedy(form.model, ids, 3)}\n"
 
 
-def audit(run: Command, form: Form) -> None:
+def assert_audit(run: Command, form: Form) -> None:
     told = json.loads(run.said("audit", "--model", form.source, "--json"))
     assert told["clean"]
     passed = {x["name"] for x in told["passed"]}
@@ -276,12 +276,22 @@ def audit(run: Command, form: Form) -> None:
 
 
 CELLS: Mapping[str, Callable[[Command, Form], None]] = {
-    x.__name__: x
-    for group in (
-        (explain, view, extend, cost, convert, generate, chat, audit),
-        (ablate, patch, attribute, lens, rollout, compare, measure, taps),
-    )
-    for x in group
+    "explain": assert_explain,
+    "view": assert_view,
+    "extend": assert_extend,
+    "cost": assert_cost,
+    "convert": assert_convert,
+    "generate": assert_generate,
+    "chat": assert_chat,
+    "audit": assert_audit,
+    "ablate": assert_ablate,
+    "patch": assert_patch,
+    "attribute": assert_attribute,
+    "lens": assert_lens,
+    "rollout": assert_rollout,
+    "compare": assert_compare,
+    "measure": assert_measure,
+    "taps": assert_taps,
 }
 NEEDS_DECODER = "a Model is needed here: give another model"
 FEW_BITS = "the checkpoint that"

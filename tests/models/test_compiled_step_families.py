@@ -277,7 +277,9 @@ def run_parts(
         "network": own if network is None else network,
     }
     fields: Fields = {"norm": norm, "head_map": {"w": torch.eye(M, dtype=dtype)}}
-    return DecodeStep(fields, [StepLayer(layer, (), 0, None)], dtype, M, M).run(x.view(1, 1, M))
+    return DecodeStep(fields, [StepLayer(layer, (), 0, None)], dtype, M, M).run(
+        x.view(1, 1, M), texts=1
+    )
 
 
 def _norm64(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
@@ -458,7 +460,7 @@ def test_a_trace_and_a_prompt_between_compiled_steps(name: str, steps: list[int]
     with torch.inference_mode():
         rest = step(decoder, IDS[:1, 9:14], caches)
         last = step(decoder, IDS[:1, 14:15], caches)
-        assert len(steps) == 5
+        assert len(steps) == 6, "five tokens of one row are one step, too"
         whole = decoder(IDS[:1, :15], last=6)
         with regard.Trace("layers.1.pattern") as one_pass:
             decoder(IDS[:1, :9])

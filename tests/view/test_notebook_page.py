@@ -17,7 +17,7 @@ from regard.inspect import Recording, record
 from regard.inspect import widget as page_widget
 from regard.inspect.record.export import MAX_PAGE_WEIGHTS
 from regard.view.notebook_page import VIEWS
-from regard.view.page import ARRAY_SCRIPTS
+from regard.view.page import ARRAY_SCRIPTS, SHARED
 from tests.inspect.small_model import TEXT, model
 from tests.view.browser import CHROMIUM, WHY_NOT, chromium
 
@@ -79,7 +79,8 @@ def test_with_anywidget_it_is_a_widget() -> None:
 
 def test_the_views_are_those_of_the_page() -> None:
     folder = resources.files("regard.view.page")
-    texts = "".join(folder.joinpath(name).read_text("utf-8") for name in ARRAY_SCRIPTS)
+    scripts = (*SHARED, *ARRAY_SCRIPTS)
+    texts = "".join(folder.joinpath(name).read_text("utf-8") for name in scripts)
     found = re.findall(r"R\.view\(\{\s*name: \"(\w+)\"", texts)
     assert {*found} == {*VIEWS}
 

@@ -545,8 +545,8 @@ def _machine(
                 None, "--utilization, --prefill-chunk and --reserve belong to a --machine; name one"
             )
         return None
-    found = _measure_this_machine() if name == "here" else machine_of(name)
-    return replace(found, runtime=runtime)
+    known_machine = _measure_this_machine() if name == "here" else machine_of(name)
+    return replace(known_machine, runtime=runtime)
 
 
 def _measure_this_machine() -> Machine:

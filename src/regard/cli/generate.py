@@ -286,8 +286,8 @@ def generate(
     from regard.nn import stack_experts
 
     with _over_ranks(parallel):
-        given = bool(prompts) or prompt_file is not None
-        texts = reading.prompts(lambda: _texts(prompts, prompt_file), given=given)
+        has_texts = bool(prompts) or prompt_file is not None
+        texts = reading.prompts(lambda: _texts(prompts, prompt_file), has_texts=has_texts)
         if hasattr(sys.stdout, "reconfigure"):
             sys.stdout.reconfigure(errors="replace")  # a terminal that lacks a letter shows "?"
         options = GenerationOptions(

@@ -130,15 +130,19 @@ def inspect(
     """
     values = vars(task_options)
     options = {name: x for name, x in values.items() if x is not None and x is not False}
-    given = texts or []
-    _check(task, len(given) + (reading.messages is not None), options, out)
+    own_texts = texts or []
+    _check(task, len(own_texts) + (reading.messages is not None), options, out)
     if reading.messages is not None and (other := next((x for x in OTHERS if x in options), None)):
         raise usage_error("--messages", "is one prompt, and --{other} is another", other=other)
-    prompts = reading.prompts(lambda: given, given=bool(given)) if given or reading.messages else []
+    prompts = (
+        reading.prompts(lambda: own_texts, has_texts=bool(own_texts))
+        if own_texts or reading.messages
+        else []
+    )
     loaded = load(model, load_options)
     for name in OTHERS:
         if name in options:
-            options[name] = reading.prompts(lambda: [options[name]], given=True)[0]  # noqa: B023
+            options[name] = reading.prompts(lambda: [options[name]], has_texts=True)[0]  # noqa: B023
     read = reading.read(loaded, [*prompts, *(options[x] for x in OTHERS if x in options)])
     options |= dict(zip((x for x in OTHERS if x in options), read[len(prompts) :], strict=True))
     result = _RUNS[task](loaded, read[: len(prompts)], options)

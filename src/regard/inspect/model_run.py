@@ -451,13 +451,13 @@ def _prepare_seq2seq(model: Seq2Seq, text: Input, target: str | None) -> ModelRu
     )
 
 
-def _prepare_pretokenized(given: PretokenizedInput) -> ModelRun:
-    network: Any = given.network
-    texts = [given.source] if given.target is None else [given.source, given.target]
-    names = ["text"] if given.target is None else ["source", "target"]
+def _prepare_pretokenized(example: PretokenizedInput) -> ModelRun:
+    network: Any = example.network
+    texts = [example.source] if example.target is None else [example.source, example.target]
+    names = ["text"] if example.target is None else ["source", "target"]
     sequences = {name: pretokenized(*x) for name, x in zip(names, texts, strict=True)}
     ids = [torch.tensor([list(x.ids)], device=device_of(network)) for x in sequences.values()]
-    if given.target is None:
+    if example.target is None:
         sites = tuple(_self_attentions(getattr(network, "layers", []), "", "text"))
     elif isinstance(network, EncoderDecoder):
         sites = tuple(_encoder_decoder_sites(network))
@@ -466,7 +466,7 @@ def _prepare_pretokenized(given: PretokenizedInput) -> ModelRun:
         site = AttentionSite("decoder", 0, attention, None, "target", "source")
         sites = () if attention is None else (site,)
     if not sites:
-        raise ArgumentError(f"{given.name} has no attention; there is nothing to explain")
+        raise ArgumentError(f"{example.name} has no attention; there is nothing to explain")
 
     stacked = hasattr(network, "layers")  # a recurrent decoder has no blocks and no last norm
 
@@ -483,8 +483,8 @@ def _prepare_pretokenized(given: PretokenizedInput) -> ModelRun:
         embed=network.embed if stacked else None,
         last=network.layers[-1] if stacked else network.decoder,
         predict=predict,
-        names=given.names,
-        name=given.name,
+        names=example.names,
+        name=example.name,
         text=next(iter(sequences.values())).text,
     )
 

@@ -49,7 +49,8 @@ class Pooling:
     truncate_dim: int | None = None
 
     def __post_init__(self) -> None:
-        if not self.modes or not set(self.modes) <= {*get_args(PoolingMode)}:
+        names = self.mode if isinstance(self.mode, tuple) else (self.mode,)
+        if not names or not set(names) <= {*get_args(PoolingMode)}:
             raise ArgumentError(
                 f"mode is {self.mode!r}; it is one of {', '.join(get_args(PoolingMode))}, or "
                 "several of them"

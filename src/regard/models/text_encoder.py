@@ -475,25 +475,26 @@ class TextEncoder(TextModel):
             vectors, others = F.normalize(vectors, dim=-1), F.normalize(others, dim=-1)
         return vectors @ others.T
 
-    def _id_rows(self, given: object, prompt: str) -> list[tuple[list[int], list[int]]] | None:
+    def _id_rows(self, texts: object, prompt: str) -> list[tuple[list[int], list[int]]] | None:
         """Return the ids and segments of texts that were given as ids, or None for texts."""
-        given = torch.atleast_2d(given).tolist() if isinstance(given, Tensor) else given
-        if is_messages(given):
+        texts = torch.atleast_2d(texts).tolist() if isinstance(texts, Tensor) else texts
+        if is_messages(texts):
             raise ArgumentTypeError(
                 "a TextEncoder has no chat template for messages; give their texts",
                 argument="texts",
             )
-        if isinstance(given, str) or not isinstance(given, Sequence):
+        if isinstance(texts, str) or not isinstance(texts, Sequence):
             return None
-        if not given or not all(isinstance(row, (list, tuple)) and row for row in given):
+        if not texts or not all(isinstance(row, (list, tuple)) and row for row in texts):
             return None
         if prompt:
             raise ArgumentError(
                 "ids contain their prompt already; give texts, or ids without prompt_name",
                 argument="prompt_name",
             )
-        rows = [[int(x) for x in row] for row in given]
-        check_ids(torch.tensor([x for row in rows for x in row]), self.config.vocab_size)
+        rows = [[int(x) for x in row] for row in texts]
+        numbers = [x for row in rows for x in row]
+        check_ids(torch.tensor(numbers, device="cpu"), self.config.vocab_size)
         longest = max(map(len, rows))
         if self.max_seq_length is not None and longest > self.max_seq_length:
             raise ArgumentError(

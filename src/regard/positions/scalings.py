@@ -106,7 +106,7 @@ class Backwards(Scaling):
     """
 
     def scale(self, rope: UnscaledFrequencies) -> RopeFrequencies:
-        """Negate every frequency."""
+        """Return theta with its sign turned, and factor 1: pairs turn the other way."""
         return RopeFrequencies(-rope.theta, 1.0, 1.0)
 
 

@@ -261,7 +261,7 @@ def _fit(report: CostReport, machine: Machine) -> str:
     )
     if room.verdict is None:
         return translate("{needed}; its memory is not known", needed=needed)
-    ends = {
+    verdicts = {
         FITS: Phrase("they fit, with {left} to spare", left=units.size(room.usable - room.total)),
         TIGHT: Phrase("tight: it needs {total}", total=units.size(room.total)),
         DOES_NOT_FIT: Phrase("they do not fit"),
@@ -272,7 +272,7 @@ def _fit(report: CostReport, machine: Machine) -> str:
         share=f"{100 * room.runtime.utilization:.4g}",
         memory=units.size(room.memory),
         usable=units.size(room.usable),
-        end=ends[room.verdict],
+        end=verdicts[room.verdict],
     )
 
 

@@ -250,7 +250,7 @@ def test_rules_take_what_they_give(tmp_path: Path) -> None:
         other = Pair()
     assert fill_parameters(
         other, FAMILY, CheckpointTensors.open(tmp_path), dtype=torch.float32
-    ) == ([], [])
+    ) == ([], [], None)
     for name, parameter in model.named_parameters():
         assert torch.equal(other.get_parameter(name), parameter), name
     storages = [p.untyped_storage().data_ptr() for p in other.parameters()]

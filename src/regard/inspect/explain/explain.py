@@ -170,8 +170,8 @@ def find_key(
                 argument="key",
             )
         return list(positions).index(token), ""
-    near = [p in (0, target.i) for p in positions] if target.is_self_attention else None
-    return strongest_key(np.where(visible, np.abs(weights), -1.0), near)
+    left_out = [p in (0, target.i) for p in positions] if target.is_self_attention else None
+    return strongest_key(np.where(visible, np.abs(weights), -1.0), left_out)
 
 
 def query_pieces(target: Target, call: QueryCall) -> tuple[str, ...]:

@@ -54,12 +54,12 @@ KEY_RULE = "the key with the largest weight, leaving out the query and the first
 """How the key is chosen, as shown to the user."""
 
 
-def strongest_key(weights: Array, near: Sequence[bool] | None) -> tuple[int, str]:
+def strongest_key(weights: Array, left_out: Sequence[bool] | None) -> tuple[int, str]:
     """Return the index of the key with the largest weight, and the rule; a key that is `near`
     counts only if no other one has any weight.
     """
-    if near is not None:
-        others = np.where(near, -1.0, weights)
+    if left_out is not None:
+        others = np.where(left_out, -1.0, weights)
         if others.max(initial=-1) > 0:
             return int(others.argmax()), KEY_RULE
     return int(weights.argmax()), "the key with the largest weight"

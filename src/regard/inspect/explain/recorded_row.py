@@ -234,8 +234,8 @@ def _find_key(
             )
         return visible_columns.index(column), ""
     # self-attention: as for every explanation
-    near = [c in (0, query) for c in visible_columns] if place.T == place.N else None
-    return strongest_key(weights, near)
+    left_out = [c in (0, query) for c in visible_columns] if place.T == place.N else None
+    return strongest_key(weights, left_out)
 
 
 def _sizes(recording: Recording, place: Place, row: KernelRow) -> dict[str, int]:

@@ -136,12 +136,12 @@ class RecordedStep:
             return None
         if not torch.equal(keys, torch.arange(first, first + len(keys))):
             return None
-        seen = self.mask.intervals(self.row_positions(batch)[None])
-        if seen is None or seen.starts.shape[0] > 1:
+        visible = self.mask.intervals(self.row_positions(batch)[None])
+        if visible is None or visible.starts.shape[0] > 1:
             return None
         starts, stops = (
             ((x[0].cpu() - first).clamp(0, len(keys)) + self.first_column).expand(-1, self.T, -1)
-            for x in (seen.starts, seen.stops)
+            for x in (visible.starts, visible.stops)
         )
         return ColumnRanges(starts, stops)
 

@@ -178,8 +178,8 @@ class GgufModel:
         if count == 1 or any("*" in x for x in entry.parameters) or entry.requires or entry.unless:
             return ()
         rows = torch.arange(count, device="cpu")[:, None]
-        found = entry.unpack(rows, [torch.Size((1, 1))] * count)
-        in_order = [x.flatten().tolist() for x in found] == [[i] for i in range(count)]
+        unpacked = entry.unpack(rows, [torch.Size((1, 1))] * count)
+        in_order = [x.flatten().tolist() for x in unpacked] == [[i] for i in range(count)]
         return tuple(x.format(*numbers) for x in entry.parameters) if in_order else ()
 
     def _say_what_grows(
@@ -260,8 +260,8 @@ def _stored_names(
     from gguf.tensor_mapping import get_tensor_name_map
 
     number = next(key for key, name in MODEL_ARCH_NAMES.items() if name == architecture)
-    found = (_LAYER.match(name) for name in header.tensors)
-    numbers = {int(match[1]) for match in found if match}
+    matches = (_LAYER.match(name) for name in header.tensors)
+    numbers = {int(match[1]) for match in matches if match}
     layers = sorted(x for x in numbers if x < len(header.tensors))
     table = get_tensor_name_map(number, layers[-1] + 1 if layers else 0)
     its = ARCHITECTURES[architecture]

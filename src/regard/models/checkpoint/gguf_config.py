@@ -259,29 +259,31 @@ def gguf_config(header: GgufHeader, architecture: str) -> tuple[Config, list[str
     """Return the metadata as the keys of a config.json, and the keys that are not understood."""
     its = ARCHITECTURES[architecture]
     prefix = f"{architecture}."
-    given = {k.removeprefix(prefix): x for k, x in header.metadata.items() if k.startswith(prefix)}
-    if lacking := [key for key in _REQUIRED if key not in given]:
+    entries = {
+        k.removeprefix(prefix): x for k, x in header.metadata.items() if k.startswith(prefix)
+    }
+    if lacking := [key for key in _REQUIRED if key not in entries]:
         raise invalid_gguf(
             header.file, f"the keys {', '.join(prefix + k for k in lacking)} are missing"
         )
     embedding = header.tensors.get("token_embd.weight")
     if embedding is None or len(embedding.shape) != 2:
         raise invalid_gguf(header.file, "it has no matrix token_embd.weight")
-    heads, size = given["attention.head_count"], given["embedding_length"]
+    heads, size = entries["attention.head_count"], entries["embedding_length"]
     if type(heads) is not int or heads < 1 or type(size) is not int:
         raise invalid_gguf(
             header.file,
             f"attention.head_count is {short_repr(heads)} and embedding_length "
             f"{short_repr(size)}; they must be numbers, the same for all layers",
         )
-    given.setdefault("attention.head_count_kv", heads)
-    head_dim = given.get("attention.key_length", size // heads)
+    entries.setdefault("attention.head_count_kv", heads)
+    head_dim = entries.get("attention.key_length", size // heads)
     if type(head_dim) is not int or head_dim < 1:
         raise invalid_gguf(header.file, f"attention.key_length is {short_repr(head_dim)}")
-    first = {"head_dim": head_dim, "num_hidden_layers": given["block_count"]}
+    first = {"head_dim": head_dim, "num_hidden_layers": entries["block_count"]}
     first |= {"hidden_size": size, "num_attention_heads": heads}
-    if type(given["block_count"]) is not int or given["block_count"] < 1:
-        raise invalid_gguf(header.file, f"block_count is {short_repr(given['block_count'])}")
+    if type(entries["block_count"]) is not int or entries["block_count"] < 1:
+        raise invalid_gguf(header.file, f"block_count is {short_repr(entries['block_count'])}")
     further = its.complete(first, header)
     model_type = further.get("model_type", its.model_type)
     names = _names_of(model_type)
@@ -290,27 +292,27 @@ def gguf_config(header: GgufHeader, architecture: str) -> tuple[Config, list[str
     if "sliding_window" in names and "use_sliding_window" not in names:
         config["sliding_window"] = None
     unknown: list[str] = []
-    for key, value in given.items():
+    for key, value in entries.items():
         ours = next((name for name in _KEYS.get(key, ()) if name in names), None)
         if ours is not None:
             config[ours] = value
-        elif key not in (*its.reads, *_READ) and not _says_nothing(its, key, value, given):
+        elif key not in (*its.reads, *_READ) and not _says_nothing(its, key, value, entries):
             unknown.append(prefix + key)
     config |= {k: x for k, x in {**its.constants, **further}.items() if k in {*names, "model_type"}}
     facts: Config = {
         "vocab_size": embedding.shape[0],
         "tie_word_embeddings": "output.weight" not in header.tensors,
         "head_dim": head_dim,
-        "rope_scaling": _rope_scaling(header, given, config, head_dim),
+        "rope_scaling": _rope_scaling(header, entries, config, head_dim),
     }
     facts |= {
         key: any(f"blk.0.{name}" in header.tensors for name in tensors)
         for key, tensors in _BIASES.items()
     }
     config |= {k: x for k, x in facts.items() if k in names and x is not None}
-    config |= _rotary_dims(header, given, names, head_dim) | _layer_types(given, names)
+    config |= _rotary_dims(header, entries, names, head_dim) | _layer_types(entries, names)
     if "original_max_position_embeddings" in names and LONG_FACTORS[0] in header.tensors:
-        original = given.get("rope.scaling.original_context_length")
+        original = entries.get("rope.scaling.original_context_length")
         config["original_max_position_embeddings"] = original
     return config, unknown
 
@@ -323,31 +325,31 @@ def _names_of(model_type: str) -> frozenset[str]:
 
 
 def _says_nothing(
-    its: Architecture, key: str, value: MetadataValue, given: Mapping[str, MetadataValue]
+    its: Architecture, key: str, value: MetadataValue, entries: Mapping[str, MetadataValue]
 ) -> bool:
     """Return whether a key has the value that every model without a name for it has."""
     usual: Mapping[str, object] = {
         "attention.causal": True,
         "attention.clamp_kqv": 0.0,
-        "attention.head_count_kv": given["attention.head_count"],
+        "attention.head_count_kv": entries["attention.head_count"],
         "attention.layer_norm_epsilon": 1e-5,
         "attention.max_alibi_bias": 8.0,
         "expert_count": 0,
         "expert_gating_func": its.gating,
         "expert_used_count": 0,
         "expert_weights_scale": 1.0,
-        "feed_forward_length": 4 * int(str(given["embedding_length"])),
+        "feed_forward_length": 4 * int(str(entries["embedding_length"])),
         "use_parallel_residual": True,
     }
     return key == "context_length" or (key in usual and value == usual[key])
 
 
-def _layer_types(given: Mapping[str, MetadataValue], names: frozenset[str]) -> Config:
+def _layer_types(entries: Mapping[str, MetadataValue], names: frozenset[str]) -> Config:
     """Return which layers have windows, if the file says so."""
-    pattern = given.get("attention.sliding_window_pattern")
+    pattern = entries.get("attention.sliding_window_pattern")
     if pattern is None or "layer_types" not in names:
         return {}
-    layers = given["block_count"]
+    layers = entries["block_count"]
     if type(pattern) is int and type(layers) is int and pattern > 0 and 0 < layers < 1 << 16:
         pattern = [(i + 1) % pattern != 0 for i in range(layers)]
     windows = pattern if isinstance(pattern, list) else []
@@ -355,16 +357,16 @@ def _layer_types(given: Mapping[str, MetadataValue], names: frozenset[str]) -> C
 
 
 def _rotary_dims(
-    header: GgufHeader, given: Mapping[str, Any], names: frozenset[str], head_dim: int
+    header: GgufHeader, entries: Mapping[str, Any], names: frozenset[str], head_dim: int
 ) -> Config:
     """Return the part of a head that rotates, where the family has such a key."""
-    if given.get("attention.value_length", head_dim) != head_dim:
+    if entries.get("attention.value_length", head_dim) != head_dim:
         raise FileError(
             f"{header.file}: attention.value_length is "
-            f"{short_repr(given['attention.value_length'])} and heads have {head_dim} dims; other "
-            "sizes are not supported"
+            f"{short_repr(entries['attention.value_length'])} and heads have {head_dim} dims; "
+            "other sizes are not supported"
         )
-    dims = given.get("rope.dimension_count", head_dim)
+    dims = entries.get("rope.dimension_count", head_dim)
     partial = next((x for x in ("partial_rotary_factor", "rotary_pct") if x in names), None)
     if partial is not None and type(dims) is int and 0 < dims <= head_dim:
         return {partial: dims / head_dim}
@@ -377,9 +379,9 @@ def _rotary_dims(
 
 
 def _rope_scaling(
-    header: GgufHeader, given: Mapping[str, Any], config: Config, head_dim: int
+    header: GgufHeader, entries: Mapping[str, Any], config: Config, head_dim: int
 ) -> dict[str, object] | None:
-    kind = given.get("rope.scaling.type", "none")
+    kind = entries.get("rope.scaling.type", "none")
     if ROPE_FACTORS in header.tensors:
         if kind != "none":
             raise FileError(
@@ -387,8 +389,8 @@ def _rope_scaling(
                 "both at once are not supported"
             )
         return _llama3_scaling(header, config, head_dim)
-    factor = given.get("rope.scaling.factor")
-    original = given.get("rope.scaling.original_context_length")
+    factor = entries.get("rope.scaling.factor")
+    original = entries.get("rope.scaling.original_context_length")
     if all(name in header.tensors for name in LONG_FACTORS):
         tensors = [header.tensors[name] for name in LONG_FACTORS]
         if any(x.format.name != "F32" or x.shape != tensors[0].shape for x in tensors):
@@ -397,7 +399,7 @@ def _rope_scaling(
             )
         short, long = (read_plain(header, x, torch.float32).flatten().tolist() for x in tensors)
         return {"rope_type": "longrope", "short_factor": short, "long_factor": long} | {
-            "attention_factor": given.get("rope.scaling.attn_factor")
+            "attention_factor": entries.get("rope.scaling.attn_factor")
         }
     if kind == "none":
         return None
@@ -407,7 +409,7 @@ def _rope_scaling(
         scaling = {"rope_type": "yarn", "factor": factor}
         scaling["original_max_position_embeddings"] = original
         for name in ("beta_fast", "beta_slow"):
-            if (value := given.get(f"rope.scaling.yarn_{name}")) is not None:
+            if (value := entries.get(f"rope.scaling.yarn_{name}")) is not None:
                 scaling[name] = value
         return scaling
     raise FileError(

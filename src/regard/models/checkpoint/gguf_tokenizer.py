@@ -182,13 +182,13 @@ _ENDING = (
     "<fim-pad> <fim_pad> <PAD> [PAD] <|fim_repo|> <|repo_name|> <fim-repo> <REPO> <reponame> "
     "<|file_sep|>"
 )
-_ENDS = frozenset(_ENDING.split())
+_END_TEXTS = frozenset(_ENDING.split())
 """Tokens that end a text wherever a vocabulary has them, as in llama.cpp."""
 _NO_END = {
     "<|end|>": ({"<|return|>", "<|call|>"}, {"<|calls|>", "<|flush|>"}, {"<|call|>", "<|flush|>"}),
     "</s>": ({"<|tool_response>"},),
 }
-"""Token of `_ENDS` -> tokens beside which it separates parts of one answer."""
+"""Token of `_END_TEXTS` -> tokens beside which it separates parts of one answer."""
 
 
 def gguf_tokenizer(header: GgufHeader) -> Tokenizer | None:
@@ -226,17 +226,17 @@ def gguf_eos_ids(header: GgufHeader) -> frozenset[int] | None:
     if there are none.
     """
     values = _Values(header)
-    given = [values.get(f"{key}_token_id", None) for key in _END_KEYS]
+    end_ids = [values.get(f"{key}_token_id", None) for key in _END_KEYS]
     tokens = values.get("tokens", None)
-    ends = (
-        {x: i for i, x in enumerate(tokens) if isinstance(x, str) and x in _ENDS}
+    id_of_end = (
+        {x: i for i, x in enumerate(tokens) if isinstance(x, str) and x in _END_TEXTS}
         if isinstance(tokens, list)
         else {}
     )
     for token, others in _NO_END.items():
-        if any(group <= ends.keys() for group in others):
-            ends.pop(token, None)
-    return frozenset(i for i in (*given, *ends.values()) if type(i) is int) or None
+        if any(group <= id_of_end.keys() for group in others):
+            id_of_end.pop(token, None)
+    return frozenset(i for i in (*end_ids, *id_of_end.values()) if type(i) is int) or None
 
 
 class _Values:

@@ -22,7 +22,7 @@ AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 """The place in a word of AWQ, counted in units of 4 bits from the lowest, of each of 8 numbers."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class IntegerCodes:
     """Integers [..., N, M] with a scale and a zero point for each group of inputs.
 
@@ -95,7 +95,11 @@ class IntegerCodes:
         group = next((g for g in reversed(GROUPS) if M // G % g == 0), whole)
         if group is None or self.groups is not None or self.scales.dtype not in DTYPES:
             return None
-        zeros = torch.zeros(N, G, dtype=torch.int16) if self.zeros is None else self.zeros.short()
+        zeros = (
+            torch.zeros(N, G, dtype=torch.int16, device=self.codes.device)
+            if self.zeros is None
+            else self.zeros.short()
+        )
         scales, zeros = (x.repeat_interleave(-(-M // G // group), 1) for x in (self.scales, zeros))
         codes = self.codes
         if M % group:
@@ -193,7 +197,7 @@ def unpack_compressed(
         return IntegerCodes(8, values, scales, zeros, groups)
     codes, middle = unpack_words(values, bits), 2 ** (bits - 1)
     if zeros is None:
-        points = torch.full(scales.shape, middle, dtype=torch.int16)
+        points = torch.full(scales.shape, middle, dtype=torch.int16, device=scales.device)
     else:
         points = unpack_words(zeros.T.contiguous(), bits).T[: len(codes)].short()
     return IntegerCodes(bits, codes, scales, points, groups)

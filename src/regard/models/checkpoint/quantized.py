@@ -442,7 +442,7 @@ def _four_bits(
 def _unpack_four_bits(
     state: Mapping[str, Any], packed: Tensor, absmax: Tensor, table: Tensor, *nested: Tensor
 ) -> Tensor:
-    known = torch.tensor(BITSANDBYTES_VALUES[state["quant_type"]])
+    known = torch.tensor(BITSANDBYTES_VALUES[state["quant_type"]], device="cpu")
     if table.shape != known.shape or float((table.float() - known).abs().max()) > 1e-6:
         raise ArgumentError(f"quant_map differs from the values of {state['quant_type']}")
     if nested:

@@ -29,6 +29,7 @@ from regard.models.generation.speculation import (
     check_proposals,
 )
 from regard.models.prompts import LanguageModel, Prompt, encode_prompt
+from regard.units import plural
 
 
 class StopStrings:
@@ -184,7 +185,11 @@ class GenerationOptions:
         return self.speculate is not None or self.draft is not None
 
     def refuse_proposals(self, rows: str) -> None:
-        """Raise if tokens are to be proposed for several rows."""
+        """Raise if tokens are to be proposed for several rows.
+
+        Args:
+            rows: what the rows are, as the end of a sentence.
+        """
         if self.speculates:
             name = "draft" if self.speculate is None else "speculate"
             raise ArgumentError(
@@ -295,7 +300,7 @@ class _GenerationLoop:
             encode_prompt(model, prompt, before, special=options.special) for prompt in prompts
         ]
         if len(prompts) > 1:
-            options.refuse_proposals(f"there are {len(prompts)} prompts")
+            options.refuse_proposals(f"there are {plural(len(prompts), 'prompt')}")
         self._options, self._prefix = options, prefix
         self._cache_config = self._checked_config()
         rows = [[*self._prefix_ids, *ids] for ids in self._prompt_ids]

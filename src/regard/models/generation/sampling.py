@@ -262,7 +262,11 @@ class Sampler:
         return [int(token) for token in numbers[rows:]]
 
     def copy(self) -> Sampler:
-        """Return another sampler that draws as this one will."""
+        """Return another sampler that draws as this one will.
+
+        Returns:
+            A sampler with copies of the generators and of the ids that were seen.
+        """
         other = copy(self)
         other._generators = [generator.clone_state() for generator in self._generators]
         other._seen_ids = None if self._seen_ids is None else self._seen_ids.clone()

@@ -68,8 +68,8 @@ class Lookup:
                 if n <= end:
                     self._after[tuple(ids[end - n : end])] = end
         self._known = max(self._known, len(ids) - 1)
-        ends = (self._after.get(tuple(ids[-n:])) for n in MATCHES if n < len(ids))
-        start = next((x for x in ends if x is not None), None)
+        places = (self._after.get(tuple(ids[-n:])) for n in MATCHES if n < len(ids))
+        start = next((x for x in places if x is not None), None)
         if start is None:
             return []
         period = len(ids) - start
@@ -180,9 +180,9 @@ class Speculation:
 
     def learn(self, proposed: int, accepted: int) -> None:
         """Take into account a pass over some proposals, the first of which were accepted."""
-        kept = 0.95**proposed
-        self._hits = self._hits * kept + accepted
-        self._misses = self._misses * kept + (accepted < proposed)
+        weight = 0.95**proposed
+        self._hits = self._hits * weight + accepted
+        self._misses = self._misses * weight + (accepted < proposed)
         gain = accepted + 1 - self._times[proposed]
         self._spare = min(self._spare + gain, 4 * self.allowed[0])
 

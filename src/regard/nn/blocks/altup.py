@@ -292,6 +292,6 @@ class LayerInputBlock(Block):
         h = sublayers(x[..., :M], positions, cache, backend)
         if self.layer_input is None:
             return tap("residual", h * self.scale)
-        at = M + self.index * P
-        h = h + self.layer_input(h, x[..., at : at + P])
+        start = M + self.index * P
+        h = h + self.layer_input(h, x[..., start : start + P])
         return tap("residual", torch.cat([h * self.scale, x[..., M:]], -1))

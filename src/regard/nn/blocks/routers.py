@@ -180,8 +180,10 @@ class SoftmaxRouter(Router):
     With `normalize` it serves Mixtral and gpt-oss; without, Switch, DeepSeek-V2 and Qwen-MoE with
     norm_topk_prob false.
 
-    Groups are compared by the softmax over all experts. The arguments are those of `Router`, and
-    `corrected`: whether experts are chosen by their softmax plus a correction, as in ERNIE 4.5.
+    Groups are compared by the softmax over all experts. The other arguments are those of `Router`.
+
+    Args:
+        corrected: whether experts are chosen by their softmax plus a correction, as in ERNIE 4.5.
 
     >>> router = SoftmaxRouter(1, 3, 2, normalize=True)
     >>> _ = router.linear.weight.data.copy_(torch.tensor([[0.0], [3.0], [3.0]]).log1p())

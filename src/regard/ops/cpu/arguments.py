@@ -123,7 +123,7 @@ def _structs() -> dict[str, list[Field]]:
     structs: dict[str, list[Field]] = {}
     for name, base, body in _STRUCT.findall(text):
         fields = list(structs[base]) if base else []
-        fields += (_field(structs, *found) for found in _FIELD.findall(body))
+        fields += (_field(structs, *match) for match in _FIELD.findall(body))
         structs[name] = fields
     return structs
 

@@ -159,12 +159,12 @@ def _run(name: str, struct: str, args: PrefillArgs, **results: Any) -> None:
     """Call an entry with the arguments of `args` and of its own, and with the memory it needs."""
     layout, function = struct_layout(struct), entry(name, args.q.dtype)
     (B, H, T, D), (_, G, S, E) = args.q.shape, args.v.shape
-    given = {**vars(args), **{x: launch.with_rows(getattr(args, x)) for x in "qkv"}}
-    is_wide = given.pop("out_dtype") == torch.float32
+    values = {**vars(args), **{x: launch.with_rows(getattr(args, x)) for x in "qkv"}}
+    is_wide = values.pop("out_dtype") == torch.float32
     for x in ("slopes", "q_positions", "k_positions", "starts", "stops"):
-        given[x] = given[x].contiguous()
+        values[x] = values[x].contiguous()
     record = layout.pack(
-        **given,
+        **values,
         **results,
         **dict(zip("BHGTSDE", (B, H, G, T, S, D, E), strict=True)),
         threads=(workers := threads.thread_count()),
