@@ -114,7 +114,7 @@ def states_of(network: nn.Module, *given: Tensor) -> list[Tensor]:
 
 
 def test_states_of_every_layer_and_patterns(mine: TextEncoder, theirs: Any) -> None:
-    tokens = mine.encode(TEXTS)
+    tokens = mine.encode(TEXTS, special=False)
     real = tokens.positions >= 0
     exact = theirs(
         input_ids=tokens.ids,
@@ -153,7 +153,7 @@ def last_norm_in_front(network: Any) -> None:
 
 @pytest.mark.parametrize("change", [gelu_with_tanh, segments_left_out, last_norm_in_front])
 def test_a_wrong_variant_is_seen(change: Any, mine: TextEncoder, theirs: Any) -> None:
-    tokens = mine.encode(TEXTS[:4])
+    tokens = mine.encode(TEXTS[:4], special=False)
     real = tokens.positions >= 0
     exact = theirs(input_ids=tokens.ids, attention_mask=real.long(), token_type_ids=tokens.segments)
     network = copy.deepcopy(mine.network)
@@ -163,11 +163,11 @@ def test_a_wrong_variant_is_seen(change: Any, mine: TextEncoder, theirs: Any) ->
 
 def test_a_batch_is_its_texts_alone(mine: TextEncoder) -> None:
     """In the order given, whatever is beside a text, and however many are read at once."""
-    alone = torch.cat([mine.embed(text) for text in TEXTS])
+    alone = torch.cat([mine.embed(text, special=False) for text in TEXTS])
     for batch in (1, 2, 32):
-        assert_near(mine.embed(TEXTS, batch_size=batch), alone)
+        assert_near(mine.embed(TEXTS, batch_size=batch, special=False), alone)
     assert_near(alone.norm(dim=1), torch.ones(len(TEXTS)))
-    tokens = mine.encode(TEXTS)
+    tokens = mine.encode(TEXTS, special=False)
     assert (tokens.positions == -1).any(), "some are padded"
     padded = mine.hidden(tokens.ids.masked_fill(tokens.positions < 0, 1012), *tokens[1:])
     assert_near(mine.pool(padded, tokens.positions), alone)
@@ -175,7 +175,7 @@ def test_a_batch_is_its_texts_alone(mine: TextEncoder) -> None:
 
 def test_padding_in_the_mean_would_be_seen(mine: TextEncoder) -> None:
     """Negative control: the mean over all slots."""
-    tokens = mine.encode(TEXTS)
+    tokens = mine.encode(TEXTS, special=False)
     states = mine.hidden(*tokens)
     right, wrong = mine.pool(states, tokens.positions), mine.pool(states)
     assert float((right - wrong).abs().max()) > 0.01

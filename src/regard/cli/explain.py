@@ -407,8 +407,9 @@ class ExplainTarget:
     """
 
     def __init__(self, read: ModelRun, row: Row) -> None:
-        from regard.inspect import Choice, check_index
+        from regard.inspect import Choice
         from regard.inspect.explain.head_choice import choose_head, find_token
+        from regard.inspect.model_run import check_index
 
         self.read, self.place, self.call, self.key = read, row.place, row.call, None
         layer, head, place = row.layer, row.head, row.place

@@ -29,7 +29,7 @@ from regard.inspect.metrics.measure import (
     redundancy,
     retrieval_score,
 )
-from regard.inspect.model_run import PretokenizedInput, check_index, taps
+from regard.inspect.model_run import PretokenizedInput, taps
 from regard.inspect.record.export import export, widget
 from regard.inspect.record.record_model import record
 from regard.inspect.record.recorded_place import Place
@@ -68,7 +68,6 @@ __all__ = [
     "ablate",
     "attribute",
     "audit",
-    "check_index",
     "compare",
     "duplicate_score",
     "entropy",
