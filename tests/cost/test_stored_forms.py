@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
+
 import pytest
 
+from regard.configs.published import PUBLISHED_MODELS
 from regard.cost import model_of
 from regard.cost.stored_forms import STORED_FORMS, stored_as
 from regard.errors import ArgumentError
@@ -48,6 +51,23 @@ def test_a_token_reads_the_parts_in_their_bits() -> None:
     assert model.stored.bits_of("experts") == 4.25
     assert model.stored.bits_of("attention") == model.stored.bits_of("head") == 16
     assert CostReport(model, Setting()).weight_bytes == model.stored.bytes
+
+
+def test_the_help_names_every_form() -> None:
+    from regard.cli.cost import cost
+
+    (weights,) = (x for n, x in inspect.signature(cost).parameters.items() if n == "weights")
+    assert all(form in weights.default.help for form in STORED_FORMS)
+
+
+def test_a_config_that_names_the_form_counts_the_same() -> None:
+    """Two counts that share no code: from the sizes, and tensor by tensor of the built network."""
+    from regard.models.checkpoint.stored_sizes import stored_size
+
+    raw = {**PUBLISHED_MODELS["llama-3.2-1b"].config}
+    awq = {"quant_method": "awq", "bits": 4, "group_size": 128, "version": "gemm"}
+    counted = stored_size(raw | {"quantization_config": awq}, "here").bytes
+    assert stored_as(model_of("llama-3.2-1b"), "awq").bytes == pytest.approx(counted, rel=1e-3)
 
 
 def test_refusals() -> None:

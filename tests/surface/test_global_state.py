@@ -67,9 +67,7 @@ def taken_from_the_user(source: str) -> list[str]:
         if isinstance(node, makes_parameters) and _makes_parameters(node)
         for x in ast.walk(node)
     }
-    compiled = (
-        re.search(r"compiled_entry|regard\.ops\.(cpu|jit) import .*launch", source) is not None
-    )
+    compiled = re.search(r"compiled_entry|regard\.ops\.cpu import .*launch", source) is not None
     found = []
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute) and node.attr == "data_ptr" and compiled:

@@ -336,7 +336,7 @@ class PromptOptions:
 
     def prompts(self, texts: Callable[[], Sequence[str]], *, has_texts: bool) -> list[Any]:
         """Return the prompts: texts, ids, or messages; `texts` returns those of the command line,
-        where some were `given`.
+        if it has some.
 
         >>> PromptOptions(False, None, True, None).prompts(lambda: ["12 7"], has_texts=True)
         [[12, 7]]
@@ -353,10 +353,7 @@ class PromptOptions:
             return [[{"role": "user", "content": text}] for text in texts()]
         if not self.ids:
             return list(texts())
-        try:
-            return [[int(index) for index in text.replace(",", " ").split()] for text in texts()]
-        except ValueError as error:
-            raise usage_error("--ids", "a text is no list of ids such as '12 7 9'") from error
+        return [_ids_of(text) for text in texts()]
 
     def prompt(self, text: str | None, file: str | None) -> Any:
         """Return the prompt of a command that takes one TEXT or --file."""
@@ -408,6 +405,16 @@ def note_names(model: Model | TextEncoder | Seq2Seq, prompts: Sequence[Any]) -> 
             )
         )
     tokenizer.has_warned = True  # said here; the package says it to those who call it
+
+
+def _ids_of(text: str) -> list[int]:
+    """Return the ids that a text lists."""
+    try:
+        return [int(index) for index in text.replace(",", " ").split()]
+    except ValueError as error:
+        raise usage_error(
+            "--ids", "{text} is no list of ids such as '12 7 9'", text=short_repr(text)
+        ) from error
 
 
 @dataclass(frozen=True)

@@ -7,12 +7,12 @@ from __future__ import annotations
 import hashlib
 import os
 import shutil
-import tempfile
 from importlib import metadata
 from pathlib import Path
 from typing import NamedTuple
 
 from regard.errors import FileError
+from regard.files.atomic_write import write_atomically
 
 
 class NamedPackage(NamedTuple):
@@ -125,9 +125,8 @@ def _joined(model: NamedPackage, files: list[Path]) -> Path:
     whole = Path(cache) / "regard" / model.file
     if not whole.is_file() or whole.stat().st_size != sum(x.stat().st_size for x in files):
         whole.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=whole.parent, delete=False) as stream:
+        with write_atomically(whole) as path, path.open("wb") as stream:
             for part in files:
                 with part.open("rb") as opened:
                     shutil.copyfileobj(opened, stream)
-        Path(stream.name).replace(whole)
     return whole
