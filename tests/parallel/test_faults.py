@@ -62,7 +62,10 @@ def test_a_killed_or_late_rank_is_an_error_that_names_rank_step_and_call(
 
 
 def test_an_error_comes_back_with_its_rank_and_traceback() -> None:
-    with pytest.raises(ParallelError, match=r"rank 0 of 2 failed:\nTraceback"):
+    # whichever rank fails first: the other one may still be joining the group, and then sees only
+    # that its message failed
+    told = r"rank [01] of 2 failed:\nTraceback(.|\n)*KeyError: 'no such mask'"
+    with pytest.raises(ParallelError, match=told):
         spawn(ranks.decoding, 2, "no such mask", "plain", timeout=20)
 
 

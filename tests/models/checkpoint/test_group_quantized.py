@@ -271,7 +271,10 @@ def write_settings(folder: Path, settings: dict[str, Any]) -> None:
     (folder / "config.json").write_text(json.dumps(config))
 
 
-@pytest.mark.full(keep=["gptq-4", "awq", "packed-4", "act", "fp8-blocks", "nf4-nested", "byt"])
+KEPT = ["gptq-4", "awq", "packed-4", "gptq-act-order", "fp8-blocks", "nf4-nested", "bitsandbytes-8"]
+
+
+@pytest.mark.full(keep=KEPT)
 @pytest.mark.parametrize("name", CASES)
 def test_a_folder_loads_by_its_formula(name: str, tmp_path: Path) -> None:
     make, settings, form, rounded = CASES[name]
