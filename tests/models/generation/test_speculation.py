@@ -52,6 +52,11 @@ def test_a_lookup_is_its_definition(ids: list[int], pieces: list[int]) -> None:
         assert lookup.propose(ids[:end], n % 8) == definition(ids[:end], n % 8)
 
 
+def test_a_lookup_takes_the_last_place() -> None:
+    """The three last tokens occurred twice; what followed them the second time is proposed."""
+    assert Lookup().propose([1, 2, 3, 7, 1, 2, 3, 8, 1, 2, 3], 2) == [8, 1]
+
+
 CHOICES: list[dict[str, Any]] = [
     {},
     {"temperature": 0.6, "seed": 3},
