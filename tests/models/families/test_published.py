@@ -29,7 +29,8 @@ PUBLISHED: dict[str, dict[str, Any]] = json.loads(DATA.read_text("utf-8"))
 """Each file, or what differs from the file that it is like, and the parameters of the model.
 
 Those of gemma-3-4b are the report's 3209M and the embedding's 262208 x 2560, without the 420M that
-see; those of opus-mt-en-de are the file's without two tables of sinusoids.
+see; those of gemma-4-26B-A4B are transformers' on "meta" and its 30 numbers of layers; those of
+opus-mt-en-de are the file's without two tables of sinusoids.
 """
 
 
