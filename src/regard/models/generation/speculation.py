@@ -36,6 +36,9 @@ COSTS: Mapping[int, tuple[float, ...]] = MappingProxyType(
 SmolLM2-135M on one core. With few bytes, computing takes longer than reading.
 """
 
+LEAST_COST = 0.1
+"""The least time of a pass of a draft, because any takes a millisecond."""
+
 MATCHES = (16, 8, 4, 3)
 """The lengths of the ends of a text that are looked up in it, in this order."""
 
@@ -128,7 +131,7 @@ class DraftModel:
         self._sampler, self._eos_ids = sampler, model.eos_ids
         self._read: list[int] = []
         read = [sum(x.nbytes for x in weight_tensors(y.decoder)) for y in (draft, model)]
-        self.cost = min(1.0, read[0] / max(1, read[1]))
+        self.cost = min(1.0, max(LEAST_COST, read[0] / max(1, read[1])))
 
     def propose(self, ids: Sequence[int], most: int) -> list[int]:
         """Return at most so many tokens, fewer if one of them ends the text."""
@@ -172,7 +175,9 @@ class Speculation:
     def __init__(self, cost: float, weight_bytes: int) -> None:
         self.proposed = self.accepted = self.passes = 0
         (self._hits, self._misses), self._spare = self.before, self.allowed[0]
-        self._times = [time + n * cost for n, time in enumerate(COSTS[weight_bytes])]
+        read = LEAST_COST if cost else 0.0  # a draft first reads what was chosen without it
+        first, *more = COSTS[weight_bytes]
+        self._times = [first, *(time + n * cost + read for n, time in enumerate(more, 1))]
 
     def length(self) -> int:
         """Return how many tokens to propose now; 0 if that does not pay."""
