@@ -29,6 +29,7 @@ from regard.models.checkpoint.quantization_settings import (
     UNREAD,
     WEIGHTS,
     check_keys,
+    check_method,
     compressed_weights,
 )
 from regard.models.checkpoint.quantized import READERS
@@ -497,6 +498,14 @@ def test_keys_inside_groups_are_checked(place: str, tmp_path: Path) -> None:
     (group if place == GROUP else group["weights"])["zzz"] = 1
     with pytest.raises(FileError, match="unknown key 'zzz'"):
         compressed_weights(tmp_path, settings)
+
+
+@pytest.mark.parametrize(
+    "method", ["quanto", "torchao", "hqq", "eetq", "aqlm", "auto-round", "modelopt", GROUP, 3]
+)
+def test_other_methods_are_refused_by_name(method: object, tmp_path: Path) -> None:
+    with pytest.raises(FileError, match=f"quant_method '?{method}.*in a GGUF file"):
+        check_method(tmp_path, method)
 
 
 def test_a_key_that_is_nearly_known_is_named(tmp_path: Path) -> None:
