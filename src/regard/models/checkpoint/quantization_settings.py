@@ -17,7 +17,7 @@ Settings: TypeAlias = Mapping[str, Any]
 Values: TypeAlias = tuple[object, ...] | None
 """The supported values of a key; None where its reader checks them."""
 
-LARGEST_BLOCK = 1 << 14  # published files have 128
+_LARGEST_BLOCK = 1 << 14  # published files have 128
 _FLAG = (True, False, None)
 _EMPTY: tuple[object, ...] = (None, False, "", {}, [])
 
@@ -27,6 +27,7 @@ UNREAD: Mapping[str, tuple[str, ...]] = MappingProxyType(
             *("ignore", "ignored_layers", "lm_head", "modules_to_not_convert"),
             *("modules_to_convert", "llm_int8_skip_modules", "block_name_to_quantize", "targets"),
             *("modules_in_block_to_quantize", "module_name_preceding_first_block"),
+            *("quant_block_list", "to_quant_block_names"),
         ),
         "it says how the codes were found": (
             *("tokenizer", "dataset", "damp_percent", "damp_auto_increment", "true_sequential"),
@@ -34,7 +35,10 @@ UNREAD: Mapping[str, tuple[str, ...]] = MappingProxyType(
             *("pad_token_id", "cache_block_outputs", "observer", "observer_kwargs", "zp_dtype"),
             *("scale_dtype", "iters", "lr", "minmax_lr", "nsamples", "seqlen", "hessian", "gptaq"),
             *("enable_minmax_tuning", "enable_quanted_input", "gradient_accumulate_steps"),
-            *("low_gpu_mem_usage", "offload_to_disk", "pack_impl", "activation_scale_ub"),
+            *("low_gpu_mem_usage", "offload_to_disk", "offload_to_disk_path", "pack_impl"),
+            *("activation_scale_ub", "failsafe", "vram_strategy", "gc_mode", "moe", "amp"),
+            *("wait_for_submodule_finalizers", "compute_device_filter", "train_bs"),
+            *("auto_forward_data_parallel", "enable_norm_bias_tuning"),
         ),
         "it chooses a kernel, and all of them have the same numbers": (
             *("use_cuda_fp16", "use_exllama", "disable_exllama", "exllama_config", "do_fuse"),
@@ -64,6 +68,9 @@ _GPTQ: Mapping[str, Values] = {
     "adapter": _EMPTY,
     "rotation": _EMPTY,
     "is_marlin_format": (False, None),
+    "data_type": ("int", None),
+    "super_bits": (None,),
+    "super_group_size": (None,),
     "pack_dtype": ("int32", "torch.int32", None),
 }
 _FP8: Mapping[str, Values] = {
@@ -172,7 +179,7 @@ def block_size(folder: Path, sides: Any) -> tuple[int, int] | None:
     if sides is None:
         return None
     known = isinstance(sides, list) and len(sides) == 2
-    if not known or not all(type(x) is int and 1 <= x <= LARGEST_BLOCK for x in sides):
+    if not known or not all(type(x) is int and 1 <= x <= _LARGEST_BLOCK for x in sides):
         raise config_error(
             folder, f"the size of blocks {short_repr(sides)}; it must be two numbers above 0"
         )
