@@ -52,8 +52,8 @@ def audit_recording(recording: Recorded, name: str = "a recording") -> Audit:
         findings.append(_finding(place, sums))
     not_tried += [NotTried(x.place, x.reason) for x in recording.unrecorded]
     if without:
-        kept = Phrase("{count} places kept no output, or dropout changed it", count=without)
-        not_tried.append(NotTried("output", kept, applies=False))
+        reason = Phrase("{count} places kept no output, or dropout changed it", count=without)
+        not_tried.append(NotTried("output", reason, applies=False))
     why = "a recording has no code: its model or module is audited for what calls can change"
     not_tried.append(NotTried("call arguments", why, applies=False))
     called = Phrase("at {count} places of its run", count=len(recording.row_sums))

@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, TypeAlias, TypeGuard
+from typing import Any, TypeAlias
 
 from regard.did_you_mean import suggest
 from regard.errors import FileError
@@ -122,7 +122,7 @@ values.
 
 
 def check_keys(folder: Path, method: str, settings: Settings) -> None:
-    """Raise for a key that nobody knows, and for a value that is not supported."""
+    """Raise for an unknown key, and for a value that is not supported."""
     read = READ[method]
     unread = {key for keys in UNREAD.values() for key in keys}
     # GPTQ and AWQ name their kernels; only AWQ has one with another layout
@@ -162,14 +162,14 @@ def check_method(folder: Path, method: Any) -> None:
 
 def either(folder: Path, settings: Settings, *names: str, default: Any = None) -> Any:
     """Return the value of a setting that has several names, which must not contradict."""
-    given = {name: settings[name] for name in names if settings.get(name) is not None}
-    values = list(given.values())
+    found = {name: settings[name] for name in names if settings.get(name) is not None}
+    values = list(found.values())
     if any(str(x).lower() != str(values[0]).lower() for x in values):
-        raise config_error(folder, f"{short_repr(given)}, two values of one setting; keep one")
+        raise config_error(folder, f"{short_repr(found)}, two values of one setting; keep one")
     return values[0] if values else default
 
 
-def is_count(value: object) -> TypeGuard[int]:
+def is_count(value: object) -> bool:
     """Return whether a setting is a whole number above 0; -1 is one group for all inputs."""
     return type(value) is int and value > 0
 

@@ -302,10 +302,10 @@ def _compressed(store: CheckpointTensors, settings: Settings) -> list[QuantizedM
         else:
             continue
         if stored not in schemes:
-            told = " and ".join(f"{kind} of {n} bits" for kind, n in schemes)
+            known = " and ".join(f"{kind} of {n} bits" for kind, n in schemes)
             raise FileError(
                 f"{x.file}: {short_repr(name)} is {x.dtype}, {stored[0]} of {stored[1]} bits, and "
-                f"config_groups in config.json has {told}; are the two from one model?"
+                f"config_groups in config.json has {known}; are the two from one model?"
             )
         if stored[0] == "int":
             matrices.append(_compressed_integers(store, x, base, bits, schemes[stored]))
@@ -343,12 +343,12 @@ def _compressed_integers(
 
 def _fits(scheme: Settings, groups: int, parts: Collection[str], inputs: int) -> bool:
     """Return whether a matrix may be stored as a group of config.json says."""
-    size, strategy = scheme.get("group_size"), scheme.get("strategy")
-    told = -(-inputs // size) if is_count(size) else 1
-    untold = strategy == "group" and not is_count(size)
+    size: Any = scheme.get("group_size")
+    expected = -(-inputs // size) if is_count(size) else 1
+    unknown = scheme.get("strategy") == "group" and not is_count(size)
     zeros = scheme.get("symmetric") is not False or "weight_zero_point" in parts
     order = scheme.get("actorder") not in ("group", "dynamic") or "weight_g_idx" in parts
-    return (untold or groups == told) and zeros and order
+    return (unknown or groups == expected) and zeros and order
 
 
 def _unpack_compressed(
