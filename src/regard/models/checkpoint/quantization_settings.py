@@ -162,10 +162,10 @@ def check_method(folder: Path, method: Any) -> None:
 
 def either(folder: Path, settings: Settings, *names: str, default: Any = None) -> Any:
     """Return the value of a setting that has several names, which must not contradict."""
-    found = {name: settings[name] for name in names if settings.get(name) is not None}
-    values = list(found.values())
+    stated = {name: settings[name] for name in names if settings.get(name) is not None}
+    values = list(stated.values())
     if any(str(x).lower() != str(values[0]).lower() for x in values):
-        raise config_error(folder, f"{short_repr(found)}, two values of one setting; keep one")
+        raise config_error(folder, f"{short_repr(stated)}, two values of one setting; keep one")
     return values[0] if values else default
 
 
