@@ -161,6 +161,7 @@ CASES: dict[str, tuple[dict[str, Any], tuple[Any, float | None, Tensor | None, T
 }
 
 
+@pytest.mark.full(keep="each")
 @pytest.mark.parametrize("spread", [1.0, 6.0])
 @pytest.mark.parametrize("scaling", [None, 1.0])
 @pytest.mark.parametrize("name", CASES)

@@ -446,6 +446,7 @@ def draw_lines(R: int, D: int, n: int, bits: int, dtype: torch.dtype) -> tuple[T
     return torch.randn(R, D, generator=make), codes, scale, zero, keys
 
 
+@pytest.mark.full(keep="each")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize("rows", [1, 3, 8])
 @pytest.mark.parametrize("bits, n", [(8, 5), (8, 96), (4, 2), (4, 96), (2, 4), (2, 32), (2, 72)])

@@ -232,7 +232,7 @@ class Attend(nn.Module):
         return regard.attend(q, k, v, mask=MASK, backend=self.backend)
 
 
-@pytest.mark.full(keep=1)
+@pytest.mark.full
 @pytest.mark.parametrize("strict", [True, False])
 def test_an_exported_program_holds_the_operator_by_name_only(strict: bool) -> None:
     require_kernels()

@@ -276,6 +276,7 @@ def test_a_folder_that_is_no_run_is_refused(made: Path, tmp_path: Path) -> None:
         ).run()
 
 
+@pytest.mark.full
 def test_a_mechanism_of_the_catalogue_does_a_task(tmp_path: Path) -> None:
     small = [
         "--steps",
