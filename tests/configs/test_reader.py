@@ -225,7 +225,7 @@ def checked(raw: dict[str, Any]) -> None:
 
 def test_a_hostile_config_is_refused_or_read() -> None:
     draw = random.Random(0)
-    counts = [read_in_every_way(hostile_config(draw)) for _ in range(1500)]
+    counts = [read_in_every_way(hostile_config(draw)) for _ in range(300)]
     assert {0, 2} <= set(counts), "some are refused, and some are read"
 
 

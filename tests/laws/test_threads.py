@@ -249,7 +249,7 @@ whole.
 """
 
 
-@pytest.mark.full(keep=1)
+@pytest.mark.full
 @pytest.mark.parametrize("family", sorted({v.family for v in MIXERS.values()}))
 def test_every_mechanism(family: str) -> None:
     """A module holds nothing of a call, so one module serves all threads."""

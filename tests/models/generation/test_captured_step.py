@@ -227,6 +227,7 @@ def replay_with(caches: list[Cache], given: Text) -> Tensor:
     return torch.stack(found, 1)
 
 
+@pytest.mark.full
 @torch.inference_mode()
 def test_a_cache_that_counts_in_python_replays_wrong_tokens() -> None:
     """Negative control: `Fixed` slices its buffers by a number that Python holds, so that a

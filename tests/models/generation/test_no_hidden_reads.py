@@ -119,7 +119,7 @@ def assert_steps_read_nothing(
 
 @pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize("cache", CACHES)
-@pytest.mark.full(keep=["paged", "h2o"])
+@pytest.mark.full(keep=1)
 def test_a_step_reads_nothing(cache: str, *, padded: bool) -> None:
     assert_steps_read_nothing(_llama, CacheConfig(cache, CACHES[cache]), padded=padded)
 

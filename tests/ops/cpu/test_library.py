@@ -135,6 +135,7 @@ def copy(tmp_path: Path) -> Path:
     return tmp_path / "regard"
 
 
+@pytest.mark.full
 def test_without_libraries_there_is_a_reason(copy: Path) -> None:
     name, why = said(ASK, None, copy)
     assert name == NONE
@@ -145,6 +146,7 @@ def test_without_libraries_there_is_a_reason(copy: Path) -> None:
     assert child(twice, NONE, copy).stderr == ""
 
 
+@pytest.mark.full
 def test_libraries_of_another_machine_are_not_used(copy: Path) -> None:
     folder = copy / "ops/cpu/libraries"
     folder.mkdir()

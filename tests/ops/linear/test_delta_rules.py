@@ -301,7 +301,7 @@ def test_strong_decays_and_a_reset(name: str, form: str) -> None:
         assert all(bool(early[n][:, :, :60].eq(0).all()) for n in ("k", "v")), "before a reset"
 
 
-@pytest.mark.full(keep=1)
+@pytest.mark.full
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("floor", [-5.0, -5.914, -40.0])
 def test_strong_decays_do_not_overflow_in_chunks_of_64(floor: float, dtype: torch.dtype) -> None:

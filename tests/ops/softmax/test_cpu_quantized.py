@@ -201,6 +201,7 @@ def test_scales(dtype: torch.dtype, scale: float) -> None:
     )
 
 
+@pytest.mark.full
 def test_another_number_is_noticed() -> None:
     """Negative control: codes of one channel that mean a step more, or a zero that is left out."""
     for name in ("zero.0", "zero.1", "scale.0", "scale.1"):

@@ -58,7 +58,7 @@ def test_they_follow_the_definition(kernel: str, mask: Any, extra: str) -> None:
         assert_close_rule(x, y, z, 3.0)
 
 
-@pytest.mark.full(keep=1)
+@pytest.mark.full
 @pytest.mark.parametrize("kernel", ["tiled", "sdpa", "reference"])
 def test_finite_differences_agree(kernel: str) -> None:
     q, k, v = (x[:, :2, :18, :4].double().requires_grad_() for x in inputs(18, 18))

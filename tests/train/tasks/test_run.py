@@ -133,6 +133,7 @@ def test_the_command_can_be_run_again(made: Path, tmp_path: Path) -> None:
     assert all(torch.equal(one[name], two[name]) for name in one)
 
 
+@pytest.mark.full
 def test_stopped_and_resumed_gives_the_same_weights(
     made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
