@@ -394,6 +394,7 @@ def parsed(text: str, start: int, inside: int) -> ast.Call:
     return found
 
 
+@pytest.mark.full
 def test_every_keyword_that_transformers_passes_is_known() -> None:
     """A keyword that a new version of transformers passes fails here: read what eager attention
     does with it.

@@ -40,7 +40,7 @@ TEXTS = [
 ]
 
 
-@pytest.mark.full(keep=1)
+@pytest.mark.full
 @pytest.mark.parametrize(("prompt", "tokens", "text", "finished"), TEXTS)
 def test_the_text_is_that_of_llama_cpp(prompt: str, tokens: int, text: str, finished: str) -> None:
     generation = named_model("smollm2", Model).generate(prompt, max_tokens=24, special=True)

@@ -254,6 +254,7 @@ def test_an_exported_program_holds_the_operator_by_name_only(strict: bool) -> No
             assert torch.equal(each.module()(*inputs(n)), Attend("gemm")(*inputs(n)))
 
 
+@pytest.mark.full
 def test_a_graph_refuses_what_it_cannot_hold() -> None:
     reasons: dict[str, list[str]] = {}
 

@@ -70,6 +70,7 @@ def test_finite_differences_agree(kernel: str) -> None:
     assert gradgradcheck(call, (q, k, v))
 
 
+@pytest.mark.full
 def test_one_tensor_may_be_query_key_and_value() -> None:
     x = inputs(18, 18)[1][:, :1, :, :4].double().requires_grad_()
     assert gradgradcheck(lambda x: regard.attend(x, x, x, backend="tiled"), (x,))
