@@ -40,6 +40,7 @@ TEXTS = [
 ]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("prompt", "tokens", "text", "finished"), TEXTS)
 def test_the_text_is_that_of_llama_cpp(prompt: str, tokens: int, text: str, finished: str) -> None:
     generation = named_model("smollm2", Model).generate(prompt, max_tokens=24, special=True)
@@ -47,6 +48,7 @@ def test_the_text_is_that_of_llama_cpp(prompt: str, tokens: int, text: str, fini
     assert (generation.prompt_tokens, generation.finished) == (tokens, finished)
 
 
+@pytest.mark.full
 def test_real_blocks_have_the_numbers_of_a_loop() -> None:
     named_model("smollm2", Model)
     header = read_gguf_header(packaged_source("smollm2"))  # type: ignore[arg-type]

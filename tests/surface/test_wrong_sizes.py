@@ -544,6 +544,7 @@ def taken(call: Call) -> list[str]:
     return found
 
 
+@pytest.mark.full(keep="each")
 @pytest.mark.parametrize("learns", [False, True], ids=["no_grad", "grad"])
 @pytest.mark.parametrize("op", OPS, ids=lambda op: op.__name__)
 def test_ops(op: Callable[..., Any], learns: bool) -> None:
@@ -553,6 +554,7 @@ def test_ops(op: Callable[..., Any], learns: bool) -> None:
         assert taken(OPS[op]) == []
 
 
+@pytest.mark.full(keep="each")
 @pytest.mark.parametrize("learns", [False, True], ids=["no_grad", "grad"])
 @pytest.mark.parametrize("name", MODULES)
 def test_modules(name: str, learns: bool) -> None:
