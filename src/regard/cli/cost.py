@@ -18,7 +18,7 @@ from regard.cost.model import ModelSpec, StoredSize
 from regard.cost.ranks import METHODS, RanksReport
 from regard.cost.report import CostReport, Setting
 from regard.cost.roofline import Machine, machine_of
-from regard.cost.stored_forms import STORED_FORMS, stored_as
+from regard.cost.stored_forms import STORED_FORMS, with_weights
 from regard.cost.sweep import (
     compare_models,
     contexts_within_positions,
@@ -122,7 +122,7 @@ def cost(
     ),
     weights: str | None = option(
         "The form in which files hold the weights, scales included: q8_0, q6_k, q5_k_m, q4_k_m, "
-        "q4_0, awq, gptq, nf4, fp8 or mxfp4.",
+        "q4_0, awq, gptq, nf4, fp8, mxfp4 or int4_experts.",
         shown="as released",
     ),
     kv_dtype: str | None = option(
@@ -297,9 +297,8 @@ class _WeightForm:
 
     def of(self, model: ModelSpec) -> ModelSpec:
         """Return a model with its weights in this form."""
-        if self.weights is not None:
-            return replace(model, stored=stored_as(model, self.weights))
-        return model if self.dtype is None else replace(model, stored=None)
+        as_stored = self.weights is None and self.dtype is None
+        return model if as_stored else with_weights(model, self.weights)
 
 
 def _find_model(source: str, revision: str | None, form: _WeightForm) -> ModelSpec:

@@ -251,7 +251,7 @@ class RanksReport:
     def _prefill_seconds(self, method: str, t: int) -> float:
         """Return the least time of the prompt: each layer computes and sends."""
         report, W, T = self.report, self.ranks, self.report.setting.context
-        rate, sends = self.machine.rate(report.setting.dtype), self.bytes_per_second
+        rate, sends = self.machine.rate(report.compute_format), self.bytes_per_second
         B = report.setting.batch
         overlaps = method not in ("gather", "heads")
         seconds = report.prefill_flops / W / rate
@@ -274,7 +274,7 @@ class RanksReport:
         # every context rank computes the layers of the new token, and attention over its own keys
         attention = report.decode_flops - self._layer_flops()
         flops = self._layer_flops() / t + attention / self.ranks
-        return max(moving, flops / self.machine.rate(report.setting.dtype))
+        return max(moving, flops / self.machine.rate(report.compute_format))
 
     def _layer_flops(self) -> int:
         """Return the FLOPs of a decoded token outside attention over the cache."""

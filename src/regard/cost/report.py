@@ -15,6 +15,7 @@ from typing import Any
 from regard.cost.model import LayerSpec, ModelSpec, StoredSize
 from regard.cost.spec import CacheContents, Spec
 from regard.errors import ArgumentError
+from regard.language import Phrase
 from regard.units import plural
 
 BITS = {"fp32": 32, "bf16": 16, "fp16": 16, "fp8": 8, "int8": 8, "int4": 4, "int2": 2}
@@ -232,6 +233,13 @@ class CostReport:
         """The name of the format in which the weights count."""
         return self.setting.dtype if self.stored is None else self.stored.form
 
+    @property
+    def compute_format(self) -> str:
+        """The number format of matrix products: fp8 if the weights are stored so, else the dtype,
+        into which integers are dequantized.
+        """
+        return "fp8" if self.weight_format == "fp8" else self.setting.dtype
+
     @cached_property
     def weight_bytes(self) -> int:
         """Bytes of all weights as they are stored, or in the format of the setting."""
@@ -324,6 +332,19 @@ class CostReport:
             self._cache_bytes("read") + written
         )
 
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Remarks on the model, and on a context that its maker does not promise."""
+        stated, context = self.model.stated_context, self.setting.context
+        if stated is None or context <= stated:
+            return self.model.notes
+        beyond = Phrase(
+            "the context is longer than the {stated:,} tokens that the maker of the model gives: "
+            "it costs this, and its quality is not known",
+            stated=stated,
+        )
+        return (*self.model.notes, beyond)
+
     def as_json(self) -> dict[str, Any]:
         """Return all figures by name, as plain values for JSON.
 
@@ -359,7 +380,7 @@ class CostReport:
                 for p in model.parts
             },
             "layers": model.attention_kinds,
-            "notes": list(model.notes),
+            "notes": list(self.notes),
         }
 
 

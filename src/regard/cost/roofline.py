@@ -59,10 +59,14 @@ def _gpu(
     bandwidth: float, advertised_gb: int, memory_mib: int, source: str, **teraflops: float
 ) -> tuple[float, dict[str, float], int, str, str]:
     """Return the fields of a GPU from GB/s, the GB that it is sold with, the MiB that its driver
-    reports, the source, and TFLOP/s by format.
+    reports (0 if no report is known to us), the source, and TFLOP/s by format.
     """
     tool = "rocminfo" if source.startswith("AMD") else "nvidia-smi"
     memory = f"{memory_mib:,} MiB in all by {tool}, sold as {advertised_gb} GB"
+    if not memory_mib:
+        # the smaller reading of "GB", because what the driver reports is not confirmed
+        memory_mib = advertised_gb * 10**9 >> 20
+        memory = f"the vendor's {advertised_gb} GB (10^9 bytes); what its driver reports is unconfirmed"
     rates = {k: v * 1e12 for k, v in teraflops.items()}
     return bandwidth * 1e9, rates, memory_mib << 20, source, memory
 
@@ -88,6 +92,21 @@ def _chip(
 ) -> tuple[float, dict[str, float], int, str, str]:
     """Return the fields of a chip whose memory is not known."""
     return bandwidth * 1e9, {k: v * 1e12 for k, v in teraflops.items()}, 0, source, ""
+
+
+def _apple(
+    bandwidth: float, cores: int, clock: float, memory: int, year: int
+) -> tuple[float, dict[str, float], int, str, str]:
+    """Return the fields of an Apple chip from GB/s, GPU cores, their GHz, and the largest GiB."""
+    source = (
+        f"Apple press release ({year}) for the bandwidth; {cores} GPU cores x 256 fp32 FLOPs x "
+        f"{clock} GHz, a clock that others measured, because Apple gives no rate"
+    )
+    note = (
+        f"the largest that Apple sells, {memory} GB, shared with the CPU; macOS leaves about three "
+        "quarters to the GPU: --utilization 0.75"
+    )
+    return bandwidth * 1e9, {"fp32": cores * 256 * clock * 1e9}, memory << 30, source, note
 
 
 _NUMBERS = {
@@ -169,6 +188,22 @@ _NUMBERS = {
         bf16=2250,
         fp8=4500,
     ),
+    "b300": _gpu(
+        8000,
+        288,
+        0,
+        "NVIDIA HGX B300 data sheet (2025), an eighth, half of the sparse rates",
+        bf16=2250,
+        fp8=4500,
+    ),
+    "rtx-a6000": _gpu(
+        768,
+        48,
+        49140,
+        "NVIDIA RTX A6000 data sheet (2021), half of the sparse rates",
+        bf16=154.8,
+        fp32=38.7,
+    ),
     "rtx-3090": _gpu(
         936,
         24,
@@ -222,8 +257,32 @@ _NUMBERS = {
         fp8=2614.9,
         fp32=163.4,
     ),
+    "mi325x": _gpu(
+        6000,
+        256,
+        0,
+        "AMD Instinct MI325X data sheet (2024)",
+        bf16=1307.4,
+        fp8=2614.9,
+        fp32=163.4,
+    ),
+    "gaudi-3": _gpu(
+        3670,
+        128,
+        0,
+        "Intel, Hot Chips 2024: Gaudi 3 (OAM), matrix rates",
+        bf16=1835,
+        fp8=1835,
+    ),
     "m1-max": _chip(400, "Apple press release of M1 Max (2021)", fp32=10.4),
     "m2-ultra": _chip(800, "Apple press release of M2 Ultra (2023)", fp32=27.2),
+    "m3": _apple(100, 10, 1.38, 24, 2023),
+    "m3-pro": _apple(150, 18, 1.38, 36, 2023),
+    "m3-max": _apple(400, 40, 1.38, 128, 2023),
+    "m3-ultra": _apple(819, 80, 1.38, 512, 2025),
+    "m4": _apple(120, 10, 1.578, 32, 2024),
+    "m4-pro": _apple(273, 20, 1.578, 64, 2024),
+    "m4-max": _apple(546, 40, 1.578, 128, 2024),
     "tpu-v5e": _chip(819, "Google Cloud documentation of TPU v5e, one chip", bf16=197),
     "tpu-v5p": _chip(2765, "Google Cloud documentation of TPU v5p, one chip", bf16=459),
     "xeon-8380": _cpu(
@@ -332,7 +391,7 @@ def arithmetic_intensity(flops: float, moved: float) -> float:
 
 def roofline_bounds(report: CostReport, machine: Machine) -> dict[str, RooflineBound]:
     """Return the roofline bounds of the prompt and of one decoded token."""
-    rate = machine.rate(report.setting.dtype)
+    rate = machine.rate(report.compute_format)
     work = {"prefill": (report.prefill_flops, report.prefill_bytes)}
     if report.model.decodes:
         work["decode"] = report.decode_flops, report.decode_bytes
@@ -381,7 +440,7 @@ def as_json(report: CostReport, machine: Machine) -> dict[str, object]:
         "machine": machine.name,
         "source": machine.source,
         "bandwidth": machine.bandwidth,
-        "flops": machine.rate(report.setting.dtype),
+        "flops": machine.rate(report.compute_format),
         "fit": memory.verdict,
         "needed_bytes": memory.needed,
         "runtime_bytes": memory.runtime_bytes,

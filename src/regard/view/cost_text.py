@@ -109,8 +109,8 @@ def page(report: CostReport, machine: Machine | None) -> str:
     blocks = [_head(report), _parts(report), _costs(report)]
     if machine is not None:
         blocks.append(_bounds(report, machine))
-    if report.model.notes:
-        notes = (f"- {_note(note)}" for note in report.model.notes)
+    if report.notes:
+        notes = (f"- {_note(note)}" for note in report.notes)
         blocks.append("\n".join(_lines(notes, indent="", hang="  ")))
     return "\n\n".join(blocks)
 
@@ -219,7 +219,7 @@ def _bytes_and_intensity(count: int, moved: int) -> str:
 
 
 def _bounds(report: CostReport, machine: Machine) -> str:
-    rate = units.count(machine.rate(report.setting.dtype), "FLOP/s")
+    rate = units.count(machine.rate(report.compute_format), "FLOP/s")
     lines = [
         translate(
             "on {machine} at best: {bandwidth}, {rate}",
