@@ -153,9 +153,7 @@ MEASUREMENTS: tuple[Measurement, ...] = (
     Measurement("h100-sxm", "qwen3-30b-a3b", "bf16", "prefill", 1024, 6910.998, MLX),
     Measurement("b200", "qwen3-30b-a3b", "bf16", "decode", 1088, 118.695, MLX),
     Measurement("b200", "qwen3-30b-a3b", "bf16", "prefill", 1024, 7905.644, MLX),
-    Measurement(
-        "a100-80gb", "gpt-oss-120b", "mxfp4", "decode", 1024, 90, "vLLM, vllm issue 22331"
-    ),
+    Measurement("a100-80gb", "gpt-oss-120b", "mxfp4", "decode", 1024, 90, "vLLM, vllm issue 22331"),
 )
 """Published speeds of one card."""
 
@@ -213,13 +211,13 @@ def reached(report: CostReport, machine: Machine, work: Work) -> Reached | None:
     Returns:
         The range of shares that were measured with models of this kind on this machine; if there
         are none, on all machines of the table; None if nothing of the kind was measured, or if the
-        machine is not one of the table, so that its rates are not those of a data sheet.
+        machine is not one card of the table with all weights in its memory.
 
     >>> round(reached(CostReport(model_of("llama-3-8b"), Setting()), machine_of("rtx-3090"),
     ...               "decode").high, 2)
     0.76
     """
-    if machine.name not in MACHINES:
+    if machine.name not in MACHINES or machine.cards > 1 or machine.host is not None:
         return None
     kind = kind_of(report)
     alike = [(share, x) for k, share, x in _shares() if k == kind and x.work == work]
