@@ -103,6 +103,12 @@ TITLES = (
     "compute",
     "messages",
     "host",
+    "16-bit weights",
+    "8-bit weights",
+    "4-bit weights",
+    "16-bit experts",
+    "8-bit experts",
+    "4-bit experts",
     "on each card",
     "weights",
     "gradients",
@@ -168,7 +174,9 @@ def training_page(report: TrainingReport, machine: Machine | None) -> str:
                 share=f"{100 * fit.runtime.utilization:.4g}",
                 memory=units.size(fit.memory),
                 usable=units.size(fit.usable),
-                verdict=translate(fit.verdict or "its size is not known"),
+                verdict=translate(fit.verdict)
+                if fit.verdict
+                else translate("its size is not known"),
             )
         )
         lines.append(
@@ -386,22 +394,26 @@ def _reached(measured: Reached | None, most: float) -> list[str]:
     if measured is None:
         return []
     low, high = measured.low, measured.high
-    engines = ", ".join(sorted({x.source.partition(",")[0] for x in measured.measurements}))
-    template = (
-        "published measurements of {kind} on this card reach {range} of that, {speeds} tokens/s "
-        "({n} of {engines})"
-        if measured.same_machine
-        else "published measurements of {kind} on other cards reach {range} of that, {speeds} "
-        "tokens/s ({n} of {engines}); of this one none is stored"
-    )
+    values = {
+        "kind": translate_title(measured.kind),
+        "range": _span(f"{100 * low:.0f}", f"{100 * high:.0f}") + " %",
+        "speeds": _span(f"{low * most:,.3g}", f"{high * most:,.3g}"),
+        "n": len(measured.measurements),
+        "engines": ", ".join(sorted({x.source.partition(",")[0] for x in measured.measurements})),
+    }
+    if measured.same_machine:
+        return [
+            translate(
+                "published measurements of {kind} on this card reach {range} of that, {speeds} "
+                "tokens/s ({n} of {engines})",
+                **values,
+            )
+        ]
     return [
         translate(
-            template,
-            kind=translate(measured.kind),
-            range=_span(f"{100 * low:.0f}", f"{100 * high:.0f}") + " %",
-            speeds=_span(f"{low * most:,.3g}", f"{high * most:,.3g}"),
-            n=len(measured.measurements),
-            engines=engines,
+            "published measurements of {kind} on other cards reach {range} of that, {speeds} "
+            "tokens/s ({n} of {engines}); of this one none is stored",
+            **values,
         )
     ]
 
