@@ -370,8 +370,8 @@ def _division(report: CostReport, machine: Machine) -> list[str]:
             shares=", ".join(map(str, shares)),
         )
     )
-    if min(shares, default=cards) < cards:
-        batch = largest_batch(report, machine, by_sequence=True)
+    batch = largest_batch(report, machine, by_sequence=True)
+    if batch and min(shares, default=cards) < cards:
         lines.append(
             translate(
                 "a latent, or a head that fewer cards could hold, is on several cards; if cards "
