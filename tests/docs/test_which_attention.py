@@ -1,4 +1,4 @@
-"""The questions of docs/which-attention: each command runs, and prints the figures of its answer."""
+"""The questions of docs/which-attention: each command prints the figures of its answer."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from regard.cli.app import run
 
 DOCS = Path(__file__).parents[2] / "docs"
-ROW = re.compile(r"^\| \[(.+?)\]\((https://\S+)\) \| `regard (.+?)` \| (.+) \|$", re.M)
+ROW = re.compile(r"^\| \[(.+?)\]\((https://\S+)\) \| `regard (.+?)` \| (.+) \|$", re.MULTILINE)
 ROWS = ROW.findall((DOCS / "which-attention.md").read_text("utf-8"))
 
 
