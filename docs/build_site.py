@@ -267,8 +267,6 @@ def as_mathml(formula: str, *, block: bool) -> str:
     return f'<div class="formula">{math}</div>' if block else math
 
 
-
-
 def figure_numbers() -> str:
     """The numbers of the figures as a script: a page that is opened from a file reads no JSON."""
     numbers = (ROOT / "docs" / "interactive.json").read_text("utf-8").strip()

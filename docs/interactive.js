@@ -58,7 +58,7 @@
     rule: ["Rule", "规则"],
     tokens: ["tokens: {x}", "词元数：{x}"],
     size: ["size: {x}", "大小：{x}"],
-    extra: ["second number: {x}", "第二个数：{x}"],
+    extra: ["sinks, gap or global tokens: {x}", "汇聚词元、间隔或全局词元：{x}"],
     pairs: ["{count} of {all} pairs are visible ({share})", "{all} 对中可见 {count} 对（{share}）"],
     sees: ["Query {i} sees {count} keys: {keys}", "查询 {i} 看到 {count} 个键：{keys}"],
     axes: ["rows: queries, columns: keys; choose a row (keys ↑ ↓)", "行是查询，列是键；点选一行（也可用 ↑ ↓ 键）"],
@@ -116,8 +116,7 @@
     card: ["card", "显卡"],
     mechanism: ["mechanism", "机制"],
     cache: ["cache of one text", "一条文本的缓存"],
-    fits: ["on the card", "单卡容量"],
-    texts: ["{x} texts", "{x} 条"],
+    fits: ["texts that fit on the card", "单卡可容纳条数"],
     cacheSay: [
       "One token of GQA takes {bytes} over all layers. The last column counts caches alone: weights need room, too. " +
         "MLA stores a latent of 512 and a key of 64 numbers (DeepSeek-V2); layers with a window keep 16 bits or more.",
@@ -157,8 +156,9 @@
   const bytes = x => {
     const units = ["B", "KiB", "MiB", "GiB", "TiB"];
     const unit = x < 1024 ? 0 : Math.min(4, Math.floor(Math.log2(x) / 10));
+    const half = { minimumSignificantDigits: 3, maximumSignificantDigits: 3, roundingMode: "halfEven" };
     const value = x / 1024 ** unit;
-    return `${unit ? value.toFixed(value < 10 ? 2 : value < 100 ? 1 : 0) : x} ${units[unit]}`;
+    return `${unit ? value.toLocaleString("en-US", half) : x} ${units[unit]}`;
   };
   const dot = (a, b) => a.reduce((sum, x, i) => sum + x * b[i], 0);
 
@@ -211,7 +211,7 @@
   const BITS = { fp32: 32, fp16: 16, fp8: 8, int8: 8, int4: 4 };
   const cacheBytes = (kind, { heads, groups, layers, dim, length, window, precision }) => {
     const sharing = { mha: heads, gqa: groups, mqa: 1, window: groups }[kind];
-    const parts = kind === "mla" ? [[1, 512], [1, 64]] : [[sharing, dim], [sharing, dim]]; // prettier-ignore
+    const parts = kind === "mla" ? [[1, 576]] : [[sharing, dim], [sharing, dim]]; // prettier-ignore
     const values = parts.reduce((sum, [n, d]) => sum + n * d, 0);
     const scales = parts.reduce((sum, [n]) => sum + 16 * n, 0);
     const bits = BITS[precision];
@@ -242,7 +242,7 @@
     const node = namespace ? document.createElementNS(namespace, tag) : document.createElement(tag);
     for (const [name, value] of Object.entries(attributes)) {
       if (name.startsWith("on")) node.addEventListener(name.slice(2), value);
-      else if (value !== false && value !== undefined) node.setAttribute(name, value === true ? "" : value);
+      else if (value !== false && value !== undefined) node.setAttribute(name, value);
     }
     node.append(...children.flat().filter(child => child !== null && child !== undefined));
     return node;
@@ -348,7 +348,8 @@
         const d = `M${x0} ${y0}C${x0} ${up} ${x} ${up} ${x} ${y}`;
         return svg("path", { d, "stroke-width": 1 + 12 * weight, "stroke-opacity": Math.min(1, 0.15 + 1.5 * weight) });
       };
-      const drawn = p.map((weight, j) => (weight >= 0.02 && j !== state.query ? path(weight, j) : null));
+      const near = (weight, j) => weight >= (middle(j)[1] === y0 ? 0.02 : 0.1); // arcs between lines cross words
+      const drawn = p.map((weight, j) => (near(weight, j) && j !== state.query ? path(weight, j) : null));
       words.append(svg("svg", { class: "rf-arcs", width: box.width, height: box.height, "aria-hidden": true }, drawn));
     };
 
@@ -430,7 +431,7 @@
       const tab = step =>
         el(
           "button",
-          { type: "button", "aria-pressed": step === state.step, onclick: () => go(step) },
+          { type: "button", "aria-pressed": `${step === state.step}`, onclick: () => go(step) },
           t(`step${step}`),
         );
       const heads = [
@@ -530,6 +531,10 @@
     const draw = () => {
       const { rule, n, w, g } = state;
       state.row = Math.max(0, Math.min(n - 1, state.row));
+      const used = RULES[rule].text.length;
+      for (const name of ["w", "g"])
+        place.querySelector(`[name=${name}]`).parentNode.hidden =
+          used < (name === "w" ? 1 : 2) || (name === "g" && used > 2);
       const rows = maskRows(rule, n, w, g);
       const count = rows.flat().filter(Boolean).length;
       const pairs = t("pairs", { count: whole(count), all: whole(n * n), share: percent(count / (n * n)) });
@@ -598,7 +603,7 @@
       const cells = KINDS.map((kind, i) => [
         el("th", { scope: "row" }, names[kind] || kind.toUpperCase()),
         el("td", { "data-bytes": found[i] }, bar(found[i] / top), el("span", { class: "p" }, bytes(found[i]))),
-        el("td", {}, t("texts", { x: whole(Math.floor(DATA.cards[state.card] / found[i])) })),
+        el("td", {}, whole(Math.floor(DATA.cards[state.card] / found[i]))),
       ]);
       rows.replaceChildren(table(heads, cells, { class: "rf-cache" }));
       say.textContent = t("cacheSay", { bytes: bytes(found[1] / state.length) });
@@ -627,7 +632,7 @@
 
   // ---- positions
   const positions = (place, method) => {
-    const state = { method: method || "plain", s: 16, distance: 4096 };
+    const state = { method: method || "plain", s: 16, distance: method ? 65536 : 64 };
     const dials = el("div", { class: "rf-dials" });
     const say = el("p", { class: "rf-say", "aria-live": "polite" });
     const bias = el("div");
@@ -666,7 +671,11 @@
             "td",
             {},
             bar(left),
-            el("span", { class: "p" }, left < 1e-4 ? left.toExponential(0).replace("-", "−") : fixed(left, 4)),
+            el(
+              "span",
+              { class: "p" },
+              left === 0 ? "≈ 0" : left < 1e-4 ? left.toExponential(0).replace("-", "−") : fixed(left, 4),
+            ),
           ),
         ];
       });

@@ -23,7 +23,7 @@ DIGITS = 5
 
 
 class Head(NamedTuple):
-    """One head of a trained model on a sentence, and the query and key that a figure begins with."""
+    """One head of a trained model on a sentence, and where a figure begins."""
 
     model: str
     sentence: str

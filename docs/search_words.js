@@ -3,8 +3,9 @@
 "use strict";
 
 (() => {
-  const ASKING =
-    /\b(how|do|does|did|can|could|should|would|what|whats|why|is|are|i|we|you|me|my|a|an|the|of|to|in|on|for|with|which|use|it)\b/gi;
+  const EMPTY =
+    "how do does did can could should would what why is are i we you me my a an the of to in on for with which use it";
+  const ASKING = new RegExp(`\\b(${EMPTY.replaceAll(" ", "|")})\\b`, "gi");
   const ASKING_ZH =
     /如何|怎么样?|怎样|为什么|为何|是什么|什么是|什么|哪种|哪个|多少|需要|应该|使用|请问|我|的|吗|呢|要|用|？|\?/g;
   // what is asked -> the words of our titles
@@ -14,7 +15,9 @@
     [/\b(multi[- ]head )?latent attention\b/gi, "mla"],
     [/\b(key[- ]value cache|kv[- ]?cache)\b/gi, "cache"],
     [/\b(sqrt|square root)\b/gi, "root"],
-    [/\b(rope|rotary|alibi|positional encodings?|position embeddings?)\b/gi, "positions"],
+    [/\b(rope|rotary)( position(al)?)?( encodings?| embeddings?)?\b/gi, "turned rope"],
+    [/\bposition(al)?( encodings?| embeddings?)\b/gi, "positions"],
+    [/^\W*(what is |explain )?softmax\W*$/i, "products softmax"],
     [/\bsliding[- ]windows?( attention)?\b/gi, "windows"],
     [/\b(gpu memory|vram|price|memory usage|flops)\b/gi, "cost"],
     [/\b(visuali[sz]e|visuali[sz]ation|heat ?maps?)\b/gi, "view"],
@@ -26,6 +29,7 @@
     [/\b(speed|faster|throughput|performance)\b/gi, "benchmarks"],
     [/\b(server|openai api|api server)\b/gi, "serve"],
     [/\bmulti[- ]head( attention)?\b/gi, "heads"],
+    [/(该|应该)?(用|选|选择|使用)(哪种|哪个|什么)(注意力)?(机制)?/g, "该选注意力"],
     [/根号|开方|平方根/g, "平方根"],
     [/多查询注意力|分组查询注意力|分组查询/g, "gqa"],
     [/潜在注意力|潜向量注意力|潜注意力/g, "mla"],
