@@ -679,7 +679,8 @@
           ),
         ];
       });
-      bias.replaceChildren(table(heads, rows, { class: "rf-bias" }), el("p", { class: "rf-say" }, t("alibiSay")));
+      if (!method)
+        bias.replaceChildren(table(heads, rows, { class: "rf-bias" }), el("p", { class: "rf-say" }, t("alibiSay")));
     };
     const set = name => x => {
       state[name] = x;

@@ -96,6 +96,17 @@ def test_a_link_to_a_missing_file_stops_the_build(tmp_path: Path) -> None:
         stage.rewrite("[a](docs/nowhere.md)", "README.md")
 
 
+def test_the_landing_page_has_the_numbers_of_the_package() -> None:
+    families = {name for name in MODEL_TYPES.values()}
+    for page in ("landing.md", "landing.zh-CN.md"):
+        text = (ROOT / "docs" / page).read_text("utf-8")
+        numbers = re.findall(r"^\*\*(\d[\d.]*)", text, re.MULTILINE)
+        chapters = list((ROOT / "docs" / "learn").glob("[0-9]*[a-z].md"))
+        assert numbers[:3] == [str(len(mechanisms())), str(len(families)), str(len(chapters) // 2)]
+        best = (ROOT / "docs" / page.replace("landing", "benchmarks")).read_text("utf-8")
+        assert f"| {numbers[3]} |" in best
+
+
 class Links(HTMLParser):
     """The addresses that a page of the site refers to, and the names of its own places."""
 
