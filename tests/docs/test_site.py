@@ -8,6 +8,7 @@ import functools
 import http.server
 import importlib.util
 import json
+import re
 import shutil
 import sys
 import threading
@@ -70,17 +71,17 @@ def test_links_get_the_addresses_of_the_site(tmp_path: Path) -> None:
     make = builder()
     stage = make.Stage(tmp_path, make.site("en"), make.site("zh"))
     rewritten = stage.rewrite(
-        "[a](docs/cost.md#several-ranks) [b](README.zh-CN.md) [c](https://arxiv.org/abs/1706.03762)"
-        " [d](#set-up) [e](LICENSE) `x[a](docs/cost.md)` p['a']['b']\n\n"
+        "[a](cost.md#several-ranks) [b](../README.zh-CN.md) [c](https://arxiv.org/abs/1706.03762)"
+        " [d](#set-up) [e](../LICENSE) `x[a](docs/cost.md)` p['a']['b']\n\n"
         "```\n[f](docs/cost.md)\n```\n",
-        "README.md",
+        "docs/landing.md",
     )
     assert "[a](cost.md#several-ranks) [b](./zh/)" in rewritten
     assert "[c](https://arxiv.org/abs/1706.03762) [d](#set-up) [e](source/LICENSE.md)" in rewritten
     assert r"`x[a](docs/cost.md)` p['a']\['b']" in rewritten
     assert "```\n[f](docs/cost.md)\n```" in rewritten
     pytest.importorskip("latex2mathml")
-    text = stage.rewrite("from $5 to $6, `$x$`, $x_j$ and $$p = 1$$", "README.md")
+    text = stage.rewrite("from $5 to $6, `$x$`, $x_j$ and $$p = 1$$", "docs/landing.md")
     assert text.startswith("from $5 to $6, `$x$`, <math")
     assert text.count("<msub><mi>x</mi><mi>j</mi></msub>") == 1
     assert text.count('display="block"') == 1
@@ -92,19 +93,21 @@ def test_links_get_the_addresses_of_the_site(tmp_path: Path) -> None:
 def test_a_link_to_a_missing_file_stops_the_build(tmp_path: Path) -> None:
     make = builder()
     stage = make.Stage(tmp_path, make.site("en"), make.site("zh"))
-    with pytest.raises(SystemExit, match=r"links to docs/nowhere\.md"):
-        stage.rewrite("[a](docs/nowhere.md)", "README.md")
+    with pytest.raises(SystemExit, match=r"links to nowhere\.md"):
+        stage.rewrite("[a](nowhere.md)", "docs/landing.md")
 
 
-def test_the_landing_page_has_the_numbers_of_the_package() -> None:
-    families = {name for name in MODEL_TYPES.values()}
-    for page in ("landing.md", "landing.zh-CN.md"):
-        text = (ROOT / "docs" / page).read_text("utf-8")
-        numbers = re.findall(r"^\*\*(\d[\d.]*)", text, re.MULTILINE)
-        chapters = list((ROOT / "docs" / "learn").glob("[0-9]*[a-z].md"))
-        assert numbers[:3] == [str(len(mechanisms())), str(len(families)), str(len(chapters) // 2)]
-        best = (ROOT / "docs" / page.replace("landing", "benchmarks")).read_text("utf-8")
-        assert f"| {numbers[3]} |" in best
+@pytest.mark.parametrize(
+    ("page", "families"), [("landing.md", "{} families"), ("landing.zh-CN.md", "{} 个")]
+)
+def test_the_landing_page_has_the_numbers_of_the_package(page: str, families: str) -> None:
+    text = (ROOT / "docs" / page).read_text("utf-8")
+    numbers = re.findall(r"^\*\*(\d[\d.]*)", text, re.MULTILINE)
+    chapters = {path.name[:2] for path in (ROOT / "docs" / "learn").glob("[0-9]*.md")}
+    assert numbers[:1] + numbers[2:3] == [str(len(variants.VARIANTS)), str(len(chapters))]
+    compared = (ROOT / "docs" / page.replace("landing", "field")).read_text("utf-8")
+    assert families.format(numbers[1]) in compared
+    assert f"4 bits {numbers[3]} of llama.cpp" in (ROOT / "LOG.md").read_text("utf-8")
 
 
 class Links(HTMLParser):
