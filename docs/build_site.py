@@ -37,6 +37,11 @@ INLINE = re.compile(
     r"|\]\[",  # would begin a link to a heading
     re.DOTALL,
 )
+BOX = re.compile(
+    r"^> \*\*(Where the notes? [^*]*|笔记错在哪里|几篇笔记互相矛盾)[.。]\*\* ?(.*(?:\n>.*)*)",
+    re.MULTILINE,
+)
+"""A box of the course, which is an admonition on the site."""
 FENCE = re.compile(r"^(```|~~~).*?^\1[ ]*$", re.MULTILINE | re.DOTALL)
 SCHEME = re.compile(r"[a-z]+:")
 
@@ -186,9 +191,16 @@ class Stage:
 
     def write(self) -> None:
         """Copy every page, and every file that one of them links to."""
+        sys.path.insert(0, str(ROOT))  # a program in docs/ does not find the folder itself
+        from docs import mechanism_pages
+
         for source, page in self.mine.pages.items():
-            text = (ROOT / source).read_text(encoding="utf-8")
-            self._put(page, self.rewrite(text, source))
+            text = self.rewrite((ROOT / source).read_text(encoding="utf-8"), source)
+            if source in mechanism_pages.LINKED:
+                text = mechanism_pages.link_names(text)
+            self._put(page, text)
+        for page, text in mechanism_pages.pages(self.mine.language):
+            self._put(page, text)
         shutil.copyfile(ROOT / "docs" / SCRIPT, self.folder / SCRIPT)
         self._put("style.css", STYLE)
         for source, page in self._files.items():
@@ -220,7 +232,7 @@ class Stage:
             # `x[a][b]` outside code is text: no page of ours has links of that form
             return match[0] if match["ticks"] else r"]\["
 
-        return INLINE.sub(changed, text)
+        return INLINE.sub(changed, BOX.sub(_admonition, text))
 
     def _target(self, link: str, source: str) -> str:
         path, _, anchor = link.partition("#")
@@ -248,6 +260,11 @@ class Stage:
         return self._files.setdefault(target, plain)
 
 
+def _admonition(box: re.Match[str]) -> str:
+    lines = [line.removeprefix(">").strip() for line in box[2].splitlines()]
+    return "\n".join([f'!!! warning "{box[1]}"', "", *(f"    {line}" for line in lines)])
+
+
 def as_mathml(formula: str, *, block: bool) -> str:
     """A formula of LaTeX as MathML, which browsers draw themselves."""
     from latex2mathml.converter import convert
@@ -264,6 +281,19 @@ STYLE = """/* Names of modules, mechanisms and commands in a table break between
   .md-typeset p:has(> img[src$=".svg"]) { overflow-x: auto; }
   .md-typeset p > img[src$=".svg"] { max-width: none; }
 }
+/* A long table moves in itself: its head and the names of its rows stay. */
+.sortable .md-typeset__scrollwrap { max-height: 85vh; overflow: auto; }
+.md-typeset .sortable table:not([class]) { overflow: visible; }
+.sortable thead th { position: sticky; top: 0; z-index: 2; }
+.sortable thead th, .sortable tbody td:first-child {
+  background: var(--md-default-bg-color);
+}
+.sortable tbody td:first-child { position: sticky; left: 0; z-index: 1; }
+.sortable thead th:first-child { left: 0; z-index: 3; }
+.sortable input { font: inherit; color: inherit; background: none; width: 100%; max-width: 20em;
+  padding: 0.3em 0.6em; border: 1px solid currentcolor; border-radius: 0.3em; }
+/* A table without a head. */
+.md-typeset thead:not(:has(th:not(:empty))) { display: none; }
 /* Chinese fonts have no italics, and slanted characters run into one another. */
 html:lang(zh) .md-typeset { font-synthesis-style: none; }
 """
