@@ -160,7 +160,7 @@ class HeadWeights:
                 ha="center",
                 va="center",
                 fontsize=12,
-                color=palette.LIGHT["card" if scale(cells[i, j]) > 0.5 else "ink"],
+                color=palette.LIGHT["card" if scale(cells[i, j]) > 0.4 else "ink"],
             )
         rows_named = names[0] or [f"query {i}" for i in range(rows)]
         columns_named = names[1] or [f"key {j}" for j in range(columns)]
