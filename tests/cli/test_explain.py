@@ -21,7 +21,8 @@ from tests.inspect.small_model import TEXT, model
 
 @pytest.fixture(autouse=True)
 def stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A small random model under the name of the embedded one."""
+    """A small random model under the name of the embedded one, and no other that is installed."""
+    monkeypatch.setattr("regard.files.named_packages.is_installed", lambda _name: False)
     monkeypatch.setattr(regard, "load", lambda source, **_: model(), raising=False)
     monkeypatch.setenv("COLUMNS", "200")  # messages on one line
 
@@ -294,7 +295,8 @@ def test_one_screen_by_default(said: Said) -> None:
     assert max(map(len, lines)) <= 80
     assert "Layer 1, head 2 of tiny" in out
     key = found["key"]
-    assert f"◆ {found['pieces'][key]} (token {key}): {found['weights'][key]:.1%}" in out
+    word = found["words"][key]["text"]
+    assert f"◆ {word} (token {key}): {found['weights'][key]:.1%}" in out
     order = sorted(range(len(found["weights"])), key=lambda j: -found["weights"][j])
     listed = [line.split()[-5:] for line in lines if line[:6].strip("◆ ").isdigit()]
     assert len(listed) == min(5, sum(not why for why in found["masked"]))
