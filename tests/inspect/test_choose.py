@@ -6,6 +6,7 @@ import pytest
 import tokenizers
 import torch
 
+import regard
 from regard import Trace
 from regard.errors import ArgumentError
 from regard.inspect import find_query, strongest_head, strongest_keys
@@ -17,15 +18,16 @@ from regard.inspect.explain.head_choice import (
     Choice,
     choose_head,
     name_mover,
-    strongest_keys_of_run,
     striking_query,
+    strongest_keys_of_run,
 )
 from regard.inspect.explain.random_model import random_model
 from regard.inspect.model_run import Word, find_words, prepare_run, pretokenized, token_sequence
-from regard.models import Model
+from regard.models import Model, TextEncoder
 from regard.models.tokenizer import END_OF_TEXT, Tokenizer
 from tests.inspect.small_model import TEXT, model
 from tests.models import small
+from tests.models.small import named_model
 
 
 def text_upto(query: int, text: str = TEXT) -> str:
@@ -193,20 +195,19 @@ def test_without_a_word_to_move_there_is_no_name_mover() -> None:
     assert name_mover(run, 0) is None, "only the last token predicts what follows the text"
 
 
-@needs_smollm2
-@pytest.mark.full(keep=False)
+@pytest.mark.full
 def test_the_head_that_moves_the_name_is_chosen() -> None:
     text = "When Mary and John went to the store, John gave a drink to"
-    run = prepare_run(regard.load("smollm2"), text, last=1)
+    run = prepare_run(named_model("smollm2", Model), text, last=1)
     choice = name_mover(run, len(run.tokens.ids) - 1)
     assert (choice.layer, choice.head, choice.key) == (23, 0, 1)
     assert "·Mary (92.3%)" in choice.rule
     assert choose_head(run, 13).head != 0, "negative control: by weights it is another head"
 
 
-@needs_minilm
 def test_of_an_encoder_the_query_with_the_largest_weight_is_chosen() -> None:
-    run = prepare_run(regard.load("minilm"), "a fluffy blue creature roamed the verdant forest")
+    text = "a fluffy blue creature roamed the verdant forest"
+    run = prepare_run(named_model("minilm", TextEncoder), text)
     query = striking_query(run)
     assert query == 7
     weights = [strongest_keys_of_run(run, i)[0].max().item() for i in (4, query)]

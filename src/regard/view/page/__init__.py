@@ -45,6 +45,7 @@ ARRAY_SCRIPTS = (
     "compare.js",
     "text.js",
     "row.js",
+    "sentence.js",
     "cell.js",
     "diagnostics.js",
     "array_feed.js",
