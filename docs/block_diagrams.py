@@ -137,7 +137,7 @@ def reading_svg(data: Mapping[str, Any], theme: Mapping[str, str]) -> str:
         data: an explanation as a dict, whose text has words and whose model predicts.
         theme: the colours, `palette.LIGHT` or `palette.DARK`.
     """
-    words = [w for w in data["words"] if not w["text"].startswith("<")]  # no special token
+    words = data["words"]
     shares = [sum(data["weights"][w["start"] : w["stop"]]) for w in words]
     widths = [max(SIZE * 0.58 * cell_len(w["text"]), 30) for w in words]
     centres = [24 + sum(widths[:n]) + GAP * n + widths[n] / 2 for n in range(len(words))]
@@ -175,8 +175,7 @@ def reading_svg(data: Mapping[str, Any], theme: Mapping[str, str]) -> str:
     parts += [
         f'<path class="arrow" d="M{right + 8:.1f} {base - 5:.1f}H{left - 12:.1f}"/>',
         f'<path class="tip" d="M{left - 4:.1f} {base - 5:.1f}l-10 -5v10z"/>',
-        f'<rect class="z" x="{left:.1f}" y="{base - 22:.1f}" width="{box:.1f}" height="32" rx="6"/>',
-        _text(left + box / 2, base, answer, "key"),
+        *_box(left, base - 22, box, answer, "z"),
         _text(left + box / 2, base + 28, share, "soft"),
     ]
     return "\n".join([*parts, "</svg>", ""])

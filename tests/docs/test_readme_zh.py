@@ -64,7 +64,7 @@ def test_headings_tables_and_links_are_the_same() -> None:
     assert rows(ZH) == rows(EN)
     assert links(ZH) == links(EN)
     for link in links(EN):  # where there is a Chinese page, the Chinese text links to it
-        chinese = link.replace(".md", ".zh-CN.md")
+        chinese = link.replace(".md", ".zh-CN.md").replace("images/", "images/zh/")
         assert not (ROOT / chinese).is_file() or f"]({chinese}" in ZH
 
 

@@ -229,11 +229,14 @@ def _default_model(text: str) -> str:
     # a script above U+2E80 is one of East Asia; SmolLM2 and MiniLM read English
     trained = ("gemma3",) if any(letter > "\u2e80" for letter in text) else ("smollm2", "minilm")
     name = next(filter(is_installed, trained), "tiny")
-    note = "note: without --model, {name}, which is installed, reads the text"
+    note = translate("note: without --model, {name}, which is installed, reads the text", name=name)
     if name == "tiny":
-        note = "note: without --model, tiny reads the text, which knows few words; install a "
-        note += "trained model: {install}"
-    typer.echo(translate(note, name=name, install=NAMED_PACKAGES[trained[0]].install), err=True)
+        note = translate(
+            "note: without --model, tiny reads the text, which knows few words; install a trained "
+            "model: {install}",
+            install=NAMED_PACKAGES[trained[0]].install,
+        )
+    typer.echo(note, err=True)
     return name
 
 
