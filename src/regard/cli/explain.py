@@ -456,7 +456,7 @@ class ExplainTarget:
         if head is not None and (layer is not None or place is not None):
             self.choice = Choice(layer if layer is not None else site.layer, head, "")
         else:
-            is_free = layer is head is place is row.key is row.call is None
+            is_free = all(x is None for x in (layer, head, place, row.key, row.call))
             mover = name_mover(read, self.query_index) if is_free else None
             self.choice = mover or choose_head(
                 read, self.query_index, layer=layer, head=head, place=place, key=self.key
