@@ -1,10 +1,15 @@
-"""Block diagrams as SVG: one head, several heads in two forms, and a Transformer block."""
+"""Diagrams as SVG: one head, several heads in two forms, a Transformer block, and what one word of
+a sentence reads.
+"""
 
 from __future__ import annotations
 
 import html
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from rich.cells import cell_len
 
 from regard.language import translate, translate_count
 from regard.view import palette
@@ -146,14 +151,75 @@ def cells_svg(
     return "\n".join([*parts, "</svg>", ""])
 
 
-def _paper(wide: float, high: float, label: str) -> Iterator[str]:
-    """Generate the beginning of a diagram, with its style and its background."""
-    yield (
-        f'<svg class="blocks" xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {wide} {high}" '
-        f'width="{wide}" height="{high}" role="img" aria-label="{html.escape(label)}">'
+SIZE, GAP, ARC, ROOM = 16, 12, 16, 190
+"""Font size of the words and space between them, width of an arc of weight 1, room for arcs."""
+
+
+def reading_svg(data: Mapping[str, Any], theme: Mapping[str, str]) -> str:
+    """Draw what a query reads: the words of the text, with an arc from the query to each key whose
+    width is linear in the weight, the weights below, and the next word at the end.
+
+    Args:
+        data: an explanation as a dict, whose text has words and whose model predicts.
+        theme: the colours, `palette.LIGHT` or `palette.DARK`.
+    """
+    words = data["words"]
+    shares = [sum(data["weights"][w["start"] : w["stop"]]) for w in words]
+    widths = [max(SIZE * 0.58 * cell_len(w["text"]), 30) for w in words]
+    centres = [24 + sum(widths[:n]) + GAP * n + widths[n] / 2 for n in range(len(words))]
+    query = next(n for n, w in enumerate(words) if w["start"] <= data["query"] < w["stop"])
+    following = data["predictions"][0]
+    answer, share = following["piece"].strip("·▁"), f"{following['probability']:.0%}"
+    box = max(SIZE * 0.58 * cell_len(answer) + 24, 64)
+    right = centres[-1] + widths[-1] / 2
+    wide, base = right + 44 + box + 24, ROOM + 44
+    title = translate(
+        "layer {layer}, head {head} of {model}: what “{word}” reads before {answer} is written",
+        layer=data["layer"],
+        head=data["head"],
+        model=data["model"],
+        word=words[query]["text"],
+        answer=f"“{answer}”",
     )
-    yield f"<style>{palette.css()}{_css()}</style>"
-    yield f'<rect class="paper" width="{wide}" height="{high}" rx="8"/>'
+    parts = list(_paper(wide, base + 58, title, theme))
+    parts.append(_text(wide / 2, 26, title, "soft"))
+    farthest = max(abs(c - centres[query]) for c in centres)
+    strongest = max(shares)
+    for n, (c, p) in enumerate(zip(centres, shares, strict=True)):
+        if n != query and p >= 0.005:
+            high = 24 + (ROOM - 44) * abs(c - centres[query]) / farthest
+            parts.append(
+                f'<path class="reads" style="stroke-width:{ARC * p:.2f}" d="M{centres[query]:.1f} '
+                f"{base - 22:.1f}C{centres[query]:.1f} {base - 22 - 1.33 * high:.1f} {c:.1f} "
+                f'{base - 22 - 1.33 * high:.1f} {c:.1f} {base - 22:.1f}"/>'
+            )
+        tone = "query" if n == query else "key" if p == strongest else "word"
+        parts.append(_text(c, base, words[n]["text"], tone))
+        if p >= 0.005:
+            parts.append(_text(c, base + 24, f"{p:.0%}", "key" if p == strongest else "soft"))
+    left = right + 44
+    parts += [
+        f'<path class="arrow" d="M{right + 8:.1f} {base - 5:.1f}H{left - 12:.1f}"/>',
+        f'<path class="tip" d="M{left - 4:.1f} {base - 5:.1f}l-10 -5v10z"/>',
+        *_box(left, base - 22, box, answer, "z"),
+        _text(left + box / 2, base + 28, share, "soft"),
+    ]
+    return "\n".join([*parts, "</svg>", ""])
+
+
+def _paper(
+    wide: float, high: float, label: str, theme: Mapping[str, str] | None = None
+) -> Iterator[str]:
+    """Generate the beginning of a diagram, with its style and its background; without a theme it
+    follows that of the reader.
+    """
+    fixed = ";".join(f"--{name}:{colour}" for name, colour in (theme or {}).items())
+    yield (
+        f'<svg class="blocks" xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {wide:g} {high:g}" '
+        f'width="{wide:g}" height="{high:g}" role="img" aria-label="{html.escape(label)}">'
+    )
+    yield f"<style>{f':root{{{fixed}}}' if fixed else palette.css()}{_css()}</style>"
+    yield f'<rect class="paper" width="{wide:g}" height="{high:g}" rx="8"/>'
 
 
 def _column(
@@ -219,6 +285,9 @@ def _css() -> str:
         "text.soft{fill:var(--soft)}"
         ".blocks rect{fill:var(--hint);stroke-width:1.5}.blocks "
         "rect.paper{fill:var(--card);stroke:none}"
+        f".blocks .word,.blocks .query,.blocks .key{{font-size:{SIZE}px}}"
+        ".blocks text.query,.blocks text.key{font-weight:600}.blocks text.query{fill:var(--q)}"
+        ".blocks text.key{fill:var(--k)}.blocks .reads{fill:none;stroke:var(--s);opacity:.8}"
         f".blocks .arrow{{stroke:var(--soft);stroke-width:1.5;fill:none}}.blocks "
         f".tip{{fill:var(--soft)}}{roles}\n"
     )
