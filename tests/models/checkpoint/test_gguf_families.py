@@ -47,7 +47,14 @@ def test_a_file_computes_what_its_checkpoint_computes(case: str, tmp_path: Path)
 
 def _first_map(name: str) -> bool:
     """Whether a stored matrix makes the queries."""
-    ends = ("q_proj.weight", "query_key_value.weight", "c_attn.weight", "Wqkv.weight")
+    ends = (
+        "q_proj.weight",
+        "q_b_proj.weight",
+        "in_proj.weight",
+        "query_key_value.weight",
+        "c_attn.weight",
+        "Wqkv.weight",
+    )
     return name.endswith((*ends, "qkv_proj.weight"))
 
 
