@@ -48,7 +48,7 @@ UNTIED = {"tie_word_embeddings": False}
 LATENT = NO_HEAD_DIM | {
     "num_key_value_heads": 4,
     "kv_lora_rank": 32,
-    "q_lora_rank": None,
+    "q_lora_rank": 24,
     "qk_nope_head_dim": 16,
     "qk_rope_head_dim": 8,
     "v_head_dim": 12,
@@ -57,6 +57,16 @@ LATENT = NO_HEAD_DIM | {
     "n_shared_experts": 2,
     "moe_intermediate_size": 32,
 }
+SPELLINGS = {
+    "e_score_correction_bias": "e_score_correction.bias",
+    ".sinks": ".sinks.weight",
+    ".expert_bias": ".expert_bias.bias",
+}
+HEAD_DIMS = (
+    *("glm4_moe", "gpt_oss", "llama", "ministral3", "mixtral", "qwen3", "qwen3_5_moe_text"),
+    *("qwen3_5_text", "qwen3_moe", "qwen3_next"),
+)
+"""Families whose files have the size of a head."""
 LFM2_LAYERS = ("conv", "full_attention", "conv", "full_attention")
 MAMBA = {"vocab_size": 288, "hidden_size": 64, "num_hidden_layers": LAYERS, "state_size": 16}
 DELTA = {
@@ -86,7 +96,7 @@ CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "deepseek_v3": (
         "deepseek2",
         "deepseek_v3",
-        LATENT | {"q_lora_rank": 24, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 2},
+        LATENT | {"n_group": 1, "topk_group": 1, "first_k_dense_replace": 2},
     ),
     "ernie4_5": ("ernie4_5", "ernie4_5", SIZES),
     "ernie4_5_moe": (
@@ -155,7 +165,11 @@ CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "llama": ("llama", "llama", SIZES | UNTIED),
     "llama with biases": ("llama", "llama", SIZES | {"attention_bias": True}),
     "mamba": ("mamba", "mamba", MAMBA | {"time_step_rank": 4}),
-    "falcon_mamba": ("mamba", "falcon_mamba", MAMBA | {"time_step_rank": 4}),
+    "falcon_mamba": (
+        "mamba",
+        "falcon_mamba",
+        MAMBA | {"time_step_rank": 4, "layer_norm_epsilon": 1e-6},
+    ),
     "mamba2": ("mamba2", "mamba2", MAMBA | {"num_heads": 8, "head_dim": 16, "n_groups": 2}),
     "ministral3": ("mistral3", "ministral3", SIZES | UNTIED | {"rope_scaling": MINISTRAL_YARN}),
     "minimax_m2": ("minimax-m2", "minimax_m2", SIZES | MIXTURE),
@@ -256,7 +270,8 @@ def convert(
     number = next(k for k, name in MODEL_ARCH_NAMES.items() if name == architecture)
     table = gguf.get_tensor_name_map(number, LAYERS + 4)
     writer = gguf.GGUFWriter(path, architecture)
-    for method, value in (keys_of(config, model_type) | change).items():
+    find_keys = keys_of_mamba if model_type.endswith(("mamba", "mamba2")) else keys_of
+    for method, value in (find_keys(config, model_type) | change).items():
         getattr(writer, method)(value)
     (vocabulary or write_vocabulary)(writer, 288)
     experts: dict[str, dict[int, Tensor]] = {}
@@ -299,8 +314,6 @@ def keys_of(config: Any, model_type: str) -> dict[str, Any]:
         )
 
     size = first("hidden_size", "n_embd", "d_model")
-    if model_type.endswith(("mamba", "mamba2")):
-        return keys_of_mamba(config, model_type)
     heads = first("num_attention_heads", "n_head", "n_heads")
     head_dim = first("head_dim") or size // heads
     rotary = first("partial_rotary_factor", "rotary_pct") or 1
@@ -354,7 +367,7 @@ def keys_of(config: Any, model_type: str) -> dict[str, Any]:
         keys["add_layer_norm_eps"] = 1e-5
     if model_type in ("gpt_neox", "stablelm"):
         keys["add_parallel_residual"] = config.use_parallel_residual
-    if "gemma" in model_type or model_type in ("qwen3", "qwen3_moe", "llama", "mixtral"):
+    if "gemma" in model_type or model_type in HEAD_DIMS:
         keys |= {"add_key_length": head_dim, "add_value_length": head_dim}
     if model_type in ("gemma2", "gemma3_text", "cohere2", "olmo3"):
         keys["add_sliding_window"] = config.sliding_window
@@ -363,8 +376,6 @@ def keys_of(config: Any, model_type: str) -> dict[str, Any]:
     if model_type == "minimax_m2":
         keys |= {"add_expert_gating_func": gguf.ExpertGatingFuncType.SIGMOID}
         keys |= {"add_expert_feed_forward_length": config.intermediate_size}
-    if model_type in ("gpt_oss", "ministral3", "glm4_moe", "qwen3_next") or "qwen3_5" in model_type:
-        keys |= {"add_key_length": head_dim, "add_value_length": head_dim}
     keys |= keys_of_newer(config, model_type)
     if model_type == "smollm3":
         assert config.no_rope_layer_interval == 4
@@ -413,6 +424,8 @@ def keys_of_newer(config: Any, model_type: str) -> dict[str, Any]:
     if model_type == "glm4_moe":
         sigmoid = {"add_expert_gating_func": gguf.ExpertGatingFuncType.SIGMOID}
         return sigmoid | {"add_expert_weights_norm": True}
+    if model_type == "ernie4_5_moe":  # as the makers' first code has it
+        return {"add_expert_shared_feed_forward_length": config.moe_intermediate_size * 2}
     if model_type == "ministral3":
         return {
             "add_rope_scaling_type": gguf.RopeScalingType.YARN,
@@ -530,10 +543,6 @@ def converted(name: str, x: Tensor, architecture: str, config: Any, table: Any) 
     if (own := of_own_layout(name, x, architecture, config, table)) is not None:
         yield from own
         return
-    if name.endswith(".sinks"):
-        name += ".weight"
-    if name.endswith(".expert_bias"):
-        name += ".bias"
     heads = getattr(config, "num_attention_heads", None) or getattr(config, "n_head", None)
     groups = getattr(config, "num_key_value_heads", heads)
     if architecture in ("arcee", "granite", "granitemoe", "llama", "mistral3", "olmo", "smollm3"):
@@ -560,15 +569,16 @@ def converted(name: str, x: Tensor, architecture: str, config: Any, table: Any) 
         return
     if name.startswith(("bert.pooler", "cls.")):
         return
+    if "e_score_correction" in name:
+        x = x.flatten()
     index = ""
     if ".experts." in name and name.split(".experts.")[1].split(".")[0].isdigit():
         head, _, tail = name.partition(".experts.")
         number, _, part = tail.partition(".")
         name, index = f"{head}.experts.{part}", f"#{number}"
-    name = name.replace("e_score_correction_bias", "e_score_correction.bias")
+    for ours, theirs in SPELLINGS.items():
+        name = name.replace(ours, theirs)
     new = table.get_name(name, try_suffixes=(".weight", ".bias"))
-    if name.endswith("e_score_correction.bias"):
-        x = x.flatten()
     for prefix in ("transformer.", "bert.", "model."):
         new = new or table.get_name(name.removeprefix(prefix), try_suffixes=(".weight", ".bias"))
     assert new is not None, name

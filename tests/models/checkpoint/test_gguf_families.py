@@ -61,7 +61,9 @@ def _first_map(name: str) -> bool:
 @pytest.mark.full
 @pytest.mark.parametrize("case", CASES)
 def test_llama_cpp_computes_the_same(case: str, tmp_path: Path) -> None:
-    """Within 2e-5, or 2e-2 where llama.cpp looks up GELU in a table of 16-bit numbers."""
+    """Within 2e-5, or 2e-2 where llama.cpp looks up GELU in a table of 16-bit numbers; 1e-4 where a
+    state adds up the roundings of all tokens.
+    """
     pytest.importorskip("xllamacpp", reason="python -m pip install xllamacpp")
     architecture, model_type, keys = CASES[case]
     network, config = tiny_network(model_type, keys)
@@ -85,7 +87,8 @@ def test_llama_cpp_computes_the_same(case: str, tmp_path: Path) -> None:
 
     gelu = {"bloom", "falcon-7b", "falcon-40b", "gpt2", "gpt_bigcode", "gpt_neox", "mpt", "phi"}
     gelu |= {"gemma", "gemma2", "gemma3", "starcoder2"}
-    assert difference(ids) < (2e-2 if case in gelu else 2e-5)
+    states = {"mamba", "falcon_mamba", "mamba2", "qwen3_5", "qwen3_5_moe", "qwen3_next"}
+    assert difference(ids) < (2e-2 if case in gelu else 1e-4 if case in states else 2e-5)
     assert difference(ids.roll(1, 1)) > 0.1
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 import re
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -221,8 +221,6 @@ class GgufModel:
     def shape(self, name: str) -> tuple[int, ...]:
         """Return the shape of a stored tensor of the family."""
         shapes = [x.shape for x in self.names[name]]
-        if len(shapes) == 1:
-            return shapes[0]
         try:
             return tuple(self.join(name, [torch.empty(x, device="meta") for x in shapes]).shape)
         except (RuntimeError, IndexError):
@@ -232,11 +230,11 @@ class GgufModel:
 
     def join(self, name: str, parts: Sequence[Tensor]) -> Tensor:
         """Return the stored tensor of the family that is made of some tensors of the file."""
-        if len(parts) == 1:
-            return parts[0]
-        make: Callable[..., Tensor]
-        _, make = next(x for end, x in self.architecture.joined.items() if name.endswith(end))
-        return make(*parts)
+        for end, (files, make) in self.architecture.joined.items():
+            if name.endswith(end) and len(files) == len(parts):
+                made: Tensor = make(*parts)
+                return made
+        return parts[0]
 
     def rows(self, name: str) -> Tensor | None:
         """Return the order of the file's rows that is the family's, or None if it is the same."""
@@ -390,7 +388,8 @@ def _stored_names(
 
 def _in_order(x: Tensor, blocks: Tensor) -> Tensor:
     """Return the columns of a tensor, block by block in another order."""
-    return x.unflatten(-1, (len(blocks), -1))[..., blocks, :].flatten(-2)
+    ordered: Tensor = x.unflatten(-1, (len(blocks), -1))[..., blocks, :]
+    return ordered.flatten(-2)
 
 
 @dataclass(frozen=True)

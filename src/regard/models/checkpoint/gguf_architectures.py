@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -57,6 +57,13 @@ class Description:
         return value[:layers] if isinstance(value, list) else [value] * layers
 
 
+class Joined(NamedTuple):
+    """The tensors of a layer {} of which a stored tensor is made, and how."""
+
+    files: tuple[str, ...]
+    make: Callable[..., Tensor]
+
+
 @dataclass(frozen=True)
 class Architecture:
     """What an architecture of llama.cpp is here.
@@ -74,8 +81,7 @@ class Architecture:
         norm_offset: what was added to the weights of norms.
         names: entries of the family's name table for tensors in the layout of the file, in place of
             those for the same parameters.
-        joined: end of a stored name -> the tensors of which it is made, if the file has them, and
-            the function that makes it.
+        joined: end of a stored name -> the tensors of which it is made, if the file has them.
         reads: further keys that `complete` reads.
         alternatives: part of a stored name -> a tensor of its layer, and whether that must be there
             for the name to be meant; two names of the family are one in the file.
@@ -90,9 +96,7 @@ class Architecture:
     tiled_values: bool = False
     norm_offset: int = 0
     names: NameTable = field(default_factory=dict)
-    joined: Mapping[str, tuple[tuple[str, ...], Callable[..., Tensor]]] = field(
-        default_factory=dict
-    )
+    joined: Mapping[str, Joined] = field(default_factory=dict)
     reads: tuple[str, ...] = ()
     alternatives: Mapping[str, tuple[str, bool]] = field(default_factory=dict)
     gating: int = 1
@@ -313,9 +317,8 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         "deepseek_v2",
         complete=_deepseek2,
         joined={
-            "self_attn.kv_b_proj.weight": (
-                ("blk.{}.attn_k_b.weight", "blk.{}.attn_v_b.weight"),
-                _joined_latent,
+            "self_attn.kv_b_proj.weight": Joined(
+                ("blk.{}.attn_k_b.weight", "blk.{}.attn_v_b.weight"), _joined_latent
             )
         },
         reads=(
@@ -332,6 +335,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
                 MODEL_LAYER + "feed_forward.router.correction"
             )
         },
+        reads=("expert_shared_feed_forward_length",),  # of the code before experts had their own
     ),
     "exaone4": Architecture("exaone4", complete=_exaone4),
     "falcon": Architecture(
@@ -358,7 +362,11 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "llama": Architecture("llama", complete=_llama, pairs=True),
     "mamba": Architecture("mamba", complete=_mamba, names=_MAMBA),
     "mamba2": Architecture(
-        "mamba2", complete=_mamba2, names=_MAMBA2, reads=("ssm.time_step_rank",)
+        "mamba2",
+        complete=_mamba2,
+        names=_MAMBA2,
+        joined={"mixer.norm.weight": Joined(("blk.{}.ssm_norm.weight",), torch.flatten)},
+        reads=("ssm.time_step_rank",),
     ),
     "minimax-m2": Architecture("minimax_m2", gating=2),
     "mistral3": Architecture("ministral3", complete=_ministral3, pairs=True),
