@@ -261,7 +261,8 @@ def convert(
 
     def add(name: str, x: Tensor) -> None:
         values = x.contiguous().numpy()
-        if kind != "F32" and x.ndim > 1 and ".ffn_gate_inp." not in name:
+        plain = (".ffn_gate_inp.", "position_embd", "conv.weight", "conv1d.weight", ".bias")
+        if kind != "F32" and x.ndim > 1 and not any(part in name for part in plain):
             number = gguf.GGMLQuantizationType[kind]
             writer.add_tensor(name, gguf.quantize(values, number), raw_dtype=number)
         else:
@@ -486,7 +487,8 @@ def of_recurrences(name: str, x: Tensor, architecture: str, config: Any) -> Any:
 
 def tiled(name: str, x: Tensor, config: Any) -> Tensor:
     """Value heads in the order in which head i uses key head i % G."""
-    G, N, E = config.linear_num_key_heads, config.linear_num_value_heads, 16
+    G, N = config.linear_num_key_heads, config.linear_num_value_heads
+    E = config.linear_value_head_dim
 
     def order(values: Tensor) -> Tensor:
         return values.unflatten(0, (G, N // G, -1)).transpose(0, 1).flatten(0, 2)
@@ -538,6 +540,13 @@ def of_own_layout(name: str, x: Tensor, architecture: str, config: Any, table: A
     return None
 
 
+def of_expert(name: str) -> tuple[str, str]:
+    """The name of the matrix of all experts, and "#" with the number of the expert if it is one."""
+    head, _, tail = name.partition(".experts.")
+    number, _, part = tail.partition(".")
+    return (f"{head}.experts.{part}", f"#{number}") if number.isdigit() else (name, "")
+
+
 def converted(name: str, x: Tensor, architecture: str, config: Any, table: Any) -> Any:
     """Yield the names and values in the file of a stored tensor; "#3" is that of an expert."""
     if (own := of_own_layout(name, x, architecture, config, table)) is not None:
@@ -569,13 +578,8 @@ def converted(name: str, x: Tensor, architecture: str, config: Any, table: Any) 
         return
     if name.startswith(("bert.pooler", "cls.")):
         return
-    if "e_score_correction" in name:
-        x = x.flatten()
-    index = ""
-    if ".experts." in name and name.split(".experts.")[1].split(".")[0].isdigit():
-        head, _, tail = name.partition(".experts.")
-        number, _, part = tail.partition(".")
-        name, index = f"{head}.experts.{part}", f"#{number}"
+    x = x.flatten() if "e_score_correction" in name else x
+    name, index = of_expert(name)
     for ours, theirs in SPELLINGS.items():
         name = name.replace(ours, theirs)
     new = table.get_name(name, try_suffixes=(".weight", ".bias"))

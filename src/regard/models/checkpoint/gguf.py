@@ -72,6 +72,11 @@ _SPELLINGS = {
     ".dt_bias": ".dt_proj.bias",
 }
 """A parameter of its own here, and there the bias of a module."""
+_PLAIN = (
+    *(".ffn_gate_inp", "position_embd.", "token_types.", ".shortconv.conv."),
+    *(".ssm_alpha.", ".ssm_ba.", ".ssm_beta.", ".ssm_conv1d."),
+)
+"""Parts of the names of matrices that no map with stored weights has."""
 _LATER_PART = re.compile(r"-(?!00001)\d{5}-of-\d{5}\.gguf$")
 
 
@@ -172,8 +177,8 @@ class GgufModel:
         for name, tensors in self.names.items():
             own = RECORD_FORMS.get(tensors[0].format.name)
             parameters = self._parameters(name, table)
-            is_router = ".ffn_gate_inp." in tensors[0].name  # no stored weight is computed there
-            is_matrix = len(tensors) == 1 and len(tensors[0].shape) == 2 and not is_router
+            is_plain = any(x in tensors[0].name for x in _PLAIN)
+            is_matrix = len(tensors) == 1 and len(tensors[0].shape) == 2 and not is_plain
             if self.columns(name) is not None:  # whole groups change places
                 is_matrix &= self.config["linear_value_head_dim"] % INT4_BLOCK == 0
             if own is not None and form in (None, own) and is_matrix and parameters:
@@ -473,16 +478,20 @@ class GgufRecords:
         first = self.taken.get(name, 0)  # parameters that share a matrix are read in its order
         self.taken[name] = last = first + shape[0]
         is_last = [key for key, x in self.names.items() if x == name][-1] == parameter_name
-        rows = tensor.shape[0]
-        if tensor.shape[1] != shape[1] or last > rows or (is_last and last < rows):
+        count = tensor.shape[0]
+        if tensor.shape[1] != shape[1] or last > count or (is_last and last < count):
             raise FileError(
                 f"{self.model.header.file}: {short_repr(tensor.name)} is {tensor.shape}; the "
                 f"metadata requires {tuple(shape)}"
             )
-        return self._whole(name, tensor.rows(first, last), dtype)
+        rows = self.model.rows(name)  # no row leaves its parameter
+        order = None if rows is None else rows[first:last] - first
+        return self._whole(name, tensor.rows(first, last), order, dtype)
 
-    def _whole(self, name: str, tensor: GgufTensor, dtype: torch.dtype) -> StoredWeight:
-        """Return all rows, put together panel by panel."""
+    def _whole(
+        self, name: str, tensor: GgufTensor, rows: Tensor | None, dtype: torch.dtype
+    ) -> StoredWeight:
+        """Return all rows of a tensor in an order, put together panel by panel."""
         kind, whole = tensor.format.name, list[Tensor]()
         record: StoredWeight | None = None
         for first, raw in read_rows(self.model.header, tensor):
@@ -493,7 +502,7 @@ class GgufRecords:
                 x.numpy()[first : first + len(part)] = part.numpy()
         assert record is not None  # no dimension is 0
         give_back_freed_memory()  # otherwise the panels of all matrices add up
-        rows, columns = self.model.rows(name), self.model.columns(name)
+        columns = self.model.columns(name)
         if columns is not None:
             whole = [_in_order(x, columns) for x in whole]
         remaining = iter(whole)
