@@ -131,14 +131,8 @@ def test_parts_of_a_matrix_stay_in_few_bits(case: str, tmp_path: Path) -> None:
     records = [record for _, record in stored_modules(model.decoder)]
     assert {record.form for record in records} == {"int8"}
     in_few_bits = sum(x.shape.numel() for x in {id(x): x for x in records}.values())
-    wide = (
-        "mlp.gate.weight",
-        "router.weight",
-        "_bias",
-        "conv.weight",
-        "conv1d.weight",
-        "wpe.weight",
-    )
+    wide = ("mlp.gate.weight", "router.weight", "_bias", "conv.weight", "conv1d.weight")
+    wide += ("wpe.weight", "in_proj_a.weight", "in_proj_b.weight")
     matrices = {n: x for n, x in stored.items() if x.ndim > 1 and not n.endswith(wide)}
     assert in_few_bits == sum(x.numel() for x in matrices.values())
     kind = GGMLQuantizationType.Q8_0

@@ -200,7 +200,7 @@ def test_a_streamed_token_costs_the_same_at_any_length(
     """Counts the ids that are decoded for each further token of a text."""
     tokenizer = read(tmp_path, kind()[1])
     assert tokenizer is not None
-    ids = tokenizer.encode(" ".join(TEXTS) * 9)
+    ids = tokenizer.encode(" ".join(TEXTS) * 12)
     decoded: list[int] = []
     plain = tokenizer._decode
     monkeypatch.setattr(tokenizer, "_decode", lambda x: (decoded.append(len(x)), plain(x))[1])

@@ -248,6 +248,11 @@ class GgufModel:
             return self._fused_rows(name, count)
         if self.architecture.tiled_values and (".linear_attn." in name):
             return self._value_rows(name, count)
+        if self.architecture.gated_queries and ".self_attn.q_proj." in name:
+            H = self.config["num_attention_heads"]
+            if count % (2 * H):
+                raise self._uneven(name, count, H)
+            return torch.arange(count, device="cpu").view(H, 2, -1).transpose(0, 1).flatten()
         if not self.architecture.pairs:
             return None
         part = next((x for x in ("q_proj", "k_proj") if f".{x}." in name), None)
@@ -484,9 +489,10 @@ class GgufRecords:
                 f"{self.model.header.file}: {short_repr(tensor.name)} is {tensor.shape}; the "
                 f"metadata requires {tuple(shape)}"
             )
-        rows = self.model.rows(name)  # no row leaves its parameter
-        order = None if rows is None else rows[first:last] - first
-        return self._whole(name, tensor.rows(first, last), order, dtype)
+        rows = self.model.rows(name)
+        if rows is None:
+            return self._whole(name, tensor.rows(first, last), None, dtype)
+        return self._whole(name, tensor, rows[first:last], dtype)
 
     def _whole(
         self, name: str, tensor: GgufTensor, rows: Tensor | None, dtype: torch.dtype

@@ -78,6 +78,7 @@ class Architecture:
             family's checkpoints the heads of each key head one after the other.
         tiled_values: whether value head i of a layer of Gated DeltaNet uses key head i % G, and in
             the family's checkpoints i // (N / G).
+        gated_queries: whether `attn_q` has the rows of each head's gate behind those of its query.
         norm_offset: what was added to the weights of norms.
         names: entries of the family's name table for tensors in the layout of the file, in place of
             those for the same parameters.
@@ -94,6 +95,7 @@ class Architecture:
     pairs: bool = False
     fused_heads: bool = False
     tiled_values: bool = False
+    gated_queries: bool = False
     norm_offset: int = 0
     names: NameTable = field(default_factory=dict)
     joined: Mapping[str, Joined] = field(default_factory=dict)
@@ -292,6 +294,9 @@ _DELTA: NameTable = {
     STORED_DELTA + "conv1d.weight": _MIXER + "project.convolution.weight",
     STORED_DELTA + "in_proj_qkv.weight": stacked_rows(*QKV),
     STORED_DELTA + "in_proj_z.weight": GATE,
+    STORED_LAYER + "self_attn.q_proj.weight": stacked_rows(
+        _MIXER + "project.project.q.linear.weight", _MIXER + "project.gate.linear.weight"
+    ),
 }
 _BACKBONE = "backbone.layers.{}.mixer."
 _MAMBA: NameTable = {
@@ -382,17 +387,28 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "qwen3": Architecture("qwen3"),
     "qwen3moe": Architecture("qwen3_moe", {"norm_topk_prob": True}),
     "qwen35": Architecture(
-        "qwen3_5_text", complete=_qwen_hybrid, tiled_values=True, norm_offset=1, names=_DELTA
+        "qwen3_5_text",
+        complete=_qwen_hybrid,
+        tiled_values=True,
+        gated_queries=True,
+        norm_offset=1,
+        names=_DELTA,
     ),
     "qwen35moe": Architecture(
         "qwen3_5_moe_text",
         complete=_qwen_hybrid,
         tiled_values=True,
+        gated_queries=True,
         norm_offset=1,
         names={**_DELTA, **_EXPERTS},
     ),
     "qwen3next": Architecture(
-        "qwen3_next", {"norm_topk_prob": True}, _qwen_hybrid, norm_offset=1, names=_DELTA
+        "qwen3_next",
+        {"norm_topk_prob": True},
+        _qwen_hybrid,
+        gated_queries=True,
+        norm_offset=1,
+        names=_DELTA,
     ),
     "seed_oss": Architecture("seed_oss"),
     "smollm3": Architecture("smollm3", {"no_rope_layer_interval": 4}, pairs=True),
