@@ -262,6 +262,7 @@ def convert(
     def add(name: str, x: Tensor) -> None:
         values = x.contiguous().numpy()
         plain = (".ffn_gate_inp.", "position_embd", "conv.weight", "conv1d.weight", ".bias")
+        plain += ("ssm_alpha", "ssm_beta")
         if kind != "F32" and x.ndim > 1 and not any(part in name for part in plain):
             number = gguf.GGMLQuantizationType[kind]
             writer.add_tensor(name, gguf.quantize(values, number), raw_dtype=number)
