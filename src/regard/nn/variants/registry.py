@@ -67,6 +67,7 @@ GROUPS = (
     Group("cross", "cross", "two sequences"),
     Group("latents", "latent", "keys and values computed from latents"),
     Group("selection", "selected", "keys that each query chooses"),
+    Group("compression", "selected", "one entry for each block of tokens"),
     Group("eviction", "selected", "tokens that a full cache keeps"),
     Group("sums", "linear", "sums in a state of fixed size"),
     Group("decays", "linear", "decays and gates"),
