@@ -79,6 +79,7 @@ def test_a_check_that_could_not_be_made_exits_with_3() -> None:
     assert call(f"{FAULTY_CODE}.masks:SeedOne", *SIZES, "--allow-untried").exit_code == 1
 
 
+@pytest.mark.full
 def test_sizes_may_be_said_by_set() -> None:
     sizes = ("--set", "dim=64", "--set", "heads=4")
     assert call("tests.audit.test_calls:Bare", *sizes).exit_code == 0

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import ast
 import json as json_format
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +21,7 @@ from regard.cli.options import (
     grouped,
     load,
     option,
+    progress_bar,
     usage_error,
 )
 from regard.errors import ArgumentError, RegardError
@@ -284,30 +282,13 @@ def _run_audit(
         from regard.inspect import load as load_recording
 
         audited_code, name = load_recording(target), target
-    with _progress() as progress:
+    with progress_bar() as progress:
         report = run(audited_code, dtype=dtype, progress=progress, **audit_options)
     if name is not None:
         from dataclasses import replace
 
         report = replace(report, target=name)
     return report
-
-
-@contextmanager
-def _progress() -> Iterator[Any]:
-    """Show a progress bar on standard error if that is a terminal."""
-    from rich.console import Console
-    from rich.progress import Progress
-
-    with Progress(
-        console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty()
-    ) as bar:
-        task = bar.add_task("", total=1.0)
-
-        def progress(name: str, n: int, total: int) -> None:
-            bar.update(task, description=name, completed=n / total)
-
-        yield progress
 
 
 def _options(settings: list[str] | None) -> dict[str, object]:

@@ -348,6 +348,9 @@ def read_sizes(raw: Raw, name: str, where: str = "config.json") -> ModelSpec:
     if parts or has_more:
         note = NOT_COUNTED.format(parts=parts or "what config.json has besides text_config")
         model = replace(model, notes=(*model.notes, note))
+    stated = keys.get("max_position_embeddings", keys.get("model_max_length"))
+    if model.max_context is None and isinstance(stated, int):
+        model = replace(model, stated_context=stated)
     dtype = str(keys.get("dtype") or keys.get("torch_dtype")).removeprefix("torch.")
     return replace(model, dtype=DTYPES[dtype]) if dtype in DTYPES else model
 

@@ -118,7 +118,7 @@ def test_each_way_of_choosing_gives_the_same_text(kind: str) -> None:
     assert 0 < counts["accepted"] < counts["proposed"]
 
 
-@pytest.mark.full(keep=3)
+@pytest.mark.full(keep=["paged"])
 @pytest.mark.parametrize(
     "cache", ["growing", "fixed", "paged", "quantized", "fp8", "ring", "streaming"]
 )
