@@ -335,6 +335,11 @@
     reveal();
     body.children[shown - 1]?.querySelector("summary").focus();
   };
+  const all = () => {
+    everything = !everything;
+    shown = 0;
+    reveal();
+  };
   const reveal = () => {
     [...body.children].forEach((node, n) => {
       node.open = everything || n + 1 === shown;
@@ -403,14 +408,7 @@
           "div",
           { class: "controls" },
           R.button(
-            {
-              id: "cell-all",
-              onclick: () => {
-                everything = !everything;
-                shown = 0;
-                reveal();
-              },
-            },
+            { id: "cell-all", onclick: all },
             t("cell.show_all"),
           ),
           el("span", { class: "soft" }, t("cell.keyboard")),
@@ -435,7 +433,8 @@
       /^(INPUT|SELECT|TEXTAREA)$/.test(e.target.tagName)
     )
       return;
-    const to = { n: shown + 1, p: shown - 1, 0: 0 }[e.key];
+    const to = { n: shown + 1, p: shown - 1 }[e.key];
     if (to !== undefined) go(to);
+    if (e.key === "0") all();
   });
 }
