@@ -1,5 +1,5 @@
-// Explain one cell: the sentence, one query, one key, ten steps; each number comes from the recording, or is computed from it on this
-// page.
+// Explain one cell: the sentence, one query, one key, ten steps; each number comes from the recording, or is computed
+// from it on this page.
 
 {
   const { el, t, num, exact } = R,
@@ -333,7 +333,9 @@
     everything = false;
     shown = Math.min(STEPS, Math.max(0, n));
     reveal();
-    body.children[shown - 1]?.querySelector("summary").focus();
+    const summary = body.children[shown - 1]?.querySelector("summary");
+    summary?.focus({ preventScroll: true });
+    summary?.scrollIntoView({ block: "nearest", behavior: "instant" });
   };
   const all = () => {
     everything = !everything;
