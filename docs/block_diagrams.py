@@ -5,6 +5,7 @@ a sentence reads.
 from __future__ import annotations
 
 import html
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -125,6 +126,31 @@ def two_forms_svg() -> str:
     return "\n".join([*parts, "</svg>", ""])
 
 
+def cells_svg(
+    values: Sequence[Sequence[float]], title: str, rows: str, columns: str, scale: str
+) -> str:
+    """Draw numbers from 0 to 1 as cells whose colour is linear in the number; a dot marks a 0."""
+    side, left, top = 24, 60, 76
+    wide, high = max(left + side * len(values[0]) + 24, 430), top + side * len(values) + 54
+    middle = left + side * len(values[0]) / 2
+    parts = [*_paper(wide, high, title), _text(16, 24, title, "ink start")]
+    parts += [_text(16, 44, scale, "soft start"), _text(middle, top - 8, columns, "soft")]
+    turned = f'transform="rotate(-90 {left - 34} {high / 2})"'
+    parts.append(_text(left - 34, high / 2, rows, "soft").replace("<text", f"<text {turned}"))
+    for i, row in enumerate(values):
+        y = top + side * i
+        parts.append(_text(left - 14, y + 17, str(i), "soft"))
+        for j, value in enumerate(row):
+            x = left + side * j
+            place = f'x="{x + 1}" y="{y + 1}" width="{side - 2}" height="{side - 2}"'
+            parts.append(f'<rect class="cell" {place} fill-opacity="{value:.3f}"/>')
+            if value == 0:
+                parts.append(f'<circle class="tip" cx="{x + 12}" cy="{y + 12}" r="1.5"/>')
+    below = top + side * len(values) + 18
+    parts += [_text(left + side * (j + 0.5), below, str(j), "soft") for j in range(len(values[0]))]
+    return "\n".join([*parts, "</svg>", ""])
+
+
 SIZE, GAP, ARC, ROOM = 16, 12, 16, 190
 """Font size of the words and space between them, width of an arc of weight 1, room for arcs."""
 
@@ -231,9 +257,16 @@ def _box(left: float, top: float, width: float, name: str, role: str) -> Iterato
 
 
 def _arrow(x: float, y: float, to_x: float, to_y: float) -> str:
+    length = math.hypot(to_x - x, to_y - y)
+    along, across = ((to_x - x) / length * 8, (to_y - y) / length * 8), 0.5
+    corners = [
+        f"{to_x - along[0] + sign * across * along[1]:.1f} "
+        f"{to_y - along[1] - sign * across * along[0]:.1f}"
+        for sign in (1, -1)
+    ]
     return (
         f'<path class="arrow" d="M{x:.1f} {y:.1f}L{to_x:.1f} {to_y:.1f}"/>'
-        f'<circle class="tip" cx="{to_x:.1f}" cy="{to_y:.1f}" r="2.5"/>'
+        f'<path class="tip" d="M{to_x:.1f} {to_y:.1f}L{corners[0]}L{corners[1]}Z"/>'
     )
 
 
@@ -247,6 +280,7 @@ def _text(x: float, y: float, text: str, tone: str) -> str:
 def _css() -> str:
     roles = "".join(f".blocks rect.{r}{{stroke:var(--{r})}}" for r in "qkvsz")
     return (
+        ".blocks text.start{text-anchor:start}.blocks rect.cell{fill:var(--s);stroke:none}"
         ".blocks text{font:13px system-ui,'Noto Sans',sans-serif;fill:var(--ink)}.blocks "
         "text.soft{fill:var(--soft)}"
         ".blocks rect{fill:var(--hint);stroke-width:1.5}.blocks "

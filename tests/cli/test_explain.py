@@ -361,7 +361,7 @@ def test_one_screen_in_chinese(
     words = [x for x in re.findall(r"[a-z]{3,}", english) if x not in TEXT and x != "softmax"]
     left = [x for x in words if re.search(rf"(?<![-/a-z.]){x}(?![/a-z])", chinese)]
     assert {*left} <= {"tiny", "exp", "scale", "token"}, "only names and symbols are not translated"
-    for step in ("1 输入", "2 得分", "3 掩码", "4 softmax", "5 输出"):
+    for step in ("1 输入", "2 分数", "3 掩码", "4 softmax", "5 输出"):
         assert any(line.startswith(step) for line in lines)
     monkeypatch.setenv("LC_ALL", "zh_CN.UTF-8")
     assert run(asked) == 0
