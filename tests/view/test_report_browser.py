@@ -231,6 +231,7 @@ def test_the_tooltip_of_a_resting_pointer_follows_the_head(tab: Tab, made: Made)
 
 def test_the_cell_says_the_numbers_of_the_recording(tab: Tab, made: Made) -> None:
     tab.ready(made.at("cell"))
+    tab.key("0")  # all steps
     place = made.recording[LAYER]
     row, column = slice(QUERY, QUERY + 1), slice(KEY, KEY + 1)
     block = place.block(row, column, slice(HEAD, HEAD + 1))
@@ -247,6 +248,7 @@ def test_the_cell_says_the_numbers_of_the_recording(tab: Tab, made: Made) -> Non
 
 def test_a_masked_cell_says_why(tab: Tab, made: Made) -> None:
     tab.ready(made.url(f"#L{LAYER}H{HEAD}&v=cell&i=3&j=20"))
+    tab.key("0")  # all steps
     assert "future" in tab.text("#cell-step-1 .bad")
     assert "future" in tab.text("#cell-step-4")
     assert "weight 0." in tab.text("#cell-says")
@@ -254,6 +256,7 @@ def test_a_masked_cell_says_why(tab: Tab, made: Made) -> None:
 
 def test_before_the_rotation_q_is_what_the_model_projected(tab: Tab, made: Made) -> None:
     tab.ready(made.at("cell"))
+    tab.key("0")  # all steps
     numbers = (
         "document.querySelector('#cell-step-2 .numbers').open = true, new Promise(r => "
         "setTimeout(() => r(JSON.parse(document.querySelector('#cell-step-2 .numbers "
@@ -298,6 +301,7 @@ def test_the_steps_go_by_keys_and_the_blocks_end_in_the_kernels_lse(tab: Tab, ma
         tab.settle()
     assert tab.js(still_open) == ["cell-step-5"]
     tab.click(".online summary")
+    tab.settle()
     mine, kernel = re.findall(
         r"Final value: ([\d.−]+); the kernel's value: ([\d.−]+)\.", tab.text(".online")
     )[0]
@@ -320,9 +324,8 @@ def test_the_steps_go_by_keys_and_the_blocks_end_in_the_kernels_lse(tab: Tab, ma
 
 def test_the_page_opens_on_the_words_and_their_weights(tab: Tab, made: Made) -> None:
     tab.ready(made.at("cell"))
-    row = made.recording[LAYER].block(
-        slice(QUERY, QUERY + 1), slice(0, None), slice(HEAD, HEAD + 1)
-    )
+    place = made.recording[LAYER]
+    row = place.block(slice(QUERY, QUERY + 1), slice(0, place.N), slice(HEAD, HEAD + 1))
     share = "Number(x.style.getPropertyValue('--share'))"
     shares = tab.js(f"[...document.querySelectorAll('.said')].map(x => {share})")
     weights = row.weights[0, 0, 0].tolist()

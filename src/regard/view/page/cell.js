@@ -1,5 +1,5 @@
-// Explain one cell: the sentence, one query, one key, ten steps; each number comes from the recording, or is computed from it on this
-// page.
+// Explain one cell: the sentence, one query, one key, ten steps; each number comes from the recording, or is computed
+// from it on this page.
 
 {
   const { el, t, num, exact } = R,
@@ -333,7 +333,14 @@
     everything = false;
     shown = Math.min(STEPS, Math.max(0, n));
     reveal();
-    body.children[shown - 1]?.querySelector("summary").focus();
+    const summary = body.children[shown - 1]?.querySelector("summary");
+    summary?.focus({ preventScroll: true });
+    summary?.scrollIntoView({ block: "nearest", behavior: "instant" });
+  };
+  const all = () => {
+    everything = !everything;
+    shown = 0;
+    reveal();
   };
   const reveal = () => {
     [...body.children].forEach((node, n) => {
@@ -403,14 +410,7 @@
           "div",
           { class: "controls" },
           R.button(
-            {
-              id: "cell-all",
-              onclick: () => {
-                everything = !everything;
-                shown = 0;
-                reveal();
-              },
-            },
+            { id: "cell-all", onclick: all },
             t("cell.show_all"),
           ),
           el("span", { class: "soft" }, t("cell.keyboard")),
@@ -435,7 +435,8 @@
       /^(INPUT|SELECT|TEXTAREA)$/.test(e.target.tagName)
     )
       return;
-    const to = { n: shown + 1, p: shown - 1, 0: 0 }[e.key];
+    const to = { n: shown + 1, p: shown - 1 }[e.key];
     if (to !== undefined) go(to);
+    if (e.key === "0") all();
   });
 }
