@@ -213,6 +213,6 @@ def picture(entry: Variant) -> str:
         influence(entry.name).tolist(),
         f"{entry.name}: {_caption(entry)}",
         translate("output of token"),
-        translate("token"),
+        translate("input token"),
         translate("0 to 1, linear; a dot: no influence"),
     )

@@ -222,6 +222,7 @@ def fact_tables(
 
 
 def _sizes(dim: int, heads: int, options: dict[str, object]) -> str:
+    """Return the sizes of a layer as text."""
     sizes = {"dim": dim, "heads": heads, **options}
     return ", ".join(f"{key}={value}" for key, value in sizes.items())
 
