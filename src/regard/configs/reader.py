@@ -12,7 +12,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
 
-from regard.configs import CONFIGS, config_class
+from regard.configs import CONFIGS, config_class, read_as
 from regard.configs.base import MAX_LAYERS, ModelConfig, Raw, UnknownKey, with_absent_sizes
 from regard.cost.model import ModelSpec, StoredSize
 from regard.did_you_mean import suggest
@@ -357,7 +357,7 @@ def read_sizes(raw: Raw, name: str, where: str = "config.json") -> ModelSpec:
 
 def sizes_config(raw: Raw) -> ModelConfig:
     """Return the config of a parsed config.json, checked where keys change sizes."""
-    model_type = raw.get("model_type")
+    model_type = read_as(raw)
     kind = config_class(model_type) if isinstance(model_type, str) else None
     if kind is None:
         raise ArgumentError(

@@ -228,7 +228,11 @@ class Location:
 
 @dataclass(frozen=True, eq=False)
 class RowTokens:
-    """The tokens of the row: of the keys `[n]`, of the query, and of every query of the call."""
+    """The tokens of the row: of the keys `[n]`, of the query, and of every query of the call.
+
+    Args:
+        words: (start, stop, text) of each word, if the keys are the tokens of the text in order.
+    """
 
     ids: NDArray[np.integer]
     pieces: tuple[str, ...]
@@ -236,6 +240,7 @@ class RowTokens:
     query_piece: str
     query_position: int
     row_pieces: tuple[str, ...]
+    words: tuple[tuple[int, int, str], ...] = ()
 
 
 @dataclass(frozen=True, eq=False)
@@ -451,6 +456,10 @@ class Explanation:
             for piece, index, p in self.predictions
         ]
         return result
+
+    def __repr__(self) -> str:
+        at = self.where
+        return f"Explanation({at.place}, head {at.head}, query {at.query}, key {at.key})"
 
     def _repr_html_(self) -> str:
         """Return the terminal page as static text, for a notebook."""
