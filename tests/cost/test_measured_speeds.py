@@ -7,7 +7,7 @@ import pytest
 from regard.configs.measured_speeds import MEASUREMENTS, Measurement, kind_of, reached
 from regard.cost import CostReport, Setting, machine_of, model_of
 from regard.cost.roofline import Machine, roofline_bounds
-from regard.cost.speculation import Speculation
+from regard.cost.speculation import DraftCost
 from regard.cost.stored_forms import with_weights
 
 GPT_FAST = "meta-pytorch/gpt-fast, README"  # A100, limited to 330 W of 400
@@ -69,7 +69,7 @@ def test_speculative_decoding_is_a_bound() -> None:
     )
     machine = machine_of("a100-80gb")
     alone = roofline_bounds(large, machine)["decode"].seconds
-    with_draft = Speculation(large, small, 5, 0.8)
+    with_draft = DraftCost(large, small, 5, 0.8)
     assert with_draft.tokens_a_pass == pytest.approx((1 - 0.8**6) / 0.2)
     assert 1 / with_draft.seconds(machine) > 48.4
-    assert with_draft.seconds(machine) < alone < Speculation(large, small, 5, 0.0).seconds(machine)
+    assert with_draft.seconds(machine) < alone < DraftCost(large, small, 5, 0.0).seconds(machine)

@@ -132,7 +132,7 @@ def test_on_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
         (["--accepted", "0.5"], "belong to --draft"),
         (["--optimizer", "sgd"], "belong to --train"),
         (["--machine", "3xh100-sxm"], "cannot divide 32 heads"),
-        (["--shared-prefix", "8k", "--context", "4k"], "shorter than the context"),
+        (["--shared-prefix", "8k", "--context", "4k"], "shorter than the context of"),
         (["--machine", "8xh100-sxm", "--ranks", "8"], "without a number"),
     ],
 )

@@ -19,7 +19,7 @@ from regard.cost.model import ModelSpec, StoredSize
 from regard.cost.ranks import METHODS, RanksReport
 from regard.cost.report import CostReport, Setting
 from regard.cost.roofline import Machine, machine_of
-from regard.cost.speculation import Speculation
+from regard.cost.speculation import DraftCost
 from regard.cost.stored_forms import STORED_FORMS, with_weights
 from regard.cost.sweep import (
     compare_models,
@@ -178,9 +178,9 @@ class TrainingOptions:
 
     def check(self) -> None:
         """Raise if an option lacks --train."""
-        given = [f.name for f in fields(self) if getattr(self, f.name) != _TRAINING[f.name]]
-        if given and not self.train:
-            names = ", ".join(map(_flag_of, given))
+        train_options = [f.name for f in fields(self) if getattr(self, f.name) != _TRAINING[f.name]]
+        if train_options and not self.train:
+            names = ", ".join(map(_flag_of, train_options))
             raise usage_error(None, "{names} belong to --train; give it, too", names=names)
 
 
@@ -339,7 +339,7 @@ def cost(
     speculation = None
     if serving.draft is not None:
         draft = CostReport(_find_model(serving.draft, None, form), reports[0].setting)
-        speculation = Speculation(reports[0], draft, serving.draft_tokens, serving.accepted)
+        speculation = DraftCost(reports[0], draft, serving.draft_tokens, serving.accepted)
     _show(reports, on_machine, speculation, json=json)
 
 
@@ -731,7 +731,7 @@ def _measure_this_machine() -> Machine:
 def _show(
     reports: list[CostReport],
     machine: Machine | None,
-    speculation: Speculation | None,
+    speculation: DraftCost | None,
     *,
     json: bool,
 ) -> None:

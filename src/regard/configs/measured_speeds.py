@@ -191,7 +191,7 @@ def kind_of(report: CostReport) -> str:
     bits = 8 * report.weight_bytes / report.model.parameters
     name = "16-bit" if bits > 12 else "8-bit" if bits > 6 else "4-bit"
     experts = any(part.name == "experts" for part in report.model.parts)
-    return f"{name} experts" if experts else f"{name} weights"
+    return " ".join((name, "experts" if experts else "weights"))
 
 
 @cache

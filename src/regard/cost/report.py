@@ -138,8 +138,8 @@ class Setting:
                 raise ArgumentError(f"{name} is {getattr(self, name)}; it must be at least 1")
         if not 0 <= self.shared_prefix < self.context:
             raise ArgumentError(
-                f"the shared prefix is {self.shared_prefix} tokens; it must be shorter than the "
-                f"context of {plural(self.context, 'token')}",
+                f"the shared prefix is {plural(self.shared_prefix, 'token')}; it must be shorter "
+                f"than the context of {plural(self.context, 'token')}",
                 argument="shared_prefix",
                 value=self.shared_prefix,
             )
@@ -258,7 +258,14 @@ class CostReport:
         return attention + -(-(self.weight_bytes - attention) // cards) + own.kv_bytes
 
     def why_not_on(self, cards: int) -> str:
-        """Return why several cards cannot divide the heads of the model; "" if they can."""
+        """Return why several cards cannot divide the heads of the model; "" if they can.
+
+        Args:
+            cards: the number of cards that divide the model.
+
+        Returns:
+            The reason.
+        """
         for mixer in self._mixers:
             H, shape = mixer.query_heads, getattr(mixer, "shape", None)
             groups = shape.states if isinstance(shape, HeadShape) else 1
@@ -268,7 +275,14 @@ class CostReport:
         return ""
 
     def expert_bytes(self, tokens: int | None = None) -> int:
-        """Return the bytes of all experts, or of those that some tokens use together."""
+        """Return the bytes of all experts, or of those that some tokens use together.
+
+        Args:
+            tokens: the number of tokens; None counts all experts.
+
+        Returns:
+            The number of bytes.
+        """
         parts = self.model.parts if tokens is None else self.model.parts_for(tokens)
         bits = BITS[self.setting.dtype] if self.stored is None else self.stored.bits_of("experts")
         return sum(
@@ -361,7 +375,14 @@ class CostReport:
         return self.prefill_bytes_on(1)
 
     def prefill_bytes_on(self, cards: int) -> int:
-        """Return `prefill_bytes` of one of several cards."""
+        """Return `prefill_bytes` of one of several cards.
+
+        Args:
+            cards: the number of cards that divide the model.
+
+        Returns:
+            The number of bytes.
+        """
         return -(-self.active_bytes(self.prompt_tokens) // cards) + self._cache_bytes(
             "cached", cards
         )
@@ -405,7 +426,14 @@ class CostReport:
         return self.decode_bytes_on(1)
 
     def decode_bytes_on(self, cards: int) -> int:
-        """Return `decode_bytes` of one of several cards."""
+        """Return `decode_bytes` of one of several cards.
+
+        Args:
+            cards: the number of cards that divide the model.
+
+        Returns:
+            The number of bytes.
+        """
         if not self.model.decodes:
             return 0
         batch = self.setting.batch

@@ -272,6 +272,12 @@ class Spec(ABC):
     def cache_shares(self, cards: int) -> int:
         """Return into how many parts tensor parallelism divides the cache: at most one for each
         head, so that a latent, which all heads share, is whole on every card.
+
+        Args:
+            cards: the number of cards.
+
+        Returns:
+            The number of parts.
         """
         return min(cards, min((heads for heads, _ in self.parts), default=1))
 

@@ -12,7 +12,7 @@ from regard.errors import ArgumentError
 
 
 @dataclass(frozen=True)
-class Speculation:
+class DraftCost:
     """Speculative decoding of k proposed tokens, of which each is accepted with probability a,
     whatever came before.
 
@@ -26,7 +26,7 @@ class Speculation:
 
     >>> from regard.cost import CostReport, Setting, model_of
     >>> small, large = (CostReport(model_of(x), Setting()) for x in ("llama-3-8b", "llama-3-70b"))
-    >>> round(Speculation(large, small, 4, 0.8).tokens_a_pass, 2)
+    >>> round(DraftCost(large, small, 4, 0.8).tokens_a_pass, 2)
     3.36
     """
 

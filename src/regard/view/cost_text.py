@@ -29,7 +29,7 @@ from regard.cost.roofline import (
     roofline_bounds,
 )
 from regard.cost.softmax import SoftmaxSpec
-from regard.cost.speculation import Speculation
+from regard.cost.speculation import DraftCost
 from regard.cost.sweep import COMPARED_FIGURES, best_times
 from regard.cost.training import TrainingReport
 from regard.language import Phrase, translate, translate_count
@@ -126,9 +126,7 @@ TITLES = (
 BYTES = tuple(name for name in COMPARED_FIGURES if "bytes" in name)
 
 
-def page(
-    report: CostReport, machine: Machine | None, speculation: Speculation | None = None
-) -> str:
+def page(report: CostReport, machine: Machine | None, speculation: DraftCost | None = None) -> str:
     """Return the full text for one model."""
     blocks = [_head(report), _parts(report), _costs(report)]
     if machine is not None:
@@ -308,7 +306,7 @@ def _bytes_and_intensity(count: int, moved: int) -> str:
     )
 
 
-def _bounds(report: CostReport, machine: Machine, speculation: Speculation | None) -> str:
+def _bounds(report: CostReport, machine: Machine, speculation: DraftCost | None) -> str:
     rate = units.count(machine.rate(report.compute_format), "FLOP/s")
     lines = [
         translate(
@@ -359,13 +357,13 @@ def _division(report: CostReport, machine: Machine) -> list[str]:
     if cards == 1:
         return lines
     shares = sorted({mixer.cache_shares(cards) for mixer in report.model.mixers})
-    held = report.held_bytes(cards) - -(-report.weight_bytes // cards)
+    cache_bytes = report.held_bytes(cards) - -(-report.weight_bytes // cards)
     lines.append(
         translate(
             "tensor parallel: each of {cards} cards holds 1/{cards} of the weights, and {held} of "
             "{all} of cache, which is cut into parts: {shares}",
             cards=cards,
-            held=units.size(held),
+            held=units.size(cache_bytes),
             all=units.size(report.kv_bytes),
             shares=", ".join(map(str, shares)),
         )
@@ -394,28 +392,31 @@ def _reached(measured: Reached | None, most: float) -> list[str]:
     if measured is None:
         return []
     low, high = measured.low, measured.high
-    values = {
-        "kind": translate_title(measured.kind),
-        "range": _span(f"{100 * low:.0f}", f"{100 * high:.0f}") + " %",
-        "speeds": _span(f"{low * most:,.3g}", f"{high * most:,.3g}"),
-        "n": len(measured.measurements),
-        "engines": ", ".join(sorted({x.source.partition(",")[0] for x in measured.measurements})),
-    }
+    kind, n = translate_title(measured.kind), len(measured.measurements)
+    share = _span(f"{100 * low:.0f}", f"{100 * high:.0f}") + " %"
+    speeds = _span(f"{low * most:,.3g}", f"{high * most:,.3g}")
+    engines = ", ".join(sorted({x.source.partition(",")[0] for x in measured.measurements}))
     if measured.same_machine:
-        return [
-            translate(
-                "published measurements of {kind} on this card reach {range} of that, {speeds} "
-                "tokens/s ({n} of {engines})",
-                **values,
-            )
-        ]
-    return [
-        translate(
+        line = translate(
+            "published measurements of {kind} on this card reach {range} of that, {speeds} "
+            "tokens/s ({n} of {engines})",
+            kind=kind,
+            range=share,
+            speeds=speeds,
+            n=n,
+            engines=engines,
+        )
+    else:
+        line = translate(
             "published measurements of {kind} on other cards reach {range} of that, {speeds} "
             "tokens/s ({n} of {engines}); of this one none is stored",
-            **values,
+            kind=kind,
+            range=share,
+            speeds=speeds,
+            n=n,
+            engines=engines,
         )
-    ]
+    return [line]
 
 
 def _span(low: str, high: str) -> str:
@@ -423,7 +424,7 @@ def _span(low: str, high: str) -> str:
     return low if low == high else translate("{low} to {high}", low=low, high=high)
 
 
-def _speculation(speculation: Speculation, machine: Machine) -> str:
+def _speculation(speculation: DraftCost, machine: Machine) -> str:
     """Describe the bound of speculative decoding."""
     seconds = speculation.seconds(machine)
     return translate(
