@@ -21,7 +21,6 @@ import threading
 import types
 import typing
 from abc import ABCMeta
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
 from enum import EnumMeta
@@ -40,7 +39,7 @@ CONF = BeartypeConf(is_pep484_tower=True)
 # typer reads the signatures of commands itself, and the errors are not functions
 LEFT_OUT = ("regard.cli", "regard.errors", "regard.__main__")
 sampled = False
-"""Whether values are compared in some calls only; `tests/conftest.py` sets it in the quick run."""
+"""Whether only some calls are looked at; `tests/conftest.py` sets it in the quick run."""
 unresolved: dict[str, str] = {}
 """Functions whose annotations cannot be resolved, with the reason: `tests/surface` wants this
 empty.
@@ -129,10 +128,9 @@ def checked(function: Callable[..., Any], module: types.ModuleType) -> Callable[
         # a compiled graph, a trace of torch.jit or of torch.fx: sizes are tensors, or proxies
         if torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None:
             return function(*args, **kwargs)
-        if any(isinstance(x, torch.fx.Proxy) for x in args):
-            return function(*args, **kwargs)
         result = function(*args, **kwargs)
-        _hold(function, args, kwargs, result)
+        if not sampled or _is_due(function):
+            _hold(function, args, kwargs, result)
         return result
 
     # it stands for the function, also where somebody asks in which file a method was written
@@ -163,24 +161,26 @@ def _hold_call(
     plan = _plans.get(function) or _plan(function)
     kinds = (type(result), *map(type, args)), tuple(kwargs), tuple(map(type, kwargs.values()))
     if kinds not in plan.fitting:
+        if any(issubclass(kind, torch.fx.Proxy) for kind in kinds[0]):
+            return  # torch.fx traces the call
         _hold_all(function, plan, args, kwargs, result)
         plan.fitting.add(kinds)
-    elif plan.deep and _is_due(function):
+    elif plan.deep:
         values = dict(zip(plan.names, args, strict=False)) | kwargs | {"return": result}
         pairs = [(name, hint, values[name]) for name, hint in plan.deep if name in values]
         _compare(function, pairs, shapes=plan.shapes)
 
 
-_times: Counter[Callable[..., Any]] = Counter()
-"""How often the values of each function's calls were compared."""
+_times: dict[Callable[..., Any], int] = {}
+"""How often each function was called, where calls are sampled."""
 
 
 def _is_due(function: Callable[..., Any]) -> bool:
-    """Whether the values of one more call are compared: always in the full run; in the quick run
-    of the first calls of each function, and then of one call in sixteen.
+    """Whether the quick run looks at one more call: at the first ones of each function, and then at
+    one in sixteen.
     """
-    _times[function] += 1
-    return not sampled or _times[function] <= 64 or _times[function] % 16 == 0
+    n = _times[function] = _times.get(function, 0) + 1
+    return n <= 64 or n % 16 == 0
 
 
 class _Plan(NamedTuple):

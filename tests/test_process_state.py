@@ -11,6 +11,7 @@ import torch
 from regard.process_state import constant_in_graphs
 
 
+@pytest.mark.full
 def test_the_mark_is_that_of_torch() -> None:
     def ours() -> bool:
         return True

@@ -201,6 +201,7 @@ def test_sizes_give_way_to_options(name: str) -> None:
     assert changed.bytes(torch.float32) > 0
 
 
+@pytest.mark.full(keep=10)
 @pytest.mark.parametrize(
     "name", [name for name, x in SMALL.items() if not isinstance(x, PublicModelSizes)]
 )

@@ -54,7 +54,7 @@ def skip_if_missing(case: Case) -> None:
         pytest.skip(reason)
 
 
-@pytest.mark.full(keep=8)
+@pytest.mark.full(keep=2)
 @pytest.mark.parametrize("case", MODELS, ids=lambda case: case.name)
 def test_a_model_gives_the_same_numbers_with_every_call_taken(case: Case) -> None:
     skip_if_missing(case)

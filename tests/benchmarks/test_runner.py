@@ -316,6 +316,7 @@ def alone(prepare: Any, name: str = "theirs") -> Peer[AttentionProblem]:
     return Peer(name, "For a test.", prepare, own_process=True)
 
 
+@pytest.mark.full
 def test_the_outputs_are_those_of_another_process() -> None:
     with torch_threads(1):
         call = prepare_in_own_process(alone(of_the_process), SIZES, torch.float32, CPU)

@@ -119,7 +119,7 @@ def test_every_bias_takes_other_tensors(n):
         bias.with_tensors([*others, torch.ones(3)])
 
 
-@pytest.mark.full(keep=3)
+@pytest.mark.full(keep=1)
 @pytest.mark.parametrize("n", range(15))
 def test_every_bias_compiles_whole(n):
     bias = every()[n]

@@ -4,7 +4,6 @@ under autograd.
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import pytest
@@ -220,18 +219,3 @@ def test_what_a_trace_heard_is_not_overwritten(make: Any, mask: masks.Mask) -> N
     for (k, v), then_k, then_v in zip(found, trace.every("k"), trace.every("v"), strict=True):
         assert torch.equal(k, then_k)
         assert torch.equal(v, then_v)
-
-
-@placed
-def test_a_fork_has_memory_of_its_own(make: Any, mask: masks.Mask) -> None:
-    cache: Cache = make()
-    cache.update(memory(9), Span(0, 9))
-    fork, other = cache.fork(), copy.deepcopy(cache)
-    pointers = [
-        {x.data_ptr() for x in c.contents().values() if isinstance(x, Tensor)}
-        for c in (cache, fork, other)
-    ]
-    assert not pointers[0] & pointers[1]
-    assert not pointers[0] & pointers[2]
-    assert fork.settings == cache.settings
-    assert fork.bytes == cache.bytes

@@ -40,31 +40,6 @@ def test_gradients_flow_through_it() -> None:
     assert k.grad.eq(1).all()
 
 
-def test_a_refused_update_leaves_it_as_it_was() -> None:
-    k, v = memory(3)
-    cases = [
-        ((k[:, :, 0], v), Span(3, 3), "memory 0 is (2, 3, 4) at 3 positions; it must be"),
-        ((k, v[:, :, :2]), Span(3, 3), "memory 1 is (2, 1, 2, 5) at 3 positions; it must be"),
-        ((k[:1], v[:1]), Span(3, 3), "[((1, 3, 4), torch.float32), ((1, 1, 5)"),
-        ((k,), Span(3, 3), "memory [((2, 3, 4), torch.float32)] does not fit the contents"),
-        ((k[..., :2], v), Span(3, 3), "memory [((2, 3, 2), torch.float32)"),
-        ((k[:, :1], v), Span(3, 3), "memory [((2, 1, 4), torch.float32)"),
-        ((k.bfloat16(), v), Span(3, 3), "memory [((2, 3, 4), torch.bfloat16)"),
-        ((k, v), torch.zeros(3, 3, dtype=torch.int64), "positions are (3, 3) for memory of batch"),
-    ]
-    for given_memory, positions, message in cases:
-        cache = Growing()
-        cache.update((k, v), Span(0, 3))
-        with pytest.raises(regard.ArgumentError) as error:
-            cache.update(given_memory, positions)
-        assert message in str(error.value)
-        assert len(cache) == 3
-        (a, b), seen = cache.update(memory(1), Span(3, 1))
-        assert seen == Span(0, 4)
-        assert torch.equal(a[:, :, :3], k)
-        assert torch.equal(b[:, :, :3], v)
-
-
 def test_a_first_update_is_checked_as_well() -> None:
     k, v = memory(3)
     for parts in ((k, v[:1]),):

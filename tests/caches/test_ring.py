@@ -8,14 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 import regard
 from regard import masks
 from regard.caches import Growing, Ring, Streaming, for_reach
 from regard.masks import Reach
-from regard.nn import Attention, HeadProjection, SeparateQKV
-from regard.positions import Rotary
 from regard.span import Positions, Span, as_tensor
 from tests.caches.test_fixed import Allocated
 
@@ -54,21 +52,6 @@ def test_the_answer_is_the_window_and_the_chunk() -> None:
     assert feed(gap, Span(6, 1))[0] == [[0, 1, 6, 3]], "a gap: what it jumps over is not there"
 
 
-def test_rows_of_different_length_and_padding() -> None:
-    cache = Ring(3)
-    left = torch.tensor([[-1, -1, -1, 0, 1], [0, 1, 2, 3, 4]])
-    assert feed(cache, left)[0] == left.tolist()
-    assert feed(cache, torch.tensor([[2], [5]]))[0] == [[0, 1, 2], [3, 4, 5]]
-    assert feed(cache, torch.tensor([[-1], [6]]))[0] == [[0, 1, 2], [6, 4, 5]], "no token, no slot"
-    (memory, *_), held = cache.contents()["memory.0"], cache.contents()["positions"]
-    assert not memory.isnan().any()  # type: ignore[union-attr]
-    assert isinstance(held, Tensor)
-    assert cache.next(1).tolist() == [[3], [7]]  # type: ignore[union-attr]
-    found, _ = feed(cache, torch.tensor([[3, 4], [7, -1]]))
-    assert found == [[0, 1, 2, 3, 4], [6, 4, 5, 7, -1]]
-    assert feed(cache, torch.tensor([[5], [8]]))[0] == [[3, 4, 5], [6, 7, 8]]
-
-
 @pytest.mark.parametrize("make", [lambda W: Ring(W), lambda W: Streaming(4, W)])
 @pytest.mark.parametrize("rows", [False, True])
 def test_a_step_of_one_token_copies_no_keys(make: Any, rows: bool) -> None:
@@ -98,32 +81,6 @@ def test_a_step_within_rewind_copies_no_keys() -> None:
     with Allocated() as counted:
         cache.update((memory[:, :, :5],), Span(1024, 5))
     assert counted.bytes < 0.1 * cache.bytes
-
-
-@pytest.mark.full
-def test_storage_is_bounded_after_ten_windows() -> None:
-    """Bug class 11, through a module: the cache that it makes for itself."""
-    rotary = Rotary(4)
-    project = SeparateQKV(
-        HeadProjection(8, 4, 4, rotary), HeadProjection(8, 2, 4, rotary), HeadProjection(8, 2, 3)
-    )
-    for mask, kind, held in (
-        (masks.Causal() & masks.Window(6), Ring, 6),
-        (masks.Causal() & (masks.Window(6) | masks.Sinks(2)), Streaming, 8),
-    ):
-        module = Attention(project, nn.Linear(12, 8), mask=mask).double()
-        x = torch.randn(2, 70, 8, dtype=torch.float64)
-        with torch.no_grad():
-            whole = module(x)
-            for chunk in (1, 5, 6, 7, 13, 70):
-                cache = module.new_cache()
-                assert type(cache) is kind
-                parts = [module(part, None, cache) for part in x.split(chunk, 1)]
-                assert float((torch.cat(parts, 1) - whole).abs().max()) < 1e-13
-                assert cache.bytes == 2 * held * (2 * 4 + 2 * 3) * 8
-        assert module.describe(4096).cached_values * 2 * 8 == cache.bytes, (
-            "what describe says is what it holds"
-        )
 
 
 def test_how_far_it_goes_back() -> None:

@@ -194,6 +194,7 @@ def contents(caches: list[Cache]) -> list[dict[str, Any]]:
     ]
 
 
+@pytest.mark.full(keep="each")
 @CACHES
 @pytest.mark.parametrize("at", [0, 1, 2])
 @torch.no_grad()

@@ -98,6 +98,7 @@ def test_generate_takes_messages_and_ids(folder: Path, said: Said, tmp_path: Pat
     assert "is the whole prompt" in said("generate", "x", "--messages", file, code=2)
 
 
+@pytest.mark.full
 def test_smollm2_answers_with_one_sentence(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -47,6 +47,7 @@ def _interrupts() -> Iterator[None]:
     signal.signal(signal.SIGINT, before)
 
 
+@pytest.mark.full
 def test_a_comparison_and_its_files(tmp_path: Path, said: Said) -> None:
     files = (
         "--csv",

@@ -113,7 +113,7 @@ def test_a_read_only_disk_is_told_before_anything_is_computed(
     assert message in capsys.readouterr().err
 
 
-@pytest.mark.full(keep=1)
+@pytest.mark.full
 @pytest.mark.parametrize("size", [400, 20_000, 300_000])
 def test_a_conversion_on_a_full_disk_names_the_folder_and_leaves_nothing(
     size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -217,7 +217,7 @@ def test_one_run_at_a_time_writes_into_a_folder(
     assert tree(Path("out")) == {}
 
 
-@pytest.mark.full(keep=["arguments1"])
+@pytest.mark.full
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no /dev/full")
 @pytest.mark.parametrize("arguments", [("generate", "a", "--max-tokens", "2"), ("show", "causal")])
 def test_output_to_a_full_disk(arguments: tuple[str, ...]) -> None:

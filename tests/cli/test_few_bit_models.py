@@ -195,7 +195,7 @@ def test_words_and_sizes(
         assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.full(keep=1)
+@pytest.mark.full
 @pytest.mark.parametrize("form", FORMS)
 def test_longer_work(
     form: str,

@@ -90,6 +90,7 @@ def _reading(tokens: int) -> ModelRun:
     return SimpleNamespace(sequences={"text": SimpleNamespace(ids=range(tokens))})  # type: ignore[return-value]
 
 
+@pytest.mark.full
 def test_explain_takes_16384_tokens_and_no_more(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -95,7 +95,7 @@ def exact(seed: int) -> dict[str, Outcome]:
     return {one.claim.id: one for one in found}
 
 
-@pytest.mark.full(keep=2)
+@pytest.mark.full(keep=1)
 @pytest.mark.parametrize(("name", "wanted"), EXACT.items())
 @pytest.mark.parametrize("seed", [0, 1])
 def test_exact_claims_have_their_verdict_whatever_the_seed(

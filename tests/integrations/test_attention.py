@@ -161,6 +161,7 @@ CASES: dict[str, tuple[dict[str, Any], tuple[Any, float | None, Tensor | None, T
 }
 
 
+@pytest.mark.full(keep="each")
 @pytest.mark.parametrize("spread", [1.0, 6.0])
 @pytest.mark.parametrize("scaling", [None, 1.0])
 @pytest.mark.parametrize("name", CASES)
@@ -393,6 +394,7 @@ def parsed(text: str, start: int, inside: int) -> ast.Call:
     return found
 
 
+@pytest.mark.full
 def test_every_keyword_that_transformers_passes_is_known() -> None:
     """A keyword that a new version of transformers passes fails here: read what eager attention
     does with it.

@@ -89,7 +89,7 @@ def joined(rows: list[Tensor], real: Tensor | None) -> Tensor:
     return rows[0] if real is None else torch.cat([x[0] for x in rows])
 
 
-@pytest.mark.full(keep=7)
+@pytest.mark.full(keep=3)
 @pytest.mark.parametrize("name", DECODERS)
 def test_a_decoder_computes_what_it_computes_eagerly(name: str) -> None:
     for side, lengths in PADDED.items():
@@ -192,6 +192,7 @@ def each(model: Any, name: str, value: Any) -> None:
             setattr(module, name, value)
 
 
+@pytest.mark.full(keep=3)
 @pytest.mark.parametrize("what", WRONG)
 def test_a_wrong_model_is_found(what: str) -> None:
     name, spoil = WRONG[what]

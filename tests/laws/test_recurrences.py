@@ -99,7 +99,7 @@ def recurrences() -> Iterator[tuple[str, Recurrence]]:
 CASES = dict(recurrences())
 
 
-@pytest.mark.full(keep=["delta_product", "mesa", "titans_memory"])
+@pytest.mark.full(keep=1)
 @pytest.mark.parametrize("name", CASES)
 def test_a_large_later_token_changes_no_bit_of_an_earlier_one(name: str) -> None:
     """Nor of its gradients, where those of the form token by token are finite."""

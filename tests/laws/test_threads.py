@@ -249,7 +249,7 @@ whole.
 """
 
 
-@pytest.mark.full(keep=1)
+@pytest.mark.full
 @pytest.mark.parametrize("family", sorted({v.family for v in MIXERS.values()}))
 def test_every_mechanism(family: str) -> None:
     """A module holds nothing of a call, so one module serves all threads."""
@@ -313,6 +313,7 @@ def test_a_text_that_was_read_once_is_continued_by_all(cache: str | None, model:
     )
 
 
+@pytest.mark.full
 def test_a_model_of_transformers() -> None:
     from tests.integrations import families  # skips without transformers
 
@@ -503,6 +504,7 @@ def test_filters_are_put_back(block: Callable[[], Any]) -> None:
         assert (warnings.filters == before) is (block is process_state.ignore_warnings)
 
 
+@pytest.mark.full
 def test_flex_leaves_filters_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """It says nothing, and changes no filter: not even for a moment, for that moment is
     everybody's.

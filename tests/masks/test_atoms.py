@@ -350,7 +350,7 @@ COMPILED = (
 )
 
 
-@pytest.mark.full(keep=1)
+@pytest.mark.full
 @pytest.mark.parametrize("name", COMPILED)
 def test_compiles_in_one_graph(name: str) -> None:
     mask = Causal() & (CASES[name].mask | Sinks(1))

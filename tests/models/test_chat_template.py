@@ -214,6 +214,7 @@ def test_messages_are_prompts(tmp_path: Path) -> None:
     assert again.encode(TALK).tolist() == model.encode(TALK).tolist()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("messages", [QUESTION, TALK])
 def test_the_template_of_smollm2(messages: Any) -> None:
     model = named_model("smollm2", Model)

@@ -275,6 +275,7 @@ def test_without_the_extra(server: Hub, monkeypatch: pytest.MonkeyPatch) -> None
     assert text.endswith(f"because the extra hub is not installed; install it with {hub.INSTALL}")
 
 
+@pytest.mark.full
 def test_the_commands_take_a_repository(
     server: Hub, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -36,7 +36,7 @@ from tests.rules import assert_close_rule, in_orders
 IDS = torch.arange(3, 40)[None]
 
 
-@pytest.mark.full(keep=["int4"])
+@pytest.mark.full
 @pytest.mark.parametrize("form", ["int8", "int4", "float16", "bfloat16"])
 def test_load_save_and_load_again(form: str, tmp_path: Path) -> None:
     model = regard.load("tiny", weights=form)

@@ -91,6 +91,7 @@ def test_what_a_step_reads() -> None:
     assert moba.read(S).values == moba.cached(S).values, "its means are computed from all keys"
 
 
+@pytest.mark.full
 def test_generation_reads_pages() -> None:
     model = regard.load("tiny")
     ids = torch.randint(0, 1000, (2, 70), generator=torch.Generator().manual_seed(0))

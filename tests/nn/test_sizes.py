@@ -4,7 +4,8 @@ without compiled kernels.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -27,63 +28,47 @@ def ways(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ite
         yield
 
 
-@pytest.mark.parametrize("size", [64, 512])
-@pytest.mark.parametrize("rows", [1, 16])
-def test_a_linear_map_of_other_features(ways: None, rows: int, size: int) -> None:
-    message = (
-        rf"^x is \(1, {rows}, {size}\); its last dimension must be 256, as the weight "
-        rf"\(256, 256\) requires: pass vectors of that size"
-    )
-    with pytest.raises(regard.ArgumentError, match=message):
-        nn.Linear(256, 256)(torch.randn(1, rows, size))
+MAP, NORM = lambda x: nn.Linear(256, 256)(x), lambda x: nn.RMSNorm(256)(x)
+REFUSED: list[tuple[Callable[[Any], Any], Any, str]] = [
+    *(
+        (MAP, torch.ones(1, rows, n), rf"^x is \(1, {rows}, {n}\); its last .* must be 256, as the")
+        for rows in (1, 16)
+        for n in (64, 512)
+    ),
+    *(
+        (norm, torch.ones(1, 1, n), rf"^x is \(1, 1, {n}\) and the weight of the norm is \(256,\)")
+        for norm in (NORM, lambda x: nn.OffsetRMSNorm(256)(x))
+        for n in (64, 512)
+    ),
+    (
+        lambda x: linear(x, torch.ones(4096, 256), torch.ones(4)),
+        torch.ones(1, 256),
+        r"^bias is \(4,\); it must be \(4096,\), one number for each row of the weight",
+    ),
+    (
+        lambda x: build("gqa", 256, 8, groups=2)(x),
+        torch.ones(1, 3, 64),
+        r"^x is \(1, 3, 64\); its last dim",
+    ),
+    (
+        lambda x: build("gqa", 256, 8, groups=2)(x),
+        torch.ones(3, 256),
+        r"^x is \(3, 256\); it must be \[bat",
+    ),
+    (MAP, torch.ones(1, 256).bfloat16(), r"^x is bfloat16 and weight is float32; all"),
+    (MAP, torch.ones(1, 256).long(), r"^x is int64 and weight is float32"),
+    (MAP, [1.0], r"^x is list; it must be a torch tensor \[\.\.\., features\]$"),
+    (MAP, torch.ones(1, 256, device="meta"), r"^x is on meta and weight on cpu; move one"),
+    (NORM, torch.ones(1, 256, device="meta"), r"^x is on meta and weight on cpu; move one"),
+]
 
 
-def test_a_bias_of_other_rows(ways: None) -> None:
-    message = (
-        r"^bias is \(4,\); it must be \(4096,\), one number for each row of the weight "
-        r"\(4096, 256\)$"
-    )
-    with pytest.raises(regard.ArgumentError, match=message):
-        linear(torch.randn(1, 256), torch.randn(4096, 256), torch.randn(4))
-
-
-@pytest.mark.parametrize("norm", [nn.RMSNorm, nn.OffsetRMSNorm])
-@pytest.mark.parametrize("size", [64, 512])
-def test_a_norm_of_other_features(ways: None, size: int, norm: type[nn.RMSNorm]) -> None:
-    message = (
-        rf"^x is \(1, 1, {size}\) and the weight of the norm is \(256,\); the weight "
-        rf"must have one number for each feature of x"
-    )
-    with pytest.raises(regard.ArgumentError, match=message):
-        norm(256)(torch.randn(1, 1, size))
-
-
-def test_a_mechanism_of_other_features(ways: None) -> None:
-    attention = build("gqa", 256, 8, groups=2)
-    with pytest.raises(regard.ArgumentError, match=r"^x is \(1, 3, 64\); its last dimension must"):
-        attention(torch.randn(1, 3, 64))
-    with pytest.raises(regard.ArgumentError, match=r"^x is \(3, 256\); it must be \[batch, length"):
-        attention(torch.randn(3, 256))
-
-
-@pytest.mark.parametrize(
-    "x, message",
-    [
-        (torch.ones(1, 256, dtype=torch.bfloat16), r"^x is bfloat16 and weight is float32; all"),
-        (torch.ones(1, 256, dtype=torch.int64), r"^x is int64 and weight is float32"),
-        ([1.0], r"^x is list; it must be a torch tensor \[\.\.\., features\]$"),
-    ],
-)
-def test_a_linear_map_of_another_dtype(ways: None, x: Tensor, message: str) -> None:
-    with pytest.raises(regard.ArgumentTypeError, match=message):
-        nn.Linear(256, 256)(x)
-
-
-def test_a_linear_map_elsewhere(ways: None) -> None:
-    with pytest.raises(regard.ArgumentError, match=r"^x is on meta and weight on cpu; move one"):
-        nn.Linear(256, 256)(torch.ones(1, 256, device="meta"))
-    with pytest.raises(regard.ArgumentError, match=r"^x is on meta and weight on cpu; move one"):
-        nn.RMSNorm(4)(torch.ones(1, 4, device="meta"))
+@pytest.mark.parametrize("layer, x, message", REFUSED, ids=[words for _, _, words in REFUSED])
+def test_what_a_layer_was_not_built_for(
+    ways: None, layer: Callable[[Any], Any], x: Any, message: str
+) -> None:
+    with pytest.raises((regard.ArgumentError, regard.ArgumentTypeError), match=message):
+        layer(x)
 
 
 def test_autocast_converts_as_ever() -> None:

@@ -161,7 +161,7 @@ def test_parameters_settle() -> None:
     assert 0 < small.weight.data_ptr() - weight.data_ptr() < 6 << 20
 
 
-@pytest.mark.full(keep=1)
+@pytest.mark.full
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_graph_holds_an_operator_that_chooses_when_it_runs(dtype: torch.dtype) -> None:
     torch._dynamo.reset()

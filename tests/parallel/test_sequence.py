@@ -117,7 +117,7 @@ def test_a_model_reads_a_prompt_and_decodes_over_ranks(W: int, lengths: str) -> 
     assert stored[S % W][0] == shards.count(S % W) + 1  # the ranks take new tokens in turns
 
 
-@pytest.mark.full(keep=1)
+@pytest.mark.full
 @pytest.mark.parametrize("lengths", ["even", "zigzag"])
 def test_a_model_of_transformers(lengths: str) -> None:
     pytest.importorskip("transformers")

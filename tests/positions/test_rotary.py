@@ -255,7 +255,7 @@ def test_gradients(layout):
     )
 
 
-@pytest.mark.full(keep=1)
+@pytest.mark.full
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_compiles_whole(layout):
     rotary = Rotary(8, rotary_dim=6, layout=layout)

@@ -324,7 +324,7 @@ def masking(score, b, h, q_idx, kv_idx):
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without")
 @pytest.mark.parametrize("mod", [relative, masking])
-@pytest.mark.full(keep=1)
+@pytest.mark.full
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 def test_a_score_mod_means_what_it_means_in_torch(mod: Any, dtype: torch.dtype) -> None:
     q, k, v = tensors(dtype, 9)

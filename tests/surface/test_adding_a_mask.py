@@ -116,6 +116,7 @@ def there_and_back(recording: Recording, path: Path) -> Recording:
     return load(path)
 
 
+@pytest.mark.full
 def test_every_kernel_that_takes_intervals_takes_a_new_mask(toys: types.SimpleNamespace) -> None:
     ran = kernels_that_agree(toys.Band(2, 6), None, in_band)
     compiled = {"cpu", "gemm"} if has_kernels() else set()

@@ -88,6 +88,7 @@ def test_placeholders_are_the_same_in_both_languages() -> None:
     assert wrong == {}
 
 
+@pytest.mark.full
 def test_every_call_gives_each_placeholder_its_value() -> None:
     wrong = {
         text: names

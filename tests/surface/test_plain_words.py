@@ -15,6 +15,7 @@ def test_nothing_is_found(rule: str) -> None:
     assert plain_words.RULES[rule]() == []
 
 
+@pytest.mark.full
 def test_the_rules_look_at_everything() -> None:
     assert len(plain_words.sources()) > 300
     assert len(plain_words.public_functions()) > 500

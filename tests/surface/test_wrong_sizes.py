@@ -544,6 +544,7 @@ def taken(call: Call) -> list[str]:
     return found
 
 
+@pytest.mark.full(keep="each")
 @pytest.mark.parametrize("learns", [False, True], ids=["no_grad", "grad"])
 @pytest.mark.parametrize("op", OPS, ids=lambda op: op.__name__)
 def test_ops(op: Callable[..., Any], learns: bool) -> None:
@@ -553,6 +554,7 @@ def test_ops(op: Callable[..., Any], learns: bool) -> None:
         assert taken(OPS[op]) == []
 
 
+@pytest.mark.full(keep="each")
 @pytest.mark.parametrize("learns", [False, True], ids=["no_grad", "grad"])
 @pytest.mark.parametrize("name", MODULES)
 def test_modules(name: str, learns: bool) -> None:
@@ -603,7 +605,7 @@ def test_every_cache_has_a_case() -> None:
     public = {x for x in kinds if inspect.isclass(x) and issubclass(x, Cache)} - {Cache, State}
     assert {x.__name__ for x in public} == {
         type(kind.make()).__name__ for kind in KINDS.values()
-    } | {"Memory", "Cross", "Evicting", "CrossLayer"}
+    } | {"Memory", "Compressed", "Cross", "Evicting", "CrossLayer"}
 
 
 def test_an_op_that_checks_nothing_is_caught() -> None:

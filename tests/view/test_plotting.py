@@ -108,7 +108,7 @@ def test_text_stays_text_in_the_fonts_of_its_reader() -> None:
     assert "DejaVu" not in text
 
 
-@pytest.mark.full(keep=1)
+@pytest.mark.full
 @pytest.mark.parametrize("ending", [".svg", ".png", ".pdf"])
 def test_the_same_chart_is_the_same_file(ending: str, tmp_path: Path) -> None:
     for chart in every("三"):
@@ -165,6 +165,7 @@ print([name for name in ("torch",) if name in sys.modules], "matplotlib" in sys.
 """
 
 
+@pytest.mark.full
 def test_a_chart_of_costs_needs_no_torch(tmp_path: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": str(Path(regard.__file__).parents[1])}
     done = subprocess.run(

@@ -171,6 +171,7 @@ def test_lines_hold_every_token_once_and_keep_to_the_width() -> None:
     assert node("panels.lines([], 12)") == []
 
 
+@pytest.mark.full
 def test_search_takes_text_and_patterns() -> None:
     tokens = ["The", "·cat", "the", "·c", "(", "C++"]
     ask = "panels.search(given.tokens, given.text)"

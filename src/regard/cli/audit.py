@@ -38,9 +38,9 @@ def print_audit(report: Audit, console: Console) -> None:
     from rich.table import Table
 
     masked = ", causal mask given"
-    how = report.called.removesuffix(masked)
-    if how != report.called:
-        how += translate(", causal mask given")
+    how = translate(report.called)
+    if report.called.endswith(masked):
+        how = report.called.removesuffix(masked) + translate(", causal mask given")
     called = translate("{target}, called {how}", target=report.target, how=how)
     console.print(called, highlight=False, markup=False)
     for f in report.findings:
@@ -158,8 +158,9 @@ class CallOptions:
 @grouped
 def audit(
     target: str | None = argument(
-        "The code to audit, as package.module:name. It is a module class, a function that "
-        "builds a module, a module, or a function attend(q, k, v, ...).",
+        "The code to audit, as package.module:name: a module class, a function that builds a "
+        "module, a module, or a function attend(q, k, v, ...). Or the .safetensors file of a "
+        "recording, whose rows and outputs are checked.",
         shown="the model of --model",
     ),
     model: str | None = option(
@@ -275,13 +276,18 @@ def _run_audit(
             names=", ".join(names),
         )
     dtype = getattr(torch, load_options.dtype)
-    audited_code = target if model is None else load(model, load_options)
+    audited_code: object = target if model is None else load(model, load_options)
+    name = model
+    if target is not None and target.endswith(".safetensors"):
+        from regard.inspect import load as load_recording
+
+        audited_code, name = load_recording(target), target
     with progress_bar() as progress:
         report = run(audited_code, dtype=dtype, progress=progress, **audit_options)
-    if model is not None:
+    if name is not None:
         from dataclasses import replace
 
-        report = replace(report, target=model)
+        report = replace(report, target=name)
     return report
 
 

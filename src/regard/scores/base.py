@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import ClassVar, Literal, NamedTuple, TypeAlias
 
@@ -348,12 +348,6 @@ def stable_argsort(x: Tensor, *, descending: bool = False) -> Tensor:
     if is_exporting_onnx():  # its sort is stable, and the exporters write no other
         return x.sort(dim=-1, descending=descending).indices
     return x.argsort(dim=-1, descending=descending, stable=True)
-
-
-def map_scores(rule: ScoreRule, function: Callable[[Tensor], Tensor]) -> ScoreRule:
-    """Return a rule with a function applied to each of its tensors."""
-    own = rule.tensors()
-    return rule.with_tensors([function(x) for x in own]) if own else rule
 
 
 def _short_text(value: object) -> str:

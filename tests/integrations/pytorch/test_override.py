@@ -359,6 +359,7 @@ def encoder(layers: int, **options: Any) -> nn.TransformerEncoder:
     return nn.TransformerEncoder(layer, layers, enable_nested_tensor=False).eval()
 
 
+@pytest.mark.full(keep="each")
 @pytest.mark.parametrize("gelu", [False, True])
 @pytest.mark.parametrize("norm_first", [False, True])
 @pytest.mark.parametrize(

@@ -66,6 +66,7 @@ def test_a_row_is_its_prompt_alone(model: Model, options: dict[str, Any]) -> Non
     assert together(model, PROMPTS, **given) == alone(model, PROMPTS, **given)
 
 
+@pytest.mark.full
 def test_rows_that_finish_leave_the_others_alone() -> None:
     """Ends and stop strings at different lengths, for every kind of layer."""
     mixed = stack(

@@ -198,7 +198,7 @@ def test_a_captured_step_with_sinks() -> None:
 
 
 @pytest.mark.parametrize("cache", ["growing", "ring"])
-@pytest.mark.full(keep=["ring"])
+@pytest.mark.full
 def test_one_captured_step_serves_another_prompt(cache: str) -> None:
     """The second prompt is shorter, and lies in the memory of the first."""
     config = CacheConfig(cache, CACHES[cache]).with_capacity(PROMPT, STEPS)
@@ -227,6 +227,7 @@ def replay_with(caches: list[Cache], given: Text) -> Tensor:
     return torch.stack(found, 1)
 
 
+@pytest.mark.full
 @torch.inference_mode()
 def test_a_cache_that_counts_in_python_replays_wrong_tokens() -> None:
     """Negative control: `Fixed` slices its buffers by a number that Python holds, so that a

@@ -119,7 +119,7 @@ def assert_steps_read_nothing(
 
 @pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize("cache", CACHES)
-@pytest.mark.full(keep=["paged", "h2o"])
+@pytest.mark.full(keep=1)
 def test_a_step_reads_nothing(cache: str, *, padded: bool) -> None:
     assert_steps_read_nothing(_llama, CacheConfig(cache, CACHES[cache]), padded=padded)
 
@@ -148,7 +148,7 @@ def test_a_mixture_of_experts_reads_once(name: str, mixtures: int) -> None:
 
 
 @pytest.mark.parametrize(("name", "mixtures"), [("mixtral", 3), ("deepseek_v2", 2), ("gpt_oss", 0)])
-@pytest.mark.full(keep=["mixtral"])
+@pytest.mark.full
 def test_stacked_experts_read_nothing(name: str, mixtures: int) -> None:
     """Two rows of a padded batch choose no more matrices than there are experts."""
     stacked: list[int] = []

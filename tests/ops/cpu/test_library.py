@@ -69,7 +69,7 @@ def test_the_best_set_is_taken_unless_another_is_named() -> None:
 
 
 def test_an_unknown_set_is_refused() -> None:
-    done = child("from regard.ops.cpu.library import has_kernels; has_kernels()", "x86-64-v9")
+    done = child(ASK, "x86-64-v9")
     assert done.returncode == 1
     last = done.stderr.splitlines()[-1]
     assert f"KernelLibraryError: {VARIABLE} is 'x86-64-v9'; on this machine it can be" in last
@@ -89,6 +89,7 @@ print(regard.plan(q, q, q).compiled, regard.plan(*[q.to("meta")] * 3).compiled, 
 """
 
 
+@pytest.mark.full
 def test_a_plan_says_what_runs() -> None:
     assert said(PLAN, NONE)[-1] == "compiled CPU kernels: none (REGARD_CPU_ISA=none)|"
 
@@ -100,7 +101,7 @@ fuzz.assert_cases(["--cases", "12"])
 """
 
 
-@pytest.mark.full(keep=1)
+@pytest.mark.full
 @pytest.mark.parametrize("name", INSTRUCTION_SETS)
 def test_every_set_computes_every_kernel(name: str) -> None:
     """Within the error rule, which `fuzz` applies to random arguments of each entry."""
@@ -109,6 +110,7 @@ def test_every_set_computes_every_kernel(name: str) -> None:
     assert said(COMPUTE, name)[-1].endswith(f"right with {name}")
 
 
+@pytest.mark.full
 def test_without_kernels_everything_is_computed_by_torch() -> None:
     code = """
 import torch, regard
@@ -133,6 +135,7 @@ def copy(tmp_path: Path) -> Path:
     return tmp_path / "regard"
 
 
+@pytest.mark.full
 def test_without_libraries_there_is_a_reason(copy: Path) -> None:
     name, why = said(ASK, None, copy)
     assert name == NONE
@@ -143,6 +146,7 @@ def test_without_libraries_there_is_a_reason(copy: Path) -> None:
     assert child(twice, NONE, copy).stderr == ""
 
 
+@pytest.mark.full
 def test_libraries_of_another_machine_are_not_used(copy: Path) -> None:
     folder = copy / "ops/cpu/libraries"
     folder.mkdir()
@@ -153,6 +157,7 @@ def test_libraries_of_another_machine_are_not_used(copy: Path) -> None:
     assert why.endswith("this processor has no instruction set for which kernels were compiled")
 
 
+@pytest.mark.full
 def test_a_library_of_other_sources_is_refused(copy: Path) -> None:
     require_kernels()
     shutil.copytree(FOLDER, copy / "ops/cpu/libraries")

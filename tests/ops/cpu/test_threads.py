@@ -156,7 +156,7 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.full(keep=["fork"])
+@pytest.mark.full
 @pytest.mark.parametrize("way", ["fork", "spawn", "forkserver"])
 def test_another_process_computes_the_same(way: str, tmp_path: Path) -> None:
     path = tmp_path / "other_process.py"

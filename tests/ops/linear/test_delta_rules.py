@@ -115,6 +115,7 @@ def assert_same(x: Tensor, y: Tensor, bound: float = 1e-11) -> None:
         assert float((x - y).detach().abs().max()) <= bound * (1 + float(y.detach().abs().max()))
 
 
+@pytest.mark.full(keep="each")
 @each_rule
 @pytest.mark.parametrize("G", [1, 2, 4])
 def test_every_form_is_the_definition_for_every_chunk_size(G: int, name: str) -> None:
@@ -131,6 +132,7 @@ def test_every_form_is_the_definition_for_every_chunk_size(G: int, name: str) ->
         assert torch.equal(start, before), "a state that is given is not changed"
 
 
+@pytest.mark.full(keep="each")
 @each_rule
 @pytest.mark.parametrize("T", [0, 1, 40])
 def test_a_state_splits_a_run_anywhere(T: int, name: str) -> None:
@@ -273,6 +275,7 @@ def test_the_bound_on_the_length_of_keys_is_where_the_state_grows() -> None:
         assert_same(S, start * (1 - beta) ** 200, 1e-9)
 
 
+@pytest.mark.full(keep="each")
 @each_form
 @pytest.mark.parametrize("name", [x for x in RULES if x != "delta"])
 def test_strong_decays_and_a_reset(name: str, form: str) -> None:
@@ -298,7 +301,7 @@ def test_strong_decays_and_a_reset(name: str, form: str) -> None:
         assert all(bool(early[n][:, :, :60].eq(0).all()) for n in ("k", "v")), "before a reset"
 
 
-@pytest.mark.full(keep=1)
+@pytest.mark.full
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("floor", [-5.0, -5.914, -40.0])
 def test_strong_decays_do_not_overflow_in_chunks_of_64(floor: float, dtype: torch.dtype) -> None:
@@ -398,6 +401,7 @@ def test_positions_of_a_span_and_of_one_row_for_all() -> None:
     assert torch.equal(rule.run(x, k_positions=torch.tensor([[-1, -1, 0, 1, 2]]))[0], got)
 
 
+@pytest.mark.full(keep="each")
 @each_form
 @pytest.mark.parametrize(
     "name, key", [(name, key) for name in RULES for key in RULES[name].names.split()]

@@ -255,6 +255,7 @@ def test_transformers_qwen3_next(T: int) -> None:
         assert_close_rule(S, plain_state, exact_state)
 
 
+@pytest.mark.full
 def test_compiles_in_one_graph() -> None:
     x = Inputs(*(y.float() for y in inputs((2, 2, 4), T=20)))
     program = torch.compile(gated_delta_rule, fullgraph=True, backend="eager")

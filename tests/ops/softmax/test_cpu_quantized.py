@@ -201,6 +201,7 @@ def test_scales(dtype: torch.dtype, scale: float) -> None:
     )
 
 
+@pytest.mark.full
 def test_another_number_is_noticed() -> None:
     """Negative control: codes of one channel that mean a step more, or a zero that is left out."""
     for name in ("zero.0", "zero.1", "scale.0", "scale.1"):
@@ -446,6 +447,7 @@ def draw_lines(R: int, D: int, n: int, bits: int, dtype: torch.dtype) -> tuple[T
     return torch.randn(R, D, generator=make), codes, scale, zero, keys
 
 
+@pytest.mark.full(keep="each")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize("rows", [1, 3, 8])
 @pytest.mark.parametrize("bits, n", [(8, 5), (8, 96), (4, 2), (4, 96), (2, 4), (2, 32), (2, 72)])

@@ -145,6 +145,7 @@ RULES: dict[str, tuple[masks.Mask, Callable[[Tensor, Tensor], Tensor]]] = {
 }
 
 
+@pytest.mark.full(keep="each")
 @pytest.mark.parametrize("name", RULES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_masks(name: str, dtype: torch.dtype) -> None:

@@ -100,6 +100,7 @@ def lse_zero_of_the_blind(
     return out, lse.masked_fill(lse.isneginf(), 0)
 
 
+@pytest.mark.full(keep="each")
 @pytest.mark.parametrize(
     "dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str
 )

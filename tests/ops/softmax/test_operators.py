@@ -232,7 +232,7 @@ class Attend(nn.Module):
         return regard.attend(q, k, v, mask=MASK, backend=self.backend)
 
 
-@pytest.mark.full(keep=1)
+@pytest.mark.full
 @pytest.mark.parametrize("strict", [True, False])
 def test_an_exported_program_holds_the_operator_by_name_only(strict: bool) -> None:
     require_kernels()
@@ -254,6 +254,7 @@ def test_an_exported_program_holds_the_operator_by_name_only(strict: bool) -> No
             assert torch.equal(each.module()(*inputs(n)), Attend("gemm")(*inputs(n)))
 
 
+@pytest.mark.full
 def test_a_graph_refuses_what_it_cannot_hold() -> None:
     reasons: dict[str, list[str]] = {}
 

@@ -79,6 +79,7 @@ PUBLISHED = {
 }
 
 
+@pytest.mark.full(keep=3)
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_published_configs(name: str) -> None:
     published = PUBLISHED[name]
@@ -144,6 +145,7 @@ SHAPES: dict[str, tuple[dict[str, Any], str, dict[str, tuple[int, ...]]]] = {
 """Family -> a config, a part of stored names, and the tensors of a layer with that part."""
 
 
+@pytest.mark.full(keep=1)
 @pytest.mark.parametrize("name", SHAPES)
 def test_published_names(name: str) -> None:
     raw, part, expected = SHAPES[name]

@@ -24,7 +24,7 @@ def learned(
     return model.eval(), answer_examples(model, task, examples)
 
 
-@pytest.mark.full(keep=1)
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("task", "name", "steps", "lr", "sizes"),
     [

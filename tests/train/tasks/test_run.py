@@ -133,6 +133,7 @@ def test_the_command_can_be_run_again(made: Path, tmp_path: Path) -> None:
     assert all(torch.equal(one[name], two[name]) for name in one)
 
 
+@pytest.mark.full
 def test_stopped_and_resumed_gives_the_same_weights(
     made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -276,6 +277,7 @@ def test_a_folder_that_is_no_run_is_refused(made: Path, tmp_path: Path) -> None:
         ).run()
 
 
+@pytest.mark.full
 def test_a_mechanism_of_the_catalogue_does_a_task(tmp_path: Path) -> None:
     small = [
         "--steps",

@@ -160,6 +160,7 @@ def test_another_mechanism_on_the_same_q_and_k(number: int) -> None:
         assert_same(row["weights"], what_if(case, h, i, SPECS[n]), 1e-12)
 
 
+@pytest.mark.full
 def test_decode_steps_show_each_row_with_the_keys_that_it_had() -> None:
     recording = record(regard.load("tiny"), "to be or not", tokens=3, cache="growing")
     place, data = recording[0], report(recording)

@@ -49,6 +49,7 @@ def dense(data: MaskData) -> Tensor:
     return visible
 
 
+@pytest.mark.full(keep="each")
 @pytest.mark.parametrize("positions", POSITIONS)
 @pytest.mark.parametrize("mask", MASKS)
 def test_the_data_is_the_mask_and_the_tiles_are_sound(mask: str, positions: str) -> None:
