@@ -1,4 +1,4 @@
-"""Build the documentation site: README and docs/ in both languages, and the reference of the API.
+"""Build the documentation site: docs/ in both languages, and the reference of the API.
 
     python -m pip install -c constraints.txt '.[docs]'
     python docs/build_site.py site
@@ -28,8 +28,14 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 CHINESE = ".zh-CN.md"
-SCRIPT = "sortable_tables.js"
-"""The only script of our own: tables in an element of the class "sortable" can be sorted."""
+SCRIPTS = ("figure_numbers.js", "interactive.js", "sortable_tables.js")
+"""The scripts of every page: the numbers of docs/interactive.json, the figures that a reader can
+change, and tables in an element of the class "sortable"."""
+STYLE = "site.css"
+LANDING = "docs/landing.md"
+"""The first page of the site; links to README, the first page of the repository, lead there."""
+UNSEARCHED = ("project/changelog/", "project/log/", "source/")
+"""Pages that search leaves out: histories, and listings of files."""
 INLINE = re.compile(
     r"(?P<start>!?\[(?:[^\[\]]|\[[^\]]*\])*\]\()(?P<link>[^)\s]+)(?P<end>\))"  # a link or a picture
     r"|(?P<ticks>`+)(?!`).*?(?<!`)(?P=ticks)(?!`)"  # code
@@ -52,7 +58,7 @@ class Section:
 
 
 SECTIONS = (
-    Section("Start", "开始", ("README.md",)),
+    Section("Start", "开始", (LANDING,)),
     Section(
         "Learn",
         "学习",
@@ -130,7 +136,9 @@ def translation(source: str) -> str:
 
 
 def address(source: str) -> str:
-    """Where a page stands in the site: README.md is index.md, docs/cost.md is cost.md."""
+    """Where a page stands in the site: docs/learn/README.md is learn/index.md."""
+    if source in (LANDING, translation(LANDING)):
+        return "index.md"
     page = source.removesuffix(CHINESE).removesuffix(".md").removeprefix("docs/")
     parts = page.split("/")
     if parts[-1] == "README":
@@ -189,8 +197,9 @@ class Stage:
         for source, page in self.mine.pages.items():
             text = (ROOT / source).read_text(encoding="utf-8")
             self._put(page, self.rewrite(text, source))
-        shutil.copyfile(ROOT / "docs" / SCRIPT, self.folder / SCRIPT)
-        self._put("style.css", STYLE)
+        for name in (*SCRIPTS[1:], STYLE):
+            shutil.copyfile(ROOT / "docs" / name, self.folder / name)
+        self._put(SCRIPTS[0], figure_numbers())
         for source, page in self._files.items():
             path = ROOT / source
             if page.endswith(".md"):
@@ -227,6 +236,8 @@ class Stage:
         if not path or SCHEME.match(link):
             return link
         target = os.path.normpath(Path(source).parent / path)
+        if target in ("README.md", translation("README.md")):
+            target = target.replace("README", LANDING.removesuffix(".md"))
         if not (ROOT / target).exists():
             raise SystemExit(f"{source} links to {link}, and there is no {target}")
         suffix = f"#{anchor}" if anchor else ""
@@ -256,18 +267,12 @@ def as_mathml(formula: str, *, block: bool) -> str:
     return f'<div class="formula">{math}</div>' if block else math
 
 
-STYLE = """/* Names of modules, mechanisms and commands in a table break between words only. */
-.md-typeset table td:first-child code { overflow-wrap: normal; word-break: normal; }
-/* A long formula, and a figure with small text, are moved sideways on a phone. */
-.md-typeset .formula { overflow-x: auto; }
-@media (max-width: 44em) {
-  .md-typeset p:has(> img[src$=".svg"]) { overflow-x: auto; }
-  .md-typeset p > img[src$=".svg"] { max-width: none; }
-}
-/* Chinese fonts have no italics, and slanted characters run into one another. */
-html:lang(zh) .md-typeset { font-synthesis-style: none; }
-"""
-"""What the theme leaves to do."""
+def figure_numbers() -> str:
+    """The numbers of the figures as a script: a page that is opened from a file reads no JSON."""
+    numbers = (ROOT / "docs" / "interactive.json").read_text("utf-8").strip()
+    return f"globalThis.regardData = {numbers};\n"
+
+
 LANGUAGES = {".py": "python", ".toml": "toml", ".sh": "sh", ".json": "json"}
 
 
@@ -369,7 +374,7 @@ def configuration(stage: Stage, api: list[dict[str, str]]) -> dict[str, Any]:
                 },
             ],
         },
-        "extra_css": ["style.css"],
+        "extra_css": [STYLE],
         "extra": {
             "generator": False,
             "alternate": [
@@ -377,7 +382,7 @@ def configuration(stage: Stage, api: list[dict[str, str]]) -> dict[str, Any]:
                 {"name": "简体中文", "link": "./zh/" if english else "./", "lang": "zh"},
             ],
         },
-        "extra_javascript": [SCRIPT],
+        "extra_javascript": list(SCRIPTS),
         "plugins": {
             "search": {},
             "mkdocstrings": {
@@ -433,7 +438,25 @@ def build(language: str, work: Path, *, api: bool) -> Path:
     config.write_text(json.dumps(configuration(stage, entries), ensure_ascii=False), "utf-8")
     command = [sys.executable, "-m", "zensical", "build", "--strict", "--config-file", str(config)]
     subprocess.run(command, cwd=folder, check=True)  # noqa: S603
+    prepare_search(folder / "site")
     return folder / "site"
+
+
+def prepare_search(folder: Path) -> None:
+    """Leave histories and listings out of the index of a built site, give the reference its full
+    names, and let the search program read questions (docs/search_words.js).
+    """
+    index = folder / "search.json"
+    content = json.loads(index.read_text("utf-8"))
+    kept = [x for x in content["items"] if not x["location"].startswith(UNSEARCHED)]
+    for item in kept:
+        name = item["location"].partition("#")[2]
+        if item["location"].startswith("api/") and name.startswith("regard."):
+            item["title"] = name
+    index.write_text(json.dumps(content | {"items": kept}, ensure_ascii=False), "utf-8")
+    (worker,) = (folder / "assets" / "javascripts" / "workers").glob("search.*.js")
+    words = (ROOT / "docs" / "search_words.js").read_text("utf-8")
+    worker.write_text(f"{worker.read_text('utf-8')}\n{words}", "utf-8")
 
 
 def main(arguments: list[str] | None = None) -> None:

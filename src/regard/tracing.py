@@ -154,6 +154,10 @@ class Trace:
         self.missing = missing
         self._captured: dict[str, list[Tensor]] = {}
 
+    def __repr__(self) -> str:
+        captured = f"{len(self._captured)} taps captured" if self._captured else "nothing captured"
+        return f"{type(self).__name__}({captured}, {len(self.edit)} edits)"
+
     @property
     def wants(self) -> frozenset[str]:
         """The names of the taps to capture."""

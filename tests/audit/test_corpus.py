@@ -11,6 +11,7 @@ import pytest
 
 from regard.inspect import audit
 from tests.audit.corpus.table import RIGHT, WRONG, Entry
+from tests.audit.corpus.variants import CORRECT, FAULTY, GIVEN, Variant
 from tests.audit.corpus.write import DOCUMENT, between, rows
 
 HAVE_TRANSFORMERS = importlib.util.find_spec("transformers") is not None
@@ -47,3 +48,35 @@ def test_the_table_of_the_documentation_is_that_of_the_corpus() -> None:
     table.
     """
     assert between((Path(__file__).parents[2] / DOCUMENT).read_text()) == rows()
+
+
+MISSED = {
+    "WhisperAttention: v = v.view(v.shape[0], self.n_head, v.shape[1], -1": "mask-added",
+    "SlidingAttention: cos, sin = angles.cos().to(x), angles.roll(1, -1).": "",
+}
+"""Variants whose fault gets another name, or none: heads that are split wrongly for values alone
+look like a mask that hides nothing; and a rotation by two different angles, in code that takes no
+positions, is taken for a correct choice of its own.
+"""
+
+
+@pytest.mark.full(keep=4)
+@pytest.mark.parametrize("variant", FAULTY, ids=lambda variant: variant.label)
+def test_a_fault_in_another_style_has_its_name(variant: Variant) -> None:
+    found = audit(variant.target(), **GIVEN[variant.style])
+    wanted = MISSED.get(variant.label, variant.fault)
+    assert found.names[:1] == ((wanted,) if wanted else ()), str(found)
+    assert len(found.names) <= 1 or variant.label in MISSED, str(found)
+
+
+@pytest.mark.full(keep=4)
+@pytest.mark.parametrize("variant", CORRECT, ids=lambda variant: variant.label)
+def test_other_styles_are_not_accused(variant: Variant) -> None:
+    found = audit(variant.target(), **GIVEN[variant.style])
+    assert found.exit_code == 0, str(found)
+
+
+def test_the_variants_are_as_many_as_the_documentation_says() -> None:
+    assert len(FAULTY) >= 40
+    assert len(CORRECT) >= 25
+    assert len(MISSED) <= 0.05 * len(FAULTY)

@@ -14,6 +14,8 @@ from typer.testing import CliRunner, Result
 from regard.audit import FAULTS
 from regard.cli.app import run
 from regard.cli.audit import audit
+from regard.inspect import save
+from tests.audit.test_recordings import planted, recorded
 from tests.cli.command import Said
 from tests.models import small
 
@@ -162,3 +164,15 @@ def test_it_is_a_command(said: Said) -> None:
     assert "For example: regard audit torch.nn:MultiheadAttention" in shown
     assert run(["audit", "torch.nn:MultiheadAttention", *SIZES]) == 0
     assert run(["audit", f"{FAULTY_CODE}.steps:Unscaled", *SIZES]) == 1
+
+
+def test_a_recording_is_audited_from_its_file(said: Said, tmp_path: Path) -> None:
+    good, bad = tmp_path / "good.safetensors", tmp_path / "bad.safetensors"
+    save(recorded(), good)
+    save(planted(scale=lambda x: 2 * x), bad)
+    assert json.loads(said("audit", good, "--json"))["target"] == str(good)
+    text = said("audit", bad, code=1)
+    assert "weights-sum" in text
+    assert "the scale was" in text
+    assert "各行之和不为 1" in said("audit", bad, "--lang", "zh", code=1)
+    assert "heads is 2, which is about a call" in said("audit", good, "--heads", 2, code=2)

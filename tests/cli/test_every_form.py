@@ -219,7 +219,9 @@ def assert_view(run: Command, form: Form) -> None:
     assert torch.allclose(recording.weights(0, 1).to(wanted), wanted, atol=1e-5)
     assert run.said("view", file).startswith("http://")
     assert "regard view" in run.said("explain", TEXT, "--model", file, code=1)
-    assert "a recording has no code" in run.said("audit", file, code=2)
+    told = json.loads(run.said("audit", file, "--json"))
+    assert told["clean"]
+    assert [x["name"] for x in told["passed"]] == list(recording.places)
 
 
 def assert_extend(run: Command, form: Form) -> None:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import regard
 from regard.cli.inspect import OPTIONS, TASKS
 from regard.inspect import ablate, attribute, compare, logit_lens, patch, record, rollout, taps
+from regard.inspect.interventions import edited_runs
 from regard.models import TextEncoder
 from tests.cli.command import Said
 from tests.models.small import named_model
@@ -93,3 +97,30 @@ def test_a_creature_reads_fluffy(said: Said) -> None:
     named_model("minilm", TextEncoder)
     out = said("explain", text, "--model", "minilm", "--query", "creature")
     assert "▶ creature (token 4) reads ◆ fluffy (token 2)" in out
+
+
+def test_chosen_cells_are_printed_as_they_are_measured(said: Said) -> None:
+    chosen = ("--layers", "1,layers.3", "--heads", "-1")
+    table = ablate(regard.load("tiny"), TEXT, layers=[1, "layers.3"], heads=[-1])
+    lines = printed(said, "ablate", TEXT, *chosen, "--lines").splitlines()
+    assert [json.loads(line) for line in lines] == table.records()
+    some = json.loads(
+        printed(said, "patch", TEXT, "--corrupt", OTHER, "--positions=1,-1", "--json")
+    )
+    assert [some["rows"][0], len(some["columns"])] == ["embed", 2]
+    wrong = said("inspect", "ablate", TEXT, "--heads", "a", code=2)
+    assert "is no integer" in wrong
+
+
+def test_ctrl_c_prints_what_was_measured(said: Said, monkeypatch: pytest.MonkeyPatch) -> None:
+    outputs = edited_runs.run_edited
+
+    def interrupted(*arguments: Any, **options: Any) -> Iterator[tuple[int, Any]]:
+        yield from itertools.islice(outputs(*arguments, **options), 2)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(edited_runs, "run_edited", interrupted)
+    shown = said("inspect", "ablate", TEXT, "--json", code=130)
+    data = json.loads(shown)
+    assert data["notes"] == ["stopped after 2 of 32 numbers"]
+    assert sum(x is not None for row in data["values"] for x in row) == 2

@@ -57,6 +57,10 @@ PUBLISHED: dict[str, tuple[float, float | None, float]] = {
     "deepseek-v3.2": (671, 37, 0.02),
     "gemma-3n-e2b": (4.46, None, 0.01),
     "gemma-3n-e4b": (6.87, None, 0.01),
+    # llama.cpp counts 4.63, 7.46 and 30.70 in its files
+    "gemma-4-e2b": (4.63, 2.3, 0.01),
+    "gemma-4-e4b": (7.46, 4.5, 0.04),
+    "gemma-4-31b": (30.7, None, 0.01),
     "olmo-3-7b": (7.3, None, 0.01),
     "olmo-3-32b": (32.2, None, 0.01),
     "ministral-3-3b": (3.4, None, 0.01),

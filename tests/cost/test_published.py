@@ -89,6 +89,22 @@ PARAMETERS = {
     "bloom": 176_247_271_424,
     "gemma-2b": 2_506_172_416,
     "gemma-7b": 8_537_680_896,
+    "mixtral-8x22b": 140_630_071_296,
+    "ministral-8b": 8_019_808_256,
+    "bert-base": 109_482_240,
+    "bert-large": 335_141_888,
+    "t5-small": 60_506_624,
+    "t5-base": 222_903_552,
+    "t5-large": 737_668_096,
+    "flan-t5-xl": 2_849_757_184,
+    "whisper-tiny": 37_760_640,
+    "whisper-base": 72_593_920,
+    "whisper-small": 241_734_912,
+    "whisper-medium": 763_857_920,
+    "whisper-large-v3": 1_543_490_560,
+    "whisper-large-v3-turbo": 808_878_080,
+    "kimi-k2-thinking": 1_026_408_232_448,
+    "kimi-k2.5": 1_026_408_232_448,
 }
 
 
@@ -110,6 +126,18 @@ ROUNDED = {
     "gemma-3-27b": 27,
     "deepseek-r1": 671,
 }
+
+
+def test_a_context_beyond_what_the_maker_gives_is_noted() -> None:
+    model = model_of("gemma-4-31b")
+    assert model.stated_context == 262144
+    within, beyond = (CostReport(model, Setting(n)).notes for n in (262144, 262145))
+    assert within == model.notes
+    assert "longer than the 262,144 tokens" in beyond[-1]
+    stated = {x for x in PUBLISHED_MODELS if model_of(x).stated_context}
+    learned = {x for x in PUBLISHED_MODELS if model_of(x).max_context}
+    assert stated | learned == set(PUBLISHED_MODELS)
+    assert not stated & learned
 
 
 def test_every_known_model_is_compared() -> None:

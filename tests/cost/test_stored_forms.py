@@ -30,6 +30,7 @@ FILES = [  # sizes as the pages of the files give them
     ("llama-3.1-70b", "awq", 39.77 * GB),
     ("gpt-oss-20b", "mxfp4", 13.76 * GB),  # openai
     ("gpt-oss-120b", "mxfp4", 65.25 * GB),
+    ("kimi-k2-thinking", "int4_experts", 594 * GB),  # moonshotai
 ]
 
 

@@ -170,6 +170,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "moe_k": 2,
         "moe_intermediate_size": 12,
         "moe_layer_end_index": 1,
+        "use_bias": True,
     },
     "exaone_moe": {
         **LLAMA,
@@ -183,6 +184,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "gemma4_text": GEMMA4,
     "gemma4_text, no layer inputs": GEMMA4
     | {"hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0},
+    "gemma4_text, experts": GEMMA4
+    | {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 12},
     "gemma4": {"text_config": GEMMA4},
     "hunyuan_v1_dense": LLAMA,
     "lfm2": {**LLAMA, "layer_types": ["conv", "full_attention", "conv"], "conv_bias": True},

@@ -8,6 +8,7 @@ import functools
 import http.server
 import importlib.util
 import json
+import re
 import shutil
 import sys
 import threading
@@ -70,17 +71,17 @@ def test_links_get_the_addresses_of_the_site(tmp_path: Path) -> None:
     make = builder()
     stage = make.Stage(tmp_path, make.site("en"), make.site("zh"))
     rewritten = stage.rewrite(
-        "[a](docs/cost.md#several-ranks) [b](README.zh-CN.md) [c](https://arxiv.org/abs/1706.03762)"
-        " [d](#set-up) [e](LICENSE) `x[a](docs/cost.md)` p['a']['b']\n\n"
+        "[a](cost.md#several-ranks) [b](../README.zh-CN.md) [c](https://arxiv.org/abs/1706.03762)"
+        " [d](#set-up) [e](../LICENSE) `x[a](docs/cost.md)` p['a']['b']\n\n"
         "```\n[f](docs/cost.md)\n```\n",
-        "README.md",
+        "docs/landing.md",
     )
     assert "[a](cost.md#several-ranks) [b](./zh/)" in rewritten
     assert "[c](https://arxiv.org/abs/1706.03762) [d](#set-up) [e](source/LICENSE.md)" in rewritten
     assert r"`x[a](docs/cost.md)` p['a']\['b']" in rewritten
     assert "```\n[f](docs/cost.md)\n```" in rewritten
     pytest.importorskip("latex2mathml")
-    text = stage.rewrite("from $5 to $6, `$x$`, $x_j$ and $$p = 1$$", "README.md")
+    text = stage.rewrite("from $5 to $6, `$x$`, $x_j$ and $$p = 1$$", "docs/landing.md")
     assert text.startswith("from $5 to $6, `$x$`, <math")
     assert text.count("<msub><mi>x</mi><mi>j</mi></msub>") == 1
     assert text.count('display="block"') == 1
@@ -92,8 +93,21 @@ def test_links_get_the_addresses_of_the_site(tmp_path: Path) -> None:
 def test_a_link_to_a_missing_file_stops_the_build(tmp_path: Path) -> None:
     make = builder()
     stage = make.Stage(tmp_path, make.site("en"), make.site("zh"))
-    with pytest.raises(SystemExit, match=r"links to docs/nowhere\.md"):
-        stage.rewrite("[a](docs/nowhere.md)", "README.md")
+    with pytest.raises(SystemExit, match=r"links to nowhere\.md"):
+        stage.rewrite("[a](nowhere.md)", "docs/landing.md")
+
+
+@pytest.mark.parametrize(
+    ("page", "families"), [("landing.md", "{} families"), ("landing.zh-CN.md", "{} 个")]
+)
+def test_the_landing_page_has_the_numbers_of_the_package(page: str, families: str) -> None:
+    text = (ROOT / "docs" / page).read_text("utf-8")
+    numbers = re.findall(r"^\*\*(\d[\d.]*)", text, re.MULTILINE)
+    chapters = {path.name[:2] for path in (ROOT / "docs" / "learn").glob("[0-9]*.md")}
+    assert numbers[:1] + numbers[2:3] == [str(len(variants.VARIANTS)), str(len(chapters))]
+    compared = (ROOT / "docs" / page.replace("landing", "field")).read_text("utf-8")
+    assert families.format(numbers[1]) in compared
+    assert f"4 bits {numbers[3]} of llama.cpp" in (ROOT / "LOG.md").read_text("utf-8")
 
 
 class Links(HTMLParser):
@@ -123,7 +137,7 @@ TABLE = """<!doctype html><meta charset="utf-8"><div class="sortable"><table>
 def test_a_click_on_the_head_of_a_column_sorts_a_table(tmp_path: Path) -> None:
     if CHROMIUM is None:
         pytest.skip(WHY_NOT)
-    script = builder().SCRIPT
+    script = builder().SCRIPTS[-1]
     shutil.copyfile(ROOT / "docs" / script, tmp_path / script)
     (tmp_path / "index.html").write_text(TABLE, encoding="utf-8")
     names = "[...document.querySelectorAll('td:first-child')].map(x => x.innerText).join('')"
@@ -179,7 +193,7 @@ def test_no_link_of_the_site_is_dead(built: Path) -> None:
     for page in ("mechanisms", "zh/mechanisms"):  # its tables can be sorted
         text = (built / page / "index.html").read_text(encoding="utf-8")
         assert text.count('class="sortable"') == 2
-        assert builder().SCRIPT in text
+        assert builder().SCRIPTS[-1] in text
 
 
 @pytest.mark.full
@@ -268,6 +282,76 @@ def test_the_search_finds_a_word(host: str, browser: Browser, site: str, word: s
     tab.wait(found, seconds=1)
     assert tab.errors == []
     tab.close()
+
+
+QUERIES = {
+    "": {
+        "how do I install": "",
+        "GQA": "learn/09-gqa-mqa-mla/",
+        "grouped query attention": "learn/09-gqa-mqa-mla/",
+        "what is softmax": "learn/02-dot-products-and-softmax/",
+        "why divide by the square root": "learn/03-queries-keys-values/",
+        "kv cache": "learn/08-cache/",
+        "rotary position embedding": "learn/07-positions/",
+        "which attention should I use": "which-attention/",
+        "price of a model": "cost/",
+        "quantization": "weights/",
+    },
+    "zh/": {
+        "如何安装": "",
+        "根号": "learn/03-queries-keys-values/",
+        "分组查询注意力": "learn/09-gqa-mqa-mla/",
+        "什么是掩码": "learn/04-masks/",
+        "KV缓存": "learn/08-cache/",
+        "旋转位置编码": "learn/07-positions/",
+        "滑动窗口": "learn/10-windows-sparse-linear/",
+        "用哪种注意力": "which-attention/",
+        "多头": "learn/05-heads/",
+        "量化": "weights/",
+    },
+}
+"""What is asked, and the page that must be among the first three."""
+ASK = """async queries => {
+  const { base, search } = JSON.parse(document.getElementById("__config").textContent);
+  const worker = new Worker(new URL(search, location));
+  const told = () => new Promise(done => { worker.onmessage = event => done(event.data); });
+  const index = await (await fetch(new URL("search.json", new URL(base + "/", location)))).json();
+  worker.postMessage({ type: 0, data: index });
+  await told();
+  const answers = [];
+  const filter = { input: { type: "operator", data: { operator: "and", operands: [] } } };
+  for (const input of queries) {
+    worker.postMessage({ type: 2, data: { input, filter } });
+    const found = (await told()).data.items.map(x => index.items[x.id].location.split("#")[0]);
+    answers.push([...new Set(found)].slice(0, 3));
+  }
+  worker.terminate();
+  return answers;
+}"""
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("language", QUERIES, ids=["en", "zh"])
+def test_the_search_leads_to_the_right_page(host: str, browser: Browser, language: str) -> None:
+    """The search program of the built site is asked, with the site's own index."""
+    tab = browser.tab()
+    tab.open(f"{host}/{language}")
+    queries = QUERIES[language]
+    answers = tab.js(f"({ASK})({json.dumps([*queries, 'zzqxv'])})")
+    found = dict(zip(queries, answers, strict=False))
+    assert {q: found[q] for q, page in queries.items() if page not in found[q]} == {}
+    assert answers[-1] == []  # a word that no page has
+    assert tab.errors == []
+    tab.close()
+
+
+@pytest.mark.full
+def test_the_search_leaves_histories_and_listings_out(built: Path) -> None:
+    for index in (built / "search.json", built / "zh" / "search.json"):
+        pages = {x["location"] for x in json.loads(index.read_text("utf-8"))["items"]}
+        assert len(pages) > 100
+        assert not [page for page in pages if page.startswith(builder().UNSEARCHED)]
+        assert not any("docs/log" in page or "tests/" in page for page in pages)
 
 
 @pytest.mark.full

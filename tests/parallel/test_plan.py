@@ -140,6 +140,6 @@ def test_messages_overlap_with_the_work_of_the_step_before() -> None:
             Shards.even(4 * int(tokens), 4), heads=(32, 8), dims=(128, 128), dtype=torch.bfloat16
         )
         assert [step.hidden for step in full.overlap("h100-sxm")] == [hidden] * 3
-    with pytest.raises(ArgumentError, match="the bandwidth between ranks of mi300x is not known"):
-        found.overlap("mi300x")
-    assert found.overlap("mi300x", link=1e3)[0].hidden is False
+    with pytest.raises(ArgumentError, match="the bandwidth between ranks of rtx-4090 is not known"):
+        found.overlap("rtx-4090")
+    assert found.overlap("rtx-4090", link=1e3)[0].hidden is False

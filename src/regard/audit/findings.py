@@ -214,7 +214,13 @@ FAULTS: dict[str, Fault] = {
     "batch-mixing": Fault(
         "A row of the batch depends on other rows.",
         "reshapes and transposes that move the batch, a softmax or a norm over it",
-        implies=(*_CACHE_OR_PADDING_FAULTS, "padding-leak", "definition-differs", "keys-ignored"),
+        implies=(
+            *_CACHE_OR_PADDING_FAULTS,
+            "mask-rows",
+            "padding-leak",
+            "definition-differs",
+            "keys-ignored",
+        ),
     ),
     "mask-polarity": Fault(
         "The mask hides the keys that it should show, and shows those that it should hide.",
@@ -313,12 +319,12 @@ FAULTS: dict[str, Fault] = {
     "window-off-by-one": Fault(
         "The window has one key too many or too few.",
         "< against <=: a window of W counts the token itself",
-        implies=("keys-ignored", "definition-differs"),
+        implies=("keys-ignored", "definition-differs", "cache-differs"),
     ),
     "window-ignored": Fault(
         "Queries attend to keys outside the window.",
         "the mask of the layer",
-        implies=("definition-differs",),
+        implies=("definition-differs", "cache-differs"),
     ),
     "scale-missing": Fault("Scores are not scaled.", "1/sqrt(head dim)"),
     "scale-twice": Fault(

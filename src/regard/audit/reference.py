@@ -64,7 +64,10 @@ FAULTY_VALUES: dict[str, tuple[str, ...]] = {
     "bias": ("alibi-grows", "given-negated"),
     "sink": ("renormalized",),
     "groups": ("tiled",),
-    "softmax": ("queries", "heads", "absent", "linear", "unnormalized", "sigmoid", "uniform"),
+    "softmax": (
+        *("queries", "heads", "absent", "linear"),
+        *("unnormalized", "exponentials", "sigmoid", "uniform"),
+    ),
     "mask": (
         "inverted",
         "own-hidden",
@@ -339,6 +342,7 @@ SOFTMAX_REPLACEMENTS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "absent": lambda scores, keep: scores.masked_fill(~keep, 0.0),
     "linear": _linearly,
     "unnormalized": _exponentials,
+    "exponentials": lambda scores, keep: scores.exp().masked_fill(~keep, 0.0),
     "sigmoid": lambda scores, keep: torch.sigmoid(scores).masked_fill(~keep, 0.0),
     "uniform": _evenly,
 }

@@ -23,6 +23,7 @@ from regard.audit.checks import (
 )
 from regard.audit.checks.masks import overflow_finding
 from regard.audit.findings import FAULTS, Audit, Finding, NotTried, PassedCheck, root_causes
+from regard.audit.recording_checks import audit_recording, is_recording
 from regard.errors import ArgumentError
 from regard.language import Phrase
 from regard.process_state import ignore_warnings
@@ -195,8 +196,9 @@ def audit(
 
     Args:
         target: a function attend(q, k, v); a module; a class or function that builds a module;
-            "package.module:name" of any of these; a model of `regard.load`; or, with
-            adapter="rotary", a function rotate(x) or rotate(x, positions).
+            "package.module:name" of any of these; a model of `regard.load`; a recording, whose
+            rows and outputs are checked; or, with adapter="rotary", a function rotate(x) or
+            rotate(x, positions).
         adapter: a function adapter(target, x, ...) of your own that calls the target, or its
             "package.module:name": see `regard.audit.adapters.functions.CustomAdapter`; or
             "rotary" for a rotary function.
@@ -217,7 +219,7 @@ def audit(
 
     Raises:
         ArgumentError, ArgumentTypeError: no way to call the target was found, the claims
-            contradict one another, or the device cannot be used.
+            contradict one another or are made of a recording, or the device cannot be used.
 
     >>> import torch
     >>> def attend(q, k, v):
@@ -242,6 +244,18 @@ def audit(
     reported_claims: dict[str, object] = {
         name: value for name, value in claims.items() if value is not None
     }
+    if is_recording(target):
+        calls: dict[str, object] = {"adapter": adapter, "options": options, "device": device}
+        calls |= {name: value for name, value in claims.items() if value != "BHTD"}
+        calls |= {"strict": strict, "dtype": None if dtype == torch.float32 else dtype}
+        for name, value in calls.items():
+            if value:
+                raise ArgumentError(
+                    f"{name} is {value!r}, which is about a call, and a recording has no code to "
+                    "call; leave it out",
+                    argument=name,
+                )
+        return _separate_accepted(audit_recording(target), accept)
     if device is not None:
         check_usable_device(device)
     # warnings of the audited code are not part of the audit

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import ast
 import json as json_format
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +21,7 @@ from regard.cli.options import (
     grouped,
     load,
     option,
+    progress_bar,
     usage_error,
 )
 from regard.errors import ArgumentError, RegardError
@@ -40,9 +38,9 @@ def print_audit(report: Audit, console: Console) -> None:
     from rich.table import Table
 
     masked = ", causal mask given"
-    how = report.called.removesuffix(masked)
-    if how != report.called:
-        how += translate(", causal mask given")
+    how = translate(report.called)
+    if report.called.endswith(masked):
+        how = report.called.removesuffix(masked) + translate(", causal mask given")
     called = translate("{target}, called {how}", target=report.target, how=how)
     console.print(called, highlight=False, markup=False)
     for f in report.findings:
@@ -160,8 +158,9 @@ class CallOptions:
 @grouped
 def audit(
     target: str | None = argument(
-        "The code to audit, as package.module:name. It is a module class, a function that "
-        "builds a module, a module, or a function attend(q, k, v, ...).",
+        "The code to audit, as package.module:name: a module class, a function that builds a "
+        "module, a module, or a function attend(q, k, v, ...). Or the .safetensors file of a "
+        "recording, whose rows and outputs are checked.",
         shown="the model of --model",
     ),
     model: str | None = option(
@@ -277,31 +276,19 @@ def _run_audit(
             names=", ".join(names),
         )
     dtype = getattr(torch, load_options.dtype)
-    audited_code = target if model is None else load(model, load_options)
-    with _progress() as progress:
+    audited_code: object = target if model is None else load(model, load_options)
+    name = model
+    if target is not None and target.endswith(".safetensors"):
+        from regard.inspect import load as load_recording
+
+        audited_code, name = load_recording(target), target
+    with progress_bar() as progress:
         report = run(audited_code, dtype=dtype, progress=progress, **audit_options)
-    if model is not None:
+    if name is not None:
         from dataclasses import replace
 
-        report = replace(report, target=model)
+        report = replace(report, target=name)
     return report
-
-
-@contextmanager
-def _progress() -> Iterator[Any]:
-    """Show a progress bar on standard error if that is a terminal."""
-    from rich.console import Console
-    from rich.progress import Progress
-
-    with Progress(
-        console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty()
-    ) as bar:
-        task = bar.add_task("", total=1.0)
-
-        def progress(name: str, n: int, total: int) -> None:
-            bar.update(task, description=name, completed=n / total)
-
-        yield progress
 
 
 def _options(settings: list[str] | None) -> dict[str, object]:

@@ -244,10 +244,10 @@ def convert(
         panel=HEADS,
         min=1,
     ),
-    groups: str = option(
+    groups: str | None = option(
         "How heads are pooled: mean, or svd, which moves the differences into the query and "
         "output matrices.",
-        default="mean",
+        shown="svd, or mean where a norm follows the heads",
         panel=HEADS,
     ),
     rank: int | None = option(

@@ -5,20 +5,22 @@ the times of a model from its sizes alone.
 from __future__ import annotations
 
 import json as json_format
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import typer
 
 from regard.cli.options import JSON, argument, grouped, note, option, usage_error
+from regard.configs.measured_speeds import Work, reached
 from regard.configs.published import PUBLISHED_MODELS, model_of
 from regard.cost.memory_fit import Runtime
 from regard.cost.model import ModelSpec, StoredSize
 from regard.cost.ranks import METHODS, RanksReport
 from regard.cost.report import CostReport, Setting
 from regard.cost.roofline import Machine, machine_of
-from regard.cost.stored_forms import STORED_FORMS, stored_as
+from regard.cost.speculation import Speculation
+from regard.cost.stored_forms import STORED_FORMS, with_weights
 from regard.cost.sweep import (
     compare_models,
     contexts_within_positions,
@@ -27,7 +29,8 @@ from regard.cost.sweep import (
     parse_tokens,
     sweep,
 )
-from regard.language import Phrase, counted
+from regard.cost.training import TrainingReport, TrainingRun
+from regard.language import Phrase, counted, translate
 from regard.view import cost_text as text
 
 if TYPE_CHECKING:
@@ -103,6 +106,95 @@ class RuntimeOptions:
         return Runtime(self.utilization, self.prefill_chunk, reserve)
 
 
+@dataclass(frozen=True)
+class ServingOptions:
+    """How sequences are served together, and with the help of what."""
+
+    shared_prefix: str | None = option(
+        "Number of first tokens that all sequences of the batch share: 512, 2k.", shown="none"
+    )
+    offload: float | None = option(
+        "With --machine: keep the experts in the memory of the host, read at this many bytes per "
+        "second: 64e9 over PCIe 5, or the bandwidth of the CPU's memory if it computes them.",
+        shown="experts on the card",
+        min=0,
+    )
+    draft: str | None = option(
+        "With --machine: a smaller model that proposes tokens (speculative decoding).",
+        metavar="MODEL",
+    )
+    draft_tokens: int = option("Tokens that --draft proposes at once.", default=4, min=1)
+    accepted: float = option(
+        "Probability that a proposed token is accepted.", default=0.8, min=0, max=1
+    )
+
+
+@dataclass(frozen=True)
+class TrainingOptions:
+    """How the model is trained, with --train."""
+
+    train: bool = option(
+        "Print the memory and the least time of a training step in place of those of text.",
+        "--train",
+        default=False,
+    )
+    seq: str | None = option("With --train: tokens of a sequence: 2048, 4k.", shown="4096")
+    optimizer: Literal["adamw", "adamw8bit", "sgd", "adafactor"] = option(
+        "With --train: the optimizer; sgd is without momentum.", default="adamw"
+    )
+    precision: Literal["bf16", "fp32", "pure-bf16"] = option(
+        "With --train: bf16 with fp32 copies in the optimizer, fp32, or bf16 for everything.",
+        default="bf16",
+    )
+    zero: int = option(
+        "With --train: what the cards divide: 0 nothing, 1 the optimizer, 2 and gradients, 3 and "
+        "weights.",
+        default=0,
+        min=0,
+        max=3,
+    )
+    checkpointing: Literal["none", "selective", "full"] = option(
+        "With --train: what is computed again: nothing, attention weights, as flash attention "
+        "does, or whole layers.",
+        default="selective",
+    )
+    lora: int | None = option(
+        "With --train: the rank of adapters on all matrices, beside frozen weights.",
+        shown="all weights are trained",
+        min=1,
+    )
+    cards: int | None = option(
+        "With --train: the number of cards, each with sequences of its own.",
+        shown="that of --machine",
+        min=1,
+    )
+
+    def run(self, batch: int, machine: Machine | None) -> TrainingRun:
+        """Return them as the cost of training takes them."""
+        seq = DEFAULT_CONTEXT if self.seq is None else parse_tokens(self.seq)
+        cards = self.cards or (1 if machine is None else machine.cards)
+        own = vars(self) | {"batch": batch, "seq": seq, "cards": cards}
+        return TrainingRun(**{k: v for k, v in own.items() if k != "train"})
+
+    def check(self) -> None:
+        """Raise if an option lacks --train."""
+        given = [f.name for f in fields(self) if getattr(self, f.name) != _TRAINING[f.name]]
+        if given and not self.train:
+            names = ", ".join(map(_flag_of, given))
+            raise usage_error(None, "{names} belong to --train; give it, too", names=names)
+
+
+_TRAINING = {
+    **dict.fromkeys(("seq", "lora", "cards")),
+    "train": False,
+    "optimizer": "adamw",
+    "precision": "bf16",
+    "zero": 0,
+    "checkpointing": "selective",
+}
+"""The defaults of `TrainingOptions`."""
+
+
 @grouped
 def cost(
     source: str | None = argument(
@@ -122,7 +214,7 @@ def cost(
     ),
     weights: str | None = option(
         "The form in which files hold the weights, scales included: q8_0, q6_k, q5_k_m, q4_k_m, "
-        "q4_0, awq, gptq, nf4, fp8 or mxfp4.",
+        "q4_0, awq, gptq, nf4, fp8, mxfp4 or int4_experts.",
         shown="as released",
     ),
     kv_dtype: str | None = option(
@@ -130,8 +222,8 @@ def cost(
         shown="that of weights, but at least 16 bits",
     ),
     machine: str | None = option(
-        "Also print lower bounds of the times on a machine: a name that --list shows, or "
-        "here, which measures the machine that runs this command."
+        "Also print lower bounds of the times on a machine: a name that --list shows, 8x before "
+        "it for eight that divide the model, or here, which measures this machine."
     ),
     bandwidth: float | None = option(
         "Memory bandwidth of another machine in bytes per second, with --flops."
@@ -143,7 +235,8 @@ def cost(
         min=1,
     ),
     link: float | None = option(
-        "Bytes per second that a rank sends to others, with --ranks.", shown="that of the machine"
+        "Bytes per second that a rank, or one of several cards, sends to others.",
+        shown="that of the machine",
     ),
     method: str | None = option(
         "With --ranks: show one method only: exchange, gather, heads, tensor or 'tensor x "
@@ -176,6 +269,8 @@ def cost(
     size_options: SizeOptions,
     mechanism: MechanismOptions,
     runtime: RuntimeOptions,
+    serving: ServingOptions,
+    training: TrainingOptions,
 ) -> None:
     """Print the parameters of a model by part, the FLOPs of a prompt and of a token, the bytes of
     its cache, and the least time on a machine.
@@ -190,14 +285,18 @@ def cost(
         return
     sizes = vars(size_options)
     options = _mechanism_options(mechanism)
-    if dtype is not None and weights is not None:
-        raise usage_error(None, "--dtype and --weights both say how weights count; give one")
     form = _WeightForm(dtype, weights)
-    base = Setting(1, batch, dtype or "bf16", kv_dtype)
+    prefix = 0 if serving.shared_prefix is None else parse_tokens(serving.shared_prefix)
+    # a context behind the prefix, until the real one is known
+    base = Setting(prefix + 1, batch, dtype or "bf16", kv_dtype, prefix)
     on_machine = _machine(machine, bandwidth, flops, runtime)
     over_ranks = _RanksOptions(ranks, link, method)
     alone = vs is None and mechanisms is None and sweep is None and plot is None
     over_ranks.check(on_machine, alone=alone)
+    if on_machine is not None:
+        on_machine = replace(on_machine, link=link, host=serving.offload)
+    training.check()
+    _check_serving(serving, on_machine, alone=alone and ranks is None)
     if mechanisms is not None:
         if vs is not None or sweep is not None or size_options.attention is not None:
             raise usage_error(
@@ -205,14 +304,7 @@ def cost(
                 "compares mechanisms in one model; leave out --vs, --sweep and --attention",
             )
         one = _base_model(source, revision, form, sizes, options)
-        if one.model.stored is not None and one.model.stored.form not in STORED_FORMS:
-            raise usage_error(
-                None,
-                "the weights of {name} are stored as {form}, and how those of another mechanism "
-                "would be is not known; give --dtype, in which all weights are then counted",
-                name=one.model.name,
-                form=one.model.stored.form,
-            )
+        _check_form(one.model)
         setting = replace(base, dtype=dtype or one.model.dtype)
         setting = replace(setting, context=_context(context, [one.model]))
         _show_mechanisms(mechanisms, one, setting, on_machine, plot, html, json=json)
@@ -231,16 +323,72 @@ def cost(
             )
         _show_range(models, conditions, on_machine, sweep or DEFAULT_RANGE, plot, json=json)
         return
+    if training.train:
+        _show_training(models, training.run(batch, on_machine), on_machine, json=json)
+        return
     context_length = _context(context, models)
     reports = [
         CostReport(model, replace(setting, context=context_length))
         for model, setting in zip(models, conditions, strict=True)
     ]
+    _check_cards(reports, on_machine)
     if over_ranks.ranks is not None and on_machine is not None:
         plan = RanksReport(reports[0], on_machine, over_ranks.ranks, link)
         _show_ranks(plan, method, json=json)
         return
-    _show(reports, on_machine, json=json)
+    speculation = None
+    if serving.draft is not None:
+        draft = CostReport(_find_model(serving.draft, None, form), reports[0].setting)
+        speculation = Speculation(reports[0], draft, serving.draft_tokens, serving.accepted)
+    _show(reports, on_machine, speculation, json=json)
+
+
+def _check_form(model: ModelSpec) -> None:
+    """Raise if the weights of a model whose attention changes have a form of their own."""
+    if model.stored is not None and model.stored.form not in STORED_FORMS:
+        raise usage_error(
+            None,
+            "the weights of {name} are stored as {form}, and how those of another mechanism "
+            "would be is not known; give --dtype, in which all weights are then counted",
+            name=model.name,
+            form=model.stored.form,
+        )
+
+
+def _check_cards(reports: list[CostReport], machine: Machine | None) -> None:
+    """Raise if the cards of a machine cannot divide the heads of a model."""
+    for report in reports:
+        if machine is not None and (reason := report.why_not_on(machine.cards)):
+            raise usage_error(
+                "--machine", "{reason}; name another number of cards", reason=translate(reason)
+            )
+
+
+def _show_training(
+    models: list[ModelSpec], run: TrainingRun, machine: Machine | None, *, json: bool
+) -> None:
+    """Print the memory and the least time of a training step of each model."""
+    reports = [TrainingReport(model, run) for model in models]
+    if json:
+        result = [report.as_json(machine) for report in reports]
+        typer.echo(json_format.dumps(result, indent=1, allow_nan=False))
+        return
+    typer.echo("\n\n".join(text.training_page(report, machine) for report in reports))
+
+
+def _check_serving(options: ServingOptions, machine: Machine | None, *, alone: bool) -> None:
+    """Raise if options of serving lack a machine, or come with several models or contexts."""
+    if options.draft is None and (options.draft_tokens, options.accepted) != (4, 0.8):
+        raise usage_error(None, "--draft-tokens and --accepted belong to --draft; name a model")
+    for flag, value in (("--offload", options.offload), ("--draft", options.draft)):
+        if value is not None and machine is None:
+            raise usage_error(flag, "needs a --machine, such as h100-sxm")
+    if options.draft is not None and not alone:
+        raise usage_error(
+            "--draft",
+            "belongs to one model at one context; leave out --vs, --mechanisms, --sweep, --plot "
+            "and --ranks",
+        )
 
 
 @dataclass(frozen=True)
@@ -256,11 +404,16 @@ class _RanksOptions:
         models or contexts.
         """
         if self.ranks is None:
-            if self.link is not None or self.method is not None:
+            several = machine is not None and machine.cards > 1
+            if self.method is not None or (self.link is not None and not several):
                 raise usage_error(
-                    None, "--link and --method belong to --ranks; give the number of ranks"
+                    None,
+                    "--link and --method belong to --ranks, and --link to several cards, too; "
+                    "give the number of ranks, or a machine such as 8xh100-sxm",
                 )
             return
+        if machine is not None and machine.cards > 1:
+            raise usage_error("--ranks", "counts the cards; name the machine without a number")
         if machine is None:
             raise usage_error("--ranks", "needs a --machine, such as h100-sxm")
         if not alone:
@@ -295,11 +448,14 @@ class _WeightForm:
     dtype: str | None = None
     weights: str | None = None
 
+    def __post_init__(self) -> None:
+        if self.dtype is not None and self.weights is not None:
+            raise usage_error(None, "--dtype and --weights both say how weights count; give one")
+
     def of(self, model: ModelSpec) -> ModelSpec:
         """Return a model with its weights in this form."""
-        if self.weights is not None:
-            return replace(model, stored=stored_as(model, self.weights))
-        return model if self.dtype is None else replace(model, stored=None)
+        as_stored = self.weights is None and self.dtype is None
+        return model if as_stored else with_weights(model, self.weights)
 
 
 def _find_model(source: str, revision: str | None, form: _WeightForm) -> ModelSpec:
@@ -572,18 +728,44 @@ def _measure_this_machine() -> Machine:
     )
 
 
-def _show(reports: list[CostReport], machine: Machine | None, *, json: bool) -> None:
+def _show(
+    reports: list[CostReport],
+    machine: Machine | None,
+    speculation: Speculation | None,
+    *,
+    json: bool,
+) -> None:
     if json:
         result = (
-            model_figures(reports[0], machine)
+            _with_measured(model_figures(reports[0], machine), reports[0], machine)
             if len(reports) == 1
             else compare_models(reports, machine)
         )
+        if speculation is not None and machine is not None:
+            result["speculation"] = {
+                "draft": speculation.draft.model.name,
+                "draft_tokens": speculation.tokens,
+                "accepted": speculation.accepted,
+                "tokens_a_pass": speculation.tokens_a_pass,
+                "seconds": speculation.seconds(machine),
+            }
         typer.echo(json_format.dumps(result, indent=1, allow_nan=False))
     elif len(reports) == 1:
-        typer.echo(text.page(reports[0], machine))
+        typer.echo(text.page(reports[0], machine, speculation))
     else:
         typer.echo(text.comparison(reports, machine))
+
+
+def _with_measured(
+    figures: dict[str, Any], report: CostReport, machine: Machine | None
+) -> dict[str, Any]:
+    """Add what engines reach of each bound to the figures of a model."""
+    works: tuple[Work, ...] = ("prefill", "decode")
+    for work in works:
+        if machine is not None and work in figures["roofline"]:
+            measured = reached(report, machine, work)
+            figures["roofline"][work]["reached"] = None if measured is None else measured.as_json()
+    return figures
 
 
 def _show_range(

@@ -7,7 +7,8 @@ output; an option that does not apply to a task is refused.
 from __future__ import annotations
 
 import json as json_format
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,10 +25,12 @@ from regard.cli.options import (
     grouped,
     load,
     option,
+    progress_bar,
     usage_error,
 )
 from regard.did_you_mean import suggest
-from regard.untrusted_text import escape_controls
+from regard.language import translate
+from regard.untrusted_text import escape_controls, parse_integer
 
 if TYPE_CHECKING:
     from regard.inspect import EffectTable
@@ -47,8 +50,11 @@ TASKS = {
 }
 """Task -> what it does."""
 OPTIONS: Mapping[str, tuple[str, ...]] = {
-    "ablate": ("answer", "versus", "method", "reference", "seed"),
-    "patch": ("answer", "versus", "corrupt", "what", "receiver"),
+    "ablate": ("answer", "versus", "method", "reference", "seed", "layers", "heads", "lines"),
+    "patch": (
+        *("answer", "versus", "corrupt", "what", "receiver"),
+        *("layers", "heads", "positions", "lines"),
+    ),
     "attribute": ("answer", "versus", "method", "corrupt", "by_key", "steps"),
     "lens": ("answer",),
     "rollout": ("method", "query"),
@@ -95,6 +101,21 @@ class TaskOptions:
     )
     by_key: bool = option(
         "attribute: split heads by the key they read.", "--by-key", default=False, panel=WHAT
+    )
+    layers: str | None = option(
+        "ablate, patch: layers by index or name, separated by commas, such as 0,1,-1.",
+        shown="all",
+        panel=WHAT,
+    )
+    heads: str | None = option("ablate, patch: query heads, such as 0,3.", shown="all", panel=WHAT)
+    positions: str | None = option(
+        "patch: positions of tokens, such as 4,-1.", shown="all", panel=WHAT
+    )
+    lines: bool = option(
+        "ablate, patch: print each number as a line of JSON as soon as it is measured.",
+        "--lines",
+        default=False,
+        panel=OUT,
     )
     steps: int | None = option("attribute: points of integrated gradients.", shown="8", panel=WHAT)
     query: int | None = option(
@@ -145,8 +166,17 @@ def inspect(
             options[name] = reading.prompts(lambda: [options[name]], has_texts=True)[0]  # noqa: B023
     read = reading.read(loaded, [*prompts, *(options[x] for x in OTHERS if x in options)])
     options |= dict(zip((x for x in OTHERS if x in options), read[len(prompts) :], strict=True))
-    result = _RUNS[task](loaded, read[: len(prompts)], options)
-    _print(result, task_options.metric, out, top, json=json)
+    stopped = False
+    try:
+        result = _RUNS[task](loaded, read[: len(prompts)], options)
+    except KeyboardInterrupt as stop:
+        result, stopped = getattr(stop, "table", None), True
+        if result is None:
+            raise
+    if "lines" not in options or out is not None:
+        _print(result, task_options.metric, out, top, json=json)
+    if stopped:
+        raise KeyboardInterrupt
 
 
 def _check(task: str, count: int, options: Mapping[str, Any], out: Path | None) -> None:
@@ -197,11 +227,40 @@ def _chosen(options: Mapping[str, Any], *names: str) -> dict[str, Any]:
     return {name: options[name] for name in names if name in options}
 
 
+def _indices(options: Mapping[str, Any]) -> dict[str, list[int | str]]:
+    """Return the layers, heads and positions that were chosen; layers may be names."""
+    chosen: dict[str, list[int | str]] = {}
+    for name in ("layers", "heads", "positions"):
+        for word in options.get(name, "").split(",") if name in options else ():
+            number = parse_integer(word.strip())
+            if number is None and name != "layers":
+                raise usage_error(
+                    f"--{name}",
+                    "{word!r} is no integer; give integers separated by commas",
+                    word=word,
+                )
+            chosen.setdefault(name, []).append(word.strip() if number is None else number)
+    return chosen
+
+
+@contextmanager
+def _measuring(options: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """Report each number: as a line of JSON on request, else by a bar on a terminal."""
+    if "lines" in options:
+        report = lambda _done, _total, cell: typer.echo(json_format.dumps(cell))  # noqa: E731
+        yield {"report": report, **_indices(options)}
+        return
+    with progress_bar() as progress:
+        report = lambda done, total, _: progress(translate("measuring"), done, total)  # noqa: E731
+        yield {"report": report, **_indices(options)}
+
+
 def _ablate(model: Any, texts: list[Any], options: Mapping[str, Any]) -> EffectTable:
     from regard.inspect import ablate
 
     chosen = _chosen(options, "method", "reference", "seed")
-    return ablate(model, texts[0], _metric(options), **chosen)
+    with _measuring(options) as report:
+        return ablate(model, texts[0], _metric(options), **chosen, **report)
 
 
 def _patch(model: Any, texts: list[Any], options: Mapping[str, Any]) -> EffectTable:
@@ -218,7 +277,8 @@ def _patch(model: Any, texts: list[Any], options: Mapping[str, Any]) -> EffectTa
                 receiver=options["receiver"],
             )
         chosen["receiver"] = (layer, int(head), tap)
-    return patch(model, texts[0], options["corrupt"], _metric(options), **chosen)
+    with _measuring(options) as report:
+        return patch(model, texts[0], options["corrupt"], _metric(options), **chosen, **report)
 
 
 def _attribute(model: Any, texts: list[Any], options: Mapping[str, Any]) -> EffectTable:

@@ -277,6 +277,19 @@ def working(what: str, characters: int) -> Iterator[Callable[[str], None]]:
         yield lambda text: bar.update(task, description=translate(text))
 
 
+@contextmanager
+def progress_bar() -> Iterator[Callable[[str, int, int], None]]:
+    """Show on standard error, if that is a terminal, what is done now, and how much of all."""
+    from rich.console import Console
+    from rich.progress import Progress
+
+    with Progress(
+        console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty()
+    ) as bar:
+        task = bar.add_task("", total=1.0)
+        yield lambda name, n, total: bar.update(task, description=name, completed=n / total)
+
+
 @dataclass(frozen=True)
 class LoadOptions:
     """The options with which a command loads a model, as `regard.load` takes them."""

@@ -5,8 +5,9 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Mapping
 
-from regard.configs.base import ModelConfig
+from regard.configs.base import ModelConfig, Raw
 
 MODEL_TYPES = {
     "bart": "bart marian whisper",
@@ -56,6 +57,15 @@ CONFIGS = tuple(sorted(CONFIG_MODULES))
 """Every model_type whose config.json is understood."""
 LOADABLE = tuple(name for name in CONFIGS if name not in COUNTED_ONLY)
 """Every model_type that `regard.load` can load."""
+
+
+def read_as(raw: Raw) -> object:
+    """Return the `model_type` that reads a config.json: its own, or that of its language model
+    where models that also read images have languages of several families.
+    """
+    name, text = raw.get("model_type"), raw.get("text_config")
+    inner = text.get("model_type") if isinstance(text, Mapping) else None
+    return inner if (name, inner) == ("mistral3", "mistral4") else name
 
 
 def config_class(model_type: str) -> type[ModelConfig] | None:

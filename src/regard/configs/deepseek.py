@@ -11,6 +11,7 @@ from typing import Any, ClassVar, Literal, TypeAlias
 
 from regard.configs.base import FULL, ModelConfig, Raw, check_sizes, rename_keys
 from regard.configs.hybrid import LINEAR, named_kinds
+from regard.configs.mistral import PICTURES, Ministral3Config
 from regard.configs.rope import (
     RopeSettings,
     normalize_rope,
@@ -18,7 +19,12 @@ from regard.configs.rope import (
     temperature,
     without_own_keys,
 )
-from regard.configs.rotary_decoder import SILU, check_experts, dense_layers_first
+from regard.configs.rotary_decoder import (
+    SILU,
+    check_experts,
+    dense_layers_first,
+    language_model,
+)
 from regard.cost.latent import IndexedLatentSpec, LatentSpec
 from regard.cost.model import DenseSpec, FeedForwardSpec, LayerSpec, ModelSpec, MoESpec
 from regard.cost.selected import IndexSelection
@@ -201,6 +207,7 @@ class Mistral4Config(DeepseekV3Config):
     routed_scaling_factor: float = 1.0
 
     model_types = ("mistral4",)
+    towers: ClassVar[str] = Ministral3Config.towers
     fixed = {**SILU, "moe_layer_freq": (1,)}
     rope_keys = ("llama_4_scaling_beta", "max_position_embeddings", "partial_rotary_factor")
     absent_rope = {
@@ -218,7 +225,9 @@ class Mistral4Config(DeepseekV3Config):
 
     @classmethod
     def normalize_keys(cls, raw: Raw) -> dict[str, object]:
-        """Return the keys as for DeepSeek-V3; head_dim is that of a whole key."""
+        """Return the keys as for DeepSeek-V3, of the language model; head_dim is that of a key."""
+        if raw.get("model_type") == "mistral3":
+            raw = language_model(raw, PICTURES)
         raw = {"first_k_dense_replace": 0, **raw}
         raw["head_dim"] = raw.get("qk_rope_head_dim")
         keys: dict[str, Any] = super().normalize_keys(raw)

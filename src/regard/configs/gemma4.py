@@ -10,8 +10,13 @@ from regard.argument_checks import check_groups, check_number
 from regard.configs.base import FULL, SLIDING, Raw
 from regard.configs.gemma import PICTURES
 from regard.configs.rope import RopeSettings, normalize_rope
-from regard.configs.rotary_decoder import DecoderRecipe, GroupedQueryConfig, language_model
-from regard.cost.model import DenseSpec, FeedForwardSpec, ModelSpec
+from regard.configs.rotary_decoder import (
+    DecoderRecipe,
+    GroupedQueryConfig,
+    check_experts,
+    language_model,
+)
+from regard.cost.model import DenseSpec, FeedForwardSpec, ModelSpec, MoESpec
 from regard.cost.softmax import SharedKeysSpec, SoftmaxSpec
 from regard.cost.spec import HeadShape, ParameterCounts, Spec
 from regard.errors import ArgumentError
@@ -26,8 +31,8 @@ ROPES: Mapping[str, object] = {
 @dataclass(frozen=True)
 class Gemma4Config(GroupedQueryConfig):
     """The keys of Gemma 4: windows in most layers; other heads in the layers without one, whose
-    values may be their keys; embeddings for every layer, and last layers that use earlier keys.
-    Source: Gemma Team 2026, "Gemma 4" and its code.
+    values may be their keys; embeddings for every layer, and last layers that use earlier keys; or
+    experts beside every dense network. Source: Gemma Team 2026, "Gemma 4" and its code.
     """
 
     head_dim: int = 256
@@ -45,6 +50,10 @@ class Gemma4Config(GroupedQueryConfig):
     hidden_size_per_layer_input: int = 256
     num_kv_shared_layers: int = 0
     use_double_wide_mlp: bool = False
+    enable_moe_block: bool = False
+    num_experts: int | None = None
+    top_k_experts: int | None = None
+    moe_intermediate_size: int | None = None
 
     model_types = ("gemma4_text", "gemma4")
     family_file = "gemma4"
@@ -59,11 +68,9 @@ class Gemma4Config(GroupedQueryConfig):
         window_pattern=6,
     )
     unwritten = frozenset({"rope_scaling", "rope_theta"})
-    ignored = frozenset({"moe_intermediate_size", "num_experts", "top_k_experts"})
     fixed = {
         "hidden_activation": ("gelu_pytorch_tanh",),
         "use_bidirectional_attention": (None, "vision"),  # of images alone
-        "enable_moe_block": (False,),
     }
     zero = ("hidden_size_per_layer_input", "num_kv_shared_layers")
 
@@ -72,6 +79,8 @@ class Gemma4Config(GroupedQueryConfig):
         check_groups(self.num_attention_heads, self.global_groups)
         cap = self.final_logit_softcapping
         check_number("final_logit_softcapping", cap, 0, float("inf"), "above 0")
+        if self.enable_moe_block:
+            check_experts("num_experts", *self.experts[:2])
         if self.windows()[-1] is not None:
             raise ArgumentError(
                 f"layer_types ends with {SLIDING!r}; the last layer of a Gemma 4 has {FULL!r}"
@@ -86,6 +95,8 @@ class Gemma4Config(GroupedQueryConfig):
             raw = language_model(raw, PICTURES | {"eoa_token_index", "video_token_id"})
         keys: dict[str, Any] = {k: v for k, v in raw.items() if k not in cls.unwritten}
         keys["rope_parameters"] = keys.get("rope_parameters") or ROPES
+        if keys.get("hidden_size_per_layer_input", 0) is None:
+            keys["hidden_size_per_layer_input"] = 0
         layers, kinds = keys.get("num_hidden_layers"), keys.get("layer_types")
         if isinstance(layers, int) and kinds is None:
             kinds = [
@@ -116,6 +127,17 @@ class Gemma4Config(GroupedQueryConfig):
     def embedding_scale(self) -> float:
         """The factor on the embedding, sqrt(M)."""
         return float(self.hidden_size**0.5)
+
+    @property
+    def experts(self) -> tuple[int, int, int]:
+        """The number of experts, how many of them a token uses, and the width of each."""
+        count, active, width = self.num_experts, self.top_k_experts, self.moe_intermediate_size
+        if count is None or active is None or width is None:
+            raise ArgumentError(
+                f"enable_moe_block is true, with num_experts {count}, top_k_experts {active} and "
+                f"moe_intermediate_size {width}; a Gemma 4 with experts has all three"
+            )
+        return count, active, width
 
     @property
     def global_groups(self) -> int:
@@ -178,21 +200,30 @@ class Gemma4Config(GroupedQueryConfig):
     def feed_forward(self, layer: int) -> FeedForwardSpec:
         """Return the feed-forward sizes, with the maps of the layer's own embedding."""
         M, P = self.hidden_size, self.hidden_size_per_layer_input
-        return DenseSpec(M, self.width(layer), beside=ParameterCounts(2 * M * P))
+        dense = DenseSpec(M, self.width(layer), beside=ParameterCounts(2 * M * P))
+        if not self.enable_moe_block:
+            return dense
+        count, active, width = self.experts
+        # the router has a factor for each of its inputs and of its experts
+        return MoESpec(DenseSpec(M, width), count, active, dense, router_bias=M + count)
 
     def sizes(self, name: str) -> ModelSpec:
         """Return the sizes of the decoder, with its further embeddings and scalars."""
         M, L, P = self.hidden_size, self.num_hidden_layers, self.hidden_size_per_layer_input
         model = super().sizes(name)
-        more = ParameterCounts(0, 1, norms=M if P else 0)
+        more = ParameterCounts(
+            0, 1, norms=(M if P else 0) + (3 * M if self.enable_moe_block else 0)
+        )
         layers = [replace(layer, norms=layer.norms + more) for layer in model.layers]
         if not P:
             return replace(model, layers=tuple(layers))
         # every token uses the map to the layers' embeddings, which counts with the first layer
         feed = layers[0].feed_forward
-        assert isinstance(feed, DenseSpec)
-        maps = ParameterCounts(M * L * P)
-        layers[0] = replace(layers[0], feed_forward=replace(feed, beside=feed.beside + maps))
+        dense = feed.shared if isinstance(feed, MoESpec) else feed
+        assert isinstance(dense, DenseSpec)
+        dense = replace(dense, beside=dense.beside + ParameterCounts(M * L * P))
+        feed = replace(feed, shared=dense) if isinstance(feed, MoESpec) else dense
+        layers[0] = replace(layers[0], feed_forward=feed)
         return replace(
             model,
             layers=tuple(layers),

@@ -105,7 +105,7 @@ class Ernie45Config(GroupedQueryConfig):
 @dataclass(frozen=True)
 class Ernie45MoeConfig(Ernie45Config):
     """ERNIE 4.5 with mixtures of experts, chosen by their softmax plus a correction, and an expert
-    for all tokens.
+    for all tokens. The experts have no biases, where all other maps have them.
     """
 
     moe_num_experts: int = 64
@@ -119,6 +119,7 @@ class Ernie45MoeConfig(Ernie45Config):
     model_types = ("ernie4_5_moe",)
     recipe = replace(
         Ernie45Config.recipe,
+        head_bias="use_bias",
         experts=Experts(
             "moe_num_experts",
             "moe_intermediate_size",
@@ -132,7 +133,6 @@ class Ernie45MoeConfig(Ernie45Config):
     ignored = frozenset({"moe_capacity", "num_nextn_predict_layers"})
     fixed = {
         **SILU,
-        "use_bias": (False,),
         "moe_gate": ("topk",),
         "moe_norm_min": (1e-12,),
         "moe_use_aux_free": (True,),

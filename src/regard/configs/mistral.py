@@ -31,7 +31,7 @@ class MistralConfig(GroupedQueryConfig):
 
 BETA = "llama_4_scaling_beta"
 LANGUAGES = ("ministral3", "mistral")
-"""The language models of `mistral3`, which also reads images."""
+"""The language models of `mistral3`, which also reads images; `Mistral4Config` reads a third."""
 PICTURES = frozenset(
     {
         "image_token_index",
@@ -85,7 +85,7 @@ class Ministral3Config(MistralConfig):
             if (kind := raw.get("model_type")) not in LANGUAGES:
                 raise ArgumentError(
                     f"text_config.model_type is {kind!r}; of mistral3, only the language models "
-                    f"{' and '.join(LANGUAGES)} are supported"
+                    f"{', '.join(LANGUAGES)} and mistral4 are supported"
                 )
             if kind == "mistral":
                 raw = {"sliding_window": MistralConfig.sliding_window, **raw}

@@ -17,13 +17,15 @@ from regard.errors import ArgumentError
 @dataclass(frozen=True)
 class PublishedModel:
     """The keys of a published model's config.json that define sizes, and their source; `weights` is
-    the form of `regard.cost.stored_forms` in which it was released, if not in 16 or 32 bits.
+    the form of `regard.cost.stored_forms` in which it was released, if not in 16 or 32 bits;
+    `context` is the longest that its maker gives, 0 if its learned positions say it.
     """
 
     config: Mapping[str, object]
     source: str
     note: str = ""
     weights: str = ""
+    context: int = 0
 
 
 PUBLISHED_MODELS: dict[str, PublishedModel] = {
@@ -37,7 +39,7 @@ PUBLISHED_MODELS: dict[str, PublishedModel] = {
 
 SIZES_NOT_PUBLISHED = {
     "mistral-medium": "Mistral AI has not published the sizes of Mistral Medium",
-    "gemma-4": "The sizes of Gemma 4 are not stored here; its config.json has them",
+    "gemma-4": "Of Gemma 4 only E2B, E4B and 31B are counted, and no mixture of experts",
 }
 """Beginnings of the names of models that readers ask for, and why no sizes stand here."""
 
@@ -65,7 +67,7 @@ def model_of(source: str, count_stored: SizeCount | None = None) -> ModelSpec:
         model = read_sizes(entry.config, name, name)
         notes = (f"sizes: {entry.source}", *((entry.note,) if entry.note else ()), *model.notes)
         stored = stored_as(model, entry.weights) if entry.weights else None
-        return replace(model, notes=notes, stored=stored)
+        return replace(model, notes=notes, stored=stored, stated_context=entry.context or None)
     if name == "tiny":  # the model that comes with the package
         return replace(read_sizes_file(Path(__file__).parents[1] / "assets" / "tiny"), name=name)
     path = Path(source)

@@ -12,7 +12,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
 
-from regard.configs import CONFIGS, config_class
+from regard.configs import CONFIGS, config_class, read_as
 from regard.configs.base import MAX_LAYERS, ModelConfig, Raw, UnknownKey, with_absent_sizes
 from regard.cost.model import ModelSpec, StoredSize
 from regard.did_you_mean import suggest
@@ -348,13 +348,16 @@ def read_sizes(raw: Raw, name: str, where: str = "config.json") -> ModelSpec:
     if parts or has_more:
         note = NOT_COUNTED.format(parts=parts or "what config.json has besides text_config")
         model = replace(model, notes=(*model.notes, note))
+    stated = keys.get("max_position_embeddings", keys.get("model_max_length"))
+    if model.max_context is None and isinstance(stated, int):
+        model = replace(model, stated_context=stated)
     dtype = str(keys.get("dtype") or keys.get("torch_dtype")).removeprefix("torch.")
     return replace(model, dtype=DTYPES[dtype]) if dtype in DTYPES else model
 
 
 def sizes_config(raw: Raw) -> ModelConfig:
     """Return the config of a parsed config.json, checked where keys change sizes."""
-    model_type = raw.get("model_type")
+    model_type = read_as(raw)
     kind = config_class(model_type) if isinstance(model_type, str) else None
     if kind is None:
         raise ArgumentError(

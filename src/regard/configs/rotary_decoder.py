@@ -295,10 +295,10 @@ class RotaryDecoderConfig(ModelConfig):
             return DenseSpec(M, width, gated=recipe.gated, bias=bias, beside=own)
         count, shared = self.value(experts.count), self.shared_width
         return MoESpec(
-            DenseSpec(M, self.value(experts.width), bias=bias),
+            DenseSpec(M, self.value(experts.width)),
             count,
             self.value(experts.active),
-            None if shared is None else DenseSpec(M, shared),
+            None if shared is None else DenseSpec(M, shared, bias=bias),
             count if experts.router in ("sigmoid", "corrected softmax") else 0,
             experts.shared_gate,
         )

@@ -112,6 +112,15 @@ class RecurrentSpec(Spec):
         return self.shape.heads, self.shape.groups, self.shape.head_dim, self.shape.value_dim
 
     @property
+    def query_heads(self) -> int:
+        """The number of heads of the result."""
+        return self.shape.outputs
+
+    def cache_shares(self, cards: int) -> int:
+        """Return into how many parts cards divide the state: at most one for each value head."""
+        return min(cards, self.shape.states)
+
+    @property
     def _states(self) -> str:
         """The letter and the formula of the number of states: G, or N with more value heads."""
         return "G" if self.shape.states == self.shape.groups else "N"

@@ -115,6 +115,11 @@ class LatentSpec(Spec):
         return cls(weights, parts, heads, kv_rank, nope_dim, rope_dim, value_dim, form)
 
     @property
+    def query_heads(self) -> int:
+        """The number of query heads H."""
+        return self.heads
+
+    @property
     def name(self) -> str:
         """The name of the mechanism, with its heads and the sizes of latent and rotary key."""
         return Phrase(

@@ -104,12 +104,6 @@ class MemoryFit:
     runtime_bytes: int = 0
     runtime: Runtime = field(default_factory=Runtime)
 
-    @classmethod
-    def of(cls, report: CostReport, memory: int, runtime: Runtime) -> MemoryFit:
-        """Return how a model fits in a memory of so many bytes."""
-        needed = report.weight_bytes + report.kv_bytes
-        return cls(needed, memory, runtime.bytes_for(report), runtime)
-
     @property
     def total(self) -> int:
         """The bytes of weights, caches and the program."""

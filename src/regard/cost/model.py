@@ -187,6 +187,7 @@ class ModelSpec:
             last one.
         decodes: whether the model generates token by token.
         max_context: the largest context, where positions are learned; None if there is no limit.
+        stated_context: the longest context that the maker gives; a longer one only has a note.
         dtype: the format that its config.json names, as in `regard.cost.report.BITS`.
         stored: the size of the weights as files hold them; None if they are plain numbers.
         notes: remarks for the reader of a report.
@@ -206,6 +207,7 @@ class ModelSpec:
     pooler: ParameterCounts = NO_PARAMETERS
     decodes: bool = True
     max_context: int | None = None
+    stated_context: int | None = None
     dtype: str = "bf16"
     stored: StoredSize | None = None
     notes: tuple[str, ...] = field(default=(), compare=False)

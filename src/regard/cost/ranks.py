@@ -11,7 +11,7 @@ from typing import Any
 from regard.cost.latent import LatentSpec
 from regard.cost.memory_fit import DOES_NOT_FIT, MemoryFit
 from regard.cost.report import BITS, CostReport
-from regard.cost.roofline import Machine
+from regard.cost.roofline import LINKS, Machine
 from regard.cost.softmax import SoftmaxSpec
 from regard.cost.spec import HeadShape, Spec
 from regard.errors import ArgumentError
@@ -22,18 +22,6 @@ METHODS = ("exchange", "gather", "heads", "tensor", "tensor x exchange")
 """The methods: three of context parallelism with all weights on every rank, tensor parallelism, and
 tensor parallelism inside groups that exchange.
 """
-
-LINKS: dict[str, tuple[float, str]] = {
-    "v100-sxm": (150e9, "NVIDIA V100 data sheet (2020): NVLink, 300 GB/s in both directions"),
-    "a100-40gb": (300e9, "NVIDIA A100 data sheet (2021): NVLink, 600 GB/s in both directions"),
-    "a100-80gb": (300e9, "NVIDIA A100 data sheet (2021): NVLink, 600 GB/s in both directions"),
-    "h100-pcie": (64e9, "NVIDIA H100 data sheet (2023): PCIe 5, 128 GB/s in both directions"),
-    "h100-sxm": (450e9, "NVIDIA H100 data sheet (2023): NVLink, 900 GB/s in both directions"),
-    "h200-sxm": (450e9, "NVIDIA H200 data sheet (2024): NVLink, 900 GB/s in both directions"),
-    "b200": (900e9, "NVIDIA DGX B200 data sheet (2024): NVLink, 1.8 TB/s in both directions"),
-    "l40s": (32e9, "NVIDIA L40S data sheet (2023): PCIe 4, 64 GB/s in both directions"),
-}
-"""Bytes per second that one rank sends to others inside a node, by machine, with the source."""
 
 
 @dataclass(frozen=True)
@@ -251,7 +239,7 @@ class RanksReport:
     def _prefill_seconds(self, method: str, t: int) -> float:
         """Return the least time of the prompt: each layer computes and sends."""
         report, W, T = self.report, self.ranks, self.report.setting.context
-        rate, sends = self.machine.rate(report.setting.dtype), self.bytes_per_second
+        rate, sends = self.machine.rate(report.compute_format), self.bytes_per_second
         B = report.setting.batch
         overlaps = method not in ("gather", "heads")
         seconds = report.prefill_flops / W / rate
@@ -274,7 +262,7 @@ class RanksReport:
         # every context rank computes the layers of the new token, and attention over its own keys
         attention = report.decode_flops - self._layer_flops()
         flops = self._layer_flops() / t + attention / self.ranks
-        return max(moving, flops / self.machine.rate(report.setting.dtype))
+        return max(moving, flops / self.machine.rate(report.compute_format))
 
     def _layer_flops(self) -> int:
         """Return the FLOPs of a decoded token outside attention over the cache."""

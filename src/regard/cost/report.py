@@ -7,14 +7,15 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cached_property
 from typing import Any
 
 from regard.cost.model import LayerSpec, ModelSpec, StoredSize
-from regard.cost.spec import CacheContents, Spec
+from regard.cost.spec import CacheContents, HeadShape, Spec
 from regard.errors import ArgumentError
+from regard.language import Phrase
 from regard.units import plural
 
 BITS = {"fp32": 32, "bf16": 16, "fp16": 16, "fp8": 8, "int8": 8, "int4": 4, "int2": 2}
@@ -117,20 +118,31 @@ class Setting:
         batch: the number of sequences that run together.
         dtype: the number format of weights.
         kv_dtype: that of the KV cache; None is that of weights, but at least bf16.
+        shared_prefix: how many first tokens of the context all sequences of the batch share, so
+            that one copy is computed, stored and read.
 
     Raises:
-        ArgumentError: context or batch is less than 1, or a format is not known.
+        ArgumentError: context or batch is less than 1, the prefix is longer than the context, or a
+            format is not known.
     """
 
     context: int = 4096
     batch: int = 1
     dtype: str = "bf16"
     kv_dtype: str | None = None
+    shared_prefix: int = 0
 
     def __post_init__(self) -> None:
         for name in ("context", "batch"):
             if getattr(self, name) < 1:
                 raise ArgumentError(f"{name} is {getattr(self, name)}; it must be at least 1")
+        if not 0 <= self.shared_prefix < self.context:
+            raise ArgumentError(
+                f"the shared prefix is {self.shared_prefix} tokens; it must be shorter than the "
+                f"context of {plural(self.context, 'token')}",
+                argument="shared_prefix",
+                value=self.shared_prefix,
+            )
         if self.dtype not in BITS:
             raise ArgumentError(
                 f"the dtype is {self.dtype!r}; it must be one of {', '.join(BITS)}",
@@ -176,6 +188,11 @@ class CostReport:
                 "most "
                 f"{max_context}"
             )
+        if self.setting.shared_prefix and (self.model.encoder or not self.model.decodes):
+            raise ArgumentError(
+                f"{self.model.name} has an encoder; a shared prefix is counted in decoders only",
+                argument="shared_prefix",
+            )
 
     @cached_property
     def _mixers(self) -> Counter[Spec]:
@@ -202,17 +219,62 @@ class CostReport:
     @cached_property
     def kv_bytes(self) -> int:
         """Bytes of all caches at this context, for the whole batch."""
-        return self.setting.batch * self._cache_bytes("cached")
+        return self._cache_bytes("cached")
 
-    def _cache_bytes(self, method: str) -> int:
-        """Return the bytes, for one sequence, of the cache contents that a method of each spec
-        returns; `method` is its name, "cached" or "read".
+    def _cache_bytes(self, method: str, cards: int = 1) -> int:
+        """Return the bytes, for the whole batch, of the cache contents that a method of each spec
+        returns; `method` is its name, "cached" or "read". Of several cards, those of one.
         """
-        kv_format, context = self.setting.format, self.setting.context
+        kv_format, setting, total = self.setting.format, self.setting, 0
         if not self.model.decodes:
             return 0
+        for mixer, n in self._mixers.items():
+            own = kv_format.total_bytes(getattr(mixer, method)(setting.context))
+            once = 0
+            if setting.shared_prefix and _can_share(mixer):
+                once = kv_format.total_bytes(mixer.cached(setting.shared_prefix))
+            every = setting.batch * own - (setting.batch - 1) * once
+            total += n * -(-every // mixer.cache_shares(cards))
+        return total
+
+    def held_bytes(self, cards: int = 1, *, by_sequence: bool = False) -> int:
+        """Return the bytes of weights and caches on each of several cards.
+
+        Args:
+            cards: the number of cards, which divide every matrix and the heads of every cache.
+            by_sequence: whether the cards divide the sequences in attention instead of its heads,
+                so that each has the whole matrices of attention and no other's caches (data
+                parallel attention).
+
+        Returns:
+            The number of bytes; matrices that engines keep whole (norms, routers) count as divided.
+        """
+        if not by_sequence or cards == 1:
+            return -(-self.weight_bytes // cards) + self._cache_bytes("cached", cards)
+        setting, model = self.setting, self.model
+        bits = BITS[setting.dtype] if self.stored is None else self.stored.bits_of("attention")
+        attention = int(model.attention_parameters * bits) // 8
+        own = CostReport(model, replace(setting, batch=-(-setting.batch // cards)))
+        return attention + -(-(self.weight_bytes - attention) // cards) + own.kv_bytes
+
+    def why_not_on(self, cards: int) -> str:
+        """Return why several cards cannot divide the heads of the model; "" if they can."""
+        for mixer in self._mixers:
+            H, shape = mixer.query_heads, getattr(mixer, "shape", None)
+            groups = shape.states if isinstance(shape, HeadShape) else 1
+            for heads in (H, groups):
+                if heads and heads % cards and (heads == H or cards % heads):
+                    return Phrase("{n} cards cannot divide {heads} heads", n=cards, heads=heads)
+        return ""
+
+    def expert_bytes(self, tokens: int | None = None) -> int:
+        """Return the bytes of all experts, or of those that some tokens use together."""
+        parts = self.model.parts if tokens is None else self.model.parts_for(tokens)
+        bits = BITS[self.setting.dtype] if self.stored is None else self.stored.bits_of("experts")
         return sum(
-            n * kv_format.total_bytes(getattr(m, method)(context)) for m, n in self._mixers.items()
+            int((p.parameters if tokens is None else p.active_parameters) * bits) // 8
+            for p in parts
+            if p.name == "experts"
         )
 
     @cached_property
@@ -231,6 +293,13 @@ class CostReport:
     def weight_format(self) -> str:
         """The name of the format in which the weights count."""
         return self.setting.dtype if self.stored is None else self.stored.form
+
+    @property
+    def compute_format(self) -> str:
+        """The number format of matrix products: fp8 if the weights are stored so, else the dtype,
+        into which integers are dequantized.
+        """
+        return "fp8" if self.weight_format == "fp8" else self.setting.dtype
 
     @cached_property
     def weight_bytes(self) -> int:
@@ -267,11 +336,9 @@ class CostReport:
     @cached_property
     def prefill_flops(self) -> int:
         """FLOPs of a prompt of `context` tokens, for the whole batch."""
-        T, model = self.setting.context, self.model
+        setting, model = self.setting, self.model
         head = model.vocab * model.dim if model.head and model.decodes else 0
-        layers = 2 * T * self.matmul_values + sum(
-            n * mixer.prefill_flops(T) for mixer, n in self._mixers.items()
-        )
+        layers, T = self._prompt_flops(setting.context), setting.context
         if model.encoder:  # the encoder reads the prompt, and the decoder computes its first token
             crossing = [layer.cross for layer in model.layers if layer.cross is not None]
             layers = 2 * T * _matmul_values(model.encoder) + sum(
@@ -280,12 +347,30 @@ class CostReport:
             layers += sum(cross.prefill_flops(T) + cross.decode_flops(T) for cross in crossing)
             own = [x.mixer for x in model.layers if x.mixer is not None]
             layers += 2 * self.matmul_values + sum(mixer.decode_flops(1) for mixer in own)
-        return self.setting.batch * (layers + 2 * head + 2 * model.pooler.matrices)
+        total = setting.batch * (layers + 2 * head + 2 * model.pooler.matrices)
+        return total - (setting.batch - 1) * self._prompt_flops(setting.shared_prefix)
+
+    def _prompt_flops(self, tokens: int) -> int:
+        """Return the FLOPs of a prompt of one sequence in the layers of the decoder."""
+        attention = sum(n * mixer.prefill_flops(tokens) for mixer, n in self._mixers.items())
+        return 2 * tokens * self.matmul_values + attention if tokens else 0
 
     @cached_property
     def prefill_bytes(self) -> int:
         """Bytes of weights, read once, and of caches, written once, for a prompt."""
-        return self.active_bytes(self.setting.context * self.setting.batch) + self.kv_bytes
+        return self.prefill_bytes_on(1)
+
+    def prefill_bytes_on(self, cards: int) -> int:
+        """Return `prefill_bytes` of one of several cards."""
+        return -(-self.active_bytes(self.prompt_tokens) // cards) + self._cache_bytes(
+            "cached", cards
+        )
+
+    @property
+    def prompt_tokens(self) -> int:
+        """How many tokens of prompts are computed: a shared prefix once."""
+        setting = self.setting
+        return setting.context * setting.batch - setting.shared_prefix * (setting.batch - 1)
 
     @property
     def decode_flops(self) -> int:
@@ -317,12 +402,29 @@ class CostReport:
         """Bytes moved for a decoded token: active parameters, the cached values that it reads, and
         those that it writes.
         """
+        return self.decode_bytes_on(1)
+
+    def decode_bytes_on(self, cards: int) -> int:
+        """Return `decode_bytes` of one of several cards."""
         if not self.model.decodes:
             return 0
-        written = self.kv_bytes_per_token + self.state_bytes
-        return self.active_bytes(self.setting.batch) + self.setting.batch * (
-            self._cache_bytes("read") + written
+        batch = self.setting.batch
+        written = batch * (self.kv_bytes_per_token + self.state_bytes)
+        read = -(-self.active_bytes(batch) // cards) + self._cache_bytes("read", cards)
+        return read + -(-written // cards)
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Remarks on the model, and on a context that its maker does not promise."""
+        stated, context = self.model.stated_context, self.setting.context
+        if stated is None or context <= stated:
+            return self.model.notes
+        beyond = Phrase(
+            "the context is longer than the {stated:,} tokens that the maker of the model gives: "
+            "it costs this, and its quality is not known",
+            stated=stated,
         )
+        return (*self.model.notes, beyond)
 
     def as_json(self) -> dict[str, Any]:
         """Return all figures by name, as plain values for JSON.
@@ -335,6 +437,7 @@ class CostReport:
             "model": model.name,
             "context": setting.context,
             "batch": setting.batch,
+            "shared_prefix": setting.shared_prefix,
             "dtype": setting.dtype,
             "weights": self.weight_format,
             "kv_dtype": setting.format.name,
@@ -359,8 +462,17 @@ class CostReport:
                 for p in model.parts
             },
             "layers": model.attention_kinds,
-            "notes": list(model.notes),
+            "notes": list(self.notes),
         }
+
+
+def _can_share(mixer: Spec) -> bool:
+    """Return whether sequences can share the cache of a prefix: it keeps every token, and a decoded
+    token reads all of it.
+    """
+    cached = mixer.cached(2)
+    plain = not (cached.bounded or cached.from_source or cached.others or cached.state)
+    return plain and cached.tokens == 2 and mixer.read(1 << 20) == mixer.cached(1 << 20)
 
 
 def _matmul_values(layers: tuple[LayerSpec, ...]) -> int:

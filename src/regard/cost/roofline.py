@@ -13,6 +13,7 @@ cycle x base clock, which no program reaches; `regard cost --machine here` measu
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
@@ -34,10 +35,34 @@ codes are dequantized first, and fp16 is as fast as bf16.
 """
 
 
+LINKS: dict[str, tuple[float, str]] = {
+    "v100-sxm": (150e9, "NVIDIA V100 data sheet (2020): NVLink, 300 GB/s in both directions"),
+    "a100-40gb": (300e9, "NVIDIA A100 data sheet (2021): NVLink, 600 GB/s in both directions"),
+    "a100-80gb": (300e9, "NVIDIA A100 data sheet (2021): NVLink, 600 GB/s in both directions"),
+    "h100-pcie": (64e9, "NVIDIA H100 data sheet (2023): PCIe 5, 128 GB/s in both directions"),
+    "h100-sxm": (450e9, "NVIDIA H100 data sheet (2023): NVLink, 900 GB/s in both directions"),
+    "h200-sxm": (450e9, "NVIDIA H200 data sheet (2024): NVLink, 900 GB/s in both directions"),
+    "b200": (900e9, "NVIDIA DGX B200 data sheet (2024): NVLink, 1.8 TB/s in both directions"),
+    "b300": (900e9, "NVIDIA HGX B300 data sheet (2025): NVLink, 1.8 TB/s in both directions"),
+    "mi300x": (448e9, "AMD Instinct MI300X data sheet (2023): 7 links of 64 GB/s to other cards"),
+    "mi325x": (448e9, "AMD Instinct MI325X data sheet (2024): 7 links of 64 GB/s to other cards"),
+    "gaudi-3": (525e9, "Intel Gaudi 3 white paper (2024): 21 ports of 200 Gbit/s inside a node"),
+    "l40s": (32e9, "NVIDIA L40S data sheet (2023): PCIe 4, 64 GB/s in both directions"),
+}
+"""Bytes per second that one rank sends to others inside a node, by machine, with the source."""
+
+
 @dataclass(frozen=True)
 class Machine:
     """A processor: bytes per second, FLOPs per second by number format, and bytes of memory (0 if
     they are not known), with the sources of these numbers; and the program that runs models on it.
+
+    Attributes:
+        cards: how many such processors divide each matrix and the heads of attention (tensor
+            parallelism).
+        link: bytes per second that each of them sends; None takes that of `LINKS`.
+        host: bytes per second at which experts are read that stay in the memory of the host; None
+            keeps them on the cards.
     """
 
     name: str
@@ -47,6 +72,19 @@ class Machine:
     source: str
     memory_source: str = ""
     runtime: Runtime = field(default_factory=Runtime)
+    cards: int = 1
+    link: float | None = None
+    host: float | None = None
+
+    @property
+    def label(self) -> str:
+        """The name, with the number of cards if there are several."""
+        return self.name if self.cards == 1 else f"{self.cards} x {self.name}"
+
+    @property
+    def link_rate(self) -> float | None:
+        """Bytes per second that a card sends to the others; None if that is not known."""
+        return self.link or LINKS.get(self.name, (None,))[0]
 
     def rate(self, dtype: str) -> float:
         """Return the FLOPs per second in a number format, or in the one it is computed in."""
@@ -59,10 +97,16 @@ def _gpu(
     bandwidth: float, advertised_gb: int, memory_mib: int, source: str, **teraflops: float
 ) -> tuple[float, dict[str, float], int, str, str]:
     """Return the fields of a GPU from GB/s, the GB that it is sold with, the MiB that its driver
-    reports, the source, and TFLOP/s by format.
+    reports (0 if no report is known to us), the source, and TFLOP/s by format.
     """
     tool = "rocminfo" if source.startswith("AMD") else "nvidia-smi"
     memory = f"{memory_mib:,} MiB in all by {tool}, sold as {advertised_gb} GB"
+    if not memory_mib:
+        # the smaller reading of "GB", because what the driver reports is not confirmed
+        memory_mib = advertised_gb * 10**9 >> 20
+        memory = (
+            f"the vendor's {advertised_gb} GB (10^9 bytes); what its driver reports is unconfirmed"
+        )
     rates = {k: v * 1e12 for k, v in teraflops.items()}
     return bandwidth * 1e9, rates, memory_mib << 20, source, memory
 
@@ -88,6 +132,21 @@ def _chip(
 ) -> tuple[float, dict[str, float], int, str, str]:
     """Return the fields of a chip whose memory is not known."""
     return bandwidth * 1e9, {k: v * 1e12 for k, v in teraflops.items()}, 0, source, ""
+
+
+def _apple(
+    bandwidth: float, cores: int, clock: float, memory: int, year: int
+) -> tuple[float, dict[str, float], int, str, str]:
+    """Return the fields of an Apple chip from GB/s, GPU cores, their GHz, and the largest GiB."""
+    source = (
+        f"Apple press release ({year}) for the bandwidth; {cores} GPU cores x 256 fp32 FLOPs x "
+        f"{clock} GHz, a clock that others measured, because Apple gives no rate"
+    )
+    note = (
+        f"the largest that Apple sells, {memory} GB, shared with the CPU; macOS leaves about three "
+        "quarters to the GPU: --utilization 0.75"
+    )
+    return bandwidth * 1e9, {"fp32": cores * 256 * clock * 1e9}, memory << 30, source, note
 
 
 _NUMBERS = {
@@ -169,6 +228,22 @@ _NUMBERS = {
         bf16=2250,
         fp8=4500,
     ),
+    "b300": _gpu(
+        8000,
+        288,
+        0,
+        "NVIDIA HGX B300 data sheet (2025), an eighth, half of the sparse rates",
+        bf16=2250,
+        fp8=4500,
+    ),
+    "rtx-a6000": _gpu(
+        768,
+        48,
+        49140,
+        "NVIDIA RTX A6000 data sheet (2021), half of the sparse rates",
+        bf16=154.8,
+        fp32=38.7,
+    ),
     "rtx-3090": _gpu(
         936,
         24,
@@ -222,8 +297,32 @@ _NUMBERS = {
         fp8=2614.9,
         fp32=163.4,
     ),
+    "mi325x": _gpu(
+        6000,
+        256,
+        0,
+        "AMD Instinct MI325X data sheet (2024)",
+        bf16=1307.4,
+        fp8=2614.9,
+        fp32=163.4,
+    ),
+    "gaudi-3": _gpu(
+        3670,
+        128,
+        0,
+        "Intel, Hot Chips 2024: Gaudi 3 (OAM), matrix rates",
+        bf16=1835,
+        fp8=1835,
+    ),
     "m1-max": _chip(400, "Apple press release of M1 Max (2021)", fp32=10.4),
     "m2-ultra": _chip(800, "Apple press release of M2 Ultra (2023)", fp32=27.2),
+    "m3": _apple(100, 10, 1.38, 24, 2023),
+    "m3-pro": _apple(150, 18, 1.38, 36, 2023),
+    "m3-max": _apple(400, 40, 1.38, 128, 2023),
+    "m3-ultra": _apple(819, 80, 1.38, 512, 2025),
+    "m4": _apple(120, 10, 1.578, 32, 2024),
+    "m4-pro": _apple(273, 20, 1.578, 64, 2024),
+    "m4-max": _apple(546, 40, 1.578, 128, 2024),
     "tpu-v5e": _chip(819, "Google Cloud documentation of TPU v5e, one chip", bf16=197),
     "tpu-v5p": _chip(2765, "Google Cloud documentation of TPU v5p, one chip", bf16=459),
     "xeon-8380": _cpu(
@@ -276,7 +375,8 @@ def machine_of(name: str) -> Machine:
     """Return a processor of the table by its name.
 
     Args:
-        name: a name that `regard cost --list` prints, such as "h100-sxm".
+        name: a name that `regard cost --list` prints, such as "h100-sxm", or "8xh100-sxm" for
+            several.
 
     Returns:
         Its bandwidth, rates and memory, with their sources.
@@ -287,6 +387,8 @@ def machine_of(name: str) -> Machine:
     >>> machine_of("a100-80gb").bandwidth / 1e9
     2039.0
     """
+    if several := re.fullmatch(r"([1-9]\d{0,3})x(.+)", name):
+        return replace(machine_of(several[2]), cards=int(several[1]))
     if name in MACHINES:
         return MACHINES[name]
     hint = suggest(name.lower(), MACHINES, most=3, cutoff=0.4, otherwise=".")
@@ -301,23 +403,32 @@ def machine_of(name: str) -> Machine:
 @dataclass(frozen=True)
 class RooflineBound:
     """A lower bound on a time: max(bytes / bandwidth, FLOPs / rate), as memory and arithmetic
-    overlap. Source: Williams et al. 2009, "Roofline".
+    overlap, and the seconds of messages between cards and of reading experts from the host, which
+    follow one another. Source: Williams et al. 2009, "Roofline".
     """
 
     flops: float
     bytes: float
     bandwidth: float
     rate: float
+    messages: float = 0.0
+    host: float = 0.0
+
+    @property
+    def _times(self) -> dict[str, float]:
+        times = {"memory": self.bytes / self.bandwidth, "compute": self.flops / self.rate}
+        return times | {"messages": self.messages, "host": self.host}
 
     @property
     def seconds(self) -> float:
-        """The larger of the two times, in seconds."""
-        return max(self.bytes / self.bandwidth, self.flops / self.rate)
+        """The larger of the two times, with the messages and the host, in seconds."""
+        times = self._times
+        return max(times["memory"], times["compute"]) + self.messages + self.host
 
     @property
     def by(self) -> str:
-        """Which of the two times is larger: "compute" or "memory"."""
-        return "compute" if self.flops / self.rate > self.bytes / self.bandwidth else "memory"
+        """Which of the times is the largest: "memory", "compute", "messages" or "host"."""
+        return max(self._times, key=self._times.__getitem__)
 
     @property
     def intensity(self) -> float:
@@ -331,20 +442,53 @@ def arithmetic_intensity(flops: float, moved: float) -> float:
 
 
 def roofline_bounds(report: CostReport, machine: Machine) -> dict[str, RooflineBound]:
-    """Return the roofline bounds of the prompt and of one decoded token."""
-    rate = machine.rate(report.setting.dtype)
-    work = {"prefill": (report.prefill_flops, report.prefill_bytes)}
+    """Return the roofline bounds of the prompt and of one decoded token; of several cards, each of
+    which computes its part of both, with the sums that they exchange.
+    """
+    cards, batch = machine.cards, report.setting.batch
+    work = {"prefill": (report.prefill_flops, report.prefill_bytes_on(cards), report.prompt_tokens)}
     if report.model.decodes:
-        work["decode"] = report.decode_flops, report.decode_bytes
+        work["decode"] = report.decode_flops, report.decode_bytes_on(cards), batch
     return {
-        what: RooflineBound(flops, moved, machine.bandwidth, rate)
-        for what, (flops, moved) in work.items()
+        what: card_bound(report, machine, flops, moved, tokens)
+        for what, (flops, moved, tokens) in work.items()
     }
 
 
-def memory_fit(report: CostReport, machine: Machine) -> MemoryFit:
-    """Return whether a model with the caches of the batch runs in one machine's memory."""
-    return MemoryFit.of(report, machine.memory, machine.runtime)
+def card_bound(
+    report: CostReport, machine: Machine, flops: int, moved: int, tokens: int
+) -> RooflineBound:
+    """Return the bound of one card that moves so many bytes, of work for so many tokens."""
+    cards, link, host = machine.cards, machine.link_rate, 0.0
+    if machine.host is not None:
+        experts = report.expert_bytes(tokens)
+        moved, host = moved - experts // cards, experts / machine.host
+    sent = 0.0
+    if cards > 1 and link is not None:
+        # two sums of a ring in each layer: after attention, and after the feed-forward layer
+        one = ring_bytes(tokens * report.model.dim * 2, cards)
+        sent = len(report.model.layers) * 2 * one / link
+    rate = machine.rate(report.compute_format)
+    return RooflineBound(flops / cards, moved, machine.bandwidth, rate, sent, host)
+
+
+def ring_bytes(size: int, cards: int) -> float:
+    """Return the bytes that a card sends to sum so many bytes over a ring: 2 (n - 1) / n of them.
+    Source: Patarasuk and Yuan 2009, "Bandwidth optimal all-reduce algorithms".
+    """
+    return 2 * (cards - 1) * size / cards
+
+
+def memory_fit(report: CostReport, machine: Machine, *, by_sequence: bool = False) -> MemoryFit:
+    """Return whether a model with the caches of the batch runs in the memory of a machine, or in
+    that of each of its cards; `by_sequence` is that of `CostReport.held_bytes`.
+    """
+    cards, runtime = machine.cards, machine.runtime
+    needed = report.held_bytes(cards, by_sequence=by_sequence)
+    if machine.host is not None:
+        needed -= -(-report.expert_bytes() // cards)
+    taken = runtime.bytes_for(report, cards)
+    return MemoryFit(needed, machine.memory, taken, runtime)
 
 
 MAX_BATCH = 1 << 20
@@ -353,11 +497,12 @@ MAX_CONTEXT = 1 << 30
 """The longest context that is tried, likewise."""
 
 
-def largest_batch(report: CostReport, machine: Machine) -> int | None:
+def largest_batch(report: CostReport, machine: Machine, *, by_sequence: bool = False) -> int | None:
     """Return the largest batch of a model at its context that fits in a machine's memory."""
 
     def fit(batch: int) -> MemoryFit:
-        return memory_fit(CostReport(report.model, replace(report.setting, batch=batch)), machine)
+        one = CostReport(report.model, replace(report.setting, batch=batch))
+        return memory_fit(one, machine, by_sequence=by_sequence)
 
     return largest_that_fits(fit, MAX_BATCH)
 
@@ -366,7 +511,8 @@ def largest_context(report: CostReport, machine: Machine) -> int | None:
     """Return the longest context of a model at its batch that fits in a machine's memory."""
 
     def fit(context: int) -> MemoryFit:
-        setting = replace(report.setting, context=context)
+        prefix = min(report.setting.shared_prefix, context - 1)
+        setting = replace(report.setting, context=context, shared_prefix=prefix)
         return memory_fit(CostReport(report.model, setting), machine)
 
     return largest_that_fits(fit, report.model.max_context or MAX_CONTEXT)
@@ -379,9 +525,10 @@ def as_json(report: CostReport, machine: Machine) -> dict[str, object]:
     memory = memory_fit(report, machine)
     return {
         "machine": machine.name,
+        "cards": machine.cards,
         "source": machine.source,
         "bandwidth": machine.bandwidth,
-        "flops": machine.rate(report.setting.dtype),
+        "flops": machine.rate(report.compute_format),
         "fit": memory.verdict,
         "needed_bytes": memory.needed,
         "runtime_bytes": memory.runtime_bytes,

@@ -196,6 +196,11 @@ class SoftmaxSpec(Spec):
         return cls(weights, shape.parts if causal else (), shape, CausalKeys(window, causal))
 
     @property
+    def query_heads(self) -> int:
+        """The number of query heads H."""
+        return self.shape.heads
+
+    @property
     def window(self) -> int | None:
         """The maximum number of tokens that a cache stores; None if there is no limit."""
         return self.visible.max_tokens

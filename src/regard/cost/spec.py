@@ -265,6 +265,17 @@ class Spec(ABC):
         return False
 
     @property
+    def query_heads(self) -> int | None:
+        """How many heads tensor parallelism divides among cards; None if it is not known."""
+        return None
+
+    def cache_shares(self, cards: int) -> int:
+        """Return into how many parts tensor parallelism divides the cache: at most one for each
+        head, so that a latent, which all heads share, is whole on every card.
+        """
+        return min(cards, min((heads for heads, _ in self.parts), default=1))
+
+    @property
     def forms(self) -> tuple[str, ...]:
         """The names of equivalent forms with different FLOPs; empty if the mechanism has only one
         form.

@@ -5,6 +5,7 @@ stay wide included, from the sizes of the model alone.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from fractions import Fraction
 
 from regard.cost.model import DenseSpec, ModelSpec, MoESpec, StoredSize
@@ -122,6 +123,8 @@ STORED_FORMS: dict[str, Callable[[ModelSpec], Bits]] = {
     "fp8": _linear_maps(8 + Fraction(32, 128 * 128)),
     # codes of the experts, and an exponent of 8 bits for 32 of them
     "mxfp4": _experts(4 + Fraction(8, 32)),
+    # codes of the experts, and a scale in bf16 for 32 of them
+    "int4_experts": _experts(4 + Fraction(16, 32)),
 }
 """The forms that `regard cost --weights` counts, by the names that files have."""
 
@@ -162,6 +165,11 @@ def stored_as(model: ModelSpec, form: str) -> StoredSize:
         )
     total = sum(x.parameters * bits.get(x.name, bits[""]) for x in model.parts)
     return StoredSize(name, -(-int(total) // 8), tuple(sorted(bits.items())))
+
+
+def with_weights(model: ModelSpec, form: str | None) -> ModelSpec:
+    """Return a model with its weights in a form; None counts all of them in the dtype."""
+    return replace(model, stored=None if form is None else stored_as(model, form))
 
 
 def _has_experts(model: ModelSpec) -> bool:

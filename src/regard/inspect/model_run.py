@@ -178,6 +178,8 @@ class ModelRun:
         last: the module to whose output `predict` is applied, or None.
         predict: maps rows of that output to logits, or None.
         names: maps ids to the texts of tokens.
+        decoder_inputs: ids and positions of a run that is no more than those through a decoder, so
+            that several edited runs may share a batch; or None.
 
     >>> import regard
     >>> run = prepare_run(regard.load("tiny"), "to be or")
@@ -199,6 +201,7 @@ class ModelRun:
     text: str = ""
     max_trained_tokens: int | None = None
     notes: tuple[str, ...] = ()
+    decoder_inputs: tuple[Tensor, Positions | None] | None = None
 
     def run(
         self,
@@ -378,6 +381,7 @@ def _prepare_decoder(model: Model, text: Input, last: int | None) -> ModelRun:
         last=decoder.layers[-1],
         predict=None if head is None else lambda x: head(decoder.norm(x)),
         max_trained_tokens=getattr(model.config, "max_position_embeddings", None),
+        decoder_inputs=(ids, positions) if last is None else None,
         **_names_of(model, tokens.text),
     )
 

@@ -134,7 +134,7 @@ class Decoder(nn.Module):
         x = tap("embed", x) if is_traced else x
         lent: dict[int, LendingCache] = {}
         first = FirstValues()
-        if (self._lenders or self._carriers) and current_scope() is not None:
+        if self.shares_between_layers and current_scope() is not None:
             raise ArgumentError(
                 "this decoder shares keys and values between layers, which does not run over "
                 "several ranks; close regard.parallel.sequence"
@@ -179,6 +179,11 @@ class Decoder(nn.Module):
             )
         shared.lend(*states)
         return shared
+
+    @property
+    def shares_between_layers(self) -> bool:
+        """Whether a layer gets keys, values or states of an earlier one beside its input."""
+        return bool(self._lenders or self._carriers)
 
     def new_caches(self) -> list[Cache]:
         """Create an empty cache for each layer, of the kind that suits its attention."""

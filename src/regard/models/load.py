@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from fnmatch import fnmatchcase
 from functools import partial
 from importlib import resources
@@ -154,7 +155,8 @@ def load(
             holds in 8 or 4 bits. `regard convert --weights` shows what is lost.
         revision: for a repository of the hub: a branch, a tag or a commit; None is its main branch.
         adapter: a folder of PEFT with a LoRA or DoRA adapter of this model, which is merged into
-            the weights; None is no adapter.
+            the weights; None is no adapter. Matrices in few bits that it changes are dequantized,
+            which `converted` of the model counts.
         allow_missing: patterns (`*`, `?`) of stored names that may be missing and stay random.
         ignore: patterns (`*`, `?`) of keys of config.json, stored tensors, and adapter files that
             the family does not know; `ignored` of the model lists them.
@@ -168,8 +170,7 @@ def load(
             kind of model; or the hub does not serve the repository.
         ArgumentTypeError: allow_missing or ignore is a str; give a sequence of patterns.
         ArgumentError: `dtype`, or `weights` in it, is not possible; ignore names a key or tensor
-            that the family needs; revision is given for a source that is not on the hub; or adapter
-            for one whose weights are stored in fewer bits already.
+            that the family needs; or revision is given for a source that is not on the hub.
 
     >>> load("tiny").config.vocab_size
     1920
@@ -201,14 +202,13 @@ def load(
         finite=finite,
     )
     if (file := gguf_file(source, revision)) is not None:
-        if adapter is not None:
-            raise _no_adapter_error(file)
         gguf = GgufModel.open(file, ignore)
-        checkpoint = _open_gguf(gguf, kind, form, dtype or gguf.dtype)
+        checkpoint = _open_gguf(gguf, kind, form, dtype or gguf.dtype, adapter)
         tokenizer = gguf_tokenizer(gguf.header)  # before the weights, because it may be refused
-        network, config, record, _ = load_checkpoint(checkpoint)
+        network, config, record, converted = load_checkpoint(checkpoint)
+        model: Model | TextEncoder | Seq2Seq
         if isinstance(network, HeadedEncoder):
-            return TextEncoder(
+            model = TextEncoder(
                 network,
                 tokenizer,
                 config,
@@ -216,15 +216,18 @@ def load(
                 max_seq_length=config.max_position_embeddings,
                 **record,
             )
-        assert isinstance(network, Decoder)
-        return Model(
-            network,
-            tokenizer,
-            config,
-            eos_ids=gguf_eos_ids(gguf.header),
-            chat_template=gguf_chat_template(gguf.header),
-            **record,
-        )
+        else:
+            assert isinstance(network, Decoder)
+            model = Model(
+                network,
+                tokenizer,
+                config,
+                eos_ids=gguf_eos_ids(gguf.header),
+                chat_template=gguf_chat_template(gguf.header),
+                **record,
+            )
+        model.converted = converted
+        return model
     root = resolve_source(source, revision, check)
     folder = transformer_folder(root)
     checkpoint = _open_folder(folder, kind, form, ignore, adapter)
@@ -258,6 +261,7 @@ class _Checkpoint(NamedTuple):
         records: the weights that are stored in fewer bits, or None.
         default_dtype: returns the dtype of the computation if the caller gives none.
         ignored: what was ignored so far.
+        adapter: the folder of the adapter to merge, or None.
     """
 
     family: Family
@@ -267,6 +271,7 @@ class _Checkpoint(NamedTuple):
     records: StoredRecords | None
     default_dtype: Callable[[], torch.dtype]
     ignored: tuple[str, ...]
+    adapter: Path | None
 
 
 def _open_folder(
@@ -290,15 +295,16 @@ def _open_folder(
     adapter_files = _check_adapter_files(folder, ignore, adapter)
     file = folder / "config.json"
     dtype = partial(_dtype, folder, raw, store)
-    if adapter is not None and records is not None:
-        raise _no_adapter_error(folder)
-    if adapter is not None:
-        store = adapted(store, Path(adapter), its_family)
-    return _Checkpoint(its_family, raw, file, store, records, dtype, adapter_files)
+    merged = None if adapter is None else Path(adapter)
+    return _Checkpoint(its_family, raw, file, store, records, dtype, adapter_files, merged)
 
 
 def _open_gguf(
-    gguf: GgufModel, kind: type[object] | None, form: WeightForm | None, dtype: torch.dtype
+    gguf: GgufModel,
+    kind: type[object] | None,
+    form: WeightForm | None,
+    dtype: torch.dtype,
+    adapter: str | Path | None,
 ) -> _Checkpoint:
     """Check the tensors of a GGUF file."""
     its_family = family(gguf.config["model_type"])
@@ -307,7 +313,12 @@ def _open_gguf(
     read = dtype if form is None else torch.float32
     store, records = gguf.split(its_family.names, None if form is None else form.name, read)
     file, default = gguf.header.file, gguf.dtype
-    return _Checkpoint(its_family, gguf.config, file, store, records, lambda: default, gguf.ignored)
+    if adapter is not None:  # it is added to unrounded numbers
+        store = replace(store, dtype=torch.float32)
+    merged = None if adapter is None else Path(adapter)
+    return _Checkpoint(
+        its_family, gguf.config, file, store, records, lambda: default, gguf.ignored, merged
+    )
 
 
 def _load_checkpoint(
@@ -333,6 +344,8 @@ def _load_checkpoint(
     if has_no_head:
         assert isinstance(network, Decoder)  # only decoders are saved without their head
         network.head = None
+    if checkpoint.adapter is not None:
+        store, records = adapted(store, records, checkpoint.adapter, its_family, network)
     compute = dtype or (form and form.compute) or checkpoint.default_dtype()
     if form is not None:
         form.check_dtype(compute)
@@ -377,14 +390,6 @@ def _check_kind(
             f"{model_class.__name__}, and a {kind.__name__} is needed here: give another model; "
             f"the commands explain, inspect, view, cost and audit take a {model_class.__name__}"
         )
-
-
-def _no_adapter_error(source: Path) -> ArgumentError:
-    return ArgumentError(
-        f"adapter is given, and {source} has weights in fewer bits, which a merged adapter would "
-        "change; load the folder that they were made from",
-        argument="adapter",
-    )
 
 
 def _check_adapter_files(

@@ -48,6 +48,11 @@ class TextModel:
         self._network, self._tokenizer, self.config = network, tokenizer, config
         self.newly_initialized, self.ignored = tuple(newly_initialized), tuple(ignored)
 
+    def __repr__(self) -> str:
+        kind = next(iter(getattr(type(self.config), "model_types", ())), type(self.config).__name__)
+        dtype = str(self.dtype).removeprefix("torch.")
+        return f"{type(self).__name__}({kind}, {dtype}, {self.device})"
+
     @property
     def device(self) -> torch.device:
         """The device of the network's weights; `encode` creates ids there."""

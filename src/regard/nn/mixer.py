@@ -61,6 +61,11 @@ class Mixer(Explainable, nn.Module):
         """Whether the mechanism gives or reads the values of the first layer."""
         return False
 
+    @property
+    def is_causal(self) -> bool:
+        """Whether no token sees a later one, by the mask."""
+        return self._own_mask().causal_from() == 0
+
     def forward(
         self,
         x: Float[Tensor, "B T M"],
@@ -93,10 +98,14 @@ class Mixer(Explainable, nn.Module):
         with rollback_on_error(cache):
             return self.mix(x, positions, cache, backend)
 
+    def _own_mask(self) -> Mask:
+        """Return the mask of the mechanism; a recurrence is causal."""
+        mask: Mask | None = getattr(self, "mask", _CAUSAL)
+        return Full() if mask is None else mask
+
     def _check_later_tokens(self, positions: Positions, cache: Cache) -> None:
         """Check that no token of an earlier call sees one of the new tokens."""
-        mask: Mask | None = getattr(self, "mask", _CAUSAL)
-        mask = Full() if mask is None else mask
+        mask = self._own_mask()
         if (causal_from := mask.causal_from()) == 0:
             return
         following = cache.next(1)

@@ -12,7 +12,7 @@ import torch
 
 from regard import units
 from regard.cost import machine_of
-from regard.cost.ranks import LINKS
+from regard.cost.roofline import LINKS
 from regard.errors import ArgumentError
 from regard.masks import Full, Mask
 from regard.parallel.head_exchange import why_not_heads

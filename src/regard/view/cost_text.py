@@ -6,14 +6,16 @@ from __future__ import annotations
 
 import json as json_format
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from regard import units
+from regard.configs.measured_speeds import Reached, Work, reached
 from regard.configs.published import PUBLISHED_MODELS, model_of
 from regard.cost import CostReport
 from regard.cost.mechanism_table import MechanismCost
-from regard.cost.memory_fit import DOES_NOT_FIT, FITS, TIGHT
+from regard.cost.memory_fit import DOES_NOT_FIT, FITS, LIBRARIES, TIGHT
 from regard.cost.ranks import RanksReport
 from regard.cost.roofline import (
     MACHINES,
@@ -27,7 +29,9 @@ from regard.cost.roofline import (
     roofline_bounds,
 )
 from regard.cost.softmax import SoftmaxSpec
+from regard.cost.speculation import Speculation
 from regard.cost.sweep import COMPARED_FIGURES, best_times
+from regard.cost.training import TrainingReport
 from regard.language import Phrase, translate, translate_count
 from regard.text_table import format_table, line_width, wrap
 
@@ -95,8 +99,26 @@ TITLES = (
     "token at best",
     "prefill",
     "decode",
-    "bandwidth",
+    "memory",
     "compute",
+    "messages",
+    "host",
+    "16-bit weights",
+    "8-bit weights",
+    "4-bit weights",
+    "16-bit experts",
+    "8-bit experts",
+    "4-bit experts",
+    "on each card",
+    "weights",
+    "gradients",
+    "optimizer",
+    "attention weights",
+    "adapters",
+    "logits",
+    "inputs of layers",
+    "the layer that is computed again",
+    "libraries",
     SUGGESTED,
     EVIDENCE,
 )
@@ -104,15 +126,80 @@ TITLES = (
 BYTES = tuple(name for name in COMPARED_FIGURES if "bytes" in name)
 
 
-def page(report: CostReport, machine: Machine | None) -> str:
+def page(
+    report: CostReport, machine: Machine | None, speculation: Speculation | None = None
+) -> str:
     """Return the full text for one model."""
     blocks = [_head(report), _parts(report), _costs(report)]
     if machine is not None:
-        blocks.append(_bounds(report, machine))
-    if report.model.notes:
-        notes = (f"- {_note(note)}" for note in report.model.notes)
+        blocks.append(_bounds(report, machine, speculation))
+    if report.notes:
+        notes = (f"- {_note(note)}" for note in report.notes)
         blocks.append("\n".join(_lines(notes, indent="", hang="  ")))
     return "\n\n".join(blocks)
+
+
+def training_page(report: TrainingReport, machine: Machine | None) -> str:
+    """Return the text for a training step of one model."""
+    run = report.run
+    head = translate(
+        "training {model}: {trained} trained, {cards} with {batch} of {seq} tokens each, "
+        "{optimizer}, {precision}, ZeRO {zero}, checkpointing {checkpointing}",
+        model=report.model.name,
+        trained=translate_count(report.trained, "parameter"),
+        cards=translate_count(run.cards, "card"),
+        batch=translate_count(run.batch, "sequence"),
+        seq=f"{run.seq:,}",
+        optimizer=run.optimizer,
+        precision=run.precision,
+        zero=run.zero,
+        checkpointing=run.checkpointing,
+    )
+    sizes = {**report.state_bytes, **report.activation_bytes}
+    rows = [(translate_title("on each card"), "")]
+    rows += [(translate_title(name), units.size(n)) for name, n in sizes.items()]
+    rows.append((translate_title("libraries"), units.size(LIBRARIES)))
+    rows.append((translate("all"), units.size(report.peak_bytes)))
+    lines = [
+        translate("a step: {flops} on each card", flops=units.count(report.step_flops, "FLOP"))
+    ]
+    if run.cards > 1:
+        lines.append(translate("a card sends {size} a step", size=units.size(report.sent_bytes)))
+    if machine is not None:
+        fit = report.fit(machine)
+        lines.append(
+            translate(
+                "on {machine}: {share} % of its {memory} are {usable}: {verdict}",
+                machine=translate(machine.name),
+                share=f"{100 * fit.runtime.utilization:.4g}",
+                memory=units.size(fit.memory),
+                usable=units.size(fit.usable),
+                verdict=translate(fit.verdict)
+                if fit.verdict
+                else translate("its size is not known"),
+            )
+        )
+        lines.append(
+            translate(
+                "at best {n} tokens/s, {each} on each card; published trainings of dense models on "
+                "A100 reach 50 to 63 % of that",
+                n=f"{report.tokens_per_second(machine):,.4g}",
+                each=f"{report.tokens_per_second(machine) / run.cards:,.4g}",
+            )
+        )
+    lines.append(
+        translate(
+            "not counted: fragmentation, buffers of messages, copies of the data, norms that store "
+            "their input twice; in latent attention the latent of queries"
+        )
+    )
+    return "\n\n".join(
+        [
+            wrap(head, line_width(), hang="  "),
+            format_table(rows, width=line_width()),
+            "\n".join(_lines(lines, indent="")),
+        ]
+    )
 
 
 def _work_title(title: str, batch: int) -> str:
@@ -202,13 +289,16 @@ def _costs(report: CostReport) -> str:
 
 def _setting_line(report: CostReport) -> str:
     setting = report.setting
-    return translate(
+    line = translate(
         "context {context}, batch {batch}, weights {weights}, cache {cache}",
         context=f"{setting.context:,}",
         batch=setting.batch,
         weights=report.weight_format,
         cache=setting.format.name,
     )
+    if setting.shared_prefix:
+        line += translate(", shared prefix {n}", n=f"{setting.shared_prefix:,}")
+    return line
 
 
 def _bytes_and_intensity(count: int, moved: int) -> str:
@@ -218,16 +308,17 @@ def _bytes_and_intensity(count: int, moved: int) -> str:
     )
 
 
-def _bounds(report: CostReport, machine: Machine) -> str:
-    rate = units.count(machine.rate(report.setting.dtype), "FLOP/s")
+def _bounds(report: CostReport, machine: Machine, speculation: Speculation | None) -> str:
+    rate = units.count(machine.rate(report.compute_format), "FLOP/s")
     lines = [
         translate(
             "on {machine} at best: {bandwidth}, {rate}",
-            machine=translate(machine.name),
+            machine=translate(machine.label),
             bandwidth=units.rate(machine.bandwidth),
             rate=rate,
         ),
         f"({machine.source})",
+        *_division(report, machine),
         translate("weights and cache are {fit}", fit=_fit(report, machine)),
         *(
             [translate("(memory: {source})", source=machine.memory_source)]
@@ -244,11 +335,107 @@ def _bounds(report: CostReport, machine: Machine) -> str:
             seconds=units.seconds(bound.seconds),
             by=translate_title(bound.by),
         )
-        if what == "decode":
-            tokens_per_second = report.setting.batch / bound.seconds
-            line += translate(", {n} tokens/s", n=f"{tokens_per_second:,.4g}")
-        lines.append(line)
+        tokens = report.setting.batch if what == "decode" else report.prompt_tokens
+        line += translate(", {n} tokens/s", n=f"{tokens / bound.seconds:,.4g}")
+        work: Work = "decode" if what == "decode" else "prefill"
+        lines += [line, *_reached(reached(report, machine, work), tokens / bound.seconds)]
+    if speculation is not None:
+        lines.append(_speculation(speculation, machine))
     return "\n".join([wrap(lines[0], line_width(), hang="  "), *_lines(lines[1:])])
+
+
+def _division(report: CostReport, machine: Machine) -> list[str]:
+    """Describe how several cards divide a model, and what stays with the host."""
+    lines, cards = [], machine.cards
+    if machine.host is not None:
+        lines.append(
+            translate(
+                "experts ({size}) stay in the memory of the host, which is read at {rate}, after "
+                "what the card does and not beside it",
+                size=units.size(report.expert_bytes()),
+                rate=units.rate(machine.host),
+            )
+        )
+    if cards == 1:
+        return lines
+    shares = sorted({mixer.cache_shares(cards) for mixer in report.model.mixers})
+    held = report.held_bytes(cards) - -(-report.weight_bytes // cards)
+    lines.append(
+        translate(
+            "tensor parallel: each of {cards} cards holds 1/{cards} of the weights, and {held} of "
+            "{all} of cache, which is cut into parts: {shares}",
+            cards=cards,
+            held=units.size(held),
+            all=units.size(report.kv_bytes),
+            shares=", ".join(map(str, shares)),
+        )
+    )
+    batch = largest_batch(report, machine, by_sequence=True)
+    if batch and min(shares, default=cards) < cards:
+        lines.append(
+            translate(
+                "a latent, or a head that fewer cards could hold, is on several cards; if cards "
+                "divide the sequences in attention instead (data parallel attention), the batch "
+                "that fits is {batch}",
+                batch=_limit(batch, MAX_BATCH),
+            )
+        )
+    link = machine.link_rate
+    lines.append(
+        translate("a card sends {rate}, two sums in each layer", rate=units.rate(link))
+        if link is not None
+        else translate("messages between cards are not counted: give their rate with --link")
+    )
+    return lines
+
+
+def _reached(measured: Reached | None, most: float) -> list[str]:
+    """Describe what engines reach of a bound of so many tokens a second."""
+    if measured is None:
+        return []
+    low, high = measured.low, measured.high
+    values = {
+        "kind": translate_title(measured.kind),
+        "range": _span(f"{100 * low:.0f}", f"{100 * high:.0f}") + " %",
+        "speeds": _span(f"{low * most:,.3g}", f"{high * most:,.3g}"),
+        "n": len(measured.measurements),
+        "engines": ", ".join(sorted({x.source.partition(",")[0] for x in measured.measurements})),
+    }
+    if measured.same_machine:
+        return [
+            translate(
+                "published measurements of {kind} on this card reach {range} of that, {speeds} "
+                "tokens/s ({n} of {engines})",
+                **values,
+            )
+        ]
+    return [
+        translate(
+            "published measurements of {kind} on other cards reach {range} of that, {speeds} "
+            "tokens/s ({n} of {engines}); of this one none is stored",
+            **values,
+        )
+    ]
+
+
+def _span(low: str, high: str) -> str:
+    """Format a range, or one number."""
+    return low if low == high else translate("{low} to {high}", low=low, high=high)
+
+
+def _speculation(speculation: Speculation, machine: Machine) -> str:
+    """Describe the bound of speculative decoding."""
+    seconds = speculation.seconds(machine)
+    return translate(
+        "decode with {draft}, which proposes {k} tokens, each accepted with probability {a}: "
+        "{expected} tokens a pass, {seconds} a token, {n} tokens/s",
+        draft=speculation.draft.model.name,
+        k=speculation.tokens,
+        a=f"{speculation.accepted:g}",
+        expected=f"{speculation.tokens_a_pass:.3g}",
+        seconds=units.seconds(seconds),
+        n=f"{speculation.target.setting.batch / seconds:,.4g}",
+    )
 
 
 def _fit(report: CostReport, machine: Machine) -> str:
@@ -277,17 +464,30 @@ def _fit(report: CostReport, machine: Machine) -> str:
 
 
 def _limits(report: CostReport, machine: Machine) -> list[str]:
-    """Describe the longest context and the largest batch that fit, where the memory is known."""
+    """Describe the longest context and the largest batch that fit, where the memory is known, and
+    the speed of that batch.
+    """
     batch, context = largest_batch(report, machine), largest_context(report, machine)
     if not batch or not context:
         return []
-    return [
+    lines = [
         translate(
             "context that fits: {context}; batch that fits: {batch}",
             context=_limit(context, report.model.max_context or MAX_CONTEXT),
             batch=_limit(batch, MAX_BATCH),
         )
     ]
+    if report.model.decodes and batch < MAX_BATCH:
+        full = CostReport(report.model, replace(report.setting, batch=batch))
+        rate = batch / roofline_bounds(full, machine)["decode"].seconds
+        lines.append(
+            translate(
+                "with that batch at best {each} tokens/s for each sequence, {all} in all",
+                each=f"{rate / batch:,.3g}",
+                all=f"{rate:,.4g}",
+            )
+        )
+    return lines
 
 
 def ranks_page(plan: RanksReport, method: str | None = None) -> str:
@@ -347,14 +547,14 @@ def comparison(reports: Sequence[CostReport], machine: Machine | None) -> str:
     setting, notes = reports[0].setting, []
     if machine is not None:
         fits = [memory_fit(report, machine).verdict for report in reports]
-        title = translate("fits {machine}", machine=machine.name)
+        title = translate("fits {machine}", machine=machine.label)
         rows.append([title, *map(_yes_no_unknown, fits)])
         for what, seconds in best_times(reports, machine).items():
             cells = [translate("does not fit") if t is None else units.seconds(t) for t in seconds]
             known = [t for t in seconds if t is not None]
             ratio = [_ratio(*known) if len(known) == 2 else "-"] if pair else []
             title = translate(
-                "{what} on {machine}", what=translate_title(what), machine=machine.name
+                "{what} on {machine}", what=translate_title(what), machine=machine.label
             )
             rows.append([title, *cells, *ratio])
         notes = [f"{machine.name}: {_machine_source(machine)}"]

@@ -14,7 +14,9 @@ from torch import Tensor
 
 import regard
 from regard.cli.app import run
-from regard.errors import ArgumentError, FileError
+from regard.errors import FileError
+from regard.nn.weights import stored_modules
+from tests.cli.test_few_bit_models import small_model, write_as_gguf
 
 Q, UP = "model.layers.0.self_attn.q_proj", "model.layers.1.mlp.up_proj"
 EMBED, NORM = "model.embed_tokens", "model.norm"
@@ -134,10 +136,56 @@ def test_a_quantized_base_is_merged_as_plain_numbers(base: Path, tmp_path: Path)
     assert_weight(model, STORED, exact + 1.5 * B @ A)
     assert model.converted is not None
     assert model.converted.converted == 1
-    (int8 := tmp_path / "int8").mkdir()
-    regard.load(base, weights="int8").save(int8 / "model")
-    with pytest.raises(ArgumentError, match="weights in fewer bits"):
-        regard.load(int8 / "model", adapter=folder)
+
+
+def dequantized_copy(few: Any, plain: Any, folder: Path) -> Path:
+    """The model with the same numbers in fp32, saved."""
+    values = dict(stored_modules(few.decoder)) | dict(few.decoder.named_parameters())
+    for name, x in plain.decoder.named_parameters():
+        value = values[name]
+        x.data.copy_(value if isinstance(value, Tensor) else value.dequantize())
+    written: Path = plain.save(folder)
+    return written
+
+
+@pytest.mark.parametrize("form", ["int8", "int4", "gguf"])
+def test_matrices_in_few_bits_that_change_are_dequantized_first(form: str, tmp_path: Path) -> None:
+    wide = small_model().save(tmp_path / "wide")
+    if form == "gguf":
+        source = write_as_gguf(small_model(), tmp_path / "gguf")
+    else:
+        source = regard.load(wide, weights=form).save(tmp_path / form)
+    few = regard.load(source)
+    plain = dequantized_copy(few, small_model(), tmp_path / "plain")
+    tensors = low_rank(plain, Q) | low_rank(plain, UP)
+    norm = drawn(len(few.decoder.norm.weight), seed=5)
+    tensors[f"base_model.model.{NORM}.weight"] = norm
+    folder = adapter(tmp_path / "lora", tensors, modules_to_save=["norm"])
+    mine, exact = (regard.load(x, adapter=folder) for x in (source, plain))
+    records, before = dict(stored_modules(mine.decoder)), dict(stored_modules(few.decoder))
+    changed = {f"{OURS[name]}.weight" for name in (Q, UP)}
+    assert before.keys() - records.keys() == changed
+    for name, record in records.items():
+        assert record.tensors().keys() == before[name].tensors().keys()
+        for key, x in record.tensors().items():
+            assert torch.equal(x, before[name].tensors()[key])
+    for name in (*changed, f"{NORM.removeprefix('model.')}.weight"):
+        parameters = (x.decoder.get_parameter(name) for x in (mine, exact))
+        assert torch.equal(*parameters)
+    sizes = sum(before[name].bytes for name in changed), sum(records_size(exact, changed))
+    assert mine.converted == ("int8" if form == "gguf" else form, 2, len(before), *sizes)
+    ids = torch.arange(3, 20)[None]
+    want = exact(ids)
+    assert (mine(ids) - want).abs().max() <= 1e-5 * want.abs().max()
+    assert (few(ids) - want).abs().max() > 1e-2 * want.abs().max()
+    far = {name.replace("layers.0", "layers.77"): x for name, x in tensors.items()}
+    with pytest.raises(FileError, match=r"which .* does not have"):
+        regard.load(source, adapter=adapter(tmp_path / "far", far, modules_to_save=["norm"]))
+
+
+def records_size(model: Any, names: set[str]) -> list[int]:
+    """The bytes of parameters in fp32."""
+    return [4 * model.decoder.get_parameter(name).numel() for name in names]
 
 
 def test_an_adapter_beside_its_base_is_merged_on_request(
@@ -188,19 +236,32 @@ def test_what_contradicts_itself_or_is_unknown_is_refused(base: Path, tmp_path: 
 @pytest.mark.full
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 @pytest.mark.parametrize("dora", [False, True])
-@pytest.mark.parametrize("name", ["Llama", "GPT2"])
-def test_peft_merges_the_same(name: str, dora: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("form", [None, "int8", "int4"])
+@pytest.mark.parametrize("name", ["Llama", "GPT2", "Phi3"])
+def test_peft_merges_the_same(name: str, form: str | None, dora: bool, tmp_path: Path) -> None:
     peft = pytest.importorskip("peft", reason="pip install --no-deps peft accelerate")
     from tests.parity.families.harness import theirs
 
+    llama = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 2}
     sizes = {
-        "Llama": {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 2},
+        "Phi3": llama | {"num_key_value_heads": 1, "pad_token_id": 0},
+        "Llama": llama,
         "GPT2": {"n_embd": 32, "n_head": 2, "n_layer": 2, "n_positions": 32},
     }[name]
-    head = "ForCausalLM" if name == "Llama" else "LMHeadModel"
+    head = "LMHeadModel" if name == "GPT2" else "ForCausalLM"
     model = theirs(name, {"vocab_size": 40, "num_hidden_layers": 2} | sizes, head=head)
-    model.save_pretrained(tmp_path / "base")
-    targets = ["q_proj", "down_proj"] if name == "Llama" else ["c_attn", "mlp.c_proj"]
+    base = tmp_path / "base"
+    model.save_pretrained(base)
+    if form is not None:
+        few = regard.load(base, weights=form)
+        plain = dequantized_copy(few, regard.load(base), tmp_path / "plain")
+        model.load_state_dict(load_file(plain / "model.safetensors"), strict=False)
+        base = few.save(tmp_path / "few")
+    targets = {
+        "Llama": ["q_proj", "down_proj"],
+        "GPT2": ["c_attn", "mlp.c_proj"],
+        "Phi3": ["qkv_proj", "gate_up_proj"],
+    }[name]
     config = peft.LoraConfig(
         r=4,
         lora_alpha=6,
@@ -219,8 +280,11 @@ def test_peft_merges_the_same(name: str, dora: bool, tmp_path: Path) -> None:
             noise = drawn(*parameter.shape, seed=seed)
             parameter.data = noise if "magnitude" not in key else 1 + noise
     tuned.save_pretrained(tmp_path / "lora")
-    mine = regard.load(tmp_path / "base", adapter=tmp_path / "lora")
+    mine = regard.load(base, adapter=tmp_path / "lora")
     ids = torch.arange(3, 20)[None]
     exact = tuned.merge_and_unload()(input_ids=ids, use_cache=False).logits
     assert (mine(ids) - exact).abs().max() <= 1e-5 * exact.abs().max()
-    assert (regard.load(tmp_path / "base")(ids) - exact).abs().max() > 1e-2 * exact.abs().max()
+    if form is not None:
+        assert mine.converted is not None
+        assert mine.converted.converted == {"Llama": 5, "GPT2": 4, "Phi3": 10}[name]
+    assert (regard.load(base)(ids) - exact).abs().max() > 1e-2 * exact.abs().max()

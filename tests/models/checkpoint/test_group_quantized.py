@@ -23,6 +23,16 @@ from regard.models.checkpoint.group_quantized import (
     unpack_gptq,
     unpack_words,
 )
+from regard.models.checkpoint.quantization_settings import (
+    GROUP,
+    READ,
+    UNREAD,
+    WEIGHTS,
+    check_keys,
+    check_method,
+    compressed_weights,
+)
+from regard.models.checkpoint.quantized import READERS
 from tests.oracles import moe as oracle
 
 Tensors = dict[str, Tensor]
@@ -385,6 +395,16 @@ def test_what_is_not_supported_is_refused(tmp_path: Path) -> None:
         ({"quant_method": "awq", "bits": 8}, "bits 8; supported: 4"),
         ({**GPTQ, "group_size": 64}, "of 4 groups of 64 inputs"),
         ({**GPTQ, "dynamic": {"-:.*": {}}}, "the dynamic"),
+        ({**GPTQ, "adapter": {"name": "lora"}}, "the adapter"),
+        ({**GPTQ, "pack_dtype": "int64"}, "the pack_dtype 'int64'"),
+        ({**GPTQ, "format": "gptq", "checkpoint_format": "gptq_v2"}, "two values of one setting"),
+        ({"quant_method": "awq", "bits": 4, "zero_point": False}, "the zero_point False"),
+        ({"quant_method": "awq", "bits": 4, "backend": "llm-awq"}, "the layout 'llm-awq'"),
+        ({**FP8, "fmt": "e5m2"}, "the fmt 'e5m2'"),
+        ({**FP8, "expert_dtype": "fp4"}, "the expert_dtype 'fp4'"),
+        (scheme(4, "pack-quantized") | {"moe_sparsity_config": {"a": 1}}, "moe_sparsity_config"),
+        (scheme(4, "pack-quantized") | {"sparsity_config": {"format": "2:4"}}, "sparsity_config"),
+        (scheme(4, "pack-quantized", strategy="token"), "the strategy 'token'"),
         (scheme(4, "pack-quantized") | {"transform_config": {"u": 1}}, "transform_config"),
         ({"quant_method": "awq", "bits": 4, "version": "gemv"}, "the layout 'gemv'"),
         ({"quant_method": "gptq", "bits": 4, "checkpoint_format": "marlin"}, "layout 'marlin'"),
@@ -428,6 +448,115 @@ def test_contradictions_of_settings_and_tensors_are_refused(tmp_path: Path) -> N
     rows["weight_format"] = torch.tensor(2, dtype=torch.uint8)
     with pytest.raises(FileError, match="weight_format is 2"):
         regard.load(folder_with(tmp_path / "e", rows, CASES["bitsandbytes-8"].settings))
+
+
+OF_METHOD = {
+    "gptq": "gptq-4",
+    "awq": "awq",
+    "compressed-tensors": "packed-4",
+    "fp8": "fp8-blocks",
+    "fbgemm_fp8": "fp8-rows",
+    "bitsandbytes": "nf4",
+    "mxfp4": None,
+}
+"""`quant_method` -> a case of it; test_quantized_folders.py has mxfp4."""
+
+
+def test_every_method_is_in_both_tables() -> None:
+    assert READERS.keys() == OF_METHOD.keys() == READ.keys() - {GROUP, WEIGHTS}
+
+
+UNREAD_KEYS = dict.fromkeys((key for keys in UNREAD.values() for key in keys), "x")
+
+
+@pytest.mark.parametrize("method", READ)
+def test_a_key_that_nobody_knows_is_refused(method: str, tmp_path: Path) -> None:
+    check_keys(tmp_path, method, UNREAD_KEYS)
+    for key in ("zzz", f"{next(iter(READ[method] or UNREAD_KEYS))}_"):
+        with pytest.raises(FileError, match=f"unknown key '{key}'"):
+            check_keys(tmp_path, method, {**UNREAD_KEYS, key: None})
+
+
+@pytest.mark.full(keep=1)
+@pytest.mark.parametrize("method", [x for x, name in OF_METHOD.items() if name])
+def test_keys_that_are_not_read_change_nothing(method: str, tmp_path: Path) -> None:
+    make, settings, *_ = CASES[str(OF_METHOD[method])]
+    tensors, exact = make()
+    folder = folder_with(tmp_path, tensors, {**UNREAD_KEYS, **settings})
+    found = regard.load(folder).decoder.get_submodule(QUERIES).weight
+    assert (found - exact).abs().max() <= 2**-22 * exact.abs().max()
+    write_settings(folder, {**settings, "a_key_that_nobody_knows": 1})
+    with pytest.raises(FileError, match="unknown key 'a_key_that_nobody_knows'"):
+        regard.load(folder)
+
+
+@pytest.mark.parametrize("place", [GROUP, WEIGHTS])
+def test_keys_inside_groups_are_checked(place: str, tmp_path: Path) -> None:
+    settings = scheme(4, "pack-quantized")
+    assert compressed_weights(tmp_path, settings)[0]["num_bits"] == 4
+    group = settings["config_groups"]["group_0"]
+    (group if place == GROUP else group["weights"])["zzz"] = 1
+    with pytest.raises(FileError, match="unknown key 'zzz'"):
+        compressed_weights(tmp_path, settings)
+
+
+@pytest.mark.parametrize(
+    "method", ["quanto", "torchao", "hqq", "eetq", "aqlm", "auto-round", "modelopt", GROUP, 3]
+)
+def test_other_methods_are_refused_by_name(method: object, tmp_path: Path) -> None:
+    with pytest.raises(FileError, match=f"quant_method '?{method}.*in a GGUF file"):
+        check_method(tmp_path, method)
+
+
+def test_a_key_that_is_nearly_known_is_named(tmp_path: Path) -> None:
+    with pytest.raises(FileError, match=r"unknown key 'desc_akt'.*'desc_act'"):
+        check_keys(tmp_path, "gptq", {"desc_akt": True})
+
+
+@pytest.mark.full(keep=3)
+@pytest.mark.parametrize(
+    "name, change, match",
+    [
+        ("gptq-8", {"bits": 4}, "a packed matrix and the scales"),
+        ("gptq-4", {"bits": 8}, "a packed matrix and the scales"),
+        ("packed-8", scheme(4, "pack-quantized", group_size=128), "2 groups for 512 inputs"),
+        ("packed-4", scheme(4, "pack-quantized", group_size=64), "8 groups for 256 inputs"),
+        ("packed-4", scheme(4, "pack-quantized", symmetric=True), "symmetric is true"),
+        ("packed-8", scheme(8, "pack-quantized", symmetric=False), "contradicts config_groups"),
+        ("packed-8", scheme(8, "pack-quantized", actorder="group"), "contradicts config_groups"),
+        ("int-8", scheme(8, "int-quantized", "float"), "int8, int of 8 bits.*float of 8 bits"),
+        ("float-blocks", scheme(8, "float-quantized"), "float of 8 bits.*int of 8 bits"),
+        ("nvfp4", scheme(8, "naive-quantized", "float"), "float of 4 bits.*float of 8 bits"),
+        ("nf4", {"load_in_8bit": True}, "load_in_8bit True, .* 1 matrices of 4 bits"),
+        ("bitsandbytes-8", {"load_in_8bit": False, "load_in_4bit": True}, "and 1 of 8"),
+        ("nf4", {"bnb_4bit_use_double_quant": True}, "bnb_4bit_use_double_quant True"),
+    ],
+)
+def test_settings_that_contradict_the_tensors(
+    name: str, change: dict[str, Any], match: str, tmp_path: Path
+) -> None:
+    make, settings, *_ = CASES[name]
+    tensors, _ = make()
+    tensors.pop("weight_shape", None)
+    with pytest.raises(FileError, match=match):
+        regard.load(folder_with(tmp_path, tensors, {**settings, **change}))
+
+
+def test_scales_of_activations_keys_and_values_are_left(tmp_path: Path) -> None:
+    """What a file stores for rounding that is not done belongs to a module with a matrix."""
+    make, settings, *_ = CASES["packed-4"]
+    tensors, exact = make()
+    folder = folder_with(tmp_path, tensors, {**settings, "kv_cache_scheme": {"num_bits": 8}})
+    stored = load_file(folder / "model.safetensors")
+    about = {f"{STORED}.output_scale": torch.ones(1)}
+    about[f"{STORED.rpartition('.')[0]}.k_scale"] = torch.ones(1)
+    save_file(stored | about, folder / "model.safetensors", metadata={"format": "pt"})
+    weight = regard.load(folder).decoder.get_submodule(QUERIES).weight
+    assert torch.equal(weight, exact.float())
+    far = {"model.layers.1.self_attn.k_scale": torch.ones(1)}
+    save_file(stored | far, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(FileError, match=r"layers\.1\.self_attn\.k_scale"):
+        regard.load(folder)
 
 
 def test_sizes_that_do_not_fit_are_refused() -> None:

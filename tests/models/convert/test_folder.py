@@ -135,7 +135,7 @@ def test_latents_of_a_trained_model_lose_less_than_half_the_heads(tmp_path: Path
     tries = {
         "mla": ConversionOptions(to="mla", rank=96),
         "svd": ConversionOptions(kv_heads=2, pooling="svd"),
-        "mean": ConversionOptions(kv_heads=2),
+        "mean": ConversionOptions(kv_heads=2, pooling="mean"),
     }
     found = {
         name: convert("tiny", tmp_path / name, wanted, tokens=300) for name, wanted in tries.items()

@@ -277,3 +277,38 @@ def test_weights_must_be_of_the_model() -> None:
         rebuild(held.config, weights)
     with pytest.raises(AssertionError, match="the network has no parameters"):
         rebuild(held.config, held.weights() | {"embed.positional.weight": torch.ones(3)})
+
+
+def test_measured_inputs_weight_what_is_lost() -> None:
+    """Values pooled on ids: the error of the report is that of the outputs for the real inputs, and
+    less than without ids, whose report is of other inputs.
+    """
+    before = biased()
+    ids = some.ids(before)
+    seen = {}
+    for i, layer in enumerate(before.network.layers):
+
+        def keep(_: Any, inputs: Any, i: int = i) -> None:
+            seen.setdefault(i, inputs[0].flatten(0, 1))
+
+        layer.attention.register_forward_pre_hook(keep)
+    some.logits(before)
+
+    def lost(after: Checkpoint, i: int) -> float:
+        x = torch.cat([seen[i], torch.ones(len(seen[i]), 1).double()], 1)
+        old, new = (AttentionMaps.of(c.network.layers[i]) for c in (before, after))
+        wrong, whole = 0.0, 0.0
+        for h in range(len(old.q)):
+            was = x @ (old.o[h] @ old.v[h // old.share]).mT
+            now = x @ (new.o[h] @ new.v[h // new.share]).mT
+            wrong, whole = (
+                wrong + float((was - now).square().sum()),
+                whole + float(was.square().sum()),
+            )
+        return (wrong / whole) ** 0.5
+
+    on_inputs, step = to_groups(before, 1, "svd", ids)
+    without, _ = to_groups(before, 1, "svd")
+    for i, errors in enumerate(step.layers):
+        assert errors.values == pytest.approx(lost(on_inputs, i), rel=0.02), "but for the ridge"
+        assert lost(on_inputs, i) < 0.98 * lost(without, i)

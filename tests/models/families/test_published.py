@@ -29,7 +29,8 @@ PUBLISHED: dict[str, dict[str, Any]] = json.loads(DATA.read_text("utf-8"))
 """Each file, or what differs from the file that it is like, and the parameters of the model.
 
 Those of gemma-3-4b are the report's 3209M and the embedding's 262208 x 2560, without the 420M that
-see; those of opus-mt-en-de are the file's without two tables of sinusoids.
+see; those of gemma-4-26B-A4B are transformers' on "meta" and its 30 numbers of layers; those of
+opus-mt-en-de are the file's without two tables of sinusoids.
 """
 
 
@@ -68,6 +69,14 @@ def test_gemmas() -> None:
     scalings = [block.attention.project.q.steps[-1].scaling for block in network.layers]
     assert [i for i, scaling in enumerate(scalings) if scaling is not None] == [5, 11, 17, 23, 29]
     assert scalings[5].factor == 8.0
+    raw = raw_of("gemma-4-26B-A4B")
+    config = parse(family("gemma4").config, raw)
+    assert config.experts == (128, 8, 704)
+    text = {**raw["text_config"], "hidden_size_per_layer_input": None}  # as other files say 0
+    assert parse(family("gemma4").config, {**raw, "text_config": text}) == config
+    text["num_experts"] = None
+    with pytest.raises(ArgumentError, match="enable_moe_block is true, with num_experts None"):
+        parse(family("gemma4").config, {**raw, "text_config": text})
 
 
 def test_the_others() -> None:

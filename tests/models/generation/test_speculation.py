@@ -4,6 +4,7 @@ it gives without; a wrong rule of acceptance is found.
 
 from __future__ import annotations
 
+import copy
 from collections import Counter
 from typing import Any
 
@@ -22,9 +23,13 @@ from regard.models.generation.speculation import (
     Lookup,
     Speculation,
     SpeculativeSession,
+    weight_bytes,
 )
 from regard.nn.variants import build
+from regard.nn.weights import can_store_weight, store_weight
+from regard.ops.stored_weights import Int8Weight
 from regard.positions import DynamicNTK
+from tests.cli.test_few_bit_models import small_model
 from tests.models import small
 from tests.models.generation.stacks import following, held, stack
 
@@ -50,6 +55,11 @@ def test_a_lookup_is_its_definition(ids: list[int], pieces: list[int]) -> None:
     for n in [*pieces, len(ids)]:
         end += n
         assert lookup.propose(ids[:end], n % 8) == definition(ids[:end], n % 8)
+
+
+def test_a_lookup_takes_the_last_place() -> None:
+    """The three last tokens occurred twice; what followed them the second time is proposed."""
+    assert Lookup().propose([1, 2, 3, 7, 1, 2, 3, 8, 1, 2, 3], 2) == [8, 1]
 
 
 CHOICES: list[dict[str, Any]] = [
@@ -164,6 +174,7 @@ class Chain(DecodeSession):
 
     def __init__(self, table: Tensor) -> None:
         self.table, self.device, self._prefix, self._caches = table, torch.device("cpu"), None, []
+        self._decoder = small_model().decoder  # its size is all that is read of it
 
     def append(self, ids: Tensor) -> Tensor:  # type: ignore[override]
         return self.table[ids[0, -1:]]
@@ -256,21 +267,33 @@ def test_draws_have_the_distribution_and_a_wrong_rule_has_not() -> None:
 # ---- how many tokens are proposed
 
 
-def test_proposals_that_are_wrong_cost_little_and_right_ones_become_long() -> None:
-    bad, lost, passes = Speculation(0.0), 0.0, 0
+def test_passes_cost_what_their_weights_do() -> None:
+    model = small_model().decoder
+    assert weight_bytes(model) == 4
+    assert weight_bytes(model.bfloat16()) == 2
+    few = copy.deepcopy(small_model().decoder)
+    for module in few.modules():
+        if can_store_weight(module):
+            store_weight(module, Int8Weight.quantize(module.weight, dtype=torch.float32))
+    assert weight_bytes(few) == 1
+
+
+@pytest.mark.parametrize("size", COSTS)
+def test_proposals_that_are_wrong_cost_little_and_right_ones_become_long(size: int) -> None:
+    bad, lost, passes = Speculation(0.0, size), 0.0, 0
     for n in range(1, 400):
         if k := bad.length():
             bad.learn(k, 0)
-            lost, passes = lost + COSTS[k] - 1, passes + 1
+            lost, passes = lost + COSTS[size][k] - 1, passes + 1
         assert lost <= 1.001 + 0.01 * n
     assert passes > 3, "it is tried again"
-    good = Speculation(0.0)
+    good = Speculation(0.0, size)
     lengths = []
     for _ in range(20):
         lengths.append(good.length())
         good.learn(lengths[-1], lengths[-1])
-    assert lengths[-1] == len(COSTS) - 1
-    assert Speculation(1.0).length() == 0, "a draft as slow as the model never pays"
+    assert lengths[-1] == len(COSTS[size]) - 1
+    assert Speculation(1.0, size).length() == 0, "a draft as slow as the model never pays"
 
 
 # ---- refusals

@@ -37,6 +37,9 @@ SMALL: dict[str, Any] = {
 }
 
 
+ROUTER = "layers.*.feed_forward.router"
+
+
 def whole_rotation(network: Any) -> None:
     for block in network.layers[2::2]:
         block.attention.project.q.steps[-1] = Rotary(8, 1e6)
@@ -78,7 +81,33 @@ CASES = {
         start=200,
         kind="TextConfig",
     ),
+    "as 26B-A4B": Case(
+        "Gemma4",
+        SMALL
+        | {
+            "attention_k_eq_v": True,
+            "hidden_size_per_layer_input": 0,
+            "num_kv_shared_layers": 0,
+            "enable_moe_block": True,
+            "num_experts": 5,
+            "top_k_experts": 2,
+            "moe_intermediate_size": 12,
+        },
+        (
+            *OF_BOTH,
+            on(ROUTER, "inputs alike", lambda router: router.input_scale.fill_(1)),
+            on(ROUTER, "experts alike", lambda router: router.expert_scale.fill_(1)),
+            put(ROUTER, k=1),
+            swap("layers.*.feed_forward", "norm", "after"),
+            swap("layers.*.feed_forward", "dense_norm", "norm"),
+            zeros("layers.*.feed_forward.dense.down.weight"),
+        ),
+        start=200,
+        kind="TextConfig",
+    ),
 }
 
 
-test_every_family, test_wrong_variants_are_far = parity_tests(CASES, keep=["as E2B"], keep_wrong=1)
+test_every_family, test_wrong_variants_are_far = parity_tests(
+    CASES, keep=["as E2B", "as 26B-A4B"], keep_wrong=1
+)

@@ -254,6 +254,22 @@ FAMILIES: dict[str, Case] = {
             one_expert_less,
         ),
     ),
+    "ernie4_5_moe, biases": Case(
+        "Ernie4_5_Moe",
+        {
+            "use_bias": True,
+            "moe_num_experts": 5,
+            "moe_k": 2,
+            "moe_intermediate_size": 12,
+            "moe_num_shared_experts": 2,
+        },
+        (
+            zeros("layers.*.feed_forward.shared.down.bias"),
+            zeros("layers.0.feed_forward.up.bias"),
+            zeros("layers.*.attention.output.bias"),
+            zeros("head.bias"),
+        ),
+    ),
     "exaone4": Case(
         "Exaone4",
         {

@@ -13,12 +13,18 @@ import torch
 from safetensors.torch import load_file
 
 import regard
-from regard.configs.reader import parse
+from regard.configs.reader import parse, sizes_config
 from regard.errors import ArgumentError
 from regard.models.families import family
 from regard.models.model import Model
 from regard.models.save import save
-from tests.parity.families import test_gated_delta_hybrids, test_gemma, test_gemma4, test_llama4
+from tests.parity.families import (
+    test_deepseek,
+    test_gated_delta_hybrids,
+    test_gemma,
+    test_gemma4,
+    test_llama4,
+)
 from tests.parity.families.harness import assert_near, ids_of, saved, theirs
 from tests.parity.families.test_llama_relatives import HEAD_DIM, MINISTRAL, SIZES
 
@@ -92,6 +98,16 @@ CASES = {
         SIGHT | {"model_type": "pixtral", "head_dim": 8},
         "ministral3",
     ),
+    "mistral small 4": Seeing(
+        "Mistral3",
+        {
+            "model_type": "mistral4",
+            **test_deepseek.SMALL,
+            "rope_parameters": test_deepseek.YARN | {"llama_4_scaling_beta": 0.1},
+        },
+        SIGHT | {"model_type": "pixtral", "head_dim": 8},
+        "mistral4",
+    ),
     "qwen3_5": Seeing(
         "Qwen3_5",
         QWEN["qwen3_5_text"] | {"rope_parameters": AXES},
@@ -117,6 +133,8 @@ def test_the_language_model_of_a_folder_that_sees(name: str, tmp_path: Path) -> 
     model = theirs(case.name, keys, head="ForConditionalGeneration")
     mine = regard.load(saved(model, tmp_path), kind=Model)
     assert any(case.tower in stored for stored in load_file(tmp_path / "model.safetensors"))
+    raw = json.loads((tmp_path / "config.json").read_text())
+    assert sizes_config(raw).model_types[0] == case.saved_as
     ids = ids_of(model, length=12)  # fewer roundings: theirs cannot run all experts in fp64
     assert_near(mine(ids), model(input_ids=ids, use_cache=False).logits)
     again = tmp_path / "text"
@@ -127,6 +145,6 @@ def test_the_language_model_of_a_folder_that_sees(name: str, tmp_path: Path) -> 
 
 
 def test_another_language_model_is_refused_by_name() -> None:
-    raw = {"model_type": "mistral3", "text_config": {"model_type": "mistral4", **SIZES}}
-    with pytest.raises(ArgumentError, match="'mistral4'"):
+    raw = {"model_type": "mistral3", "text_config": {"model_type": "mistral5", **SIZES}}
+    with pytest.raises(ArgumentError, match="'mistral5'"):
         parse(family("mistral3").config, raw)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, is_dataclass
 from inspect import Parameter
 from typing import Any
 
@@ -286,6 +286,7 @@ class CallKeywords:
     padding_format: MaskFormat | None = None
     fixed: dict[str, object] = field(default_factory=dict)
     required: frozenset[str] = frozenset()
+    container: type[dict[Any, Any] | list[Any]] | None = None
     passed: set[str] = field(default_factory=set, compare=False)
 
     @staticmethod
@@ -334,6 +335,15 @@ class CallKeywords:
     ) -> tuple[str, ...]:
         """Return the names of parameters that no call has passed."""
         return tuple(n for n in signature_parameters if n not in {*self.passed, *token_names})
+
+    def may_hold_cache(self, parameters: Mapping[str, Parameter]) -> tuple[str, ...]:
+        """Return the parameters that may hold a cache: one with such a name, or all that are None
+        by default and have no other role.
+        """
+        if self.memory:
+            return (self.memory,)
+        roles = {value for value in vars(self).values() if isinstance(value, str)}
+        return tuple(n for n, p in parameters.items() if p.default is None and n not in roles)
 
     def _position_arguments(self, inputs: CallInputs, x: Tensor) -> dict[str, object]:
         """Return the arguments for the positions of the tokens."""
@@ -422,6 +432,8 @@ def output_parts(result: object) -> list[Any]:
         result = result.to_tuple()
     if isinstance(result, dict):
         result = tuple(result.values())
+    if is_dataclass(result) and not isinstance(result, type):
+        result = tuple(getattr(result, f.name) for f in fields(result))
     parts = list(result) if isinstance(result, (tuple, list)) else [result]
     if not parts or not isinstance(parts[0], Tensor):
         type_name = type(parts[0]).__name__ if parts else "nothing"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property
 from typing import Any
@@ -92,6 +93,8 @@ class ModuleAdapter(TargetAdapter):
         self.rebuild = rebuild
         self.batch_first = bool(getattr(module, "batch_first", True))
         self.output_format = output_format or OutputFormat()
+        if keywords is None:
+            self.keywords = self._with_container()
         self.accepts = self.keywords.accepts | self._accepted_cache_and_weights()
 
     @property
@@ -254,9 +257,32 @@ class ModuleAdapter(TargetAdapter):
         if reset and not self.keywords.memory:
             getattr(self.module, reset)()
             return CACHE_IN_MODULE
+        if self.keywords.container is not None:
+            return self.keywords.container()
         if self.positions_index_cache:
             return CACHE_IN_MODULE
         return NEW_CACHE
+
+    def _with_container(self) -> CallKeywords:
+        """Return the keywords with the parameter whose empty dictionary or list a call fills with
+        tensors, whatever its name: a cache that the caller holds.
+        """
+        maker = first_known(NEW_CACHE_METHOD_NAMES, dir(self.module))
+        if maker or type(self.module).__module__.startswith(("transformers.", "torch.")):
+            return self.keywords
+        x = self.random_tokens(1, 2, 0).to(self.dtype)
+        tokens = [x if self.batch_first else x.transpose(0, 1)] * max(len(self.token_names), 1)
+        free = (n for n in self.keywords.may_hold_cache(self.known) if n not in self.token_names)
+        for name in free:
+            for container in (dict, list):
+                probed = replace(self.keywords, memory=name, passed=set())
+                held: Any = container()
+                arguments = probed.arguments(CallInputs(memory=held), x, self.dtype)
+                with torch.no_grad(), suppress(Exception):  # refusing a container is no fault
+                    self._run(_copy(self.module), tokens, arguments)
+                if count_elements(held):
+                    return replace(probed, container=container)
+        return self.keywords
 
     @cached_property
     def positions_index_cache(self) -> bool:
@@ -278,7 +304,7 @@ class ModuleAdapter(TargetAdapter):
                 return frozenset()
             names = [n for n, x in _stored_tensors(module).items() if x.ndim >= 3]
             x = self.random_tokens(1, 3, seed).to(self.dtype)
-            inputs = CallInputs(positions=torch.arange(3)[None])
+            inputs = CallInputs(positions=torch.arange(3)[None], memory=CACHE_IN_MODULE)
             tokens = x if self.batch_first else x.transpose(0, 1)
             try:
                 arguments = replace(self.keywords, passed=set()).arguments(inputs, x, self.dtype)

@@ -51,7 +51,7 @@ def import_target(path: str) -> Any:
     if not colon or not module or not name:
         raise ArgumentError(
             f"{path!r} must be package.module:name, such as torch.nn:MultiheadAttention; a model's "
-            "folder or GGUF file is given with --model, and a recording has no code",
+            "folder or GGUF file is given with --model",
             argument="target",
             value=path,
         )

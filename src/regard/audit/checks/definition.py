@@ -53,6 +53,7 @@ FAULT_NAMES = {
     ("softmax", "absent"): "softmax-missing",
     ("softmax", "linear"): "softmax-missing",
     ("softmax", "unnormalized"): "softmax-missing",
+    ("softmax", "exponentials"): "softmax-missing",
     ("softmax", "sigmoid"): "softmax-missing",
     ("softmax", "uniform"): "weights-uniform",
     ("bias", "alibi-grows"): "bias-sign",

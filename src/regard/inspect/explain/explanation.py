@@ -452,6 +452,10 @@ class Explanation:
         ]
         return result
 
+    def __repr__(self) -> str:
+        at = self.where
+        return f"Explanation({at.place}, head {at.head}, query {at.query}, key {at.key})"
+
     def _repr_html_(self) -> str:
         """Return the terminal page as static text, for a notebook."""
         from regard.view.explanation_text import page

@@ -13,7 +13,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
@@ -38,10 +38,13 @@ Metric: TypeAlias = Callable[[Tensor], Tensor | float] | Answer | tuple[Answer, 
 
 
 class NamedMetric(NamedTuple):
-    """A function from the output of a run to a tensor without dimensions, and its name."""
+    """A function from the output of a run to a tensor without dimensions, its name, and whether it
+    reads the last position only.
+    """
 
     name: str
     measure: Callable[[Tensor], Tensor]
+    last_only: bool = False
 
 
 def token_id(run: ModelRun, answer: Answer) -> int:
@@ -122,10 +125,12 @@ def metric_of(run: ModelRun, metric: Metric) -> NamedMetric:
         return NamedMetric(
             Phrase("logit of {names}", names=names),
             lambda output: (last_logits(output)[:, ids[0]] - last_logits(output)[:, ids[1]]).mean(),
+            last_only=True,
         )
     return NamedMetric(
         Phrase("log probability of {names}", names=names),
         lambda output: last_logits(output).float().log_softmax(-1)[:, ids[0]].mean(),
+        last_only=True,
     )
 
 
@@ -193,6 +198,11 @@ class EffectTable:
     notes: tuple[str, ...] = ()
     cells: tuple[tuple[str, ...], ...] = field(default=())
 
+    def __repr__(self) -> str:
+        axes = f"{self.row_axis} x {self.column_axis}"
+        sizes = " x ".join(map(str, self.values.shape))
+        return f"EffectTable({escape_controls(self.title)}: {sizes} numbers, {axes})"
+
     @property
     def share(self) -> Float[np.ndarray, "R C"]:
         """The effects as shares of the distance between both runs: 1 restores the other run's
@@ -218,15 +228,22 @@ class EffectTable:
         >>> table.records()
         [{'layer': '0', 'head': '3', 'effect': 0.5}]
         """
-        records = []
-        for i, j in np.ndindex(*self.values.shape):
-            if math.isnan(self.values[i, j]):
-                continue
-            record = {self.row_axis: self.rows[i], self.column_axis: self.columns[j]}
-            if self.cells:
-                record["text"] = self.cells[i][j]
-            records.append({**record, self.quantity: float(self.values[i, j])})
-        return records
+        cells = np.argwhere(~np.isnan(self.values)).tolist()
+        return [self.record(*cell) for cell in cells]
+
+    def record(self, row: int, column: int) -> dict[str, Any]:
+        """Return one cell as a mapping: its row, its column and the number.
+
+        Args:
+            row, column: indices of the cell.
+
+        Returns:
+            The mapping.
+        """
+        record = {self.row_axis: self.rows[row], self.column_axis: self.columns[column]}
+        if self.cells:
+            record["text"] = self.cells[row][column]
+        return {**record, self.quantity: float(self.values[row, column])}
 
     def top(self, n: int = 10) -> list[dict[str, Any]]:
         """Return the cells with the largest numbers, by their absolute value.
@@ -239,22 +256,32 @@ class EffectTable:
         """
         return sorted(self.records(), key=lambda cell: -abs(cell[self.quantity]))[:n]
 
-    def frame(self) -> Any:
-        """Return the table as a pandas DataFrame, with one line per row and one column per column.
+    def frame(self, library: Literal["pandas", "polars"] = "pandas") -> Any:
+        """Return the table as a data frame, with one line per row and one column per column.
+
+        Args:
+            library: "pandas", whose index has the names of the rows, or "polars", whose first
+                column has them.
 
         Returns:
             The data frame.
 
         Raises:
-            ArgumentError: pandas is not installed.
+            ArgumentError: the library is another one, or is not installed.
         """
+        if library not in ("pandas", "polars"):
+            raise ArgumentError(argument="library", value=library, allowed="pandas or polars")
         try:
-            pandas: Any = importlib.import_module("pandas")
+            module: Any = importlib.import_module(library)
         except ImportError:
             raise ArgumentError(
-                "a data frame needs pandas, which is not installed: python -m pip install pandas; "
-                "without it use records(), values, or to('table.csv')"
+                f"a data frame needs {library}, which is not installed: python -m pip install "
+                f"{library}; without it use records(), values, or to('table.csv')"
             ) from None
+        if library == "polars":
+            columns = dict(zip(self.columns, self.values.T, strict=True))
+            return module.DataFrame({self.row_axis: self.rows, **columns})
+        pandas = module
         index = pandas.Index(self.rows, name=self.row_axis)
         return pandas.DataFrame(
             self.values, index=index, columns=pandas.Index(self.columns, name=self.column_axis)

@@ -14,12 +14,14 @@ from torch import Tensor
 
 from regard.did_you_mean import suggest
 from regard.errors import ArgumentError
+from regard.inspect.interventions.edited_runs import EditedRun, ReportCell, fill_table
 from regard.inspect.interventions.effect_table import EffectTable, Metric, NamedMetric, metric_of
 from regard.inspect.model_run import (
     AnyModel,
     Edit,
     Input,
     ModelRun,
+    check_index,
     check_passed,
     prepare_run,
 )
@@ -40,13 +42,16 @@ def ablate(
     layers: Collection[str | int] | None = None,
     heads: Collection[int] | None = None,
     seed: int = 0,
+    report: ReportCell | None = None,
 ) -> EffectTable:
-    """Replace the output z of one head after the other, and measure the effect of each on a metric.
+    """Replace the output z of one head at a time, and measure the effect of each on a metric.
 
         effect(layer, head) = metric(run with z[:, head] replaced) - metric(unchanged run)
 
     The replacement is 0 ("zero"); the mean of the head's output over all positions of the reference
     ("mean"); or, at each position, its output at a random position of the reference ("resample").
+    Many heads of a `Model` are rows of one batch, and layers below the first of them are computed
+    once.
 
     Args:
         model: a `Model`, a `TextEncoder`, a `Seq2Seq`, or any module (see `watch`).
@@ -62,11 +67,14 @@ def ablate(
         layers: names of places ("layers.3") or their indices in the order of the run; None is all.
         heads: query heads; None is all.
         seed: random seed of "resample".
+        report: called after each effect with the number of effects so far, the number of all, and
+            the effect as in `EffectTable.records`.
 
     Returns:
         A table of the effects by layer and head, which draws itself as a map.
 
     Raises:
+        KeyboardInterrupt: Ctrl-C; `table` of the error has the effects that were measured.
         ArgumentError: the method, a layer or a head does not exist, or the metric is no token.
         ArgumentTypeError: the model, the text or the metric has an unsupported type.
 
@@ -96,24 +104,24 @@ def ablate(
     most = max(z[name].shape[1] for name in chosen)
     selected = check_heads(heads, most)
     before = float(measured.measure(unchanged.output))
-    values = np.full((len(chosen), len(selected)), np.nan)
+    cells = {}
     for i, name in enumerate(chosen):
         for j, head in enumerate(selected):
-            if head >= z[name].shape[1]:
-                continue
-            generator = torch.Generator().manual_seed(seed)
-            edit = replace_head(head, replacement(method, source[name][:, head], generator))
-            values[i, j] = float(measured.measure(run.run({name: edit}).output)) - before
-    return EffectTable(
+            if head < z[name].shape[1]:
+                generator = torch.Generator().manual_seed(seed)
+                new = replacement(method, source[name][:, head], generator)
+                cells[i, j] = EditedRun({name: replace_head(head, new)})
+    table = EffectTable(
         Phrase("{method} ablation of heads", method=Phrase(method)),
         Phrase("change of {name}", name=measured.name),
-        values,
+        np.full((len(chosen), len(selected)), np.nan),
         "layer",
         "head",
         tuple(name.removesuffix(".z") for name in chosen),
         tuple(map(str, selected)),
         baseline=before,
     )
+    return fill_table(table, run, measured, cells, report)
 
 
 def replacement(method: Ablation, source: Tensor, generator: torch.Generator) -> Edit:
@@ -154,19 +162,20 @@ def replace_head(head: int, change: Edit) -> Edit:
 
 
 def chosen_places(names: Sequence[str], layers: Collection[str | int] | None) -> list[str]:
-    """Return the full names of the taps at the chosen layers.
+    """Return the full names of the taps at the chosen layers; "embed" has a name and no index.
 
-    >>> chosen_places(["layers.0.z", "layers.1.z"], [-1])
-    ['layers.1.z']
+    >>> chosen_places(["embed", "layers.0.z", "layers.1.z"], ["embed", -1])
+    ['embed', 'layers.1.z']
     """
     check_passed(names, "z")
     if layers is None:
         return list(names)
-    places = {name.rpartition(".")[0]: name for name in names}
+    places = {name.rpartition(".")[0] or name: name for name in names}
+    counted = [name for name in names if name != "embed"]
     chosen = []
     for layer in layers:
-        if isinstance(layer, int) and -len(names) <= layer < len(names):
-            chosen.append(names[layer])
+        if isinstance(layer, int) and -len(counted) <= layer < len(counted):
+            chosen.append(counted[layer])
         elif isinstance(layer, str) and layer in places:
             chosen.append(places[layer])
         else:
@@ -175,6 +184,8 @@ def chosen_places(names: Sequence[str], layers: Collection[str | int] | None) ->
                 f"{suggest(str(layer), places)}",
                 argument="layers",
             )
+    if not chosen:
+        raise ArgumentError("layers are empty; give at least one, or None", argument="layers")
     return chosen
 
 
@@ -225,10 +236,7 @@ class _TwoRuns:
     metric: NamedMetric
     baseline: float
     target: float
-
-    def effect(self, edit: Mapping[str, Edit]) -> float:
-        """Return the change of the metric by these edits."""
-        return float(self.metric.measure(self.run.run(edit).output)) - self.baseline
+    report: ReportCell | None
 
 
 def patch(
@@ -240,6 +248,10 @@ def patch(
     what: What = "residual",
     receiver: Receiver | tuple[str, int, str] | None = None,
     restore: bool = True,
+    layers: Collection[str | int] | None = None,
+    heads: Collection[int] | None = None,
+    positions: Collection[int] | None = None,
+    report: ReportCell | None = None,
 ) -> EffectTable:
     """Run a model on a corrupt text with one activation of the clean run at a time (activation
     patching), and measure how much of the clean result comes back.
@@ -262,11 +274,16 @@ def patch(
             logits. Only for "paths".
         restore: True starts from the corrupt run and puts clean activations in (denoising); False
             starts from the clean run and puts corrupt ones in (noising).
+        layers: names of places ("layers.3", "embed") or indices of layers; None is all.
+        heads: query heads, for "heads" and "paths"; None is all.
+        positions: positions of tokens, negative from the end, for the others; None is all.
+        report: called after each effect, as in `ablate`.
 
     Returns:
         A table of the effects, which draws itself as a map.
 
     Raises:
+        KeyboardInterrupt: Ctrl-C; `table` of the error has the effects that were measured.
         ArgumentError: the inputs have different numbers of tokens, `what` or the receiver does not
             exist, or the metric is no token.
         ArgumentTypeError: the model, a text or the metric has an unsupported type.
@@ -289,15 +306,24 @@ def patch(
         raise ArgumentError(
             f"a receiver ends paths; what is {what!r}: use what='paths'", argument="receiver"
         )
+    by_head = what in ("heads", "paths")
+    unused, other = ("positions", positions) if by_head else ("heads", heads)
+    if other is not None:
+        raise ArgumentError(
+            f"{unused} do not apply to what={what!r}, which is a table of layers and "
+            f"{'heads' if by_head else 'positions'}; leave them out",
+            argument=unused,
+        )
     names = {"heads": ["z"], "paths": ["z", "q", "k", "v"], "residual": ["embed", "residual"]}.get(
         what, [what]
     )
-    both = _two_runs(model, clean, corrupt, metric, names, restore=restore)
+    both = _two_runs(model, clean, corrupt, metric, names, restore=restore, report=report)
     if what == "heads":
-        return _patch_heads(both)
+        return _patch_heads(both, layers, heads)
     if what == "paths":
-        return _patch_paths(both, Receiver() if receiver is None else Receiver(*receiver))  # type: ignore[arg-type]
-    return _patch_positions(both, what)
+        end = Receiver() if receiver is None else Receiver(*receiver)  # type: ignore[arg-type]
+        return _patch_paths(both, end, layers, heads)
+    return _patch_positions(both, what, layers, positions)
 
 
 def _two_runs(
@@ -308,6 +334,7 @@ def _two_runs(
     names: list[str],
     *,
     restore: bool,
+    report: ReportCell | None,
 ) -> _TwoRuns:
     """Run both texts, and keep the activations at the named taps."""
     runs = {"clean": prepare_run(model, clean), "corrupt": prepare_run(model, corrupt)}
@@ -326,66 +353,82 @@ def _two_runs(
     values = {name: float(measured.measure(r.output)) for name, r in results.items()}
     start, source = ("corrupt", "clean") if restore else ("clean", "corrupt")
     return _TwoRuns(
-        runs[start], traces[start], traces[source], measured, values[start], values[source]
+        runs[start], traces[start], traces[source], measured, values[start], values[source], report
     )
 
 
-def _patch_positions(both: _TwoRuns, what: str) -> EffectTable:
+def _patch_positions(
+    both: _TwoRuns,
+    what: str,
+    layers: Collection[str | int] | None,
+    positions: Collection[int] | None,
+) -> EffectTable:
     """Patch hidden states at each layer and each position."""
-    names = [name for name, x in both.source.items() if x.ndim == 3]
-    if not names:
+    every = [name for name, x in both.source.items() if x.ndim == 3]
+    if not every:
         raise ArgumentError(f"the run passed no tap {what!r} with states [B, T, M]")
+    names = chosen_places(every, layers)
     most = max(both.source[name].shape[1] for name in names)
-    values = np.full((len(names), most), np.nan)
-    for i, name in enumerate(names):
-        for position in range(both.source[name].shape[1]):
-            edit = _replace_position(both.source[name], position)
-            values[i, position] = both.effect({name: edit})
+    columns = list(range(most))
+    if positions is not None:
+        columns = [check_index("positions", p, most, "token", "tokens") for p in positions]
+    cells = {
+        (i, j): EditedRun({name: _replace_position(both.source[name], position)}, position)
+        for i, name in enumerate(names)
+        for j, position in enumerate(columns)
+        if position < both.source[name].shape[1]
+    }
     rows = tuple(name.removesuffix(f".{what}") for name in names)
     labels = both.run.labels(most)
-    return _table(
-        both,
-        Phrase("patching of {what} at one position", what=Phrase(what)),
-        values,
-        "position",
-        rows,
-        labels,
-    )
+    title = Phrase("patching of {what} at one position", what=Phrase(what))
+    return _fill(both, title, "position", rows, tuple(labels[p] for p in columns), cells)
 
 
-def _patch_heads(both: _TwoRuns) -> EffectTable:
+def _patch_heads(
+    both: _TwoRuns, layers: Collection[str | int] | None, heads: Collection[int] | None
+) -> EffectTable:
     """Patch the output of each head, at all positions."""
-    names = list(both.source)
-    check_passed(names, "z")
-    most = max((both.source[name].shape[1] for name in names), default=0)
-    values = np.full((len(names), most), np.nan)
-    for i, name in enumerate(names):
-        for head in range(both.source[name].shape[1]):
-            values[i, head] = both.effect({name: _take_head(both.source[name], head)})
+    names = chosen_places(list(both.source), layers)
+    selected = check_heads(heads, max(both.source[name].shape[1] for name in names))
+    cells = {
+        (i, j): EditedRun({name: _take_head(both.source[name], head)})
+        for i, name in enumerate(names)
+        for j, head in enumerate(selected)
+        if head < both.source[name].shape[1]
+    }
     rows = tuple(name.removesuffix(".z") for name in names)
-    return _table(both, "patching of heads", values, "head", rows, tuple(map(str, range(most))))
+    return _fill(both, "patching of heads", "head", rows, tuple(map(str, selected)), cells)
 
 
-def _patch_paths(both: _TwoRuns, receiver: Receiver) -> EffectTable:
+def _patch_paths(
+    both: _TwoRuns,
+    receiver: Receiver,
+    layers: Collection[str | int] | None,
+    heads: Collection[int] | None,
+) -> EffectTable:
     """Patch the direct paths from each head to the receiver."""
     names = [name for name in both.source if name.endswith(".z") or name == "z"]
     check_passed(names, "z")
     end = _receiving_tap(both, receiver)
     reached = names if end is None else names[: names.index(f"{receiver.layer}.z")]
+    if layers is not None:
+        reached = chosen_places(reached, layers)
     most = max((both.source[name].shape[1] for name in reached), default=0)
-    values = np.full((len(reached), most), np.nan)
+    selected = check_heads(heads, most)
+    cells = {}
     for i, sender in enumerate(reached):
-        for head in range(both.source[sender].shape[1]):
+        for j, head in enumerate(selected):
+            if head >= both.source[sender].shape[1]:
+                continue
             # all heads keep the values of the changed run, except for the sender
             frozen: dict[str, Edit] = {
                 name: _keep(both.start[name]) for name in names if name != sender
             }
             frozen[sender] = _sender(both, sender, head)
-            if end is None:
-                values[i, head] = both.effect(frozen)
-                continue
-            received = both.run.run(frozen, capture=[end.name]).trace[end.name]
-            values[i, head] = both.effect({end.name: _take_head(received, end.head)})
+            if end is not None:
+                received = both.run.run(frozen, capture=[end.name]).trace[end.name]
+                frozen = {end.name: _take_head(received, end.head)}
+            cells[i, j] = EditedRun(frozen)
     rows = tuple(name.removesuffix(".z") for name in reached)
     aim = (
         Phrase("the logits")
@@ -397,10 +440,8 @@ def _patch_paths(both: _TwoRuns, receiver: Receiver) -> EffectTable:
             head=receiver.head,
         )
     )
-    labels = tuple(map(str, range(most)))
-    return _table(
-        both, Phrase("patching of the direct paths to {aim}", aim=aim), values, "head", rows, labels
-    )
+    title = Phrase("patching of the direct paths to {aim}", aim=aim)
+    return _fill(both, title, "head", rows, tuple(map(str, selected)), cells)
 
 
 class _ReceivingTap(NamedTuple):
@@ -434,10 +475,11 @@ def _receiving_tap(both: _TwoRuns, receiver: Receiver) -> _ReceivingTap | None:
 
 def _replace_position(source: Tensor, position: int) -> Edit:
     """Return the edit that takes the states `[B, T, M]` of one position from another run."""
+    from_end = position - source.shape[1]  # a batch of rows may begin at this position
 
     def edit(x: Tensor) -> Tensor:
         x = x.clone()
-        x[:, position] = source[:, position]
+        x[:, from_end] = source[:, position]
         return x
 
     return edit
@@ -459,18 +501,19 @@ def _sender(both: _TwoRuns, name: str, head: int) -> Edit:
     return lambda _: replace_head(head, lambda _: sent[:, head])(start)
 
 
-def _table(
+def _fill(
     both: _TwoRuns,
     title: str,
-    values: np.ndarray[tuple[int, ...], np.dtype[np.float64]],
     axis: str,
     rows: tuple[str, ...],
     columns: tuple[str, ...],
+    cells: Mapping[tuple[int, int], EditedRun],
 ) -> EffectTable:
-    return EffectTable(
+    """Measure all cells of a table of both runs."""
+    table = EffectTable(
         title,
         Phrase("change of {name}", name=both.metric.name),
-        torch.as_tensor(values).numpy(),
+        np.full((len(rows), len(columns)), np.nan),
         "layer",
         axis,
         rows,
@@ -478,3 +521,4 @@ def _table(
         baseline=both.baseline,
         target=both.target,
     )
+    return fill_table(table, both.run, both.metric, cells, both.report)

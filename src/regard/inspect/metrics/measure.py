@@ -5,6 +5,7 @@ text at a time.
 from __future__ import annotations
 
 import csv
+import html
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -57,6 +58,18 @@ class CorpusMeasures:
     values: Mapping[str, Float[Tensor, "layers H"]]
     deviations: Mapping[str, Float[Tensor, "layers H"]]
     counts: Mapping[str, int]
+
+    def __repr__(self) -> str:
+        read = f"{plural(self.texts, 'text')} of {plural(self.tokens, 'token')}"
+        return f"CorpusMeasures({plural(len(self.values), 'metric')}, {read})"
+
+    def _repr_html_(self) -> str:
+        """Return the metrics of every head as an HTML table, a line for each head."""
+        names = ["layer", "head", *self.values]
+        lines = [names, *([each.get(name, "") for name in names] for each in self.records())]
+        texts = ([f"{x:.4g}" if isinstance(x, float) else str(x) for x in line] for line in lines)
+        rows = ("".join(f"<td>{html.escape(x)}</td>" for x in line) for line in texts)
+        return f"<table>{''.join(f'<tr>{row}</tr>' for row in rows)}</table>"
 
     def __getitem__(self, name: str) -> Tensor:
         """Return a metric `[layers, H]` by its name."""
@@ -247,6 +260,10 @@ class Measures:
     rows: int
     values: Mapping[str, Float[Tensor, " h"]]
     curves: Mapping[str, Float[Tensor, "h n"]]
+
+    def __repr__(self) -> str:
+        names = ", ".join((*self.values, *self.curves))
+        return f"Measures({self.place}, {plural(len(self.heads), 'head')}: {names})"
 
     def __getitem__(self, name: str) -> Tensor:
         """Return a metric or a curve by name."""

@@ -24,6 +24,7 @@ from regard.errors import ArgumentError
 from regard.masks import Mask
 from regard.scores import ScoreRule
 from regard.span import Positions, as_tensor, slice_positions
+from regard.units import plural
 
 ALL = slice(None)
 
@@ -78,6 +79,9 @@ class RecordedStep:
     scores: Tensor | None = None
     pattern: Tensor | None = None
     score: ScoreRule | None = None
+
+    def __repr__(self) -> str:
+        return f"RecordedStep({self.T} queries x {len(self.columns)} keys, {self.kernel})"
 
     @property
     def edited(self) -> tuple[str, ...]:
@@ -175,6 +179,10 @@ class KeyValuePool:
     G: int
     key_kind: str = "keys"
 
+    def __repr__(self) -> str:
+        kept = "" if self.v is not None else ", values not kept"
+        return f"KeyValuePool({len(self.columns)} {self.key_kind}, {self.G} heads{kept})"
+
     def group_index(self, head: int, H: int) -> int:
         """Return the index, among the stored groups, of the key/value head h // (H/G)."""
         return self.groups.index(head // (H // self.G))
@@ -224,6 +232,10 @@ class Place:
     H: int
     heads: tuple[int, ...]
     N: int
+
+    def __repr__(self) -> str:
+        sizes = f"{self.H} heads over {self.G}, {self.T} queries x {self.N} keys"
+        return f"Place({self.name}, {sizes}, {plural(len(self.steps), 'step')})"
 
     @property
     def B(self) -> int:  # noqa: N802  (a letter of the glossary)

@@ -199,6 +199,12 @@ class Recording:
     def __len__(self) -> int:
         return len(self.places)
 
+    def __repr__(self) -> str:
+        names = list(self.places)
+        ends = names if len(names) < 3 else [names[0], "...", names[-1]]
+        tokens = "" if self.ids is None else f", {plural(self.ids.shape[1], 'token')}"
+        return f"Recording({plural(len(names), 'place')}: {' '.join(ends)}{tokens})"
+
     def weights(
         self,
         layer: int | str,

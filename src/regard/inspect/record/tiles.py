@@ -136,6 +136,10 @@ class Pooled:
     seeing: Int[Tensor, "*h R"]
     visible: Int[Tensor, "*h R C"]
 
+    def __repr__(self) -> str:
+        sizes = (" x ".join(map(str, each)) for each in (self.shape, self.size))
+        return "Pooled({} weights in blocks of {})".format(*sizes)
+
     @property
     def pairs(self) -> Int[Tensor, "R C"]:
         """Return the number of query-key pairs of each block."""

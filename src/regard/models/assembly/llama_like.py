@@ -174,8 +174,8 @@ def expert_names(experts: Experts) -> dict[str, NameEntry]:
     shared, place = (
         ("shared_expert", "shared.expert") if experts.shared_gate else ("shared_experts", "shared")
     )
-    for part in parts:
-        table[f"{theirs}{shared}.{part}_proj.weight"] = f"{ours}{place}.{part}.weight"
+    maps = {f"{shared}.{part}_proj": f"{place}.{part}" for part in parts}
+    table |= weights_and_biases(maps, theirs, ours)
     if experts.shared_gate:
         table[theirs + "shared_expert_gate.weight"] = ours + "shared.gate.weight"
     return table
@@ -347,7 +347,7 @@ def feed_forward(config: RotaryDecoderConfig, layer: int = 0) -> nn.Module:
         shared: nn.Module | None = None
         router_module = router(config)
         if config.shared_width is not None:
-            shared = SwiGLU(M, config.shared_width)
+            shared = SwiGLU(M, config.shared_width, bias=config.value(recipe.ff_bias))
             shared = GatedSharedExpert(M, shared) if experts.shared_gate else shared
         return mixture(M, config.value(experts.width), router_module, shared)
     bias, name = config.value(recipe.ff_bias), getattr(config, "hidden_act", recipe.activation)

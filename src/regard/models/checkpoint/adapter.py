@@ -1,5 +1,6 @@
 """Low-rank adapters of PEFT (LoRA, DoRA) beside their base: adapter_config.json as data, and the
-base's tensors with the adapter merged in as they are read.
+base's tensors with the adapter merged in as they are read. Matrices in few bits that it changes are
+dequantized first, because the sum is not a number of their form; the others stay as they are.
 
     W' = W + s B A,  s = lora_alpha / r, or lora_alpha / sqrt(r) if use_rslora
     W'_n = m_n V_n / |V_n|,  V = W + s B A,  for the rows n of DoRA
@@ -13,22 +14,34 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from regard.did_you_mean import suggest
 from regard.errors import FileError
 from regard.files.regular_files import checked_path, checked_path_or_none
-from regard.files.safetensors_files import DEFAULT_BUFFERING, ReadBuffering, read_header
+from regard.files.safetensors_files import (
+    DEFAULT_BUFFERING,
+    ReadBuffering,
+    StoredTensor,
+    read_header,
+)
 from regard.files.strict_json import read_json
-from regard.models.checkpoint.family import Family, TensorRule, name_pattern
+from regard.models.checkpoint.family import (
+    Family,
+    TensorBinding,
+    TensorRule,
+    bind_names,
+    name_pattern,
+)
 from regard.models.checkpoint.group_quantized import IntegerCodes
+from regard.models.checkpoint.stored_forms import StoredRecords
 from regard.models.checkpoint.tensors import (
     CheckpointTensors,
     Conversion,
@@ -143,8 +156,90 @@ class AdaptedTensors(CheckpointTensors):
         return change.apply(weight, {key: read[stored] for key, stored in change.names.items()})
 
 
-def adapted(base: CheckpointTensors, folder: Path, family: Family) -> AdaptedTensors:
-    """Return the tensors of a base with the adapter of a folder merged in."""
+@dataclass(frozen=True)
+class WidenedTensors(CheckpointTensors):
+    """The plain tensors of a base, and some matrices that it holds in few bits, dequantized.
+
+    Attributes:
+        network: the network on "meta", which has the shapes of the parameters.
+        widened: the stored name of a matrix that is dequantized -> its parameters.
+        taken: what was dequantized: stored name -> its form and its bytes.
+    """
+
+    base: CheckpointTensors
+    records: StoredRecords
+    network: nn.Module
+    widened: Mapping[str, TensorBinding]
+    taken: dict[str, tuple[str, int]] = field(default_factory=dict)
+
+    @classmethod
+    def of(
+        cls,
+        base: CheckpointTensors,
+        records: StoredRecords,
+        network: nn.Module,
+        widened: Mapping[str, TensorBinding],
+    ) -> WidenedTensors:
+        """Return a base with further names."""
+        entries = dict(base.tensors)
+        for name, x in widened.items():
+            whole = x.rule.pack([network.get_parameter(y) for y in x.parameters])
+            entries[name] = StoredTensor(
+                name, torch.float32, tuple(whole.shape), base.folder, 0, 4 * whole.numel()
+            )
+        return cls(
+            base.folder,
+            MappingProxyType(entries),
+            base.bytes,
+            base.marks,
+            base,
+            records,
+            network,
+            widened,
+        )
+
+    def read(
+        self, names: Iterable[str] | None = None, buffering: ReadBuffering = DEFAULT_BUFFERING
+    ) -> Iterator[tuple[str, Tensor]]:
+        """Yield names and values as `CheckpointTensors.read` does."""
+        chosen = set(self.tensors if names is None else names)
+        yield from self.base.read(chosen - self.widened.keys(), buffering)
+        for name in (x for x in self.widened if x in chosen):
+            yield name, self._whole(name)
+
+    def _whole(self, name: str) -> Tensor:
+        """Return a matrix in fp32, in the layout of its stored name."""
+        parts, forms, size = [], set(), 0
+        for parameter in self.widened[name].parameters:
+            shape = self.network.get_parameter(parameter).shape
+            record = self.records.read(parameter, shape, torch.float32)
+            parts.append(record.dequantize())
+            forms.add(record.form)
+            size += record.bytes
+        self.taken[name] = "+".join(sorted(forms)), size
+        return self.widened[name].rule.pack(parts)
+
+    def conversion(self, dense: Mapping[str, int]) -> Conversion | None:
+        """Count the matrices in few bits that became plain numbers of so many bytes, or None."""
+        taken = {name: x for name, x in self.taken.items() if name in dense}
+        forms = sorted({form for form, _ in taken.values()})
+        sizes = sum(x for _, x in taken.values()), sum(dense[name] for name in taken)
+        count = sum(len(self.widened[name].parameters) for name in taken)
+        return (
+            Conversion("+".join(forms), count, len(self.records.names), *sizes) if taken else None
+        )
+
+
+def adapted(
+    base: CheckpointTensors,
+    records: StoredRecords | None,
+    folder: Path,
+    family: Family,
+    network: nn.Module,
+) -> tuple[AdaptedTensors, StoredRecords | None]:
+    """Return the tensors of a base with the adapter of a folder merged in, and what stays in few
+    bits.
+    """
     config = _read_config(folder)
     header = read_header(_weights(folder))
     tensors = {x.name: x for x in header.tensors}
@@ -153,7 +248,11 @@ def adapted(base: CheckpointTensors, folder: Path, family: Family) -> AdaptedTen
     adapter = CheckpointTensors(folder, MappingProxyType(tensors), total, marks)
     groups: dict[str, dict[str, str]] = {}
     changes: dict[str, LowRankChange | str] = {}
-    find = partial(_base_name, base, family)
+    in_few_bits: dict[str, TensorBinding] = {}
+    if records is not None:
+        bindings = bind_names(network, family.names).items()
+        in_few_bits = {n: x for n, x in bindings if records.names.keys() >= {*x.parameters}}
+    find = partial(_base_name, base.tensors.keys() | in_few_bits.keys(), family)
     for stored in tensors:
         if not stored.startswith(PREFIX):
             raise FileError(
@@ -169,6 +268,12 @@ def adapted(base: CheckpointTensors, folder: Path, family: Family) -> AdaptedTen
     for module, suffixes in groups.items():
         name = find(f"{module}.weight")
         changes[name] = _low_rank(adapter, config, module, suffixes, _is_turned(family, name))
+    if records is not None:
+        widened = {name: x for name, x in in_few_bits.items() if name in changes}
+        base = WidenedTensors.of(base, records, network, widened)
+        own = {parameter for x in widened.values() for parameter in x.parameters}
+        rest = {name: x for name, x in records.names.items() if name not in own}
+        records = replace(records, names=rest)  # type: ignore[type-var]
     for name, change in changes.items():
         _check_change(base, adapter, name, change)
     _check_saved(header.file, config, changes)
@@ -177,7 +282,7 @@ def adapted(base: CheckpointTensors, folder: Path, family: Family) -> AdaptedTen
         dtype = torch.promote_types(entries[name].dtype, torch.float32)
         dtype = tensors[change].dtype if isinstance(change, str) else dtype
         entries[name] = replace(entries[name], dtype=dtype)
-    return AdaptedTensors(
+    merged = AdaptedTensors(
         base.folder,
         MappingProxyType(entries),
         base.bytes,
@@ -186,13 +291,14 @@ def adapted(base: CheckpointTensors, folder: Path, family: Family) -> AdaptedTen
         adapter,
         MappingProxyType(changes),
     )
+    return merged, records
 
 
-def _base_name(base: CheckpointTensors, family: Family, name: str) -> str:
+def _base_name(stored: Collection[str], family: Family, name: str) -> str:
     """Return the base's name of a tensor: one of both may lack the prefix that heads add."""
     spellings = [name, *(prefix + name for prefix in family.prefixes)]
     spellings += [name.removeprefix(prefix) for prefix in family.prefixes]
-    return next((x for x in spellings if x in base.tensors), name)
+    return next((x for x in spellings if x in stored), name)
 
 
 def _is_turned(family: Family, name: str) -> bool:

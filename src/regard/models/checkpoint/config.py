@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
 
-from regard.configs import LOADABLE
+from regard.configs import LOADABLE, read_as
 from regard.configs.base import ModelConfig, Raw
 from regard.configs.reader import (
     check_dtypes,
@@ -33,7 +33,7 @@ def read_raw(folder: Path, family_of: Callable[[str], Family | None]) -> tuple[F
     if checked_path_or_none(folder, "config.json") is None:
         raise missing_config_error(folder)
     raw = read_json(folder, "config.json")
-    name = raw.get("model_type")
+    name = read_as(raw)
     family = family_of(name) if isinstance(name, str) else None
     if family is None:
         known = LOADABLE if isinstance(name, str) else ()

@@ -8,9 +8,8 @@ import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from types import MappingProxyType
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -33,13 +32,29 @@ from regard.models.checkpoint.group_quantized import (
     unpack_compressed,
     unpack_gptq,
 )
+from regard.models.checkpoint.quantization_settings import (
+    Settings,
+    block_size,
+    check_keys,
+    check_method,
+    check_setting,
+    compressed_weights,
+    config_error,
+    either,
+    is_count,
+)
 from regard.models.checkpoint.tensors import CheckpointTensors, Conversion
 from regard.untrusted_text import error_text, short_repr
 
-_LARGEST_BLOCK = 1 << 14  # published files have 128
 _LARGEST_STATE = 1 << 16  # bytes of the JSON text beside a matrix of bitsandbytes
-
-Settings: TypeAlias = Mapping[str, Any]
+_ACTIVATIONS = frozenset(
+    {
+        *("input_scale", "activation_scale", "input_zero_point", "input_global_scale"),
+        *("output_scale", "output_zero_point", "q_scale", "k_scale", "v_scale", "prob_scale"),
+        *("k_zero_point", "v_zero_point"),
+    }
+)
+"""The last words of tensors about rounding activations, keys and values, which is not done here."""
 
 
 @dataclass(frozen=True)
@@ -116,15 +131,17 @@ def dequantized(store: CheckpointTensors, quantization_config: Any) -> Checkpoin
         return store
     is_object = isinstance(quantization_config, Mapping)
     method: Any = quantization_config.get("quant_method") if is_object else None
-    _check_setting(store.folder, "quant_method", method, tuple(READERS))
+    check_method(store.folder, method)
+    check_keys(store.folder, method, quantization_config)
     pairs = READERS[method](store, quantization_config)
     if not pairs:
-        raise _config_error(
+        raise config_error(
             store.folder,
             f"the quant_method {method!r}, and no tensor beside it is quantized so; remove the key "
             "if the weights are plain",
         )
     hidden = {name for pair in pairs for name in (pair.values, *pair.others, *pair.unread)}
+    hidden |= _about_activations(store, pairs)
     entries = {name: x for name, x in store.tensors.items() if name not in hidden}
     for pair in pairs:
         if pair.plain.name in entries:
@@ -138,6 +155,14 @@ def dequantized(store: CheckpointTensors, quantization_config: Any) -> Checkpoin
     return DequantizedTensors(
         store.folder, MappingProxyType(entries), total, store.marks, store, by_name, method
     )
+
+
+def _about_activations(store: CheckpointTensors, pairs: Collection[QuantizedMatrix]) -> set[str]:
+    """Return the tensors about activations of quantized linear maps, and of their modules."""
+    linear = {pair.plain.name.removesuffix(".weight") for pair in pairs}
+    owners = linear | {name.rpartition(".")[0] for name in linear}
+    parts = ((name, *name.rpartition(".")[::2]) for name in store.tensors)
+    return {name for name, owner, end in parts if end in _ACTIVATIONS and owner in owners}
 
 
 def _mxfp4(store: CheckpointTensors, _: Settings) -> list[QuantizedMatrix]:
@@ -159,25 +184,12 @@ def _mxfp4(store: CheckpointTensors, _: Settings) -> list[QuantizedMatrix]:
 
 def _fp8(store: CheckpointTensors, settings: Settings) -> list[QuantizedMatrix]:
     """Read matrices of 8-bit floats with factors for blocks, rows or the whole."""
-    _check_setting(store.folder, "fmt", settings.get("fmt", "e4m3"), ("e4m3",))
-    block = _block(store.folder, settings.get("weight_block_size"))
+    block = block_size(store.folder, settings.get("weight_block_size"))
     return [
         _float8(store, x, block, ("_scale_inv", "_scale"))
         for x in store.tensors.values()
         if x.dtype in FLOAT8
     ]
-
-
-def _block(folder: Path, sides: Any) -> tuple[int, int] | None:
-    """Return the sizes of a block that a setting names."""
-    if sides is None:
-        return None
-    known = isinstance(sides, list) and len(sides) == 2
-    if not known or not all(type(x) is int and 1 <= x <= _LARGEST_BLOCK for x in sides):
-        raise _config_error(
-            folder, f"the size of blocks {short_repr(sides)}; it must be two numbers above 0"
-        )
-    return sides[0], sides[1]
 
 
 def _float8(
@@ -189,7 +201,6 @@ def _float8(
     """Read a matrix of 8-bit floats; without blocks its factors are one, one for each row, or one
     for each group of a row.
     """
-    base = x.name.removesuffix(".weight")
     scales = _beside(store, x, *(x.name + end for end in suffixes))
     grid: Any = scales.shape
     wanted = "a matrix and one factor, or one for each row"
@@ -207,9 +218,8 @@ def _float8(
     if not fits or scales.dtype not in SCALES:
         raise _mismatch_error(x, scales, wanted)
     plain = _dequantized_entry(x, x.name, x.shape, torch.float32)
-    unread = _present(store, f"{base}.input_scale", f"{base}.activation_scale")
     unpack = partial(_unpack_float8, grid=grid, block=block)
-    return QuantizedMatrix(x.name, (scales.name,), plain, unpack, unread)
+    return QuantizedMatrix(x.name, (scales.name,), plain, unpack)
 
 
 def _unpack_float8(
@@ -222,30 +232,28 @@ def _unpack_float8(
 def _gptq_or_awq(store: CheckpointTensors, settings: Settings) -> list[QuantizedMatrix]:
     """Read `X.qweight`, `X.qzeros` and `X.scales`, and in GPTQ `X.g_idx`."""
     is_gptq, folder = settings["quant_method"] == "gptq", store.folder
-    bits = settings.get("bits", settings.get("w_bit"))
-    _check_setting(folder, "bits", bits, (4, 8) if is_gptq else (4,))
-    layout = settings.get("checkpoint_format", settings.get("format", "gptq"))
-    layout = str(layout if is_gptq else settings.get("version", "gemm")).lower()
-    _check_setting(folder, "layout", layout, ("gptq", "gptq_v2") if is_gptq else ("gemm",))
+    bits = either(folder, settings, "bits", "w_bit")
+    check_setting(folder, "bits", bits, (4, 8) if is_gptq else (4,))
+    names = ("checkpoint_format", "format") if is_gptq else ("version", "format")
+    layout = str(either(folder, settings, *names, default="gptq" if is_gptq else "gemm")).lower()
+    layout = "llm-awq" if settings.get("backend") == "llm-awq" else layout
+    check_setting(folder, "layout", layout, ("gptq", "gptq_v2") if is_gptq else ("gemm",))
     sym, desc_act = settings.get("sym"), settings.get("desc_act")
-    for name, value in (("sym", sym), ("desc_act", desc_act)):
-        _check_setting(folder, name, value, (True, False, None))
-    _check_setting(folder, "dynamic", settings.get("dynamic") or None, (None,))
-    group_size = settings.get("group_size", settings.get("q_group_size"))
+    group_size = either(folder, settings, "group_size", "q_group_size")
     matrices = []
     for name, x in store.tensors.items():
         base = name.removesuffix(".qweight")
         if base == name:
             continue
         zeros, scales = (_beside(store, x, f"{base}.{part}") for part in ("qzeros", "scales"))
-        names: tuple[str, ...] = (zeros.name, scales.name)
+        others: tuple[str, ...] = (zeros.name, scales.name)
         unpack: Callable[..., IntegerCodes] = unpack_awq
         per_word, outputs = 32 // bits, scales.shape[-1] if scales.shape else 0
         if x.dtype != torch.int32 or zeros.dtype != torch.int32 or len(x.shape) != 2:
             raise _mismatch_error(x, zeros, "matrices of int32")
         if is_gptq:
             groups = _beside(store, x, f"{base}.g_idx")
-            inputs, names = x.shape[0] * per_word, (*names, groups.name)
+            inputs, others = x.shape[0] * per_word, (*others, groups.name)
             unpack = partial(
                 unpack_gptq,
                 bits=bits,
@@ -259,68 +267,57 @@ def _gptq_or_awq(store: CheckpointTensors, settings: Settings) -> list[Quantized
             fits = x.shape[1] * per_word == outputs
         if not fits or zeros.shape != (scales.shape[0], outputs // per_word):
             raise _mismatch_error(x, scales, "a packed matrix and the scales of its outputs")
-        groups_told = -(-inputs // group_size) if _is_count(group_size) else scales.shape[0]
+        groups_told = -(-inputs // group_size) if is_count(group_size) else scales.shape[0]
         if groups_told != scales.shape[0]:
             raise _mismatch_error(x, scales, f"of {groups_told} groups of {group_size} inputs")
         plain = _dequantized_entry(x, f"{base}.weight", (outputs, inputs), torch.float32)
-        matrices.append(QuantizedMatrix(name, names, plain, unpack))
+        matrices.append(QuantizedMatrix(name, others, plain, unpack))
     return matrices
-
-
-def _is_count(value: object) -> bool:
-    """Return whether a setting is a whole number above 0; -1 is one group for all inputs."""
-    return type(value) is int and value > 0
-
-
-_COMPRESSED = (
-    *("pack-quantized", "int-quantized", "float-quantized", "naive-quantized"),
-    *("nvfp4-pack-quantized", "mxfp4-pack-quantized", "mxfp8-quantized"),
-)
-"""The formats of compressed-tensors that are read."""
 
 
 def _compressed(store: CheckpointTensors, settings: Settings) -> list[QuantizedMatrix]:
     """Read the matrices of compressed-tensors by the dtype of their numbers: words of integers,
     int8, 8-bit floats, and bytes of two 4-bit floats.
     """
-    bits, block = _compressed_settings(store.folder, settings)
+    weights = compressed_weights(store.folder, settings)
+    schemes: dict[tuple[str, Any], list[Settings]] = {}
+    for scheme in weights:
+        key = scheme.get("type") or "int", scheme.get("num_bits")
+        schemes.setdefault(key, []).append(scheme)
+    bits = next((n for kind, n in schemes if kind == "int"), 8)
+    eighths = schemes.get(("float", 8), [])
+    blocks = {str(x.get("block_structure")): x.get("block_structure") for x in eighths}
+    if len(blocks) > 1:
+        raise config_error(store.folder, f"the sizes of blocks {sorted(blocks)}; one is supported")
+    block = block_size(store.folder, next(iter(blocks.values()), None))
     matrices = []
     for name, x in store.tensors.items():
         base, _, end = name.rpartition(".")
         if (end, x.dtype) == ("weight_packed", torch.uint8):
-            matrices.append(_compressed_floats(store, x, base))
+            stored = "float", 4
         elif end == "weight" and x.dtype in FLOAT8:
-            matrices.append(_float8(store, x, block, ("_scale",)))
+            stored = "float", 8
         elif (end, x.dtype) in (("weight_packed", torch.int32), ("weight", torch.int8)):
-            matrices.append(_compressed_integers(store, x, base, bits))
+            stored = "int", bits
+        else:
+            continue
+        if stored not in schemes:
+            told = " and ".join(f"{kind} of {n} bits" for kind, n in schemes)
+            raise FileError(
+                f"{x.file}: {short_repr(name)} is {x.dtype}, {stored[0]} of {stored[1]} bits, and "
+                f"config_groups in config.json has {told}; are the two from one model?"
+            )
+        if stored[0] == "int":
+            matrices.append(_compressed_integers(store, x, base, bits, schemes[stored]))
+        elif stored[1] == 8:
+            matrices.append(_float8(store, x, block, ("_scale",)))
+        else:
+            matrices.append(_compressed_floats(store, x, base))
     return matrices
 
 
-def _compressed_settings(folder: Path, settings: Settings) -> tuple[int, tuple[int, int] | None]:
-    """Return the bits of packed integers, and the block of 8-bit floats."""
-    layout, groups = settings.get("format"), settings.get("config_groups")
-    for name in ("transform_config", "sparsity_config", "kv_cache_scheme"):
-        value = settings.get(name)
-        if value and not (isinstance(value, Mapping) and value.get("format") == "dense"):
-            raise _config_error(folder, f"{name} {short_repr(value)}; it is not supported")
-    values = list(groups.values()) if isinstance(groups, Mapping) else []
-    values = [x if isinstance(x, Mapping) else {} for x in values]
-    for name in (layout, *(x["format"] for x in values if x.get("format"))):
-        _check_setting(folder, "format", name, _COMPRESSED)
-    weights = [x.get("weights") if isinstance(x.get("weights"), Mapping) else {} for x in values]
-    bits = {x.get("num_bits") for x in weights if x.get("type", "int") == "int"}
-    if not weights or len(bits) > 1 or not bits <= {4, 8}:
-        raise _config_error(
-            folder, f"config_groups {short_repr(groups)}; integers of 4 or of 8 bits are supported"
-        )
-    blocks = {str(x.get("block_structure")): x.get("block_structure") for x in weights}
-    if len(blocks) > 1:
-        raise _config_error(folder, f"the sizes of blocks {sorted(blocks)}; one is supported")
-    return next(iter(bits), 8), _block(folder, *blocks.values())
-
-
 def _compressed_integers(
-    store: CheckpointTensors, x: StoredTensor, base: str, bits: int
+    store: CheckpointTensors, x: StoredTensor, base: str, bits: int, schemes: list[Settings]
 ) -> QuantizedMatrix:
     scales = _beside(store, x, f"{base}.weight_scale")
     packed = x.dtype == torch.int32
@@ -329,10 +326,29 @@ def _compressed_integers(
     shape = (x.shape[0], x.shape[1] * (32 // bits if packed else 1))
     parts = ("weight_zero_point", "weight_g_idx", "weight_shape")
     there = {part: f"{base}.{part}" for part in parts if f"{base}.{part}" in store.tensors}
-    unpack = partial(_unpack_compressed, parts=tuple(there), shape=shape, bits=bits)
+    groups = scales.shape[1] if len(scales.shape) > 1 else 1
+    if not any(_fits(scheme, groups, there, shape[1]) for scheme in schemes):
+        has = ", ".join(("weight_scale", *there))
+        raise FileError(
+            f"{x.file}: {short_repr(base)} has {groups} groups for {shape[1]} inputs and {has}, "
+            f"which contradicts config_groups in config.json: {short_repr(schemes)}"
+        )
+    symmetric = all(scheme.get("symmetric") for scheme in schemes)
+    unpack = partial(
+        _unpack_compressed, parts=tuple(there), shape=shape, bits=bits, symmetric=symmetric
+    )
     plain = _dequantized_entry(x, f"{base}.weight", shape, torch.float32)
-    unread = _present(store, f"{base}.input_scale", f"{base}.input_zero_point")
-    return QuantizedMatrix(x.name, (scales.name, *there.values()), plain, unpack, unread)
+    return QuantizedMatrix(x.name, (scales.name, *there.values()), plain, unpack)
+
+
+def _fits(scheme: Settings, groups: int, parts: Collection[str], inputs: int) -> bool:
+    """Return whether a matrix may be stored as a group of config.json says."""
+    size, strategy = scheme.get("group_size"), scheme.get("strategy")
+    told = -(-inputs // size) if is_count(size) else 1
+    untold = strategy == "group" and not is_count(size)
+    zeros = scheme.get("symmetric") is not False or "weight_zero_point" in parts
+    order = scheme.get("actorder") not in ("group", "dynamic") or "weight_g_idx" in parts
+    return (untold or groups == told) and zeros and order
 
 
 def _unpack_compressed(
@@ -342,6 +358,7 @@ def _unpack_compressed(
     parts: tuple[str, ...],
     shape: tuple[int, int],
     bits: int,
+    symmetric: bool,
 ) -> IntegerCodes:
     there = dict(zip(parts, others, strict=True))
     stored_shape = there.pop("weight_shape", None)
@@ -354,7 +371,11 @@ def _unpack_compressed(
     zeros = there.get("weight_zero_point")
     if zeros is not None and zeros.numel() == 1 and zeros.dtype == torch.int8:
         zeros = zeros.reshape(1, 1).expand(len(values), 1)
-    return unpack_compressed(values, scales, zeros, there.get("weight_g_idx"), bits=bits)
+    codes = unpack_compressed(values, scales, zeros, there.get("weight_g_idx"), bits=bits)
+    middle = 2 ** (bits - 1) if values.dtype == torch.int32 else 0
+    if symmetric and codes.zeros is not None and bool((codes.zeros != middle).any()):
+        raise ArgumentError("symmetric is true, and weight_zero_point has others than 0")
+    return codes
 
 
 def _compressed_floats(store: CheckpointTensors, x: StoredTensor, base: str) -> QuantizedMatrix:
@@ -371,8 +392,7 @@ def _compressed_floats(store: CheckpointTensors, x: StoredTensor, base: str) -> 
         raise _mismatch_error(x, scales, "bytes, and a scale for each 16 or 32 inputs")
     shape = (x.shape[0], 2 * x.shape[1])
     plain = _dequantized_entry(x, f"{base}.weight", shape, torch.float32)
-    unread = _present(store, f"{base}.input_global_scale")
-    return QuantizedMatrix(x.name, names, plain, unpack, unread)
+    return QuantizedMatrix(x.name, names, plain, unpack)
 
 
 def _small_floats(packed: Tensor, scales: Tensor) -> IntegerCodes:
@@ -381,6 +401,8 @@ def _small_floats(packed: Tensor, scales: Tensor) -> IntegerCodes:
 
 def _bitsandbytes(store: CheckpointTensors, settings: Settings) -> list[QuantizedMatrix]:
     """Read int8 (`X.weight`, `X.SCB`) and 4 bits (`X.weight`, `X.weight.absmax` and others)."""
+    loads = ("load_in_4bit", "load_in_8bit")
+    four, eight = (either(store.folder, settings, x, f"_{x}", default=False) for x in loads)
     states = [name for name in store.tensors if _STATE in name]
     matrices = [_four_bits(store, settings, name, state) for name, state in store.read(states)]
     for name, x in store.tensors.items():
@@ -393,6 +415,12 @@ def _bitsandbytes(store: CheckpointTensors, settings: Settings) -> list[Quantize
         names = (scales.name, *_present(store, f"{base}.weight_format"))
         plain = _dequantized_entry(x, name, x.shape, torch.float32)
         matrices.append(QuantizedMatrix(name, names, plain, _eight_bits))
+    if (four or eight) and ((states and not four) or (len(matrices) > len(states) and not eight)):
+        raise config_error(
+            store.folder,
+            f"load_in_4bit {four} and load_in_8bit {eight}, and the tensors have "
+            f"{len(states)} matrices of 4 bits and {len(matrices) - len(states)} of 8",
+        )
     return matrices
 
 
@@ -422,6 +450,12 @@ def _four_bits(
             f"{x.file}: {short_repr(name)} has the keys {sorted(state)}; it must have "
             f"{sorted(_STATE_KEYS)}, and those of nested factors where absmax is uint8"
         )
+    double = settings.get("bnb_4bit_use_double_quant")
+    if double not in (nested, None):
+        raise config_error(
+            store.folder,
+            f"bnb_4bit_use_double_quant {double}, and {short_repr(absmax.name)} is {absmax.dtype}",
+        )
     quant_type = settings.get("bnb_4bit_quant_type", kind)
     shape, sizes = state["shape"], [state["blocksize"], state.get("nested_blocksize", 1)]
     if kind not in BITSANDBYTES_VALUES or not state["quant_type"] == kind == quant_type:
@@ -429,7 +463,7 @@ def _four_bits(
             f"{x.file}: {short_repr(name)} is {short_repr(state['quant_type'])}, and "
             f"quantization_config says {short_repr(quant_type)}; both must be nf4, or fp4"
         )
-    if not isinstance(shape, list) or not all(_is_count(size) for size in [*shape, *sizes]):
+    if not isinstance(shape, list) or not all(is_count(size) for size in [*shape, *sizes]):
         raise FileError(f"{x.file}: {short_repr(name)} has the sizes {short_repr([shape, *sizes])}")
     names = [absmax.name, table.name]
     if nested:
@@ -500,13 +534,3 @@ def _dequantized_entry(
 def _mismatch_error(values: StoredTensor, scales: StoredTensor, wanted: str) -> FileError:
     pair = [f"{short_repr(x.name)} is {x.dtype} {x.shape}" for x in (values, scales)]
     return FileError(f"{values.file}: {' and '.join(pair)}; they must be {wanted}")
-
-
-def _check_setting(folder: Path, name: str, value: Any, allowed: tuple[object, ...]) -> None:
-    if not any(type(value) is type(x) and value == x for x in allowed):
-        names = ", ".join(map(repr, allowed))
-        raise _config_error(folder, f"the {name} {short_repr(value)}; supported: {names}")
-
-
-def _config_error(folder: Path, problem: str) -> FileError:
-    return FileError(f"{folder / 'config.json'}: quantization_config has {problem}")

@@ -15,6 +15,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import nn
 
+from regard.configs import read_as
 from regard.configs.base import Raw
 from regard.configs.reader import read_sizes, sizes_config
 from regard.cost.model import ModelSpec, StoredSize
@@ -68,7 +69,7 @@ def stored_size(raw: Raw, where: str) -> StoredSize:
     """
     settings = raw.get("quantization_config")
     settings = settings if isinstance(settings, Mapping) else {}
-    model_type = str(raw.get("model_type"))
+    model_type = str(read_as(raw))
     its_family = find_family(model_type)
     try:
         form, count = METHODS[_setting(settings, "quant_method", tuple(METHODS))](settings)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple, cast
 
 import torch
-from jaxtyping import Complex, Float
+from jaxtyping import Complex, Float, Int
 from torch import Tensor, nn
 
 from regard.errors import ArgumentError
@@ -41,6 +41,8 @@ class AttentionMaps:
         q: query maps [H, D, M+1].
         k: key maps [G, D, M+1].
         gain: the factors [M+1] of the norm before the attention, and 1 for the bias.
+        root: R [M+1, M+1] with R R^T the mean of x x^T over measured inputs x; None takes
+            independent inputs of equal size, R = diag(gain).
         pairs: the number of rotary pairs; the other dims of a head are not rotated.
         layout: which dims form a pair.
     """
@@ -52,9 +54,10 @@ class AttentionMaps:
     gain: Tensor
     pairs: int
     layout: Layout
+    root: Tensor | None = None
 
     @classmethod
-    def of(cls, block: nn.Module) -> AttentionMaps:
+    def of(cls, block: nn.Module, root: Tensor | None = None) -> AttentionMaps:
         """Return the maps of a block with separate queries, keys and values."""
         attention = separate_attention(block)
         project = attention.project
@@ -64,7 +67,13 @@ class AttentionMaps:
         q, k, v = (_by_head(heads) for heads in (project.q, project.k, project.v))
         pairs = 0 if rotary is None else len(rotary.inv_freq)
         layout: Layout = "half" if rotary is None else rotary.layout
-        return cls(q, k, v, o, _gain(block, o.shape[1]), pairs, layout)
+        return cls(q, k, v, o, _gain(block, o.shape[1]), pairs, layout, root)
+
+    def on_inputs(self, x: Tensor) -> Tensor:
+        """Return maps [..., M+1] times the root of their inputs' moments: |x R| is the root mean
+        square of the map's output.
+        """
+        return x * self.gain if self.root is None else x @ self.root.to(x.dtype)
 
     @property
     def share(self) -> int:
@@ -86,13 +95,13 @@ class AttentionMaps:
 
     def pair_weights(self) -> Float[Tensor, "G p"]:
         """Return each rotary pair's weight: the norm of the queries that attend to it."""
-        z, _ = self.split(self.q * self.gain)
+        z, _ = self.split(self.on_inputs(self.q))
         norms: Tensor = z.abs().square().sum(-1).unflatten(0, (-1, self.share)).sum(1).sqrt()
         return norms
 
     def rest_gram(self) -> Float[Tensor, "G r r"]:
         """Return the queries' Gram matrix [G, r, r] in the unrotated dims."""
-        _, rest = self.split(self.q * self.gain)
+        _, rest = self.split(self.on_inputs(self.q))
         gram: Tensor = (rest @ rest.mT).unflatten(0, (-1, self.share)).sum(1)
         return gram
 
@@ -103,7 +112,7 @@ class AttentionMaps:
 
     def key_norm(self, x: Float[Tensor, "G d m"]) -> float:
         """Return the Frobenius norm of the forms q^T R x, a root mean square over R."""
-        z, rest = self.split(x * self.gain)
+        z, rest = self.split(self.on_inputs(x))
         turned = (self.pair_weights()[..., None] * z.abs()).square().sum()
         return float(
             (turned + (rest.mT @ self.rest_gram() @ rest).diagonal(0, 1, 2).sum())
@@ -113,7 +122,7 @@ class AttentionMaps:
 
     def value_norm(self, x: Float[Tensor, "G e m"]) -> float:
         """Return the Frobenius norm of the maps from values x to outputs."""
-        x = x * self.gain
+        x = self.on_inputs(x)
         return float((self.value_gram() * (x @ x.mT)).sum().clamp(min=0).sqrt())
 
     def errors(self, k: Float[Tensor, "G d m"], v: Float[Tensor, "G e m"]) -> LayerErrors:
@@ -122,6 +131,45 @@ class AttentionMaps:
         return LayerErrors(
             self.key_norm(k) / (totals[0] or 1), self.value_norm(v) / (totals[1] or 1)
         )
+
+
+@torch.no_grad()
+def input_roots(
+    network: Decoder, ids: Int[Tensor, "N T"] | None
+) -> list[Float[Tensor, "m m"] | None]:
+    """Measure for each layer the root of the second moments [M+1, M+1] of what its attention reads.
+
+    States of trained models are far from independent: a few directions have most of their size. A
+    ten-thousandth of the mean moment is added to every direction, so that none counts as unused.
+    """
+    if ids is None:
+        return [None] * len(network.layers)
+    sums: list[Any] = [0.0] * len(network.layers)
+
+    def add(i: int, x: Tensor) -> None:
+        rows = x.detach().double().flatten(0, 1)
+        rows = torch.cat([rows, rows.new_ones(len(rows), 1)], 1)
+        sums[i] = sums[i] + rows.mT @ rows
+
+    handles = [
+        cast("Any", layer).attention.register_forward_pre_hook(
+            lambda _, inputs, i=i: add(i, inputs[0])
+        )
+        for i, layer in enumerate(network.layers)
+    ]
+    try:
+        for row in ids:
+            network.hidden(row[None])
+    finally:
+        for handle in handles:
+            handle.remove()
+    roots: list[Float[Tensor, "m m"] | None] = []
+    for total in sums:
+        moments = total / ids.numel()
+        ridge = 1e-4 * moments.diagonal().mean() * torch.eye(len(moments)).to(moments)
+        values, vectors = torch.linalg.eigh(moments + ridge)
+        roots.append(vectors * values.clamp(min=0).sqrt())
+    return roots
 
 
 def separate_attention(block: nn.Module) -> Any:

@@ -34,12 +34,13 @@ from regard.models.convert.attention_maps import (
     layers_of,
     rebuild,
 )
-from regard.models.convert.grouped_heads import HeadPooling, to_groups
+from regard.models.convert.grouped_heads import HeadPooling, best_pooling, to_groups
 from regard.models.convert.latent_attention import to_latent
 from regard.models.convert.report import (
     ConversionReport,
     FinetuneResult,
     ModelSummary,
+    calibration_windows,
     compare_models,
     evaluation_windows,
 )
@@ -171,7 +172,8 @@ class ConversionOptions:
     Args:
         to: "mha", "gqa" (with kv_heads), "mqa" or "mla" (with rank).
         kv_heads: the number of key/value heads; given alone, it means gqa.
-        pooling: how fewer key/value heads are computed.
+        pooling: how fewer key/value heads are computed; None is "svd", or "mean" where a norm
+            follows the maps of the heads.
         rank: the rank of the latent; None with "mla" is the full rank.
         rotary_layout: "half" or "interleaved".
         stored_layout: the true layout of the weights, if it is not the one that config.json says.
@@ -188,7 +190,7 @@ class ConversionOptions:
 
     to: str | None = None
     kv_heads: int | None = None
-    pooling: HeadPooling = "mean"
+    pooling: HeadPooling | None = None
     rank: int | None = None
     rotary_layout: Layout | None = None
     stored_layout: Layout | None = None
@@ -261,7 +263,7 @@ class ConversionOptions:
                 ArgumentError("to is gqa, and kv_heads is missing: give it", argument="to"),
             ),
             (
-                self.pooling != "mean" and not fewer,
+                self.pooling is not None and not fewer,
                 ArgumentError(
                     f"pooling {self.pooling} is only for fewer key/value heads: give kv_heads",
                     argument="pooling",
@@ -391,7 +393,8 @@ def _convert(
     report_progress(
         Phrase("converting {layers}", layers=counted(len(before.decoder.layers), "layer"))
     )
-    after, steps = apply_conversions(first, wanted)
+    measured_on = calibration_windows(before, text, ids) if source_text else None
+    after, steps = apply_conversions(first, wanted, measured_on)
     finetuning = None
     if finetune is not None:
         if not source_text:
@@ -424,9 +427,12 @@ def _convert(
 
 
 def apply_conversions(
-    checkpoint: Checkpoint, wanted: ConversionOptions
+    checkpoint: Checkpoint, wanted: ConversionOptions, ids: Int[Tensor, "N T"] | None = None
 ) -> tuple[Checkpoint, tuple[ConversionStep, ...]]:
-    """Apply all conversions one after the other; the given checkpoint stays as it is."""
+    """Apply all conversions one after the other; the given checkpoint stays as it is.
+
+    Poolings and latents are computed for the inputs that the layers have on the ids.
+    """
     todo: list[Callable[[Checkpoint], tuple[Checkpoint, ConversionStep]]] = []
     relayout = None
     if wanted.rotary_layout is not None:
@@ -434,11 +440,12 @@ def apply_conversions(
     if relayout is not None and wanted.stored_layout is not None:
         todo.append(relayout)
     if wanted.to == "mla":
-        todo.append(partial(to_latent, rank=wanted.rank))
+        todo.append(partial(to_latent, rank=wanted.rank, ids=ids))
     elif wanted.to == "mha":
         todo.append(_to_mha)
     elif wanted.kv_heads is not None:
-        todo.append(partial(to_groups, groups=wanted.kv_heads, pooling=wanted.pooling))
+        pooling = wanted.pooling or best_pooling(checkpoint)
+        todo.append(partial(to_groups, groups=wanted.kv_heads, pooling=pooling, ids=ids))
     if wanted.context is not None:
         todo.append(partial(extend_context, length=wanted.context, extension=wanted.scaling))
     if relayout is not None and wanted.stored_layout is None:

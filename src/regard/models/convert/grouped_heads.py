@@ -4,11 +4,12 @@ since query heads g H/G to (g+1) H/G - 1 share key/value head g.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, Literal, TypeAlias, get_args
 
 import torch
-from jaxtyping import Complex, Float
+from jaxtyping import Complex, Float, Int
 from torch import Tensor, nn
 
 from regard.errors import ArgumentError
@@ -20,6 +21,7 @@ from regard.models.convert.attention_maps import (
     ConversionStep,
     LayerErrors,
     head_parameters,
+    input_roots,
     layers_of,
     matrix_sqrt,
     rebuild,
@@ -31,10 +33,15 @@ from regard.positions import Rotary
 
 HeadPooling: TypeAlias = Literal["mean", "svd"]
 """How one key/value head is computed from several."""
+OnInputs: TypeAlias = Callable[[Tensor], Tensor]
+"""Maps times the root of their inputs' moments; see `AttentionMaps.on_inputs`."""
 
 
 def to_groups(
-    checkpoint: Checkpoint, groups: int, pooling: HeadPooling = "mean"
+    checkpoint: Checkpoint,
+    groups: int,
+    pooling: HeadPooling = "mean",
+    ids: Int[Tensor, "N T"] | None = None,
 ) -> tuple[Checkpoint, ConversionStep]:
     """Change the number G of key/value heads; the number of query heads stays.
 
@@ -42,13 +49,16 @@ def to_groups(
     neighbours are averaged. Fewer, "svd": k_j ~ C_j k and v_j ~ C_j v, with C_j moved into query
     and output maps, minimize sum_h |W_q,h^T W_k - W_q,h'^T W_k'|^2 and sum_h |W_o,h W_v - W_o,h'
     W_v'|^2; for keys C_j commutes with the rotation: one complex number for each rotary pair, and
-    any matrix where dims are not rotated.
+    any matrix where dims are not rotated. With `ids`, |A| is the root mean square of A x over what
+    the layers read in these texts; without, the inputs x are taken to be independent, and those of
+    trained models are not.
 
     Args:
         checkpoint: a decoder whose attention has separate maps.
         groups: the new number of key/value heads: a divisor of the present one, or a multiple of it
             that divides the number of query heads.
         pooling: how fewer heads are computed, "mean" or "svd".
+        ids: rows of token ids on which the inputs of each layer are measured, or None.
 
     Returns:
         The converted checkpoint, and its errors.
@@ -73,9 +83,10 @@ def to_groups(
     _check(before.H, before.G, groups)
     config = _regrouped(checkpoint.config, groups)
     weights, layer_errors = checkpoint.weights(), []
-    for prefix, block in layers_of(checkpoint.network):
+    roots = input_roots(checkpoint.network, ids if groups < before.G else None)
+    for (prefix, block), root in zip(layers_of(checkpoint.network), roots, strict=True):
         project = separate_attention(block).project
-        layer = AttentionMaps.of(block)
+        layer = AttentionMaps.of(block, root)
         if groups > before.G:
             after, errors = repeat_heads(layer, groups), LayerErrors(0.0, 0.0)
         elif pooling == "mean":
@@ -122,9 +133,9 @@ def pool_by_svd(layer: AttentionMaps, groups: int) -> tuple[AttentionMaps, Layer
     """Replace neighbouring key/value heads by their best map; queries and outputs get factors."""
     q, rest_q = layer.split(layer.q)
     k, rest_k = layer.split(layer.k)
-    z, c = common_pairs(k, layer.pair_weights(), layer.gain, groups)
-    rest, C = common_rows(rest_k, layer.rest_gram(), layer.gain, groups)
-    v, V = common_rows(layer.v, layer.value_gram(), layer.gain, groups)
+    z, c = common_pairs(k, layer.pair_weights(), layer.on_inputs, groups)
+    rest, C = common_rows(rest_k, layer.rest_gram(), layer.on_inputs, groups)
+    v, V = common_rows(layer.v, layer.value_gram(), layer.on_inputs, groups)
     times, share = len(layer.k) // groups, layer.share
     copy = [x.repeat_interleave(times, 0) for x in (z, rest, v)]
     residual_k = layer.join(k - c[..., None] * copy[0], rest_k - C @ copy[1])
@@ -142,7 +153,7 @@ def pool_by_svd(layer: AttentionMaps, groups: int) -> tuple[AttentionMaps, Layer
 def common_pairs(
     k: Complex[Tensor, "G p m"],
     weight: Float[Tensor, "G p"],
-    gain: Float[Tensor, " m"],
+    on_inputs: OnInputs,
     groups: int,
 ) -> tuple[Complex[Tensor, "g p m"], Complex[Tensor, "G p"]]:
     """Compute a complex row for each pair of each group, and a factor per head, with the least
@@ -150,7 +161,7 @@ def common_pairs(
     1.
     """
     heads = torch.unflatten(weight[..., None] * k, 0, (groups, -1)).movedim(1, 2)  # [g, p, n, m]
-    u = torch.linalg.svd(heads * gain, full_matrices=False).U[..., 0]  # [g, p, n]
+    u = torch.linalg.svd(on_inputs(heads), full_matrices=False).U[..., 0]  # [g, p, n]
     w = torch.unflatten(weight, 0, (groups, -1)).movedim(1, 2)
     c = torch.where(w > 0, u / torch.where(w > 0, w, 1), 0)
     size = c.abs().square().mean(-1).sqrt()
@@ -162,7 +173,7 @@ def common_pairs(
 
 
 def common_rows(
-    x: Float[Tensor, "G d m"], gram: Float[Tensor, "G d d"], gain: Float[Tensor, " m"], groups: int
+    x: Float[Tensor, "G d m"], gram: Float[Tensor, "G d d"], on_inputs: OnInputs, groups: int
 ) -> tuple[Float[Tensor, "g d m"], Float[Tensor, "G d d"]]:
     """Compute d rows for each group and a matrix per head with the least sum_j |S_j (x_j - C_j
     x)|^2, S_j^2 = gram_j.
@@ -172,7 +183,7 @@ def common_rows(
     if not d:
         return x[:groups], gram
     heads = torch.unflatten(root @ x, 0, (groups, times)).flatten(1, 2)  # [g, n d, m]
-    u = torch.linalg.svd(heads * gain, full_matrices=False).U[..., :d]
+    u = torch.linalg.svd(on_inputs(heads), full_matrices=False).U[..., :d]
     rows = u.mT @ heads
     lacking = d - rows.shape[1]  # with fewer columns than d, the other rows are 0
     rows = nn.functional.pad(rows, (0, 0, 0, lacking))
@@ -195,15 +206,25 @@ def _check(H: int, before: int, after: int) -> None:
         )
 
 
+def best_pooling(checkpoint: Checkpoint) -> HeadPooling:
+    """Return "svd" where factors of keys can be moved into the queries, else "mean"."""
+    project = separate_attention(checkpoint.network.layers[0]).project
+    return "svd" if _is_plain(project.q) and _is_plain(project.k) else "mean"
+
+
+def _is_plain(heads: HeadProjection) -> bool:
+    """Return whether no more than a rotation follows the map of the heads."""
+    rotated = all(isinstance(step, Rotary) for step in heads.steps)
+    return rotated and isinstance(heads.flat, nn.Identity)
+
+
 def _check_plain(*parts: HeadProjection) -> None:
     """Check that only a rotation follows the maps of queries and keys."""
-    for heads in parts:
-        plain = all(isinstance(step, Rotary) for step in heads.steps)
-        if not plain or not isinstance(heads.flat, nn.Identity):
-            raise ArgumentError(
-                "a norm follows the maps of queries and keys, and a factor of a key cannot be "
-                "moved through it into the queries; use pooling 'mean'"
-            )
+    if not all(_is_plain(heads) for heads in parts):
+        raise ArgumentError(
+            "a norm follows the maps of queries and keys, and a factor of a key cannot be "
+            "moved through it into the queries; use pooling 'mean'"
+        )
 
 
 def _regrouped(config: Any, groups: int) -> object:

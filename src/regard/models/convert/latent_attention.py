@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 import torch
-from jaxtyping import Complex, Float
+from jaxtyping import Complex, Float, Int
 from torch import Tensor, nn
 
 from regard import masks
@@ -18,6 +18,7 @@ from regard.models.convert.attention_maps import (
     Checkpoint,
     ConversionStep,
     LayerErrors,
+    input_roots,
     layers_of,
     matrix_sqrt,
     rebuild,
@@ -84,7 +85,7 @@ def split_rotary(layer: AttentionMaps, rotation: Complex[Tensor, " p"]) -> Rotar
     mean rotation; the error of the scores is sum_j |w_j r_j|^2 (1 - |rotation|^2).
     """
     k, rest = layer.split(layer.k)
-    common, factor = common_pairs(k, layer.pair_weights(), layer.gain, 1)
+    common, factor = common_pairs(k, layer.pair_weights(), layer.on_inputs, 1)
     residual = k - factor[..., None] * common
     lost_share = (1 - rotation.abs().square()).clamp(min=0).sqrt()
     key_error = layer.key_norm(layer.join(lost_share[:, None] * residual, torch.zeros_like(rest)))
@@ -103,7 +104,7 @@ def truncated_svd(layer: AttentionMaps, split: RotarySplit, n: int) -> Truncated
     square_roots = matrix_sqrt(gram), matrix_sqrt(layer.value_gram())
     maps = zip(square_roots, (split.k, split.v), sizes, strict=True)
     stacked = torch.cat([(root @ x / size).flatten(0, 1) for (root, _), x, size in maps])
-    u, spectrum, _ = torch.linalg.svd(stacked * layer.gain, full_matrices=False)
+    u, spectrum, _ = torch.linalg.svd(layer.on_inputs(stacked), full_matrices=False)
     u = nn.functional.pad(u[:, :n], (0, max(0, n - u.shape[1])))
     down = u.mT @ stacked
     # divided by `bound`, `down` has spectral norm 1: the latent is not larger than its input
@@ -115,7 +116,7 @@ def truncated_svd(layer: AttentionMaps, split: RotarySplit, n: int) -> Truncated
         * (sizes[1] * bound)
     )
     down = down / bound
-    scores = _form_norm(gram, (split.k - up_k @ down) * layer.gain) / sizes[0]
+    scores = _form_norm(gram, layer.on_inputs(split.k - up_k @ down)) / sizes[0]
     values = layer.value_norm(split.v - up_v @ down) / sizes[1]
     return TruncatedMaps(
         down, up_k, up_v, LayerErrors((scores**2 + split.key_error**2) ** 0.5, values), spectrum
@@ -124,7 +125,7 @@ def truncated_svd(layer: AttentionMaps, split: RotarySplit, n: int) -> Truncated
 
 def query_gram(layer: AttentionMaps) -> Float[Tensor, "G D D"]:
     """Return the Gram matrix [G, D, D] of the unrotated queries that attend to a key head."""
-    q = layer.q * layer.gain
+    q = layer.on_inputs(layer.q)
     gram: Tensor = (q @ q.mT).unflatten(0, (-1, layer.share)).sum(1)
     return gram
 
@@ -146,7 +147,9 @@ MAX_CONSTANT = 2.0**15
 """The largest value of the constant in the latent; the largest float16 number is 65504."""
 
 
-def to_latent(checkpoint: Checkpoint, rank: int | None = None) -> tuple[Checkpoint, ConversionStep]:
+def to_latent(
+    checkpoint: Checkpoint, rank: int | None = None, ids: Int[Tensor, "N T"] | None = None
+) -> tuple[Checkpoint, ConversionStep]:
     """Convert to attention that caches one latent of `rank` numbers and one rotary key per token.
 
     [c; k_r] = W_dkv x;  k_h = [W_uk,h c; R_s k_r], v_h = W_uv,h c;  q_h = [q_h; R_t conj(c_h) q_h]
@@ -159,6 +162,7 @@ def to_latent(checkpoint: Checkpoint, rank: int | None = None) -> tuple[Checkpoi
             mistral without a window, regard's gqa.
         rank: kv_lora_rank, at least 2, since one of its numbers is a constant; None is the full
             rank, at which nothing is truncated.
+        ids: rows of token ids on which the inputs of each layer are measured, as in `to_groups`.
 
     Returns:
         The converted checkpoint, and its errors.
@@ -193,8 +197,9 @@ def to_latent(checkpoint: Checkpoint, rank: int | None = None) -> tuple[Checkpoi
         checkpoint.network.layers[0], checkpoint.config.max_position_embeddings
     )
     weights, truncated_layers = checkpoint.weights(), []
-    for prefix, block in layers_of(checkpoint.network):
-        layer = AttentionMaps.of(block)
+    roots = input_roots(checkpoint.network, ids)
+    for (prefix, block), root in zip(layers_of(checkpoint.network), roots, strict=True):
+        layer = AttentionMaps.of(block, root)
         split = split_rotary(layer, rotation)
         truncated = truncated_svd(layer, split, rank - 1)
         truncated_layers.append(truncated)

@@ -27,6 +27,10 @@ the loss by 0.6 nats appeared as 0.02.
 """
 
 
+CALIBRATION_TOKENS = 2048
+"""The number of tokens on which the inputs of the layers are measured."""
+
+
 class EvalWindows(NamedTuple):
     """Token ids [N, T] on which models are evaluated; `text` is empty if they are random."""
 
@@ -110,6 +114,20 @@ def evaluation_windows(model: Model, text: str | None, length: int, limit: int) 
     if len(ids) < MIN_TOKENS:
         raise ArgumentError(f"the text has {plural(len(ids), 'token')}; give at least {MIN_TOKENS}")
     return EvalWindows(_rows(ids, length), "the given text")
+
+
+def calibration_windows(model: Model, text: str | None, ids: Tensor) -> Int[Tensor, "N T"]:
+    """Return at most 2048 tokens of the text in windows as long as those of the evaluation, from
+    other places of the text; from the same, if the text has no others.
+    """
+    length = ids.shape[1]
+    rows = max(1, CALIBRATION_TOKENS // length)
+    whole = model.encode(pydoc_topics() if text is None else text)[0]
+    if text is None:  # between the windows of the evaluation
+        whole = whole[length:]
+    elif len(whole) >= ids.numel() + length:
+        whole = whole[ids.numel() :]
+    return _spread(whole, min(length, len(whole)), rows)
 
 
 def pydoc_topics() -> str:

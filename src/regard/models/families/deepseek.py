@@ -362,6 +362,7 @@ def _family(
     names: NameTable = NAMES,
     attention: Callable[..., Mixer] | None = None,
     keep_float32: tuple[str, ...] = (),
+    **more: Any,
 ) -> Family:
     def build(own: Any) -> Decoder:
         mixer = causal_attention if attention is None else partial(attention, own)
@@ -374,8 +375,8 @@ def _family(
         check=lambda own: _check(own, partial(router, own)),
         prefixes=llama_like.PREFIXES,
         head=llama_like.HEAD,
-        buffers=BUFFERS,
         keep_float32=keep_float32,
+        **{"buffers": BUFFERS} | more,
     )
 
 
@@ -395,6 +396,8 @@ FAMILIES = {
             **NAMES,
         },
         tempered_attention,
+        buffers=(*BUFFERS, rf"(model\.)?({'|'.join(Mistral4Config.towers.split())})\..*"),
+        rename_stored=llama_like.rename_language_model,
     ),
     "glm4_moe_lite": _family(Glm4MoeLiteConfig, sigmoid_router, keep_float32=(CORRECTION,)),
     "deepseek_v32": _family(

@@ -1,5 +1,6 @@
 """The language model of Gemma 4: other heads in layers without a window, embeddings of each token
-for each layer, and last layers that read earlier layers' keys and values. Source: Gemma Team 2026,
+for each layer, last layers that read earlier layers' keys and values, and experts beside the dense
+networks. Source: Gemma Team 2026,
 "Gemma 4" and its code.
 """
 
@@ -25,7 +26,9 @@ from regard.nn.blocks.altup import (
     LayerInput,
     LayerInputBlock,
 )
+from regard.nn.blocks.experts import ExpertsBesideDense
 from regard.nn.blocks.feed_forward import GatedFeedForward
+from regard.nn.blocks.routers import ScaledSoftmaxRouter
 from regard.nn.projections.steps import WeightlessRMSNorm
 from regard.nn.weights import Linear
 from regard.positions import Rotary
@@ -55,10 +58,19 @@ def _block(
 ) -> LayerInputBlock:
     M, P, eps = config.hidden_size, config.hidden_size_per_layer_input, config.rms_norm_eps
     mixer = _attention(config, index, rotary)
+    network: nn.Module = GatedFeedForward(M, config.width(index), nn.GELU("tanh"))
+    inner: nn.Module = RMSNorm(M, eps=eps)
+    if config.enable_moe_block:
+        count, active, width = config.experts
+        router = ScaledSoftmaxRouter(M, count, active, eps=eps)
+        experts = [GatedFeedForward(M, width, nn.GELU("tanh")) for _ in range(count)]
+        norms = (inner, RMSNorm(M, eps=eps), RMSNorm(M, eps=eps), RMSNorm(M, eps=eps))
+        network, inner = ExpertsBesideDense(router, experts, network, norms), nn.Identity()
     return LayerInputBlock(
         without_own_memory(mixer) if config.shares_keys(index) else mixer,
-        GatedFeedForward(M, config.width(index), nn.GELU("tanh")),
-        *(SandwichNorm(RMSNorm(M, eps=eps), RMSNorm(M, eps=eps)) for _ in range(2)),
+        network,
+        SandwichNorm(RMSNorm(M, eps=eps), RMSNorm(M, eps=eps)),
+        SandwichNorm(inner, RMSNorm(M, eps=eps)),
         layer_input=LayerInput(M, P, scaled=False, eps=eps) if P else None,
         sizes=sizes,
         index=index,
@@ -95,8 +107,31 @@ PARTS = {
     "post_per_layer_input_norm.weight": "layer_input.norm.weight",
 }
 """Name of a part of a layer -> its name in the network, of what Gemma 3 lacks."""
+EXPERTS: NameTable = {
+    "router.proj.weight": f"{MODEL_LAYER}feed_forward.router.linear.weight",
+    "router.scale": f"{MODEL_LAYER}feed_forward.router.input_scale",
+    "router.per_expert_scale": f"{MODEL_LAYER}feed_forward.router.expert_scale",
+    "experts.gate_up_proj": llama_like.experts_in_one_tensor("gate", "up"),
+    "experts.down_proj": llama_like.experts_in_one_tensor("down"),
+    "post_feedforward_layernorm_1.weight": f"{MODEL_LAYER}feed_forward.dense_after.weight",
+    "pre_feedforward_layernorm_2.weight": f"{MODEL_LAYER}feed_forward.norm.weight",
+    "post_feedforward_layernorm_2.weight": f"{MODEL_LAYER}feed_forward.after.weight",
+}
 NAMES: NameTable = {
     **llama_like.recipe_names(Gemma4Config.recipe),
+    **{STORED_LAYER + name: entry for name, entry in EXPERTS.items()},
+    **{
+        f"{STORED_LAYER}{theirs}.weight": (
+            as_stored(f"{MODEL_LAYER}{alone}.weight"),
+            as_stored(f"{MODEL_LAYER}feed_forward.dense{joint}.weight"),
+        )
+        for theirs, alone, joint in (
+            ("mlp.gate_proj", "feed_forward.gate", ".gate"),
+            ("mlp.up_proj", "feed_forward.up", ".up"),
+            ("mlp.down_proj", "feed_forward.down", ".down"),
+            ("pre_feedforward_layernorm", "feed_forward_residual.norm", "_norm"),
+        )
+    },
     "model.norm.weight": (as_stored("norm.weight"), as_stored("norm.norm.weight")),
     "model.embed_tokens_per_layer.weight": "embed.layer_embedding.weight",
     "model.per_layer_model_projection.weight": "embed.to_layers.weight",

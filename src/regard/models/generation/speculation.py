@@ -6,12 +6,13 @@ proposal that is the chosen token saves a pass. So each seed gives the text that
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Protocol
 
 import torch
 from jaxtyping import Float, Int
-from torch import Tensor
+from torch import Tensor, nn
 
 from regard.caches import Cache
 from regard.caches.bounded_pages import BoundedPages
@@ -21,12 +22,22 @@ from regard.models.compiled_step import MAX_TOKENS
 from regard.models.generation.decode_session import DecodeSession
 from regard.models.generation.sampling import Sampler
 from regard.models.prompts import LanguageModel
+from regard.nn.weights import count_parameters, weight_tensors
 from regard.sequence_scope import current_scope
 
-COSTS = (1.0, 1.35, 1.85, 1.9, 2.7, 2.75, 3.45, 3.5)
-"""The time of a pass over 1 to 8 tokens, in passes over one token: SmolLM2-135M in 4 bits on a CPU.
-Where reading the weights takes longer than computing with them, it is less.
+COSTS: Mapping[int, tuple[float, ...]] = MappingProxyType(
+    {
+        1: (1.0, 1.25, 1.45, 1.75, 2.15, 2.4, 2.75, 3.05),
+        2: (1.0, 1.3, 1.3, 1.55, 1.8, 1.8, 1.95, 2.2),
+        4: (1.0, 1.2, 1.25, 1.4, 1.4, 1.5, 1.6, 1.6),
+    }
+)
+"""The bytes of a weight, at least 1 -> the time of a pass over 1 to 8 tokens, in passes over one:
+SmolLM2-135M on one core. With few bytes, computing takes longer than reading.
 """
+
+LEAST_COST = 0.1
+"""The least time of a pass of a draft, because any takes a millisecond."""
 
 MATCHES = (16, 8, 4, 3)
 """The lengths of the ends of a text that are looked up in it, in this order."""
@@ -119,8 +130,8 @@ class DraftModel:
         self._session.prepare()
         self._sampler, self._eos_ids = sampler, model.eos_ids
         self._read: list[int] = []
-        counts = [sum(x.numel() for x in y.decoder.parameters()) for y in (draft, model)]
-        self.cost = min(1.0, counts[0] / max(1, counts[1]))
+        read = [sum(x.nbytes for x in weight_tensors(y.decoder)) for y in (draft, model)]
+        self.cost = min(1.0, max(LEAST_COST, read[0] / max(1, read[1])))
 
     def propose(self, ids: Sequence[int], most: int) -> list[int]:
         """Return at most so many tokens, fewer if one of them ends the text."""
@@ -147,6 +158,10 @@ class Speculation:
     (1 - a^(k+1)) / (1 - a) tokens on average; the k with the most tokens for its time is taken, if
     they are more than without. What passes have cost more than they gave stays below `allowed`.
 
+    Args:
+        cost: the time of a proposed token, in passes over one token.
+        weight_bytes: a key of `COSTS`.
+
     Attributes:
         proposed, accepted, passes: the tokens that were proposed, those of them that were chosen,
             and the passes that read proposals.
@@ -157,10 +172,12 @@ class Speculation:
     allowed = 1.0, 0.01
     """The time that proposals may lose, in passes over one token: at first, and for each token."""
 
-    def __init__(self, cost: float) -> None:
+    def __init__(self, cost: float, weight_bytes: int) -> None:
         self.proposed = self.accepted = self.passes = 0
         (self._hits, self._misses), self._spare = self.before, self.allowed[0]
-        self._times = [time + n * cost for n, time in enumerate(COSTS)]
+        read = LEAST_COST if cost else 0.0  # a draft first reads what was chosen without it
+        first, *more = COSTS[weight_bytes]
+        self._times = [first, *(time + n * cost + read for n, time in enumerate(more, 1))]
 
     def length(self) -> int:
         """Return how many tokens to propose now; 0 if that does not pay."""
@@ -205,7 +222,7 @@ class SpeculativeSession:
     ) -> None:
         check_proposals(session, "speculate")
         self._session, self._ids, self._most, self._proposer = session, list(ids), most, proposer
-        self.speculation = Speculation(proposer.cost)
+        self.speculation = Speculation(proposer.cost, weight_bytes(session.decoder))
         self.device = session.device
         self._crops = all(cache.crop_is_exact for cache in session.caches)
         self._marks: list[object] = []  # of the caches before the last pass, if they do not crop
@@ -272,6 +289,12 @@ class SpeculativeSession:
         for cache, mark in zip(self._session.caches, self._marks, strict=True):
             cache.restore(mark)
         return self._ids[self._marked :]
+
+
+def weight_bytes(decoder: nn.Module) -> int:
+    """Return the key of `COSTS` that is nearest to the bytes of a weight."""
+    mean = sum(x.nbytes for x in weight_tensors(decoder)) / max(1, count_parameters(decoder))
+    return min(COSTS, key=lambda size: abs(size - mean))
 
 
 def check_proposals(session: DecodeSession, argument: str) -> None:

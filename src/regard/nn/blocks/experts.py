@@ -72,9 +72,13 @@ class MoE(nn.Module):
 
     def forward(self, x: Float[Tensor, "*L M"]) -> Float[Tensor, "*L M"]:
         """Map hidden states [..., M] to [..., M]."""
+        return self._mix(x, x)
+
+    def _mix(self, x: Tensor, routed_by: Tensor) -> Tensor:
+        """Map hidden states [..., M] to [..., M], by the experts that others choose."""
         rows = x.reshape(-1, x.shape[-1])  # [N,M]
         y = torch.zeros_like(rows, dtype=torch.promote_types(x.dtype, torch.float32))
-        shares, chosen = self.router(rows)
+        shares, chosen = self.router(routed_by.reshape(rows.shape))
         stacked = self.stacked
         if stacked is not None and stacked.serve(self.experts, rows, chosen.numel()):
             for added in self._from_stacks(stacked, rows, shares, chosen):
@@ -201,6 +205,37 @@ class InputWeightedMoE(MoE):
         """Compute what an expert adds to its tokens, expert(w x), from x [n,M] and w [n,1]."""
         result: Float[Tensor, "n M"] = expert(rows * weights.to(rows.dtype))
         return result
+
+
+class ExpertsBesideDense(MoE):
+    """A mixture of experts beside a dense network, each between two norms of its own.
+
+    y = after_d(dense(norm_d(x))) + after(sum_{e in C(x)} w_e(x) expert_e(norm(x)))
+
+    Args:
+        router, experts: as for `MoE`; the router reads x itself.
+        dense: the dense network.
+        norms: the norms norm_d, after_d, norm and after.
+
+    Source: Gemma Team 2026, the released code of Gemma 4.
+    """
+
+    def __init__(
+        self,
+        router: Router,
+        experts: Sequence[nn.Module],
+        dense: nn.Module,
+        norms: tuple[nn.Module, nn.Module, nn.Module, nn.Module],
+    ) -> None:
+        super().__init__(router, experts)
+        self.dense = dense
+        self.dense_norm, self.dense_after, self.norm, self.after = norms
+
+    def forward(self, x: Float[Tensor, "*L M"]) -> Float[Tensor, "*L M"]:
+        """Map hidden states [..., M] to [..., M]."""
+        dense: Tensor = self.dense_after(self.dense(self.dense_norm(x)))
+        added: Tensor = self.after(self._mix(self.norm(x), x))
+        return dense + added
 
 
 _chosen: ContextVar[Tensor] = ContextVar("chosen")

@@ -222,6 +222,29 @@ class SoftmaxRouter(Router):
         return Routing(weights * self.scale, chosen)
 
 
+class ScaledSoftmaxRouter(SoftmaxRouter):
+    """A softmax router of normalized inputs, with a factor for each input and each expert.
+
+    l = W (g * x / rms(x)) / sqrt(M);  C = the k experts with the highest l
+    w_e = s_e exp(l_e) / sum_{j in C} exp(l_j)
+
+    Source: Gemma Team 2026, the released code of Gemma 4.
+    """
+
+    def __init__(self, dim: int, experts: int, k: int, *, eps: float) -> None:
+        super().__init__(dim, experts, k, normalize=True)
+        self.eps = eps
+        self.input_scale = nn.Parameter(torch.ones(dim))
+        self.expert_scale = nn.Parameter(torch.ones(experts))
+
+    def forward(self, x: Float[Tensor, "N M"]) -> Routing:
+        """Choose experts for tokens x [N,M]; return weights [N,k] and indices [N,k]."""
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        wide = wide * (wide.square().mean(-1, keepdim=True) + self.eps).rsqrt()
+        weights, chosen = super().forward(wide * (self.input_scale * x.shape[-1] ** -0.5))
+        return Routing(weights * self.expert_scale[chosen], chosen)
+
+
 class SigmoidRouter(Router):
     """A router with a sigmoid score per expert, and a correction that affects the choice alone.
 

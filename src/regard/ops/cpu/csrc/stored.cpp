@@ -152,19 +152,23 @@ static void multiply_code_rows(const Product& call, int64_t n, const float* scal
         float out[rows][count];
         code_dots<kBits, kGroup, rows, count>(call.row(n + i), m.row_bytes, scales + i * m.row_scales, m.row_scales,
                                               call.vectors + r * call.distance, call.distance, m.width, out);
-        for (int j = 0; j < left; j++) {
+        for (int j = 0; j < count; j++) {
           for (int k = 0; k < rows; k++) call.sums[(r + j) * call.sums_distance + n + i + k - call.first] = out[k][j];
         }
       }
     };
     constexpr std::integral_constant<int, kRows> all;
     constexpr std::integral_constant<int, std::min(2, kRows)> few;
+    constexpr std::conditional_t<kLanes == 16, decltype(all), decltype(few)> some;
     if (left == 1) run(all, std::integral_constant<int, 1>());
     if (left == 2) run(all, std::integral_constant<int, 2>());
-    if (left > 2 && left <= 4) run(std::conditional_t<kLanes == 16, decltype(all), decltype(few)>(), std::integral_constant<int, 4>());
+    if (left == 3) run(some, std::integral_constant<int, 3>());
+    if (left == 4) run(some, std::integral_constant<int, 4>());
     if constexpr (kMost == 8) {
-      if (left > 4 && left <= 6) run(few, std::integral_constant<int, 6>());
-      if (left > 6) run(few, std::integral_constant<int, 8>());
+      if (left == 5) run(few, std::integral_constant<int, 5>());
+      if (left == 6) run(few, std::integral_constant<int, 6>());
+      if (left == 7) run(few, std::integral_constant<int, 7>());
+      if (left == 8) run(few, std::integral_constant<int, 8>());
     }
   }
 }
