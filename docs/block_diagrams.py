@@ -1,9 +1,15 @@
-"""Block diagrams as SVG: one head, several heads in two forms, and a Transformer block."""
+"""Diagrams as SVG: one head, several heads in two forms, a Transformer block, and what one word of
+a sentence reads.
+"""
 
 from __future__ import annotations
 
 import html
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from rich.cells import cell_len
 
 from regard.language import translate, translate_count
 from regard.view import palette
@@ -120,14 +126,100 @@ def two_forms_svg() -> str:
     return "\n".join([*parts, "</svg>", ""])
 
 
-def _paper(wide: float, high: float, label: str) -> Iterator[str]:
-    """Generate the beginning of a diagram, with its style and its background."""
-    yield (
-        f'<svg class="blocks" xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {wide} {high}" '
-        f'width="{wide}" height="{high}" role="img" aria-label="{html.escape(label)}">'
+def cells_svg(
+    values: Sequence[Sequence[float]], title: str, rows: str, columns: str, scale: str
+) -> str:
+    """Draw numbers from 0 to 1 as cells whose colour is linear in the number; a dot marks a 0."""
+    side, left, top = 24, 60, 76
+    wide, high = max(left + side * len(values[0]) + 24, 430), top + side * len(values) + 54
+    middle = left + side * len(values[0]) / 2
+    parts = [*_paper(wide, high, title), _text(16, 24, title, "ink start")]
+    parts += [_text(16, 44, scale, "soft start"), _text(middle, top - 8, columns, "soft")]
+    turned = f'transform="rotate(-90 {left - 34} {high / 2})"'
+    parts.append(_text(left - 34, high / 2, rows, "soft").replace("<text", f"<text {turned}"))
+    for i, row in enumerate(values):
+        y = top + side * i
+        parts.append(_text(left - 14, y + 17, str(i), "soft"))
+        for j, value in enumerate(row):
+            x = left + side * j
+            place = f'x="{x + 1}" y="{y + 1}" width="{side - 2}" height="{side - 2}"'
+            parts.append(f'<rect class="cell" {place} fill-opacity="{value:.3f}"/>')
+            if value == 0:
+                parts.append(f'<circle class="tip" cx="{x + 12}" cy="{y + 12}" r="1.5"/>')
+    below = top + side * len(values) + 18
+    parts += [_text(left + side * (j + 0.5), below, str(j), "soft") for j in range(len(values[0]))]
+    return "\n".join([*parts, "</svg>", ""])
+
+
+SIZE, GAP, ARC, ROOM = 16, 12, 16, 190
+"""Font size of the words and space between them, width of an arc of weight 1, room for arcs."""
+
+
+def reading_svg(data: Mapping[str, Any], theme: Mapping[str, str]) -> str:
+    """Draw what a query reads: the words of the text, with an arc from the query to each key whose
+    width is linear in the weight, the weights below, and the next word at the end.
+
+    Args:
+        data: an explanation as a dict, whose text has words and whose model predicts.
+        theme: the colours, `palette.LIGHT` or `palette.DARK`.
+    """
+    words = data["words"]
+    shares = [sum(data["weights"][w["start"] : w["stop"]]) for w in words]
+    widths = [max(SIZE * 0.58 * cell_len(w["text"]), 30) for w in words]
+    centres = [24 + sum(widths[:n]) + GAP * n + widths[n] / 2 for n in range(len(words))]
+    query = next(n for n, w in enumerate(words) if w["start"] <= data["query"] < w["stop"])
+    following = data["predictions"][0]
+    answer, share = following["piece"].strip("·▁"), f"{following['probability']:.0%}"
+    box = max(SIZE * 0.58 * cell_len(answer) + 24, 64)
+    right = centres[-1] + widths[-1] / 2
+    wide, base = right + 44 + box + 24, ROOM + 44
+    title = translate(
+        "layer {layer}, head {head} of {model}: what “{word}” reads before {answer} is written",
+        layer=data["layer"],
+        head=data["head"],
+        model=data["model"],
+        word=words[query]["text"],
+        answer=f"“{answer}”",
     )
-    yield f"<style>{palette.css()}{_css()}</style>"
-    yield f'<rect class="paper" width="{wide}" height="{high}" rx="8"/>'
+    parts = list(_paper(wide, base + 58, title, theme))
+    parts.append(_text(wide / 2, 26, title, "soft"))
+    farthest = max(abs(c - centres[query]) for c in centres)
+    strongest = max(shares)
+    for n, (c, p) in enumerate(zip(centres, shares, strict=True)):
+        if n != query and p >= 0.005:
+            high = 24 + (ROOM - 44) * abs(c - centres[query]) / farthest
+            parts.append(
+                f'<path class="reads" style="stroke-width:{ARC * p:.2f}" d="M{centres[query]:.1f} '
+                f"{base - 22:.1f}C{centres[query]:.1f} {base - 22 - 1.33 * high:.1f} {c:.1f} "
+                f'{base - 22 - 1.33 * high:.1f} {c:.1f} {base - 22:.1f}"/>'
+            )
+        tone = "query" if n == query else "key" if p == strongest else "word"
+        parts.append(_text(c, base, words[n]["text"], tone))
+        if p >= 0.005:
+            parts.append(_text(c, base + 24, f"{p:.0%}", "key" if p == strongest else "soft"))
+    left = right + 44
+    parts += [
+        f'<path class="arrow" d="M{right + 8:.1f} {base - 5:.1f}H{left - 12:.1f}"/>',
+        f'<path class="tip" d="M{left - 4:.1f} {base - 5:.1f}l-10 -5v10z"/>',
+        *_box(left, base - 22, box, answer, "z"),
+        _text(left + box / 2, base + 28, share, "soft"),
+    ]
+    return "\n".join([*parts, "</svg>", ""])
+
+
+def _paper(
+    wide: float, high: float, label: str, theme: Mapping[str, str] | None = None
+) -> Iterator[str]:
+    """Generate the beginning of a diagram, with its style and its background; without a theme it
+    follows that of the reader.
+    """
+    fixed = ";".join(f"--{name}:{colour}" for name, colour in (theme or {}).items())
+    yield (
+        f'<svg class="blocks" xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {wide:g} {high:g}" '
+        f'width="{wide:g}" height="{high:g}" role="img" aria-label="{html.escape(label)}">'
+    )
+    yield f"<style>{f':root{{{fixed}}}' if fixed else palette.css()}{_css()}</style>"
+    yield f'<rect class="paper" width="{wide:g}" height="{high:g}" rx="8"/>'
 
 
 def _column(
@@ -165,9 +257,16 @@ def _box(left: float, top: float, width: float, name: str, role: str) -> Iterato
 
 
 def _arrow(x: float, y: float, to_x: float, to_y: float) -> str:
+    length = math.hypot(to_x - x, to_y - y)
+    along, across = ((to_x - x) / length * 8, (to_y - y) / length * 8), 0.5
+    corners = [
+        f"{to_x - along[0] + sign * across * along[1]:.1f} "
+        f"{to_y - along[1] - sign * across * along[0]:.1f}"
+        for sign in (1, -1)
+    ]
     return (
         f'<path class="arrow" d="M{x:.1f} {y:.1f}L{to_x:.1f} {to_y:.1f}"/>'
-        f'<circle class="tip" cx="{to_x:.1f}" cy="{to_y:.1f}" r="2.5"/>'
+        f'<path class="tip" d="M{to_x:.1f} {to_y:.1f}L{corners[0]}L{corners[1]}Z"/>'
     )
 
 
@@ -181,10 +280,14 @@ def _text(x: float, y: float, text: str, tone: str) -> str:
 def _css() -> str:
     roles = "".join(f".blocks rect.{r}{{stroke:var(--{r})}}" for r in "qkvsz")
     return (
+        ".blocks text.start{text-anchor:start}.blocks rect.cell{fill:var(--s);stroke:none}"
         ".blocks text{font:13px system-ui,'Noto Sans',sans-serif;fill:var(--ink)}.blocks "
         "text.soft{fill:var(--soft)}"
         ".blocks rect{fill:var(--hint);stroke-width:1.5}.blocks "
         "rect.paper{fill:var(--card);stroke:none}"
+        f".blocks .word,.blocks .query,.blocks .key{{font-size:{SIZE}px}}"
+        ".blocks text.query,.blocks text.key{font-weight:600}.blocks text.query{fill:var(--q)}"
+        ".blocks text.key{fill:var(--k)}.blocks .reads{fill:none;stroke:var(--s);opacity:.8}"
         f".blocks .arrow{{stroke:var(--soft);stroke-width:1.5;fill:none}}.blocks "
         f".tip{{fill:var(--soft)}}{roles}\n"
     )

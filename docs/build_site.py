@@ -43,6 +43,11 @@ INLINE = re.compile(
     r"|\]\[",  # would begin a link to a heading
     re.DOTALL,
 )
+BOX = re.compile(
+    r"^> \*\*(Where the notes? [^*]*|笔记错在哪里|几篇笔记互相矛盾)[.。]\*\* ?(.*(?:\n>.*)*)",
+    re.MULTILINE,
+)
+"""A box of the course, which is an admonition on the site."""
 FENCE = re.compile(r"^(```|~~~).*?^\1[ ]*$", re.MULTILINE | re.DOTALL)
 SCHEME = re.compile(r"[a-z]+:")
 
@@ -194,9 +199,16 @@ class Stage:
 
     def write(self) -> None:
         """Copy every page, and every file that one of them links to."""
+        sys.path.insert(0, str(ROOT))  # a program in docs/ does not find the folder itself
+        from docs import mechanism_pages
+
         for source, page in self.mine.pages.items():
-            text = (ROOT / source).read_text(encoding="utf-8")
-            self._put(page, self.rewrite(text, source))
+            text = self.rewrite((ROOT / source).read_text(encoding="utf-8"), source)
+            if source in mechanism_pages.LINKED:
+                text = mechanism_pages.link_names(text)
+            self._put(page, text)
+        for page, text in mechanism_pages.pages(self.mine.language):
+            self._put(page, text)
         for name in (*SCRIPTS[1:], STYLE):
             shutil.copyfile(ROOT / "docs" / name, self.folder / name)
         self._put(SCRIPTS[0], figure_numbers())
@@ -229,7 +241,7 @@ class Stage:
             # `x[a][b]` outside code is text: no page of ours has links of that form
             return match[0] if match["ticks"] else r"]\["
 
-        return INLINE.sub(changed, text)
+        return INLINE.sub(changed, BOX.sub(_admonition, text))
 
     def _target(self, link: str, source: str) -> str:
         path, _, anchor = link.partition("#")
@@ -257,6 +269,11 @@ class Stage:
         picture = path.suffix in (".png", ".svg", ".jsonl", ".ipynb", ".html")
         plain = target.removeprefix("docs/") if picture else f"source/{target}.md"
         return self._files.setdefault(target, plain)
+
+
+def _admonition(box: re.Match[str]) -> str:
+    lines = [line.removeprefix(">").strip() for line in box[2].splitlines()]
+    return "\n".join([f'!!! warning "{box[1]}"', "", *(f"    {line}" for line in lines)])
 
 
 def as_mathml(formula: str, *, block: bool) -> str:

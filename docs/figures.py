@@ -11,17 +11,22 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from docs import block_diagrams
-from regard import attend, attention_weights, masks
+from regard import attend, attention_weights, load, masks
 from regard.biases import alibi_slopes
 from regard.configs.suggested_sizes import BaseModel, mechanism_costs
 from regard.cost import CostReport, Setting, model_of
 from regard.errors import RegardError
+from regard.files.named_packages import is_installed
+from regard.inspect import explain
+from regard.inspect.explain.head_choice import name_mover
+from regard.inspect.model_run import prepare_run
 from regard.language import (
     LANGUAGES,
     add_texts,
@@ -33,7 +38,7 @@ from regard.language import (
 from regard.positions import NTK, LinearScaling, YaRN, rope_frequencies, sinusoidal
 from regard.span import Span
 from regard.standard_output import run_program
-from regard.view import charts
+from regard.view import charts, palette
 from regard.view.charts import Chart, Line, Picture
 from regard.view.heatmaps import (
     CachedHeads,
@@ -319,6 +324,27 @@ DIAGRAMS: dict[str, Callable[[], str]] = {
     "two-forms": block_diagrams.two_forms_svg,
 }
 """The name of each block diagram, and the function that returns it as SVG text."""
+READINGS = {
+    "en": ("smollm2", "When Mary and John went to the store, John gave a drink to"),
+    "zh": ("gemma3", "妈妈和爸爸去了商店，爸爸把一瓶水递给了"),
+}
+"""For each language, the model and the sentence of the first command in the README."""
+READING_FILES = {"reading.svg": palette.LIGHT, "reading-dark.svg": palette.DARK}
+"""The pictures of that sentence, which are drawn if the package with the model is installed."""
+
+
+def reading_texts(lang: str) -> dict[str, str]:
+    """Return the pictures of the first command: what the chosen head reads, light and dark."""
+    name, text = READINGS[lang]
+    if not is_installed(name):
+        return {}
+    run = replace(prepare_run(load(name), text, last=1), name=name)
+    choice = name_mover(run, len(run.sequences["text"].ids) - 1)
+    assert choice is not None, "the next word stands in the sentence"
+    found = explain(run, layer=choice.layer, head=choice.head, key=choice.key).as_dict()
+    return {file: block_diagrams.reading_svg(found, theme) for file, theme in READING_FILES.items()}
+
+
 FIGURE_FILES = tuple(f"{name}.svg" for name in (*DIAGRAMS, *FIGURES))
 """The files that the command writes."""
 
@@ -361,7 +387,7 @@ def main(arguments: list[str]) -> int:
         return 2
     with use_language(lang):
         try:
-            texts = figure_texts()
+            texts = figure_texts() | reading_texts(lang)
             for name, text in texts.items():
                 (folder / name).write_text(text, encoding="utf-8")
         except (OSError, RegardError) as error:

@@ -1,4 +1,5 @@
-// Sorts the tables inside an element of the class "sortable" by a click on the head of a column.
+// Sorts the tables inside an element of the class "sortable" by a click on the head of a column, and
+// shows the rows that have every word of a field above them.
 // Without this script the tables are as they were written.
 "use strict";
 
@@ -22,7 +23,28 @@
     table.tBodies[0].append(...rows);
   };
 
+  const addFilter = (table) => {
+    const chinese = document.documentElement.lang.startsWith("zh");
+    const [field, count] = [document.createElement("input"), document.createElement("p")];
+    field.type = "search";
+    field.placeholder = chinese ? "筛选，例如：softmax Llama" : "filter, such as: softmax Llama";
+    field.ariaLabel = field.placeholder;
+    count.role = "status";
+    field.addEventListener("input", () => {
+      const words = field.value.toLowerCase().split(/\s+/);
+      const rows = [...table.tBodies[0].rows];
+      for (const row of rows) {
+        const text = row.textContent.toLowerCase();
+        row.hidden = !words.every((word) => text.includes(word));
+      }
+      const shown = rows.filter((row) => !row.hidden).length;
+      count.textContent = chinese ? `${rows.length} 行中的 ${shown} 行` : `${shown} of ${rows.length} rows`;
+    });
+    table.closest(".sortable").prepend(field, count);
+  };
+
   for (const table of document.querySelectorAll(".sortable table")) {
+    addFilter(table);
     for (const head of table.tHead.rows[0].cells) {
       head.tabIndex = 0;
       head.style.cursor = "pointer";

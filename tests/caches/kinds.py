@@ -195,6 +195,7 @@ NO_TOKENS = {
     "State": "a recurrence's state: nothing by token",
     "Memory": "a recurrence's state and the tokens of the open segment, which its module alone "
     "can read",
+    "Compressed": "a window, an open block and entries, which its module alone can read",
     "Cross": "the other sequence, stored once",
     **dict.fromkeys(
         (

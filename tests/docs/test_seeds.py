@@ -20,6 +20,7 @@ from benchmarks.cases import CASES, GROUPS
 from experiments import CLAIMS
 from experiments.__main__ import experiments
 from regard.cli.app import COMMANDS, command_of, load, run
+from tests.docs import seed_places
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "seeds.md"
@@ -249,6 +250,30 @@ def test_every_test_of_the_seeds_errors_is_on_the_page() -> None:
         for name in functions(path):
             if name.startswith("test_"):
                 assert f"{path.relative_to(ROOT).as_posix()}::{name}`" in TEXT, name
+
+
+def test_every_item_is_in_a_section_of_the_course_in_both_languages() -> None:
+    """The section exists, has the item's own words, and is the same one in both languages."""
+    found = seed_places.items()
+    assert [item.id for item in found] == IDS[:146]
+    assert [item.id for item in found if seed_places.common_place(item, "zh") is None] == []
+    assert seed_places.english_rows() in TEXT
+    assert seed_places.chinese_rows() in seed_places.CHINESE_PAGE.read_text("utf-8")
+
+
+@pytest.mark.parametrize(
+    ("chapter", "words"),
+    [
+        (3, {"en": "no such words", "zh": "regard layer"}),
+        (3, {"en": "regard layer", "zh": "没有这些字"}),
+        (4, {"en": "`[PAD]`", "zh": "**近路。**"}),  # two sections
+        (5, {"en": "`[PAD]`", "zh": "`[PAD]`"}),  # another chapter
+    ],
+)
+def test_an_item_without_its_words_or_in_two_sections_is_found(
+    chapter: int, words: dict[str, str]
+) -> None:
+    assert seed_places.common_place(seed_places.Item("S1.1", chapter, words), "en") is None
 
 
 GOOD = """

@@ -232,6 +232,47 @@ def in_safetensors(content: bytes, draw: random.Random) -> bytes:
     return struct.pack("<Q", len(raw)) + raw + data
 
 
+def in_gguf(file: Path, draw: random.Random) -> bytes:
+    """The header with another value of a key, or another name, shape or format of a tensor; or the
+    bytes.
+    """
+    from regard.files.gguf_files import block_formats, read_gguf_header
+    from tests.models.checkpoint import gguf_writer
+
+    content = file.read_bytes()
+    if draw.random() < 0.25:
+        return in_bytes(content, draw)
+    whole = read_gguf_header(file)
+    numbers = {x.name: number for number, x in block_formats().items()}
+    begin = min(x.start for x in whole.tensors.values())
+    keys: dict[str, Any] = dict(whole.metadata)
+    infos = [
+        [x.name, list(x.shape), numbers[x.format.name], x.start - begin]
+        for x in whole.tensors.values()
+    ]
+    info = draw.choice(infos)
+    if draw.random() < 0.7:
+        key = draw.choice([*(k for k in keys if not k.startswith("tokenizer")), *keys])
+        old = keys.pop(key)
+        texts = [x for x in TEXTS if x.isprintable()]
+        new = draw.choice([*NUMBERS, *texts, [1, 2], [0.5], ["x"], True, None, old])
+        if isinstance(old, list) and draw.random() < 0.5:
+            new = old[: draw.randrange(len(old)) + 1] * draw.choice((1, 2))
+        if new is not None and not (isinstance(new, int) and not -(2**63) <= new < 2**63):
+            keys[key] = new if not isinstance(new, float) or abs(new) < 3e38 else 3e38
+    elif draw.random() < 0.5:
+        info[1][draw.randrange(len(info[1]))] = draw.choice((0, 1, 2, 32, 65_537, 2**31, 2**62))
+    elif draw.random() < 0.5:
+        info[2] = draw.choice([*numbers.values(), 99])
+    else:
+        info[0] = draw.choice(
+            [x[0] for x in infos]
+            + [info[0].replace("blk.0", "blk.999"), "a" * 70, "rope_freqs.weight"]
+        )
+    header = gguf_writer.header(keys, [tuple(x) for x in infos])
+    return gguf_writer.pad(header) + content[begin:]
+
+
 def change(file: Path, draw: random.Random) -> str:
     """Damage a file in place, by what its name says it is; gives what was done, in a word."""
     if draw.random() < 0.06:
@@ -239,6 +280,8 @@ def change(file: Path, draw: random.Random) -> str:
     content = file.read_bytes()
     if file.suffix == ".safetensors" or content[8:9] == b"{":
         made = in_safetensors(content, draw)
+    elif file.suffix == ".gguf":
+        made = in_gguf(file, draw)
     elif content[:1] in (b"{", b"[") and draw.random() < 0.85:
         made = in_json(content, draw)
     else:

@@ -178,6 +178,26 @@ def _use_model(folder: Path) -> None:
         )
 
 
+def _gguf(case: str) -> Callable[[Path], None]:
+    def make(folder: Path) -> None:
+        from tests.models.checkpoint import gguf_convert
+
+        architecture, model_type, keys = gguf_convert.CASES[case]
+        network, config = gguf_convert.tiny_network(model_type, keys)
+        stored = gguf_convert.stored_tensors(network, model_type)
+        where = architecture, model_type, config, stored
+        gguf_convert.convert(folder / "m.gguf", *where, kind="Q8_0" if case == "llama" else "F32")
+
+    return make
+
+
+def _use_gguf(folder: Path) -> None:
+    from regard.models.checkpoint.stored_sizes import gguf_sizes
+
+    _use_model(folder / "m.gguf")
+    str(gguf_sizes(folder / "m.gguf").parameters)
+
+
 def _sharded(folder: Path) -> None:
     from safetensors.torch import load_file, save_file
 
@@ -410,6 +430,10 @@ TARGETS: dict[str, Target] = {
     "model sharded": Target(
         _sharded, _use_model, ("model.safetensors.index.json", "model-00001-of-00002.safetensors")
     ),
+    **{
+        f"gguf {case}": Target(_gguf(case), _use_gguf)
+        for case in ("llama", "deepseek_v3", "lfm2", "mamba2", "qwen3_5_moe")
+    },
     **{
         f"tokenizer {kind}": Target(
             lambda folder, kind=kind: _tokenizer(folder, kind), _use_tokenizer

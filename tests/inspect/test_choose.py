@@ -6,6 +6,7 @@ import pytest
 import tokenizers
 import torch
 
+import regard
 from regard import Trace
 from regard.errors import ArgumentError
 from regard.inspect import find_query, strongest_head, strongest_keys
@@ -16,14 +17,17 @@ from regard.inspect.explain.head_choice import (
     NEAR_HEAD_RULE,
     Choice,
     choose_head,
+    name_mover,
+    striking_query,
     strongest_keys_of_run,
 )
 from regard.inspect.explain.random_model import random_model
-from regard.inspect.model_run import prepare_run
-from regard.models import Model
+from regard.inspect.model_run import Word, find_words, prepare_run, pretokenized, token_sequence
+from regard.models import Model, TextEncoder
 from regard.models.tokenizer import END_OF_TEXT, Tokenizer
 from tests.inspect.small_model import TEXT, model
 from tests.models import small
+from tests.models.small import named_model
 
 
 def text_upto(query: int, text: str = TEXT) -> str:
@@ -168,3 +172,43 @@ def test_a_mechanism_without_a_softmax_has_no_heads_to_compare() -> None:
     assert choose_head(read, 3, place="layers.1") == Choice(1, 0, FIRST_HEAD_RULE)
     with pytest.raises(ArgumentError, match="Recurrent ran no softmax for query 3"):
         strongest_keys_of_run(read, 3)
+
+
+def test_tokens_are_joined_to_whole_words() -> None:
+    tiny = regard.load("tiny")
+    for text, expected in {
+        "The verdant forest, isn't it?": ["The", "verdant", "forest", ",", "isn't", "it", "?"],
+        "你好 🎉": ["你", "好", "🎉"],
+    }.items():
+        tokens = token_sequence(tiny, tiny.encode(text), text)
+        words = find_words(tokens)
+        assert len(tokens.ids) > len(words)
+        assert "".join(w.text for w in words) == "".join(expected)
+        assert [w.stop for w in words[:-1]] == [w.start for w in words[1:]]
+        if text.isascii():
+            assert [w.text for w in words] == expected
+    assert find_words(pretokenized((5, 6), ("a", "b"))) == (Word(0, 1, "a"), Word(1, 2, "b"))
+
+
+def test_without_a_word_to_move_there_is_no_name_mover() -> None:
+    run = prepare_run(regard.load("tiny"), "one two three one two", last=1)
+    assert name_mover(run, 0) is None, "only the last token predicts what follows the text"
+
+
+@pytest.mark.full
+def test_the_head_that_moves_the_name_is_chosen() -> None:
+    text = "When Mary and John went to the store, John gave a drink to"
+    run = prepare_run(named_model("smollm2", Model), text, last=1)
+    choice = name_mover(run, len(run.tokens.ids) - 1)
+    assert (choice.layer, choice.head, choice.key) == (23, 0, 1)
+    assert "·Mary (92.3%)" in choice.rule
+    assert choose_head(run, 13).head != 0, "negative control: by weights it is another head"
+
+
+def test_of_an_encoder_the_query_with_the_largest_weight_is_chosen() -> None:
+    text = "a fluffy blue creature roamed the verdant forest"
+    run = prepare_run(named_model("minilm", TextEncoder), text)
+    query = striking_query(run)
+    assert query == 7
+    weights = [strongest_keys_of_run(run, i)[0].max().item() for i in (4, query)]
+    assert weights[1] > weights[0], "negative control: another word reads less"

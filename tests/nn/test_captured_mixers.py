@@ -26,7 +26,9 @@ CHOOSES, EVICTS = (
     "Python counts the tokens of a row",
 )
 REFUSED = {
-    **dict.fromkeys(("infini", "infini_delta", "nsa", "moba", "quest", "msa", "dsa"), CHOOSES),
+    **dict.fromkeys(
+        ("infini", "infini_delta", "nsa", "moba", "quest", "msa", "dsa", "hca", "csa"), CHOOSES
+    ),
     **dict.fromkeys(
         ("h2o", "tova", "snapkv", "key_norm", "keydiff", "adakv", "expected_attention"), EVICTS
     ),

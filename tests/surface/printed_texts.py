@@ -28,7 +28,7 @@ import regard.errors
 from benchmarks import __main__ as benchmarks_program
 from benchmarks.cases import CASES
 from benchmarks.render import COLUMNS
-from docs import block_diagrams, figures
+from docs import block_diagrams, figures, mechanism_pages
 from experiments import __main__ as experiments_program
 from experiments.claim import VERDICTS, Role
 from regard.audit import FAULTS
@@ -45,7 +45,7 @@ from regard.view import cost_text, layer_text
 
 PACKAGE = Path(regard.__file__).parent
 OUTSIDE = (
-    *(Path(x.__file__) for x in (figures, block_diagrams)),
+    *(Path(x.__file__) for x in (figures, block_diagrams, mechanism_pages)),
     *(Path(x.__file__).parent for x in (benchmarks, experiments)),
 )
 """The programs outside of the package that print texts in both languages."""

@@ -605,7 +605,7 @@ def test_every_cache_has_a_case() -> None:
     public = {x for x in kinds if inspect.isclass(x) and issubclass(x, Cache)} - {Cache, State}
     assert {x.__name__ for x in public} == {
         type(kind.make()).__name__ for kind in KINDS.values()
-    } | {"Memory", "Cross", "Evicting", "CrossLayer"}
+    } | {"Memory", "Compressed", "Cross", "Evicting", "CrossLayer"}
 
 
 def test_an_op_that_checks_nothing_is_caught() -> None:

@@ -78,7 +78,7 @@ def test_trained_saved_and_loaded(name: str, tmp_path: Path) -> None:
         unmoved -= {f"layers.{i}.attention.bias_tensors.{n}" for i in (0, 1) for n in (3, 5)}
     assert unmoved == set(parameters_without_gradient(model, V, LENGTH - 1))
     # a choice has no gradient: the paper of dsa trains its indexer by another loss
-    assert bool(unmoved) == (name in ("dsa", "msa"))
+    assert bool(unmoved) == (name in ("dsa", "msa", "csa"))
     first, second = tmp_path / "first", tmp_path / "second"
     first.mkdir()
     second.mkdir()
@@ -233,6 +233,8 @@ TAKES = {
     "dsa": "",
     "quest": "",
     "msa": "",
+    "hca": "",
+    "csa": "",
 }
 """First letters of the schemes that a mechanism takes."""
 

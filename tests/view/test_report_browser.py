@@ -291,25 +291,46 @@ def test_what_if_is_a_softmax_of_its_own(tab: Tab, made: Made) -> None:
 
 def test_the_steps_go_by_keys_and_the_blocks_end_in_the_kernels_lse(tab: Tab, made: Made) -> None:
     tab.ready(made.at("cell"))
-    count = "[...document.querySelectorAll('.step')].filter(x => !x.hidden).length"
-    assert tab.js(count) == 10
+    still_open = "[...document.querySelectorAll('.step[open]')].map(x => x.id)"
+    assert tab.js(still_open) == [], "the page opens on the sentence"
     for _ in range(5):
         tab.key("n")
-    assert tab.js(count) == 1
-    assert tab.text("#cell-at") == "step 5 of 10"
+        tab.settle()
+    assert tab.js(still_open) == ["cell-step-5"]
     tab.click(".online summary")
     mine, kernel = re.findall(
         r"Final value: ([\d.−]+); the kernel's value: ([\d.−]+)\.", tab.text(".online")
     )[0]
     assert abs(float(mine) - float(kernel)) < 1e-5
     tab.key("p")
-    assert tab.text("#cell-at") == "step 4 of 10"
-    tab.key("0")
-    assert tab.js(count) == 10
+    tab.settle()
+    assert tab.js(still_open) == ["cell-step-4"]
+    tab.click("#cell-step-2 > summary")
+    tab.settle()
+    assert tab.js(still_open) == ["cell-step-2"], "one at a time"
+    tab.click("#cell-all")
+    assert len(tab.js(still_open)) == 10
+    tab.click("#cell-all")
+    assert tab.js(still_open) == []
     tab.key("q")
     tab.key("K")
     tab.settle()
     assert tab.state("i", "j") == [QUERY + 1, KEY - 1]
+
+
+def test_the_page_opens_on_the_words_and_their_weights(tab: Tab, made: Made) -> None:
+    tab.ready(made.at("cell"))
+    row = made.recording[LAYER].block(
+        slice(QUERY, QUERY + 1), slice(0, None), slice(HEAD, HEAD + 1)
+    )
+    share = "Number(x.style.getPropertyValue('--share'))"
+    shares = tab.js(f"[...document.querySelectorAll('.said')].map(x => {share})")
+    weights = row.weights[0, 0, 0].tolist()
+    assert shares == pytest.approx(weights, abs=1e-6), "without words, each token is one"
+    assert tab.count(".said.q") == tab.count(".said.k") == 1
+    tab.click("#cell-heads button:last-child")
+    tab.settle()
+    assert tab.state("place", "head") != [LAYER, HEAD], "another head was chosen"
 
 
 def test_a_head_that_is_not_embedded_says_so(tab: Tab, made: Made) -> None:

@@ -20,6 +20,7 @@ from regard.caches.base import (
     rollback_on_error,
 )
 from regard.caches.bounded_pages import BoundedPages
+from regard.caches.compressed import Compressed
 from regard.caches.contiguous import Cross, Fixed, Growing, Latent
 from regard.caches.cross_layer import CrossLayer
 from regard.caches.eviction import Evicting
@@ -35,6 +36,7 @@ __all__ = [
     "CACHES",
     "BoundedPages",
     "Cache",
+    "Compressed",
     "Contents",
     "Cross",
     "CrossLayer",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from copy import copy
 from typing import Any, ClassVar
 
 from jaxtyping import Int
@@ -85,11 +86,17 @@ class Joined(Cache):
 
     def fork(self) -> Cache:
         """Return an independent cache with the same contents."""
-        return Joined([part.fork() for part in self.parts])
+        return self._with([part.fork() for part in self.parts])
 
     def repeated(self, rows: int, slots: int | None = None) -> Cache:
         """Return a new cache in which the only row of each part is repeated."""
-        return Joined([part.repeated(rows, slots) for part in self.parts])
+        return self._with([part.repeated(rows, slots) for part in self.parts])
+
+    def _with(self, parts: Sequence[Cache]) -> Joined:
+        """Return a cache like this one with other parts."""
+        other = copy(self)
+        other.parts = tuple(parts)
+        return other
 
     def select(self, rows: Int[Tensor, " rows"]) -> None:
         """Keep these batch rows of all parts, in this order."""
@@ -112,7 +119,7 @@ class Joined(Cache):
             part.restore(own)
 
     def _to_static(self, size: StaticSize) -> Cache:
-        return Joined([part.to_static(size) for part in self.parts])
+        return self._with([part.to_static(size) for part in self.parts])
 
     def __len__(self) -> int:
         """Return the largest number of slots that a part holds."""

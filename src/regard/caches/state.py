@@ -202,6 +202,7 @@ class Memory(State):
 
     Args:
         segment: N, the number of positions per segment.
+        kept: how many closed segments before the open one keep their tokens.
 
     Raises:
         ArgumentError, ArgumentTypeError: segment is not an int of at least 1; an update does not
@@ -218,13 +219,13 @@ class Memory(State):
         "a step that fills a segment drops its tokens, and Python has to know when"
     )
 
-    def __init__(self, segment: int) -> None:
+    def __init__(self, segment: int, kept: int = 0) -> None:
         super().__init__()
         if isinstance(segment, bool) or not isinstance(segment, int):
             raise ArgumentTypeError(f"segment is {type(segment).__name__}; it must be an int")
         if segment < 1:
             raise ArgumentError(f"segment is {segment}; it must be at least 1")
-        self.segment = segment
+        self.segment, self.kept = segment, kept
         self._tokens: Parts | None = None
         self._token_positions: Positions | None = None
 
@@ -244,7 +245,7 @@ class Memory(State):
         """Replace the state by that of all closed segments, and drop their tokens."""
         super().store(state, positions)
         if self._tokens is not None and self._token_positions is not None:
-            first = self._open_start()
+            first = self._open_start() - self.kept * self.segment
             compiling = is_compiling()  # changing lengths would cause recompilation
             if isinstance(self._token_positions, Span) and isinstance(first, int) and not compiling:
                 start = min(
@@ -254,8 +255,8 @@ class Memory(State):
                 self._token_positions = self._token_positions[start:]
             else:
                 where = as_tensor(self._token_positions, self._tokens[0].device)
-                self._tokens, self._token_positions = _compact(
-                    self._tokens, where, where >= first, self.segment - 1
+                self._tokens, self._token_positions = compact_slots(
+                    self._tokens, where, where >= first, self._most_tokens
                 )
 
     def crop(self, length: int) -> None:
@@ -279,8 +280,8 @@ class Memory(State):
                 self._tokens = tuple(m[:, :, : remaining.length] for m in self._tokens)
                 self._token_positions = remaining
             else:
-                self._tokens, self._token_positions = _compact(
-                    self._tokens, remaining, remaining >= 0, self.segment - 1
+                self._tokens, self._token_positions = compact_slots(
+                    self._tokens, remaining, remaining >= 0, self._most_tokens
                 )
         if isinstance(last, int):
             self._positions = Span(min(last, length - 1), 1)
@@ -313,6 +314,19 @@ class Memory(State):
 
     def __len__(self) -> int:
         return 0 if self._token_positions is None else slot_count(self._token_positions)
+
+    @property
+    def _most_tokens(self) -> int:
+        """The largest number of tokens that a row keeps."""
+        return (self.kept + 1) * self.segment - 1
+
+    @property
+    def closed(self) -> int | Tensor:
+        """The number of closed segments, of all rows or of each `[B or 1, 1]`."""
+        if self._positions is None:
+            return 0
+        start = self._open_start()
+        return start // self.segment
 
     def _open_start(self) -> int | Tensor:
         """Return the first position of each row's open segment."""
@@ -350,7 +364,9 @@ def _last_position(positions: Positions) -> int | Tensor:
     return max(positions.stop - 1, -1) if isinstance(positions, Span) else positions
 
 
-def _compact(memory: Parts, positions: Tensor, keep: Tensor, most: int) -> tuple[Parts, Tensor]:
+def compact_slots(
+    memory: Parts, positions: Tensor, keep: Tensor, most: int
+) -> tuple[Parts, Tensor]:
     """Move the slots to keep, at most `most` per row, to the front, without reading in graphs."""
     keep, n = keep & (positions >= 0), most
     if not is_compiling() and keep.is_cpu:

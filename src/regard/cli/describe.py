@@ -58,8 +58,8 @@ def describe(
         return
     entry = find_variant(name)
     options = {**entry.published_options, **parse_options(settings or [], entry)}
-    module = _build(entry, dim, heads, options)
-    description = _describe(module, context)
+    module = build_without_memory(entry, dim, heads, options)
+    description = describe_layer(module, context)
     if figure is not None:
         _draw(figure, entry, module, dim, heads, options)
     if json:
@@ -95,7 +95,9 @@ def _list() -> str:
     return "\n\n".join(blocks)
 
 
-def _build(entry: Variant, dim: int, heads: int, options: dict[str, object]) -> nn.Module:
+def build_without_memory(
+    entry: Variant, dim: int, heads: int, options: dict[str, object]
+) -> nn.Module:
     """Build a layer without memory for its weights, because only sizes are needed."""
     import torch
 
@@ -103,10 +105,10 @@ def _build(entry: Variant, dim: int, heads: int, options: dict[str, object]) -> 
         return entry.build(dim, heads, **options)
 
 
-def _describe(module: nn.Module, context: int) -> Description | None:
+def describe_layer(module: nn.Module, context: int) -> Description | None:
     """Return the description of a layer; None if it has no figures of its own."""
-    describe_layer = getattr(module, "describe", None)
-    return describe_layer(context) if describe_layer is not None else None
+    own = getattr(module, "describe", None)
+    return own(context) if own is not None else None
 
 
 def _draw(
@@ -172,25 +174,19 @@ def _figures_as_json(
     return {**figures, "source": entry.source, "options": {"dim": dim, "heads": heads, **options}}
 
 
-def _description_text(
+def fact_tables(
     entry: Variant,
     dim: int,
     heads: int,
     options: dict[str, object],
     description: Description | None,
-) -> str:
+) -> dict[str, dict[str, str]]:
+    """Return what is known of a mechanism as tables of two columns, by title: its symbols, who uses
+    it and when, its options, and the figures of a layer.
+
+    The command and the page of the mechanism on the site show the same tables.
+    """
     from regard.nn.variants.registry import equation_symbols
-
-    columns = line_width()
-
-    def listed(title: str, rows: dict[str, str]) -> list[str]:
-        """Return a title and its rows, wrapped, with the meanings below one another."""
-        column = min(24, max(map(display_width, rows), default=0) + 4)
-        lines = []
-        for name, text in rows.items():
-            gap = " " * max(2, column - 2 - display_width(name))
-            lines.append(wrap(text, columns, indent=f"  {name}{gap}", hang=" " * column))
-        return ["", title, *lines] if rows else []
 
     meanings = {
         name: translate(
@@ -208,35 +204,66 @@ def _description_text(
         translate("choose if"): translate(entry.choose),
         translate("avoid if"): translate(entry.avoid),
     }
-    head = translate("{name}: {summary}", name=entry.name, summary=translate(entry.summary))
-    lines = [
-        wrap(head, columns),
-        "",
-        wrap(entry.equation, columns, indent="  ", hang="    "),
-        *listed(translate("where"), {name: translate(text) for name, text in symbols.items()}),
-        *listed(translate("who and when"), usage_rows),
-        *listed(translate("options, for --set name=value"), meanings),
-        "",
-        wrap(translate("Source: {source}", source=entry.source), columns),
-    ]
+    if relatives := entry.relatives():
+        usage_rows[translate("relatives")] = ", ".join(one.name for one in relatives)
+    tables = {
+        translate("where"): {name: translate(text) for name, text in symbols.items()},
+        translate("who and when"): usage_rows,
+        translate("options, for --set name=value"): meanings,
+    }
+    if description is not None:
+        title = translate(
+            "One layer, {sizes}, context {context}:",
+            sizes=_sizes(dim, heads, options),
+            context=f"{description.context:,}",
+        )
+        tables[title] = _figure_rows(description)
+    return tables
+
+
+def _sizes(dim: int, heads: int, options: dict[str, object]) -> str:
     sizes = {"dim": dim, "heads": heads, **options}
-    written = ", ".join(f"{key}={value}" for key, value in sizes.items())
+    return ", ".join(f"{key}={value}" for key, value in sizes.items())
+
+
+def _description_text(
+    entry: Variant,
+    dim: int,
+    heads: int,
+    options: dict[str, object],
+    description: Description | None,
+) -> str:
+    columns = line_width()
+
+    def listed(title: str, rows: dict[str, str]) -> list[str]:
+        """Return a title and its rows, wrapped, with the meanings below one another."""
+        widest = max(map(display_width, rows), default=0) + 4
+        column = widest if title == figures else min(24, widest)
+        lines = []
+        for name, text in rows.items():
+            gap = " " * max(2, column - 2 - display_width(name))
+            lines.append(wrap(text, columns, indent=f"  {name}{gap}", hang=" " * column))
+        return ["", wrap(title, columns), *lines] if rows else []
+
+    tables = fact_tables(entry, dim, heads, options, description)
+    figures = list(tables)[3] if description is not None else ""
+    head = translate("{name}: {summary}", name=entry.name, summary=translate(entry.summary))
+    source = wrap(translate("Source: {source}", source=entry.source), columns)
+    lines = [wrap(head, columns), "", wrap(entry.equation, columns, indent="  ", hang="    ")]
+    for title, rows in tables.items():
+        lines += ["", source] * (title == figures) + listed(title, rows)
     if description is None:
         none = translate(
             "It attends to a second sequence, so a layer has no cache figures ({sizes}).",
-            sizes=written,
+            sizes=_sizes(dim, heads, options),
         )
-        return "\n".join([*lines, "", wrap(none, columns)])
-    title = translate(
-        "One layer, {sizes}, context {context}:",
-        sizes=written,
-        context=f"{description.context:,}",
-    )
-    return "\n".join([*lines, "", wrap(title, columns), *_figure_lines(description, columns)])
+        lines += ["", source, "", wrap(none, columns)]
+    code = "\n".join(f"  {line}".rstrip() for line in entry.code().splitlines())
+    return "\n".join([*lines, "", translate("a small example"), code])
 
 
-def _figure_lines(description: Description, columns: int) -> list[str]:
-    """Return the figures of a layer with their units and formulas, one a line."""
+def _figure_rows(description: Description) -> dict[str, str]:
+    """Return the figures of a layer with their units and formulas, by name."""
     total, work = description.cached_values, description.flops_per_token
 
     def with_formula(text: str, formula: str) -> str:
@@ -255,13 +282,4 @@ def _figure_lines(description: Description, columns: int) -> list[str]:
         count, size = f"{read.value:,}", units.size(2 * read.value)
         text = translate("{n}, {size} in 16 bits each", n=count, size=size)
         rows[translate("values read per token")] = with_formula(text, read.formula)
-    column = max(map(display_width, rows)) + 4
-    return [
-        wrap(
-            text,
-            columns,
-            indent=f"  {name}" + " " * (column - 2 - display_width(name)),
-            hang=" " * column,
-        )
-        for name, text in rows.items()
-    ]
+    return rows

@@ -17,8 +17,8 @@ from regard.cli.options import (
     COLOR,
     JSON,
     LANG,
+    MODEL,
     SET,
-    SOURCE,
     TEXT_FILE,
     LoadOptions,
     PromptOptions,
@@ -65,10 +65,10 @@ class Row:
         shown="chosen by the weights",
         panel=WHERE,
     )
-    query: str = option(
+    query: str | None = option(
         "Query token: its index (-1 is the last token), or a word of the text, which means "
         "its last token.",
-        default="-1",
+        shown="the last token, or of a text encoder the word with the largest weight",
         panel=WHERE,
     )
     key: str | None = option(
@@ -136,7 +136,12 @@ def explain(
     file: str | None = TEXT_FILE,
     *,
     row: Row,
-    model: str = SOURCE,
+    model: str | None = option(
+        'The model: "tiny", which comes with the package, "minilm" or "smollm2" from packages, a '
+        "Hugging Face folder, a GGUF file, or org/name on the hub.",
+        shown="a trained model that is installed and reads the text's language, or tiny",
+        panel=MODEL,
+    ),
     attention: str | None = option(
         "Explain this mechanism of the catalogue (regard describe) with random weights, "
         "instead of a model.",
@@ -161,9 +166,11 @@ def explain(
 
     One screen is printed: the strongest keys, and five steps. --full prints all steps.
 
-    If --layer or --head is not given, the head is chosen in which the query has the largest weight
-    on the key. If --key is not given either, the largest weight on any key counts, except on the
-    first token, the query and its neighbours.
+    If none of --layer, --head and --key is given, and the model's next token stands in the text,
+    the head is chosen that adds the most to the logit of that token by reading it. Otherwise the
+    head is chosen in which the query has the largest weight on the key; if --key is not given,
+    the largest weight on any word counts, except on the first token, the query's word and its
+    neighbours.
     """
     check_files({"--html": output.html}, pictures={"--figure": output.figure})
     if output.html is None and (output.beside or output.beside_model):
@@ -175,18 +182,19 @@ def explain(
         others: dict[str, Any] = {"TEXT": text, "--file": file, "--attention": attention}
         others |= {"--target": row.target, "--call": row.call, "--set": settings, "--seed": seed}
         others |= {"--beside": output.beside, "--beside-model": output.beside_model}
-        others |= {"--model": model != "tiny"} | dict.fromkeys(flags, True)
+        others |= {"--model": model} | dict.fromkeys(flags, True)
         _check_alone(others)
         _explain_module(module, row, batch, output)
         return
     prompt = reading.prompt(text, file)
     if batch:
         raise usage_error("--batch", "applies to --module only; leave it out")
-    check_options(attention, model, {"--set": settings, "--seed": seed}, flags)
+    check_options(attention, model or "tiny", {"--set": settings, "--seed": seed}, flags)
     with working("running the model", len(prompt)):
         if attention is not None:
             run = mechanism(attention, prompt, settings, seed, row.target)
         else:
+            model = model or _default_model(prompt)
             run = read_text(prompt, model, load_options, target=row.target, reading=reading)
     target = ExplainTarget(run, row)
     if output.list_heads:
@@ -201,7 +209,7 @@ def explain(
         plain = LoadOptions(load_options.dtype, load_options.device)
         beside_run = read_text(
             reading.prompt(output.beside, None) if output.beside else prompt,
-            output.beside_model or model,
+            output.beside_model or model or "tiny",
             plain if output.beside_model else load_options,
             target=row.target,
             reading=reading,
@@ -211,6 +219,25 @@ def explain(
         return page(explanation, run, data, output.lang, beside_run)
 
     _write_output(explanation, page_of, output)
+
+
+def _default_model(text: str) -> str:
+    """Return the model for a text where none is named, and say which one it is."""
+    from regard.files.named_packages import NAMED_PACKAGES, is_installed
+    from regard.language import translate
+
+    # a script above U+2E80 is one of East Asia; SmolLM2 and MiniLM read English
+    trained = ("gemma3",) if any(letter > "\u2e80" for letter in text) else ("smollm2", "minilm")
+    name = next(filter(is_installed, trained), "tiny")
+    note = translate("note: without --model, {name}, which is installed, reads the text", name=name)
+    if name == "tiny":
+        note = translate(
+            "note: without --model, tiny reads the text, which knows few words; install a trained "
+            "model: {install}",
+            install=NAMED_PACKAGES[trained[0]].install,
+        )
+    typer.echo(note, err=True)
+    return name
 
 
 def _check_alone(others: dict[str, Any]) -> None:
@@ -228,7 +255,7 @@ def _explain_module(name: str, row: Row, batch: int, output: Output) -> None:
     from regard.cli import _module
     from regard.text_table import format_table
 
-    query, key = _index_or_word(row.query), row.key and _index_or_word(row.key)
+    query, key = _index_or_word(row.query or "-1"), row.key and _index_or_word(row.key)
     run = _module.run_module(name)
     if output.list_heads:
         places = _module.list_places(run)
@@ -408,15 +435,19 @@ class ExplainTarget:
 
     def __init__(self, read: ModelRun, row: Row) -> None:
         from regard.inspect import Choice
-        from regard.inspect.explain.head_choice import choose_head, find_token
+        from regard.inspect.explain.head_choice import (
+            choose_head,
+            find_token,
+            name_mover,
+            striking_query,
+        )
         from regard.inspect.model_run import check_index
 
         self.read, self.place, self.call, self.key = read, row.place, row.call, None
         layer, head, place = row.layer, row.head, row.place
         site = read.site(place=place) if place else read.main_sites[0]
-        self.query_index = find_token(
-            read.sequences[site.query_sequence], _index_or_word(row.query)
-        )
+        query = striking_query(read) if row.query is None else _index_or_word(row.query)
+        self.query_index = find_token(read.sequences[site.query_sequence], query)
         if row.key is not None:
             keys = read.sequences[site.key_sequence]
             self.key = find_token(keys, _index_or_word(row.key), "key")
@@ -425,7 +456,9 @@ class ExplainTarget:
         if head is not None and (layer is not None or place is not None):
             self.choice = Choice(layer if layer is not None else site.layer, head, "")
         else:
-            self.choice = choose_head(
+            is_free = all(x is None for x in (layer, head, place, row.key, row.call))
+            mover = name_mover(read, self.query_index) if is_free else None
+            self.choice = mover or choose_head(
                 read, self.query_index, layer=layer, head=head, place=place, key=self.key
             )
 

@@ -103,6 +103,22 @@ def packaged_source(source: str | Path) -> str | Path:
     return weights if weights.suffix == ".gguf" else weights.parent
 
 
+def is_installed(name: str) -> bool:
+    """Return whether all packages of a model are installed.
+
+    >>> is_installed("a model that no package holds")
+    False
+    """
+    if name not in NAMED_PACKAGES:
+        return False
+    try:
+        for package, _ in NAMED_PACKAGES[name].packages:
+            metadata.distribution(package)
+    except metadata.PackageNotFoundError:
+        return False
+    return True
+
+
 def _packaged_file(source: str, model: NamedPackage, package: str, name: str) -> Path:
     """Return the place of a file in an installed package."""
     try:

@@ -88,6 +88,56 @@ class TokenSequence(NamedTuple):
         return label_positions(self.pieces, len(self.ids))
 
 
+class Word(NamedTuple):
+    """A word of a text: tokens `start` to `stop` - 1, and what they spell."""
+
+    start: int
+    stop: int
+    text: str
+
+
+MAX_WORD_TOKENS = 1 << 9
+"""The tokens of longer texts are not joined to words: each would be decoded once more."""
+
+
+def find_words(tokens: TokenSequence) -> tuple[Word, ...]:
+    """Join the tokens of a sequence to words.
+
+    Letters and digits of one alphabet belong together, and so do the parts of one character, and a
+    space with what follows. Signs, special tokens, and tokens of a script without spaces stand
+    alone.
+
+    >>> from regard.inspect.model_run import pretokenized
+    >>> find_words(pretokenized((5, 6), ("to", "be")))
+    (Word(start=0, stop=1, text='to'), Word(start=1, stop=2, text='be'))
+    """
+    ends, pieces = tokens.end_offsets, tokens.pieces
+    if len(pieces) > MAX_WORD_TOKENS or not len(ends) == len(pieces) == len(tokens.ids):
+        return tuple(Word(i, i + 1, piece) for i, piece in enumerate(pieces))
+    text = ends.decoded if isinstance(ends, TokenEnds) else tokens.text
+    words: list[Word] = []
+    begin, is_open = 0, False
+    for i in range(len(pieces)):
+        end = ends[i]
+        part, before = text[begin:end], text[max(begin - 1, 0) : begin]
+        if is_open or (words and part and _joins(before) and _joins(part[0])):
+            start, _, whole = words.pop()
+        else:
+            start, whole = i, ""
+        # a token without a character is a special one, or a part of a character that follows
+        is_open = part.isspace() if part else pieces[i].startswith("‹")
+        words.append(Word(start, i + 1, whole + part.strip() or ("" if is_open else pieces[i])))
+        begin = end
+    return tuple(words)
+
+
+def _joins(letter: str) -> bool:
+    """Return whether a character joins others to a word: a letter or digit below the scripts of
+    East Asia, which put no spaces between words, or an apostrophe.
+    """
+    return bool(letter) and letter < "\u2e80" and (letter.isalnum() or letter in "'’")
+
+
 def label_positions(pieces: Sequence[str], length: int) -> tuple[str, ...]:
     """Return a text for each of so many positions: its index and the token, if it is known.
 
@@ -287,6 +337,11 @@ class TokenEnds(Sequence[int]):
 
     def __len__(self) -> int:
         return len(self._ids)
+
+    @property
+    def decoded(self) -> str:
+        """Return the whole decoded text."""
+        return self._decode(self._ids)
 
     def __getitem__(self, i: Any) -> Any:
         return len(self._decode(self._ids[: i + 1]).rstrip("�"))

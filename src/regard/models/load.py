@@ -39,7 +39,7 @@ from regard.models.checkpoint.weights import fill_parameters, map_names, name_ma
 from regard.models.decoder import Decoder
 from regard.models.encoder import HeadedEncoder
 from regard.models.encoder_decoder import EncoderDecoder
-from regard.models.families import family, find_family
+from regard.models.families import find_family
 from regard.models.model import Model
 from regard.models.sentence_settings import (
     DenseSettings,
@@ -307,7 +307,7 @@ def _open_gguf(
     adapter: str | Path | None,
 ) -> _Checkpoint:
     """Check the tensors of a GGUF file."""
-    its_family = family(gguf.config["model_type"])
+    its_family = gguf.family
     _check_kind(gguf.header.file, gguf.config["model_type"], its_family, kind)
     # a form rounds the dequantized numbers, which are therefore read in full
     read = dtype if form is None else torch.float32

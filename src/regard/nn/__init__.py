@@ -17,6 +17,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING
 
 from regard.nn.attention.attention import Attention
+from regard.nn.attention.compressed import BlockPooling, CompressedAttention, EntryIndexer
 from regard.nn.attention.cross import AdditiveAttention, CrossAttention
 from regard.nn.attention.evicting import EvictingAttention
 from regard.nn.attention.infini import InfiniAttention
@@ -85,10 +86,12 @@ __all__ = [
     "Attention",
     "Block",
     "BlockCaches",
+    "BlockPooling",
     "CappedLogits",
     "CausalConvolution",
     "ClippedQKV",
     "ClippedSwiGLU",
+    "CompressedAttention",
     "ConvolvedQKV",
     "CrossAttention",
     "DecoderBlock",
@@ -96,6 +99,7 @@ __all__ = [
     "DistanceMap",
     "DualChunk",
     "EncoderStateProjection",
+    "EntryIndexer",
     "EvictingAttention",
     "ExpertGroups",
     "FeedForward",

@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.text import Text
 
 from regard.view import terminal
-from regard.view.explanation_text import ordered, piece_of
+from regard.view.explanation_text import ordered
 from regard.view.terminal import (
     INDENT,
     WIDTH,
@@ -76,21 +76,25 @@ def _broken(line: Text, width: int) -> Lines:
 
 
 def _sentence(data: Data, say: Sentences, width: int) -> Lines:
-    """Generate the tokens in one or two lines, with the query and the key marked."""
+    """Generate the words in one or two lines, with those of the query and the key marked."""
     same = data["row_pieces"] == data["pieces"]
     line, used = Text(INDENT), 0
-    for j in range(len(data["pieces"])):
-        query, key = same and j == data["query"], j == data["key"]
+    words = data["words"] or [
+        {"start": j, "stop": j + 1, "text": piece} for j, piece in enumerate(data["pieces"])
+    ]
+    for word in words:
+        own = range(word["start"], word["stop"])
+        query, key = same and data["query"] in own, data["key"] in own
         token = Text.assemble(
             ("▶" if query else "◆" if key else "", style("q" if query else "k")),
             (
-                piece_of(data, j),
+                terminal.cell(word["text"], 16).rstrip(),
                 style("q", bold=True)
                 if query
                 else style("k", bold=True)
                 if key
                 else "dim"
-                if data["masked"][j]
+                if all(data["masked"][j] for j in own)
                 else "",
             ),
             " ",
@@ -99,11 +103,21 @@ def _sentence(data: Data, say: Sentences, width: int) -> Lines:
             yield line
             line, used = Text(INDENT), used + 1
         if used == 2:
-            tokens = say.count("more_token", len(data["pieces"]) - j)
+            tokens = say.count("more_token", len(data["pieces"]) - word["start"])
             yield Text(INDENT + say("sentence.more", tokens=tokens), "dim")
             return
         line.append_text(token)
     yield line
+
+
+def _named(data: Data, j: int, piece: str, say: Sentences) -> str:
+    """Return the word of a token; if it is only a part of it, with the token's own text."""
+    word = next((x for x in data["words"] if x["start"] <= j < x["stop"]), None)
+    shown = terminal.cell(piece, 16).rstrip()
+    if word is None:
+        return shown
+    whole = terminal.cell(word["text"], 16).rstrip()
+    return whole if word["stop"] - word["start"] == 1 else say("head.part", word=whole, piece=shown)
 
 
 def _head(data: Data, say: Sentences, width: int) -> Lines:
@@ -111,7 +125,12 @@ def _head(data: Data, say: Sentences, width: int) -> Lines:
     n, j = data["sizes"], data["key"]
     p = data["weights"][j]
     linear = data["kind"] == "linear"
-    query = terminal.cell(data["query_piece"], 16).rstrip()
+    piece = data["query_piece"]
+    query = (
+        _named(data, data["query"], piece, say)
+        if data["row_pieces"] == data["pieces"]
+        else terminal.cell(piece, 16).rstrip()
+    )
     yield say.styled(
         "head.place",
         layer=Text(say("head.place_layer", n=str(data["layer"])), "bold"),
@@ -124,7 +143,7 @@ def _head(data: Data, say: Sentences, width: int) -> Lines:
         "head.reads",
         query=Text(f"▶ {query}", style("q", bold=True)),
         i=str(data["query"]),
-        key=Text(f"◆ {piece_of(data, j)}", style("k", bold=True)),
+        key=Text(f"◆ {_named(data, j, data['pieces'][j], say)}", style("k", bold=True)),
         j=str(j),
         share=say("head.factor", n=number(p)) if linear else say("head.share", p=f"{p:.1%}"),
     )

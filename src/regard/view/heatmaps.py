@@ -111,7 +111,9 @@ class HeadWeights:
     keys: Sequence[str] = ()
 
     def draw(self) -> Drawing:
-        """Return the figure in logarithmic colours; up to 16 rows, each cell has its number."""
+        """Return the figure; up to 16 rows and columns, each cell has its number in linear colours,
+        and with more of them colours are logarithmic.
+        """
         cells = np.array(self.weights, float)
         rows, columns = cells.shape
         names = [[escape_controls(word) for word in words] for words in (self.queries, self.keys)]
@@ -130,11 +132,14 @@ class HeadWeights:
         axes = plotting.new_axes(figure, left, wide - left - columns * side, 56, 56)
         axes.grid(visible=False)
         plotting.write_at(figure, 16, 26, self.title, role="ink", size=14)
+        few = max(rows, columns) <= 16
         lowest = plotting.power_of_two(plotting.lowest_weight(columns))
-        note = translate("query; colours logarithmic from {lowest} to 1", lowest=lowest)
+        note = translate("query; colours linear from 0 to 1")
+        if not few:
+            note = translate("query; colours logarithmic from {lowest} to 1", lowest=lowest)
         plotting.write_at(figure, 16, 46, note, size=12)
         colours = plotting.weight_colours()
-        scale = plotting.weight_scale(columns)
+        scale = plotting.linear_scale() if few else plotting.weight_scale(columns)
         axes.pcolormesh(cells, cmap=colours, norm=scale, gid="cells")
         axes.invert_yaxis()
         axes.set_xlabel(translate("key"), fontsize=13, color=palette.LIGHT["soft"], labelpad=6)
@@ -147,15 +152,15 @@ class HeadWeights:
             axis.set_ticks(
                 np.arange(0, count, step) + 0.5, [words[i] if words else str(i) for i in shown]
             )
-        for i, j in np.ndindex(rows, columns) if max(rows, columns) <= 16 else ():
+        for i, j in np.ndindex(rows, columns) if few else ():
             axes.text(
                 j + 0.5,
                 i + 0.5,
                 f"{cells[i, j]:.2f}",
                 ha="center",
                 va="center",
-                fontsize=11,
-                color=palette.LIGHT["card" if scale(cells[i, j]) > 0.5 else "ink"],
+                fontsize=12,
+                color=palette.LIGHT["card" if scale(cells[i, j]) > 0.4 else "ink"],
             )
         rows_named = names[0] or [f"query {i}" for i in range(rows)]
         columns_named = names[1] or [f"key {j}" for j in range(columns)]

@@ -31,7 +31,7 @@ from regard.view import palette
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-    from matplotlib.colors import ListedColormap, LogNorm
+    from matplotlib.colors import ListedColormap, LogNorm, Normalize
     from matplotlib.figure import Figure
     from matplotlib.text import Text
 
@@ -138,6 +138,13 @@ def weight_scale(columns: int) -> LogNorm:
     from matplotlib.colors import LogNorm
 
     return LogNorm(lowest_weight(columns), 1, clip=True)
+
+
+def linear_scale() -> Normalize:
+    """Return the linear colour scale from 0 to 1, for weights that are compared by eye."""
+    from matplotlib.colors import Normalize
+
+    return Normalize(0, 1, clip=True)
 
 
 def power_of_two(x: float) -> str:

@@ -45,12 +45,67 @@ SCALES = {
 NO_WINDOWS = {"sliding_window": None, "layer_types": ("full_attention",) * LAYERS}
 UNTIED = {"tie_word_embeddings": False}
 
+LATENT = NO_HEAD_DIM | {
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 32,
+    "q_lora_rank": 24,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 12,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "n_shared_experts": 2,
+    "moe_intermediate_size": 32,
+}
+SPELLINGS = {
+    "e_score_correction_bias": "e_score_correction.bias",
+    ".sinks": ".sinks.weight",
+    ".expert_bias": ".expert_bias.bias",
+}
+HEAD_DIMS = (
+    *("glm4_moe", "gpt_oss", "llama", "ministral3", "mixtral", "qwen3", "qwen3_5_moe_text"),
+    *("qwen3_5_text", "qwen3_moe", "qwen3_next"),
+)
+"""Families whose files have the size of a head."""
+LFM2_LAYERS = ("conv", "full_attention", "conv", "full_attention")
+MAMBA = {"vocab_size": 288, "hidden_size": 64, "num_hidden_layers": LAYERS, "state_size": 16}
+DELTA = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+    "partial_rotary_factor": 0.5,
+}
+MINISTRAL_YARN = {
+    "rope_type": "yarn",
+    "factor": 16.0,
+    "original_max_position_embeddings": 16,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "llama_4_scaling_beta": 0.1,
+}
+
 CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "arcee": ("arcee", "arcee", SIZES),
     "bloom": ("bloom", "bloom", BLOOM),
     "cohere": ("command-r", "cohere", SIZES | {"logit_scale": 0.3}),
     "cohere2": ("cohere2", "cohere2", SIZES | {"sliding_window": WINDOW, "logit_scale": 0.3}),
+    "deepseek_v2": ("deepseek2", "deepseek_v2", LATENT | {"first_k_dense_replace": 1}),
+    "deepseek_v3": (
+        "deepseek2",
+        "deepseek_v3",
+        LATENT | {"n_group": 1, "topk_group": 1, "first_k_dense_replace": 2},
+    ),
     "ernie4_5": ("ernie4_5", "ernie4_5", SIZES),
+    "ernie4_5_moe": (
+        "ernie4_5-moe",
+        "ernie4_5_moe",
+        SIZES
+        | {"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 32}
+        | {"moe_layer_end_index": LAYERS - 1},
+    ),
     "exaone4": ("exaone4", "exaone4", SIZES | UNTIED | NO_WINDOWS),
     "falcon-7b": (
         "falcon",
@@ -80,13 +135,43 @@ CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
         | {"rope_theta": 1e6},
     ),
     "glm4": ("glm4", "glm4", SIZES | UNTIED | {"partial_rotary_factor": 0.5}),
+    "glm4_moe": (
+        "glm4moe",
+        "glm4_moe",
+        SIZES
+        | {"use_qk_norm": True, "attention_bias": True, "routed_scaling_factor": 1.5}
+        | {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
+    ),
     "gpt2": ("gpt2", "gpt2", GPT2),
+    "gpt_oss": (
+        "gpt-oss",
+        "gpt_oss",
+        SIZES | UNTIED | MIXTURE | {"sliding_window": WINDOW, "rope_scaling": None},
+    ),
     "gpt_bigcode": ("starcoder", "gpt_bigcode", GPT2),
     "gpt_neox": ("gptneox", "gpt_neox", NEOX | UNTIED | {"rotary_pct": 0.5}),
     "granite": ("granite", "granite", SIZES | SCALES),
     "granitemoe": ("granitemoe", "granitemoe", SIZES | SCALES | MIXTURE),
+    "lfm2": (
+        "lfm2",
+        "lfm2",
+        SIZES | {"layer_types": LFM2_LAYERS, "block_auto_adjust_ff_dim": False},
+    ),
+    "lfm2_moe": (
+        "lfm2moe",
+        "lfm2_moe",
+        SIZES | QWEN_MIXTURE | {"layer_types": LFM2_LAYERS, "num_dense_layers": 1},
+    ),
     "llama": ("llama", "llama", SIZES | UNTIED),
     "llama with biases": ("llama", "llama", SIZES | {"attention_bias": True}),
+    "mamba": ("mamba", "mamba", MAMBA | {"time_step_rank": 4}),
+    "falcon_mamba": (
+        "mamba",
+        "falcon_mamba",
+        MAMBA | {"time_step_rank": 4, "layer_norm_epsilon": 1e-6},
+    ),
+    "mamba2": ("mamba2", "mamba2", MAMBA | {"num_heads": 8, "head_dim": 16, "n_groups": 2}),
+    "ministral3": ("mistral3", "ministral3", SIZES | UNTIED | {"rope_scaling": MINISTRAL_YARN}),
     "minimax_m2": ("minimax-m2", "minimax_m2", SIZES | MIXTURE),
     "mixtral": ("llama", "mixtral", SIZES | UNTIED | MIXTURE),
     "mpt": (
@@ -113,6 +198,17 @@ CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
     ),
     "qwen3": ("qwen3", "qwen3", SIZES),
     "qwen3_moe": ("qwen3moe", "qwen3_moe", SIZES | QWEN_MIXTURE | {"norm_topk_prob": True}),
+    "qwen3_5": ("qwen35", "qwen3_5_text", SIZES | DELTA),
+    "qwen3_5_moe": (
+        "qwen35moe",
+        "qwen3_5_moe_text",
+        SIZES | DELTA | QWEN_MIXTURE | {"shared_expert_intermediate_size": 40},
+    ),
+    "qwen3_next": (
+        "qwen3next",
+        "qwen3_next",
+        SIZES | DELTA | QWEN_MIXTURE | {"shared_expert_intermediate_size": 40},
+    ),
     "seed_oss": (
         "seed_oss",
         "seed_oss",
@@ -165,7 +261,9 @@ def convert(
 
     def add(name: str, x: Tensor) -> None:
         values = x.contiguous().numpy()
-        if kind != "F32" and x.ndim > 1 and ".ffn_gate_inp." not in name:
+        plain = (".ffn_gate_inp.", "position_embd", "conv.weight", "conv1d.weight", ".bias")
+        plain += ("ssm_alpha", "ssm_beta")
+        if kind != "F32" and x.ndim > 1 and not any(part in name for part in plain):
             number = gguf.GGMLQuantizationType[kind]
             writer.add_tensor(name, gguf.quantize(values, number), raw_dtype=number)
         else:
@@ -174,7 +272,8 @@ def convert(
     number = next(k for k, name in MODEL_ARCH_NAMES.items() if name == architecture)
     table = gguf.get_tensor_name_map(number, LAYERS + 4)
     writer = gguf.GGUFWriter(path, architecture)
-    for method, value in (keys_of(config, model_type) | change).items():
+    find_keys = keys_of_mamba if model_type.endswith(("mamba", "mamba2")) else keys_of
+    for method, value in (find_keys(config, model_type) | change).items():
         getattr(writer, method)(value)
     (vocabulary or write_vocabulary)(writer, 288)
     experts: dict[str, dict[int, Tensor]] = {}
@@ -216,8 +315,8 @@ def keys_of(config: Any, model_type: str) -> dict[str, Any]:
             (getattr(config, n) for n in names if getattr(config, n, None) is not None), None
         )
 
-    heads = first("num_attention_heads", "n_head", "n_heads")
     size = first("hidden_size", "n_embd", "d_model")
+    heads = first("num_attention_heads", "n_head", "n_heads")
     head_dim = first("head_dim") or size // heads
     rotary = first("partial_rotary_factor", "rotary_pct") or 1
     groups = first("num_key_value_heads", "num_kv_heads") or heads
@@ -238,8 +337,18 @@ def keys_of(config: Any, model_type: str) -> dict[str, Any]:
             "layer_norm_eps", "layer_norm_epsilon", "norm_epsilon", "norm_eps"
         ),
         "add_rope_freq_base": first("rope_theta", "rotary_emb_base"),
-        "add_expert_count": first("num_local_experts", "num_experts"),
-        "add_expert_used_count": first("num_experts_per_tok"),
+        "add_expert_count": first(
+            "num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts"
+        ),
+        "add_expert_used_count": first("num_experts_per_tok", "moe_k"),
+        "add_expert_shared_count": first("n_shared_experts", "moe_num_shared_experts"),
+        "add_expert_weights_scale": first("routed_scaling_factor"),
+        "add_leading_dense_block_count": first(
+            "first_k_dense_replace", "num_dense_layers", "moe_layer_start_index"
+        ),
+        "add_interleave_moe_layer_step": first("moe_layer_interval"),
+        "add_q_lora_rank": first("q_lora_rank"),
+        "add_kv_lora_rank": first("kv_lora_rank"),
         "add_expert_feed_forward_length": first("moe_intermediate_size"),
         "add_expert_shared_feed_forward_length": first("shared_expert_intermediate_size"),
         "add_attn_logit_softcapping": first("attn_logit_softcapping"),
@@ -260,7 +369,7 @@ def keys_of(config: Any, model_type: str) -> dict[str, Any]:
         keys["add_layer_norm_eps"] = 1e-5
     if model_type in ("gpt_neox", "stablelm"):
         keys["add_parallel_residual"] = config.use_parallel_residual
-    if "gemma" in model_type or model_type in ("qwen3", "qwen3_moe", "llama", "mixtral"):
+    if "gemma" in model_type or model_type in HEAD_DIMS:
         keys |= {"add_key_length": head_dim, "add_value_length": head_dim}
     if model_type in ("gemma2", "gemma3_text", "cohere2", "olmo3"):
         keys["add_sliding_window"] = config.sliding_window
@@ -269,16 +378,184 @@ def keys_of(config: Any, model_type: str) -> dict[str, Any]:
     if model_type == "minimax_m2":
         keys |= {"add_expert_gating_func": gguf.ExpertGatingFuncType.SIGMOID}
         keys |= {"add_expert_feed_forward_length": config.intermediate_size}
+    keys |= keys_of_newer(config, model_type)
     if model_type == "smollm3":
         assert config.no_rope_layer_interval == 4
     return {k: v for k, v in keys.items() if v is not None}
 
 
+def keys_of_mamba(config: Any, model_type: str) -> dict[str, Any]:
+    """The keys of models without attention."""
+    keys = {
+        "add_block_count": config.num_hidden_layers,
+        "add_context_length": 256,
+        "add_embedding_length": config.hidden_size,
+        "add_feed_forward_length": 0,
+        "add_head_count": 0,
+        "add_ssm_conv_kernel": config.conv_kernel,
+        "add_ssm_inner_size": 2 * config.hidden_size,
+        "add_ssm_state_size": config.state_size,
+        "add_layer_norm_rms_eps": config.layer_norm_epsilon,
+    }
+    if model_type == "mamba2":
+        groups = {"add_ssm_group_count": config.n_groups}
+        return keys | groups | {"add_ssm_time_step_rank": config.num_heads}
+    norms = {"add_ssm_dt_b_c_rms": model_type == "falcon_mamba"}
+    return keys | norms | {"add_ssm_time_step_rank": config.time_step_rank}
+
+
+def keys_of_newer(config: Any, model_type: str) -> dict[str, Any]:
+    """The keys of latent attention, of convolutions and of Gated DeltaNet."""
+    if model_type in ("deepseek_v2", "deepseek_v3"):
+        rope, rank = config.qk_rope_head_dim, config.kv_lora_rank
+        keys = {
+            "add_head_count_kv": 1,
+            "add_rope_dimension_count": rope,
+            "add_key_length": rank + rope,
+            "add_value_length": rank,
+            "add_key_length_mla": config.qk_nope_head_dim + rope,
+            "add_value_length_mla": config.v_head_dim,
+        }
+        if model_type == "deepseek_v3":
+            keys |= {"add_expert_weights_norm": True}
+            keys |= {"add_expert_gating_func": gguf.ExpertGatingFuncType.SIGMOID}
+        return keys
+    if model_type == "gpt_oss":
+        width = config.intermediate_size
+        return {"add_sliding_window": WINDOW, "add_expert_feed_forward_length": width}
+    if model_type == "glm4_moe":
+        sigmoid = {"add_expert_gating_func": gguf.ExpertGatingFuncType.SIGMOID}
+        return sigmoid | {"add_expert_weights_norm": True}
+    if model_type == "ernie4_5_moe":  # as the makers' first code has it
+        return {"add_expert_shared_feed_forward_length": config.moe_intermediate_size * 2}
+    if model_type == "ministral3":
+        return {
+            "add_rope_scaling_type": gguf.RopeScalingType.YARN,
+            "add_rope_scaling_factor": 16.0,
+            "add_rope_scaling_orig_ctx_len": 16,
+            "add_rope_scaling_yarn_beta_fast": 32.0,
+            "add_rope_scaling_yarn_beta_slow": 1.0,
+            "add_rope_scaling_yarn_log_mul": 1.0,
+            "add_attn_temperature_scale": 0.1,
+        }
+    if model_type.startswith("lfm2"):
+        sigmoid = {"add_expert_gating_func": gguf.ExpertGatingFuncType.SIGMOID}
+        return (sigmoid if model_type == "lfm2_moe" else {}) | {
+            "add_head_count_kv": [2 * (x != "conv") for x in config.layer_types],
+            "add_shortconv_l_cache": config.conv_L_cache,
+            "add_layer_norm_rms_eps": config.norm_eps,
+            "add_layer_norm_eps": None,
+        }
+    if model_type == "qwen3_next" or "qwen3_5" in model_type:
+        heads = config.linear_num_value_heads
+        return {
+            "add_ssm_conv_kernel": config.linear_conv_kernel_dim,
+            "add_ssm_state_size": config.linear_key_head_dim,
+            "add_ssm_group_count": config.linear_num_key_heads,
+            "add_ssm_time_step_rank": heads,
+            "add_ssm_inner_size": config.linear_value_head_dim * heads,
+            "add_full_attention_interval": config.full_attention_interval,
+            "add_rope_dimension_sections": [2, 1, 1, 0] if "qwen3_5" in model_type else None,
+        }
+    return {}
+
+
+def of_recurrences(name: str, x: Tensor, architecture: str, config: Any) -> Any:
+    """Yield the names and values of layers with a state, before their names are looked up."""
+    if name.endswith("A_log"):
+        x = -x.exp()
+    if architecture == "mamba2" and name.endswith((".A_log", ".D")):
+        x = x[:, None]
+    if architecture == "mamba2" and name.endswith("mixer.norm.weight"):
+        x = x.unflatten(0, (config.n_groups, -1))
+    if name.endswith(("conv1d.weight", "conv.conv.weight")):
+        x = x.squeeze(1)
+    name = name.replace(".dt_bias", ".dt_proj.bias")
+    if name.endswith("in_proj_qkvz.weight"):
+        G, r = config.linear_num_key_heads, config.linear_num_value_heads // 2
+        D, E = config.linear_key_head_dim, config.linear_value_head_dim
+        q, k, v, z = x.unflatten(0, (G, -1)).split([D, D, r * E, r * E], 1)
+        yield (
+            name.replace("qkvz", "qkv"),
+            torch.cat([q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1)]),
+        )
+        yield name.replace("qkvz", "z"), z.flatten(0, 1)
+        return
+    if architecture.startswith("qwen35") and ".linear_attn." in name:
+        x = tiled(name, x, config)
+    yield name, x
+
+
+def tiled(name: str, x: Tensor, config: Any) -> Tensor:
+    """Value heads in the order in which head i uses key head i % G."""
+    G, N = config.linear_num_key_heads, config.linear_num_value_heads
+    E = config.linear_value_head_dim
+
+    def order(values: Tensor) -> Tensor:
+        return values.unflatten(0, (G, N // G, -1)).transpose(0, 1).flatten(0, 2)
+
+    if ".out_proj." in name:
+        return order(x.T).T
+    if ".in_proj_qkv." in name or ".conv1d." in name:
+        return torch.cat([x[: -N * E], order(x[-N * E :])])
+    return x if ".norm." in name else order(x)
+
+
+def of_latents(name: str, x: Tensor, config: Any) -> Any:
+    """Yield the two matrices of DeepSeek's joined one."""
+    H, D = config.num_attention_heads, config.qk_nope_head_dim
+    k, v = x.unflatten(0, (H, -1)).split([D, config.v_head_dim], 1)
+    layer = name.split(".")[2]
+    yield f"blk.{layer}.attn_k_b.weight", k.transpose(1, 2)
+    yield f"blk.{layer}.attn_v_b.weight", v
+
+
+def of_gpt_oss(name: str, x: Tensor) -> Any:
+    """Yield the matrices of experts that gpt-oss stores with alternating columns."""
+    end = "bias" if name.endswith("_bias") else "weight"
+    stem = f"blk.{name.split('.')[2]}.ffn"
+    x = x.mT if end == "weight" else x
+    if "gate_up_proj" in name:
+        yield f"{stem}_gate_exps.{end}", x[:, ::2]
+        yield f"{stem}_up_exps.{end}", x[:, 1::2]
+    else:
+        yield f"{stem}_down_exps.{end}", x
+
+
+def of_own_layout(name: str, x: Tensor, architecture: str, config: Any, table: Any) -> Any:
+    """The names and values of tensors that only one family has, or None."""
+    if architecture == "qwen35moe" and name.endswith(("experts.gate_up_proj", "experts.down_proj")):
+        return ()  # the same experts once more
+    if any(part in name for part in (".mixer.", ".linear_attn.", ".conv.conv.")):
+        found = of_recurrences(name, x, architecture, config)
+        dotted = ((n if n.endswith(("weight", "bias")) else f"{n}.", value) for n, value in found)
+        parts = ((n.rpartition("."), value) for n, value in dotted)
+        return [
+            (f"{table.get_name(stem)}.{end}".removesuffix("."), value)
+            for (stem, _, end), value in parts
+        ]
+    if ".kv_b_proj." in name:
+        return of_latents(name, x, config)
+    if architecture == "gpt-oss" and ".experts." in name:
+        return of_gpt_oss(name, x)
+    return None
+
+
+def of_expert(name: str) -> tuple[str, str]:
+    """The name of the matrix of all experts, and "#" with the number of the expert if it is one."""
+    head, _, tail = name.partition(".experts.")
+    number, _, part = tail.partition(".")
+    return (f"{head}.experts.{part}", f"#{number}") if number.isdigit() else (name, "")
+
+
 def converted(name: str, x: Tensor, architecture: str, config: Any, table: Any) -> Any:
     """Yield the names and values in the file of a stored tensor; "#3" is that of an expert."""
+    if (own := of_own_layout(name, x, architecture, config, table)) is not None:
+        yield from own
+        return
     heads = getattr(config, "num_attention_heads", None) or getattr(config, "n_head", None)
     groups = getattr(config, "num_key_value_heads", heads)
-    if architecture in ("arcee", "granite", "granitemoe", "llama", "olmo", "smollm3"):
+    if architecture in ("arcee", "granite", "granitemoe", "llama", "mistral3", "olmo", "smollm3"):
         if ".q_proj." in name:
             x = permuted(x, heads)
         elif ".k_proj." in name:
@@ -289,7 +566,8 @@ def converted(name: str, x: Tensor, architecture: str, config: Any, table: Any) 
         by_group = x.unflatten(0, (groups, heads // groups + 2, -1))
         parts = (by_group[:, :-2], by_group[:, -2:-1], by_group[:, -1:])
         x = torch.cat([part.flatten(0, 2) for part in parts])
-    if architecture in ("gemma", "gemma2", "gemma3", "nemotron") and name.endswith("norm.weight"):
+    offset = ("gemma", "gemma2", "gemma3", "nemotron", "qwen35", "qwen35moe", "qwen3next")
+    if architecture in offset and name.endswith("norm.weight"):
         x = x + 1
     if architecture == "gpt2" and name.endswith(("c_attn.weight", "c_fc.weight", "c_proj.weight")):
         x = x.T
@@ -301,14 +579,12 @@ def converted(name: str, x: Tensor, architecture: str, config: Any, table: Any) 
         return
     if name.startswith(("bert.pooler", "cls.")):
         return
-    index = ""
-    if ".experts." in name and name.split(".experts.")[1].split(".")[0].isdigit():
-        head, _, tail = name.partition(".experts.")
-        number, _, part = tail.partition(".")
-        name, index = f"{head}.experts.{part}", f"#{number}"
-    name = name.replace("e_score_correction_bias", "e_score_correction.bias")
+    x = x.flatten() if "e_score_correction" in name else x
+    name, index = of_expert(name)
+    for ours, theirs in SPELLINGS.items():
+        name = name.replace(ours, theirs)
     new = table.get_name(name, try_suffixes=(".weight", ".bias"))
-    for prefix in ("transformer.", "bert."):
+    for prefix in ("transformer.", "bert.", "model."):
         new = new or table.get_name(name.removeprefix(prefix), try_suffixes=(".weight", ".bias"))
     assert new is not None, name
     yield new + index, x

@@ -250,13 +250,13 @@ def test_factors_of_llama_3(factor: float, tmp_path: Path) -> None:
 
 
 WRONG_KEYS: dict[str, tuple[dict[str, Any], str]] = {
-    "an architecture": ({"general.architecture": "mamba"}, "general.architecture is 'mamba'"),
+    "an architecture": ({"general.architecture": "rwkv7"}, "general.architecture is 'rwkv7'"),
     "an adapter": ({"general.type": "adapter"}, "general.type is 'adapter'; only models"),
     "an unknown key": ({"llama.attention.sliding_window": 4}, "sliding_window' is not known"),
     "experts": ({"llama.expert_count": 8}, "it lacks num_experts_per_tok"),
     "value heads": ({"llama.attention.value_length": 32}, "attention.value_length is 32"),
     "partial rotary": ({"llama.rope.dimension_count": 32}, "rope.dimension_count is 32"),
-    "heads per layer": ({"llama.attention.head_count": [4]}, "the same for all layers"),
+    "heads per layer": ({"llama.attention.head_count": [4, 2]}, "the same for all layers"),
     "a scaling": ({"llama.rope.scaling.type": "longrope"}, "rope.scaling.type is 'longrope'"),
     "no factor": ({"llama.rope.scaling.type": "linear"}, "factor"),
     "layers": ({"llama.block_count": 2}, "missing"),

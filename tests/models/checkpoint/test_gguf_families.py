@@ -47,14 +47,23 @@ def test_a_file_computes_what_its_checkpoint_computes(case: str, tmp_path: Path)
 
 def _first_map(name: str) -> bool:
     """Whether a stored matrix makes the queries."""
-    ends = ("q_proj.weight", "query_key_value.weight", "c_attn.weight", "Wqkv.weight")
+    ends = (
+        "q_proj.weight",
+        "q_b_proj.weight",
+        "in_proj.weight",
+        "query_key_value.weight",
+        "c_attn.weight",
+        "Wqkv.weight",
+    )
     return name.endswith((*ends, "qkv_proj.weight"))
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("case", CASES)
 def test_llama_cpp_computes_the_same(case: str, tmp_path: Path) -> None:
-    """Within 2e-5, or 2e-2 where llama.cpp looks up GELU in a table of 16-bit numbers."""
+    """Within 2e-5, or 2e-2 where llama.cpp looks up GELU in a table of 16-bit numbers; 1e-4 where a
+    state adds up the roundings of all tokens.
+    """
     pytest.importorskip("xllamacpp", reason="python -m pip install xllamacpp")
     architecture, model_type, keys = CASES[case]
     network, config = tiny_network(model_type, keys)
@@ -78,27 +87,63 @@ def test_llama_cpp_computes_the_same(case: str, tmp_path: Path) -> None:
 
     gelu = {"bloom", "falcon-7b", "falcon-40b", "gpt2", "gpt_bigcode", "gpt_neox", "mpt", "phi"}
     gelu |= {"gemma", "gemma2", "gemma3", "starcoder2"}
-    assert difference(ids) < (2e-2 if case in gelu else 2e-5)
+    states = {"mamba", "falcon_mamba", "mamba2", "qwen3_5", "qwen3_5_moe", "qwen3_next"}
+    assert difference(ids) < (2e-2 if case in gelu else 1e-4 if case in states else 2e-5)
     assert difference(ids.roll(1, 1)) > 0.1
 
 
-@pytest.mark.parametrize("case", ["phi3", "qwen3_moe"])
-def test_parts_of_a_matrix_stay_in_few_bits(case: str, tmp_path: Path) -> None:
-    """Queries, keys and values that are rows of one matrix, and the matrices of experts."""
+READ_BY_TRANSFORMERS = ["bloom", "falcon-7b", "lfm2", "llama", "mamba", "nemotron", "qwen2"]
+READ_BY_TRANSFORMERS += ["stablelm", "starcoder2"]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("case", READ_BY_TRANSFORMERS)
+def test_transformers_reads_the_same(case: str, tmp_path: Path) -> None:
+    """Of the others, transformers 5.23 refuses the tiny sizes, or computes something else than
+    llama.cpp: it leaves out the biases of llama, for example.
+    """
+    pytest.importorskip("accelerate", reason="python -m pip install accelerate")
+    from transformers import AutoModelForCausalLM
+
     architecture, model_type, keys = CASES[case]
+    network, config = tiny_network(model_type, keys)
+    stored = stored_tensors(network, model_type)
+    path = convert(tmp_path / "m.gguf", architecture, model_type, config, stored)
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file="m.gguf", dtype=torch.float32)
+    with torch.no_grad():
+        wanted = theirs.eval()(IDS).logits
+    logits = regard.load(path)(IDS)
+    torch.testing.assert_close(logits, wanted, atol=2e-5, rtol=2e-5)
+    assert (logits.roll(1, 1) - wanted).abs().max() > 0.1
+
+
+@pytest.mark.parametrize("case", ["gpt2", "gpt_oss", "lfm2", "phi3", "qwen3_5", "qwen3_moe"])
+def test_parts_of_a_matrix_stay_in_few_bits(case: str, tmp_path: Path) -> None:
+    """Queries, keys and values that are rows of one matrix, matrices of experts, and heads of
+    values in another order, whose columns change places in whole groups.
+    """
+    architecture, model_type, keys = CASES[case]
+    keys = keys | ({"linear_value_head_dim": 128} if case == "qwen3_5" else {})
     network, config = tiny_network(model_type, keys)
     stored = stored_tensors(network, model_type)
     where = architecture, model_type, config
     model = regard.load(convert(tmp_path / "m.gguf", *where, stored, kind="Q8_0"))
     records = [record for _, record in stored_modules(model.decoder)]
     assert {record.form for record in records} == {"int8"}
-    in_few_bits = sum(record.shape.numel() for record in records)
-    matrices = {n: x for n, x in stored.items() if x.ndim > 1 and not n.endswith("mlp.gate.weight")}
+    in_few_bits = sum(x.shape.numel() for x in {id(x): x for x in records}.values())
+    wide = ("mlp.gate.weight", "router.weight", "_bias", "conv.weight", "conv1d.weight")
+    wide += ("wpe.weight", "in_proj_a.weight", "in_proj_b.weight")
+    matrices = {n: x for n, x in stored.items() if x.ndim > 1 and not n.endswith(wide)}
     assert in_few_bits == sum(x.numel() for x in matrices.values())
     kind = GGMLQuantizationType.Q8_0
+    turned = (".c_attn.weight", ".c_fc.weight", ".c_proj.weight", "gate_up_proj", "down_proj")
+
+    def rounded_rows(x: torch.Tensor) -> torch.Tensor:
+        return torch.from_numpy(dequantize(quantize(x.contiguous().numpy(), kind), kind))
+
     rounded = {
-        name: torch.from_numpy(dequantize(quantize(x.numpy(), kind), kind))
-        for name, x in matrices.items()
+        n: rounded_rows(x.mT).mT if n.endswith(turned) else rounded_rows(x)
+        for n, x in matrices.items()
     }
     plain = regard.load(convert(tmp_path / "p.gguf", *where, stored | rounded))
     torch.testing.assert_close(model(IDS), plain(IDS), atol=1e-4, rtol=1e-4)

@@ -193,6 +193,29 @@ def test_ends_are_found_by_their_texts(tmp_path: Path) -> None:
     assert ends("<|tool_response>") == {1, 2, 4, 5, 7}
 
 
+@pytest.mark.parametrize("kind", [byte_level, sentencepiece])
+def test_a_streamed_token_costs_the_same_at_any_length(
+    kind: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Counts the ids that are decoded for each further token of a text."""
+    tokenizer = read(tmp_path, kind()[1])
+    assert tokenizer is not None
+    ids = tokenizer.encode(" ".join(TEXTS) * 12)
+    decoded: list[int] = []
+    plain = tokenizer._decode
+    monkeypatch.setattr(tokenizer, "_decode", lambda x: (decoded.append(len(x)), plain(x))[1])
+    stream, costs, text = tokenizer.stream(), [], ""
+    for index in ids:
+        before = sum(decoded)
+        text += stream.push(index)
+        costs.append(sum(decoded) - before)
+    assert text + stream.flush() == tokenizer.decode(ids)
+    half = len(costs) // 2
+    assert half > 500
+    # a character has at most four tokens, which are decoded again with each of them
+    assert max(costs[half:]) <= max(costs[:half]) <= 12
+
+
 def test_user_defined_tokens_are_whole(tmp_path: Path) -> None:
     _, keys = sentencepiece()
     tokens = [*keys["tokens"], "\n\n\n"]

@@ -63,6 +63,7 @@ from regard.inspect.model_run import (
     PretokenizedInput,
     TokenSequence,
     check_index,
+    find_words,
     prepare_run,
 )
 from regard.inspect.record.record_model import record
@@ -148,6 +149,9 @@ def row_tokens(
         target.rows.pieces[target.i],
         target.i,
         tuple(rows),
+        find_words(target.columns)
+        if list(positions) == list(range(len(target.columns.ids))) and not blocks
+        else (),
     )
 
 

@@ -228,7 +228,11 @@ class Location:
 
 @dataclass(frozen=True, eq=False)
 class RowTokens:
-    """The tokens of the row: of the keys `[n]`, of the query, and of every query of the call."""
+    """The tokens of the row: of the keys `[n]`, of the query, and of every query of the call.
+
+    Args:
+        words: (start, stop, text) of each word, if the keys are the tokens of the text in order.
+    """
 
     ids: NDArray[np.integer]
     pieces: tuple[str, ...]
@@ -236,6 +240,7 @@ class RowTokens:
     query_piece: str
     query_position: int
     row_pieces: tuple[str, ...]
+    words: tuple[tuple[int, int, str], ...] = ()
 
 
 @dataclass(frozen=True, eq=False)

@@ -13,20 +13,26 @@ from torch import Tensor
 
 from regard.errors import ArgumentError, ArgumentTypeError
 from regard.inspect.explain.captured_run import (
+    CapturedRun,
     calls_for_query,
     effective_calls,
     main_call_weights,
     record_sites,
 )
 from regard.inspect.explain.explanation import Array
+from regard.inspect.interventions.attribution import name_mover_scores
 from regard.inspect.model_run import (
+    MAX_WORD_TOKENS,
     AttentionSite,
     ModelRun,
     TokenSequence,
+    Word,
     check_index,
+    find_words,
     prepare_run,
 )
 from regard.models.model import Model
+from regard.models.text_encoder import TextEncoder
 from regard.nn.explainable import explainable
 
 HEAD_RULE = (
@@ -46,6 +52,12 @@ CROSS_HEAD_RULE = "of the heads compared, it gives the largest weight to one tok
 
 HEAD_FOR_KEY_RULE = "of the heads compared, it gives the largest weight to this key"
 """How a head is chosen where the key is given."""
+
+NAME_MOVER_RULE = (
+    "the model continues with {token} ({share}), and of all heads this one adds the most to the "
+    "logit of that token by reading it in the text (+{score})"
+)
+"""How `name_mover` chooses."""
 
 FIRST_HEAD_RULE = "the first head: this mechanism has no softmax weights to compare heads by"
 """How a head is chosen where the mechanism has no softmax weights."""
@@ -190,7 +202,7 @@ def choose_head(
     if key is not None:
         rule, counted = HEAD_FOR_KEY_RULE, torch.arange(S) == key
     elif sites[0].query_sequence == sites[0].key_sequence:
-        far = (torch.arange(S) - query).abs() > 1
+        far = _far(prepared.sequences[sites[0].key_sequence], query)
         any_far = bool((rows[compared][:, far] > 0).any())
         rule, counted = (HEAD_RULE, far) if any_far else (NEAR_HEAD_RULE, counted)
     rows = rows.clamp(min=0).masked_fill(~compared[:, :, None], -1).masked_fill(~counted, -1)
@@ -205,6 +217,76 @@ def choose_head(
         )
     layer, head = divmod(of_head, heads)
     return Choice(layer if place is None else sites[0].layer, head, rule, token)
+
+
+def name_mover(prepared: ModelRun, query: int) -> Choice | None:
+    """Choose the head that moves the next token from the text to the prediction, if there is one.
+
+    argmax over heads of `name_mover_scores` of the most likely token after the last one
+
+    The token must be a word that stands in the text, and of all keys but the first and the query
+    the head must read a copy of it most. Otherwise, or if the model cannot be attributed, or for
+    more than 512 tokens, the result is None.
+
+    >>> import regard
+    >>> name_mover(prepare_run(regard.load("tiny"), "to be or not to", last=1), 0) is None
+    True
+    """
+    tokens = prepared.tokens
+    if not isinstance(prepared.model, Model) or tokens is None or prepared.predict is None:
+        return None
+    T = len(tokens.ids)
+    if query != T - 1 or T > MAX_WORD_TOKENS:
+        return None
+    p = prepared.run().output[0, -1].double().softmax(-1)
+    answer = int(p.argmax())
+    copies = [j for j, each in enumerate(tokens.ids) if each == answer and j < query]
+    name = prepared.names([answer])[0]
+    if not copies or not any(letter.isalnum() for letter in name):
+        return None
+    ids = torch.tensor([tokens.ids], device=prepared.model.device)
+    try:
+        scores = name_mover_scores(prepared.model, ids, answer).values
+    except ArgumentError:  # the parts of this network do not add up to its logits
+        return None
+    if not np.nanmax(scores) > 0:
+        return None
+    place, head = divmod(int(np.nanargmax(scores)), scores.shape[1])
+    row = _query_weights(prepared, prepared.main_sites, query)[place, head]
+    key = int(row.argmax())
+    if key not in copies:
+        return None
+    rule = NAME_MOVER_RULE.format(
+        token=name, share=f"{float(p[answer]):.1%}", score=f"{scores[place, head]:.2f}"
+    )
+    return Choice(prepared.main_sites[place].layer, head, rule, key)
+
+
+def striking_query(prepared: ModelRun) -> int:
+    """Return the query to explain where none is given: the last token, whose next one a decoder
+    predicts; of a text encoder the word with the largest weight on a word that is no neighbour.
+
+    >>> import regard
+    >>> striking_query(prepare_run(regard.load("tiny"), "to be", last=1))
+    -1
+    """
+    text = prepared.sequences.get("text")
+    if not isinstance(prepared.model, TextEncoder) or text is None:
+        return -1
+    words, run = find_words(text), record_sites(prepared, prepared.main_sites)
+    if len(text.ids) > MAX_WORD_TOKENS:
+        return -1
+    best, largest = -1, 0.0
+    for word in words:
+        query = word.stop - 1
+        counted = _far(text, query)
+        if not _is_word(word) or not bool(counted.any()):
+            continue
+        rows = _weights_of_query(prepared, prepared.main_sites, run, query)
+        weight = float(rows[..., counted].max())
+        if weight > largest:
+            best, largest = query, weight
+    return best
 
 
 def strongest_keys(
@@ -242,6 +324,23 @@ def strongest_keys_of_run(
     return best.values.clamp(min=0), best.indices
 
 
+def _far(tokens: TokenSequence, query: int) -> Tensor:
+    """Return which tokens belong to words that are no neighbours of the query's word, and are not
+    that word; signs and special tokens do not count as words, if there are others.
+    """
+    words = find_words(tokens) or tuple(Word(i, i + 1, "") for i in range(len(tokens.ids)))
+    at = next(n for n, word in enumerate(words) if word.start <= query < word.stop)
+    counts = [abs(n - at) > 1 for n in range(len(words))]
+    named = [far and _is_word(word) for far, word in zip(counts, words, strict=True)]
+    sizes = torch.tensor([word.stop - word.start for word in words])
+    return torch.tensor(named if any(named) else counts).repeat_interleave(sizes)
+
+
+def _is_word(word: Word) -> bool:
+    """Return whether a word begins with a letter or a digit, unlike signs and special tokens."""
+    return word.text.strip("·#")[:1].isalnum()
+
+
 def _query_weights(
     prepared: ModelRun, sites: Sequence[AttentionSite], query: int, *, keep_all: bool = False
 ) -> Tensor:
@@ -250,6 +349,17 @@ def _query_weights(
     In self-attention the first token and the query itself get -1, unless `keep_all`.
     """
     run = record_sites(prepared, sites)
+    weights = _weights_of_query(prepared, sites, run, query)
+    if sites[0].query_sequence == sites[0].key_sequence and not keep_all:
+        weights[..., 0] = -1  # less than any weight, including 0
+        weights[..., min(query, weights.shape[-1] - 1)] = -1
+    return weights
+
+
+def _weights_of_query(
+    prepared: ModelRun, sites: Sequence[AttentionSite], run: CapturedRun, query: int
+) -> Tensor:
+    """Return the weights of the query at each recorded site, `[sites, H, S]`."""
     rows: list[Tensor | None] = []
     for site in sites:
         calls = calls_for_query(run, site, query)
@@ -268,11 +378,7 @@ def _query_weights(
             f"{names} ran no softmax for query {query}: there are no weights to compare heads by; "
             "give a layer and a head"
         )
-    weights = torch.stack([torch.zeros_like(known) if row is None else row for row in rows])
-    if sites[0].query_sequence == sites[0].key_sequence and not keep_all:
-        weights[..., 0] = -1  # less than any weight, including 0
-        weights[..., min(query, weights.shape[-1] - 1)] = -1
-    return weights
+    return torch.stack([torch.zeros_like(known) if row is None else row for row in rows])
 
 
 def _end_of(word: str, text: str, name: str) -> int:

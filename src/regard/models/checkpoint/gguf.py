@@ -14,7 +14,7 @@ import math
 import re
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 from types import MappingProxyType
@@ -38,7 +38,14 @@ from regard.files.regular_files import checked_path
 from regard.files.safetensors_files import DEFAULT_BUFFERING, ReadBuffering, StoredTensor
 from regard.freed_memory import give_back_freed_memory
 from regard.huge_pages import empty_like
-from regard.models.checkpoint.family import Family, NameTable, TensorRule, name_pattern
+from regard.models.checkpoint.family import (
+    Family,
+    NameEntry,
+    NameTable,
+    TensorRule,
+    name_pattern,
+)
+from regard.models.checkpoint.gguf_architectures import ARCHITECTURES, Architecture
 from regard.models.checkpoint.gguf_blocks import (
     RECORD_FORMS,
     dequantize_gguf,
@@ -46,22 +53,30 @@ from regard.models.checkpoint.gguf_blocks import (
     gguf_record,
 )
 from regard.models.checkpoint.gguf_config import (
-    ARCHITECTURES,
     LONG_FACTORS,
     ROPE_FACTORS,
-    Architecture,
     gguf_architecture,
     gguf_config,
 )
 from regard.models.checkpoint.tensors import INDEX, SINGLE, CheckpointTensors
 from regard.models.families import family
 from regard.models.sentence_settings import PoolingMode
-from regard.ops.stored_weights import StoredWeight
+from regard.ops.stored_weights import INT4_BLOCK, StoredWeight
 from regard.units import plural, size
 from regard.untrusted_text import short_repr
 
 _LAYER = re.compile(r"blk\.([0-9]{1,4})\.")
 _POOLING: Mapping[object, PoolingMode] = {1: "mean", 2: "cls"}
+_SPELLINGS = {
+    "e_score_correction_bias": "e_score_correction.bias",
+    ".dt_bias": ".dt_proj.bias",
+}
+"""A parameter of its own here, and there the bias of a module."""
+_PLAIN = (
+    *(".ffn_gate_inp", "position_embd.", "token_types.", ".shortconv.conv."),
+    *(".ssm_alpha.", ".ssm_ba.", ".ssm_beta.", ".ssm_conv1d."),
+)
+"""Parts of the names of matrices that no map with stored weights has."""
 _LATER_PART = re.compile(r"-(?!00001)\d{5}-of-\d{5}\.gguf$")
 
 
@@ -92,11 +107,13 @@ class GgufModel:
     """The checked header of a model's GGUF file, or of all its files.
 
     Attributes:
-        names: stored name of the family -> the tensor, or the tensors whose rows it has.
+        family: the family, with the names of tensors as this file has them.
+        names: stored name of the family -> the tensor, or the tensors of which it is made.
     """
 
     header: GgufHeader
     architecture: Architecture
+    family: Family
     config: Mapping[str, Any]
     names: Mapping[str, tuple[GgufTensor, ...]]
     ignored: tuple[str, ...]
@@ -106,12 +123,16 @@ class GgufModel:
         """Read and check the header of a model's GGUF file."""
         header = read_gguf_header(path)
         name = gguf_architecture(header)
-        config, unknown = gguf_config(header, name)
+        config, layers, unknown = gguf_config(header, name)
         its_family, architecture = family(config["model_type"]), ARCHITECTURES[name]
-        names = dict(_stored_names(header, name, its_family))
+        if architecture.names:
+            its_family = replace(its_family, names=_name_table(its_family, architecture.names))
+        names = dict(_stored_names(header, name, its_family, layers))
         used = {tensor.name for tensors in names.values() for tensor in tensors}
         used |= {ROPE_FACTORS, *LONG_FACTORS}
-        unknown = [x for x in header.tensors if x not in used] + unknown
+        unread = [x for x in header.tensors if x not in used]
+        predicts = header.metadata.get(f"{name}.nextn_predict_layers", 0) != 0
+        unknown = [x for x in unread if not (predicts and _layer_of(x) >= layers)] + unknown
         refused = [x for x in unknown if not any(fnmatchcase(x, pattern) for pattern in ignore)]
         if refused:
             raise FileError(
@@ -120,7 +141,8 @@ class GgufModel:
                 f"{name!r}, and the model could compute something else without them. If "
                 f"that is meant, ignore them: regard.load(file, ignore={refused[:20]!r})"
             )
-        return cls(header, architecture, config, MappingProxyType(names), tuple(unknown))
+        found = MappingProxyType(names)
+        return cls(header, architecture, its_family, config, found, tuple(unknown))
 
     @property
     def pooling_mode(self) -> PoolingMode:
@@ -155,8 +177,10 @@ class GgufModel:
         for name, tensors in self.names.items():
             own = RECORD_FORMS.get(tensors[0].format.name)
             parameters = self._parameters(name, table)
-            is_router = ".ffn_gate_inp." in tensors[0].name  # no stored weight is computed there
-            is_matrix = len(tensors) == 1 and len(tensors[0].shape) == 2 and not is_router
+            is_plain = any(x in tensors[0].name for x in _PLAIN)
+            is_matrix = len(tensors) == 1 and len(tensors[0].shape) == 2 and not is_plain
+            if self.columns(name) is not None:  # whole groups change places
+                is_matrix &= self.config["linear_value_head_dim"] % INT4_BLOCK == 0
             if own is not None and form in (None, own) and is_matrix and parameters:
                 records |= dict.fromkeys(parameters, name)
             else:
@@ -172,11 +196,11 @@ class GgufModel:
         numbers = [part for part in name.split(".") if part.isdigit()]
         if isinstance(entry, str):
             return (entry.format(*numbers),)
-        if not isinstance(entry, TensorRule) or self.is_transposed(name):
+        if isinstance(entry, tuple) and len(entry) == 1:  # a condition that the name fulfils
+            (entry,) = entry
+        if not isinstance(entry, TensorRule) or any("*" in x for x in entry.parameters):
             return ()
         count = len(entry.parameters)
-        if count == 1 or any("*" in x for x in entry.parameters) or entry.requires or entry.unless:
-            return ()
         rows = torch.arange(count, device="cpu")[:, None]
         unpacked = entry.unpack(rows, [torch.Size((1, 1))] * count)
         in_order = [x.flatten().tolist() for x in unpacked] == [[i] for i in range(count)]
@@ -199,26 +223,36 @@ class GgufModel:
                 stacklevel=4,
             )
 
-    def is_transposed(self, name: str) -> bool:
-        """Return whether the family stores a matrix as [in, out]."""
-        parts = name.split(".")
-        return parts[-1] == "weight" and parts[-2] in self.architecture.transposed
-
     def shape(self, name: str) -> tuple[int, ...]:
         """Return the shape of a stored tensor of the family."""
-        tensors = self.names[name]
-        shape = list(tensors[0].shape)
-        if self.is_transposed(name):
-            shape.reverse()
-        if len(tensors) > 1:
-            shape[-2] = sum(x.shape[-2] for x in tensors)
-        return tuple(shape)
+        shapes = [x.shape for x in self.names[name]]
+        try:
+            return tuple(self.join(name, [torch.empty(x, device="meta") for x in shapes]).shape)
+        except (RuntimeError, IndexError):
+            raise invalid_gguf(
+                self.header.file, f"the tensors of {short_repr(name)} do not fit together: {shapes}"
+            ) from None
+
+    def join(self, name: str, parts: Sequence[Tensor]) -> Tensor:
+        """Return the stored tensor of the family that is made of some tensors of the file."""
+        for end, (files, make) in self.architecture.joined.items():
+            if name.endswith(end) and len(files) == len(parts):
+                made: Tensor = make(*parts)
+                return made
+        return parts[0]
 
     def rows(self, name: str) -> Tensor | None:
         """Return the order of the file's rows that is the family's, or None if it is the same."""
         count = self.names[name][0].shape[0]
         if self.architecture.fused_heads and (".query_key_value." in name):
             return self._fused_rows(name, count)
+        if self.architecture.tiled_values and (".linear_attn." in name):
+            return self._value_rows(name, count)
+        if self.architecture.gated_queries and ".self_attn.q_proj." in name:
+            H = self.config["num_attention_heads"]
+            if count % (2 * H):
+                raise self._uneven(name, count, H)
+            return torch.arange(count, device="cpu").view(H, 2, -1).transpose(0, 1).flatten()
         if not self.architecture.pairs:
             return None
         part = next((x for x in ("q_proj", "k_proj") if f".{x}." in name), None)
@@ -228,6 +262,35 @@ class GgufModel:
         if count % (2 * heads):
             raise self._uneven(name, count, heads)
         return torch.arange(count, device="cpu").view(heads, -1, 2).mT.flatten()
+
+    def _value_rows(self, name: str, count: int) -> Tensor | None:
+        """Return the order of rows in which the value heads of each key head are neighbours."""
+        part = name.rsplit(".linear_attn.")[1]
+        if part in ("norm.weight", "out_proj.weight"):
+            return None
+        N, width = self.config["linear_num_value_heads"], self._value_width()
+        before = count - N * width if part.startswith(("in_proj_qkv", "conv1d")) else 0
+        if before < 0 or (count - before) % N:
+            raise self._uneven(name, count, N)
+        places = torch.arange(count - before, device="cpu").view(N, -1)
+        order = before + places[self._value_heads()].flatten()
+        return torch.cat([torch.arange(before, device="cpu"), order])
+
+    def columns(self, name: str) -> Tensor | None:
+        """Return the order of blocks of columns, one for each value head, that is the family's."""
+        is_output = self.architecture.tiled_values and name.endswith("linear_attn.out_proj.weight")
+        return self._value_heads() if is_output else None
+
+    def _value_heads(self) -> Tensor:
+        """Return the places in the file of value heads in the order of their key heads."""
+        N, G = (self.config[f"linear_num_{x}_heads"] for x in ("value", "key"))
+        if type(G) is not int or N % G:
+            raise invalid_gguf(self.header.file, f"{N} value heads for {short_repr(G)} key heads")
+        return torch.arange(N, device="cpu").view(-1, G).T.flatten()
+
+    def _value_width(self) -> int:
+        width: int = self.config["linear_value_head_dim"]
+        return width
 
     def _fused_rows(self, name: str, count: int) -> Tensor:
         """Return the order in which each key head follows its queries, and its value head it."""
@@ -252,51 +315,91 @@ class GgufModel:
         )
 
 
+def _name_table(its_family: Family, own: NameTable) -> NameTable:
+    """Return the name table of a family with entries in place of those for the same parameters."""
+    replaced = {name for entry in own.values() for name in _parameter_patterns(entry)}
+    kept = {k: x for k, x in its_family.names.items() if not replaced & _parameter_patterns(x)}
+    return {**kept, **own}
+
+
+def _parameter_patterns(entry: NameEntry) -> set[str]:
+    """Return the names of the parameters of an entry, with {} for numbers."""
+    if isinstance(entry, str):
+        return {entry}
+    rules = entry if isinstance(entry, tuple) else (entry,)
+    return {name_pattern(name) for rule in rules for name in rule.parameters}
+
+
+def _layer_of(name: str) -> int:
+    """Return the layer of a tensor of the file, or -1."""
+    match = _LAYER.match(name)
+    return -1 if match is None else int(match[1])
+
+
+def _files_of(
+    pattern: str,
+    layer: int,
+    header: GgufHeader,
+    its: Architecture,
+    known: tuple[Any, Sequence[str]],
+) -> tuple[str, ...]:
+    """Return the names of the tensors of which a stored tensor of a layer is made, by llama.cpp's
+    table, which lacks some families' prefixes.
+    """
+    for name_end, (parts, _) in its.joined.items():
+        made = tuple(x.format(layer) for x in parts)
+        if pattern.endswith(name_end) and made[0] in header.tensors:
+            return made
+    for ours, theirs in _SPELLINGS.items():
+        pattern = pattern.replace(ours, theirs)
+    stem, _, end = pattern.replace(".experts.{}.", ".experts.").format(layer).rpartition(".")
+    ends: tuple[str, ...] = (f".{end}",)
+    if end not in ("weight", "bias"):
+        stem, ends = f"{stem}.{end}", (".weight", ".bias", "")
+    table, prefixes = known
+    spellings = (stem, *(stem.removeprefix(x) for x in prefixes))
+    own = next((x for x in map(table.get_name, spellings) if x is not None), None)
+    return next(((own + x,) for x in ends if own and own + x in header.tensors), ())
+
+
 def _stored_names(
-    header: GgufHeader, architecture: str, its_family: Family
+    header: GgufHeader, architecture: str, its_family: Family, count: int
 ) -> Iterator[tuple[str, tuple[GgufTensor, ...]]]:
     """Yield the family's names of stored tensors that the file has, with these."""
     from gguf.constants import MODEL_ARCH_NAMES
     from gguf.tensor_mapping import get_tensor_name_map
 
     number = next(key for key, name in MODEL_ARCH_NAMES.items() if name == architecture)
-    matches = (_LAYER.match(name) for name in header.tensors)
-    numbers = {int(match[1]) for match in matches if match}
-    layers = sorted(x for x in numbers if x < len(header.tensors))
+    most = len(header.tensors)
+    if header.metadata.get(f"{architecture}.nextn_predict_layers", 0) != 0:
+        most = min(most, count)  # the layers behind are not read
+    layers = sorted({x for x in map(_layer_of, header.tensors) if 0 <= x < most})
     table = get_tensor_name_map(number, layers[-1] + 1 if layers else 0)
     its = ARCHITECTURES[architecture]
     for pattern in its_family.names:
-        # a parameter of its own here, and there the bias of a module
-        stored = pattern.replace("e_score_correction_bias", "e_score_correction.bias")
-        stem, dot, end = stored.rpartition(".")
         is_expert = ".experts.{}." in pattern
+        stem = pattern.rpartition(".")[0]
         for layer in layers if "{}" in pattern else [0]:
-            joined = next((x for end, x in its.joined.items() if pattern.endswith(end)), None)
-            if joined is not None:
-                files = tuple(x.format(layer) for x in joined)
-            else:
-                key = stem.replace(".experts.{}.", ".experts.").format(layer)
-                plain = [key.removeprefix(x) for x in its_family.prefixes]
-                known = (table.get_name(x) for x in (key, *plain))
-                own = next((x for x in known if x is not None), None)
-                files = () if own is None else (f"{own}{dot}{end}",)
+            files = _files_of(pattern, layer, header, its, (table, its_family.prefixes))
             if not files or any(x not in header.tensors for x in files):
                 continue
             other, needed = its.alternatives.get(stem.rpartition(".")[2], ("", False))
             if (f"blk.{layer}.{other}" in header.tensors) != needed:
                 continue
             tensors = tuple(header.tensors[x] for x in files)
-            if {len(x.shape) for x in tensors} != {3} and joined is not None:
-                raise invalid_gguf(header.file, f"{files} are no matrices of experts")
-            if len({(x.shape[0], x.shape[-1]) for x in tensors}) > 1 or (
-                is_expert and len(tensors[0].shape) < 2
-            ):
+            if is_expert and len(tensors[0].shape) < 2:
                 raise invalid_gguf(header.file, f"{files} have shapes that do not fit together")
             if not is_expert:
                 yield pattern.format(layer), tensors
                 continue
             for i in range(min(tensors[0].shape[0], 1 << 12)):
                 yield pattern.format(layer, i), tuple(x.part(i) for x in tensors)
+
+
+def _in_order(x: Tensor, blocks: Tensor) -> Tensor:
+    """Return the columns of a tensor, block by block in another order."""
+    ordered: Tensor = x.unflatten(-1, (len(blocks), -1))[..., blocks, :]
+    return ordered.flatten(-2)
 
 
 @dataclass(frozen=True)
@@ -337,12 +440,16 @@ class GgufTensors(CheckpointTensors):
     def _read(self, name: str) -> Tensor:
         architecture, rows = self.model.architecture, self.model.rows(name)
         parts = [self._numbers(x) for x in self.model.names[name]]
-        whole = parts[0] if len(parts) == 1 else torch.cat(parts, -2)
-        if architecture.norm_offset and name.endswith("norm.weight"):
+        whole = self.model.join(name, parts)
+        if (
+            architecture.norm_offset
+            and name.endswith("norm.weight")
+            and ".linear_attn." not in name
+        ):
             whole = whole - architecture.norm_offset
-        if self.model.is_transposed(name):
-            whole = whole.T
-        return whole if rows is None else whole[rows]
+        whole = whole if rows is None else whole[rows]
+        columns = self.model.columns(name)
+        return whole if columns is None else _in_order(whole, columns)
 
     def _numbers(self, tensor: GgufTensor) -> Tensor:
         """Return the numbers of a tensor of the file."""
@@ -376,16 +483,21 @@ class GgufRecords:
         first = self.taken.get(name, 0)  # parameters that share a matrix are read in its order
         self.taken[name] = last = first + shape[0]
         is_last = [key for key, x in self.names.items() if x == name][-1] == parameter_name
-        rows = tensor.shape[0]
-        if tensor.shape[1] != shape[1] or last > rows or (is_last and last < rows):
+        count = tensor.shape[0]
+        if tensor.shape[1] != shape[1] or last > count or (is_last and last < count):
             raise FileError(
                 f"{self.model.header.file}: {short_repr(tensor.name)} is {tensor.shape}; the "
                 f"metadata requires {tuple(shape)}"
             )
-        return self._whole(name, tensor.rows(first, last), dtype)
+        rows = self.model.rows(name)
+        if rows is None:
+            return self._whole(name, tensor.rows(first, last), None, dtype)
+        return self._whole(name, tensor, rows[first:last], dtype)
 
-    def _whole(self, name: str, tensor: GgufTensor, dtype: torch.dtype) -> StoredWeight:
-        """Return all rows, put together panel by panel."""
+    def _whole(
+        self, name: str, tensor: GgufTensor, rows: Tensor | None, dtype: torch.dtype
+    ) -> StoredWeight:
+        """Return all rows of a tensor in an order, put together panel by panel."""
         kind, whole = tensor.format.name, list[Tensor]()
         record: StoredWeight | None = None
         for first, raw in read_rows(self.model.header, tensor):
@@ -396,7 +508,10 @@ class GgufRecords:
                 x.numpy()[first : first + len(part)] = part.numpy()
         assert record is not None  # no dimension is 0
         give_back_freed_memory()  # otherwise the panels of all matrices add up
-        rows, remaining = self.model.rows(name), iter(whole)
+        columns = self.model.columns(name)
+        if columns is not None:
+            whole = [_in_order(x, columns) for x in whole]
+        remaining = iter(whole)
         if rows is None:
             return record.map(lambda _: next(remaining))
         order = rows.numpy()

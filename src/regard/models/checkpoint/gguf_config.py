@@ -1,5 +1,5 @@
-"""The architectures of GGUF files, and their metadata as the keys of a config.json:
-`llama.attention.head_count_kv` is num_key_value_heads.
+"""The metadata of GGUF files as the keys of a config.json: `llama.attention.head_count_kv` is
+num_key_value_heads.
 
 A key becomes the first of its names in `_KEYS` that the config class of the family has. What
 llama.cpp's code knows of an architecture and its files do not say is in `ARCHITECTURES`.
@@ -7,8 +7,8 @@ llama.cpp's code knows of an architecture and its files do not say is in `ARCHIT
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields
+from collections.abc import Mapping
+from dataclasses import fields
 from typing import Any
 
 import torch
@@ -16,154 +16,15 @@ import torch
 from regard.configs import config_class
 from regard.errors import FileError
 from regard.files.gguf_files import GgufHeader, MetadataValue, invalid_gguf, read_plain
+from regard.models.checkpoint.gguf_architectures import (
+    ARCHITECTURES,
+    Architecture,
+    Config,
+    Description,
+)
 from regard.positions import rope_frequencies
 from regard.positions.scalings import Llama3
 from regard.untrusted_text import short_repr
-
-Config = dict[str, Any]
-
-
-@dataclass(frozen=True)
-class Architecture:
-    """What an architecture of llama.cpp is here.
-
-    Attributes:
-        model_type: the family with the same weights.
-        constants: keys of config.json that its files do not have.
-        complete: (keys of config.json, header) -> further keys.
-        pairs: whether the rows of queries and keys are in the order of interleaved rotary
-            positions, and in the family's checkpoints in halves.
-        fused_heads: whether `attn_qkv` has all queries, all keys and all values, and in the
-            family's checkpoints the heads of each key head one after the other.
-        norm_offset: what was added to the weights of norms.
-        joined: end of a stored name -> the tensors whose rows it has, one after the other.
-        transposed: parts of the stored names of matrices that the family stores as [in, out].
-        reads: further keys that `complete` reads.
-        alternatives: part of a stored name -> a tensor of its layer, and whether that must be there
-            for the name to be meant; two names of the family are one in the file.
-        gating: the number of the function that makes weights of experts: 1 softmax, 2 sigmoid.
-    """
-
-    model_type: str
-    constants: Mapping[str, object] = field(default_factory=dict)
-    complete: Callable[[Config, GgufHeader], Config] = lambda config, header: {}
-    pairs: bool = False
-    fused_heads: bool = False
-    norm_offset: int = 0
-    joined: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    transposed: tuple[str, ...] = ()
-    reads: tuple[str, ...] = ()
-    alternatives: Mapping[str, tuple[str, bool]] = field(default_factory=dict)
-    gating: int = 1
-
-
-def _llama(_: Config, header: GgufHeader) -> Config:
-    experts = header.metadata.get("llama.expert_count", 0)
-    return {"model_type": "mixtral"} if experts != 0 else {}
-
-
-def _gemma_scale(layers_of_27b: int) -> Callable[[Config, GgufHeader], Config]:
-    """Return the rule by which the sizes give the scale of scores: the models of 27B have another,
-    and llama.cpp tells them by the number of layers.
-    """
-
-    def complete(config: Config, _: GgufHeader) -> Config:
-        is_27b = config["num_hidden_layers"] == layers_of_27b
-        size = config["hidden_size"] // config["num_attention_heads"]
-        return {"query_pre_attn_scalar": size if is_27b else config["head_dim"]}
-
-    return complete
-
-
-def _olmo2(_: Config, header: GgufHeader) -> Config:
-    return {"model_type": "olmo3"} if "olmo2.attention.sliding_window" in header.metadata else {}
-
-
-def _bert(_: Config, header: GgufHeader) -> Config:
-    if header.metadata.get("bert.attention.causal", False) is not False:
-        raise FileError(f"{header.file}: bert.attention.causal is not false; no such BERT is known")
-    return {}
-
-
-def _exaone4(config: Config, header: GgufHeader) -> Config:
-    if "exaone4.attention.sliding_window" in header.metadata:
-        return {}
-    return {"layer_types": ["full_attention"] * min(config["num_hidden_layers"], 1 << 16)}
-
-
-def _falcon(_: Config, header: GgufHeader) -> Config:
-    has_two_norms = "blk.0.attn_norm_2.weight" in header.tensors
-    return {
-        "new_decoder_architecture": has_two_norms,
-        "multi_query": header.metadata.get("falcon.attention.head_count_kv") == 1,
-    }
-
-
-def _starcoder(_: Config, header: GgufHeader) -> Config:
-    return {"multi_query": header.metadata.get("starcoder.attention.head_count_kv", 1) == 1}
-
-
-def _mpt(_: Config, header: GgufHeader) -> Config:
-    clamp = header.metadata.get("mpt.attention.clamp_kqv", 0.0)
-    return {"attn_config": {"alibi": True, "clip_qkv": clamp or None}}
-
-
-ARCHITECTURES: Mapping[str, Architecture] = {
-    "arcee": Architecture("arcee", pairs=True),
-    "bert": Architecture("bert", complete=_bert, reads=("attention.causal", "pooling_type")),
-    "bloom": Architecture("bloom", fused_heads=True),
-    "cohere2": Architecture("cohere2"),
-    "command-r": Architecture("cohere"),
-    "ernie4_5": Architecture("ernie4_5"),
-    "exaone4": Architecture("exaone4", complete=_exaone4),
-    "falcon": Architecture(
-        "falcon",
-        complete=_falcon,
-        fused_heads=True,
-        alternatives={
-            "input_layernorm": ("attn_norm_2.weight", False),
-            "ln_mlp": ("attn_norm_2.weight", True),
-        },
-    ),
-    "gemma": Architecture("gemma", norm_offset=1),
-    "gemma2": Architecture("gemma2", complete=_gemma_scale(46), norm_offset=1),
-    "gemma3": Architecture("gemma3_text", complete=_gemma_scale(62), norm_offset=1),
-    "glm4": Architecture("glm4"),
-    "gpt2": Architecture("gpt2", transposed=("c_attn", "c_fc", "c_proj")),
-    "gptneox": Architecture("gpt_neox", fused_heads=True),
-    "granite": Architecture("granite", pairs=True),
-    "granitemoe": Architecture(
-        "granitemoe",
-        pairs=True,
-        joined={
-            "block_sparse_moe.input_linear.weight": (
-                "blk.{}.ffn_gate_exps.weight",
-                "blk.{}.ffn_up_exps.weight",
-            )
-        },
-    ),
-    "llama": Architecture("llama", complete=_llama, pairs=True),
-    "minimax-m2": Architecture("minimax_m2", gating=2),
-    "mpt": Architecture("mpt", complete=_mpt, reads=("attention.clamp_kqv",)),
-    "nemotron": Architecture("nemotron", norm_offset=1),
-    "olmo": Architecture("olmo", pairs=True),
-    "olmo2": Architecture("olmo2", complete=_olmo2),
-    "olmoe": Architecture("olmoe"),
-    "phi2": Architecture("phi"),
-    "phi3": Architecture("phi3"),
-    "qwen2": Architecture("qwen2"),
-    "qwen2moe": Architecture("qwen2_moe"),
-    "qwen3": Architecture("qwen3"),
-    "qwen3moe": Architecture("qwen3_moe", {"norm_topk_prob": True}),
-    "seed_oss": Architecture("seed_oss"),
-    "smollm3": Architecture("smollm3", {"no_rope_layer_interval": 4}, pairs=True),
-    "stablelm": Architecture("stablelm"),
-    "starcoder": Architecture(
-        "gpt_bigcode", complete=_starcoder, reads=("attention.head_count_kv",)
-    ),
-    "starcoder2": Architecture("starcoder2"),
-}
-"""The values of `general.architecture` that are read."""
 
 _KEYS: Mapping[str, tuple[str, ...]] = {
     "block_count": ("num_hidden_layers", "n_layer", "n_layers"),
@@ -172,7 +33,7 @@ _KEYS: Mapping[str, tuple[str, ...]] = {
     "context_length": ("max_position_embeddings", "n_positions", "max_seq_len"),
     "attention.head_count": ("num_attention_heads", "n_head", "n_heads"),
     "attention.head_count_kv": ("num_key_value_heads", "num_kv_heads"),
-    "attention.layer_norm_rms_epsilon": ("rms_norm_eps", "norm_eps"),
+    "attention.layer_norm_rms_epsilon": ("rms_norm_eps", "norm_eps", "layer_norm_epsilon"),
     "attention.layer_norm_epsilon": (
         "layer_norm_eps",
         "layer_norm_epsilon",
@@ -187,8 +48,26 @@ _KEYS: Mapping[str, tuple[str, ...]] = {
     "embedding_scale": ("embedding_multiplier",),
     "residual_scale": ("residual_multiplier",),
     "logit_scale": ("logits_scaling", "logit_scale"),
-    "expert_count": ("num_experts", "num_local_experts"),
-    "expert_used_count": ("num_experts_per_tok",),
+    "expert_count": ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"),
+    "expert_used_count": ("num_experts_per_tok", "moe_k"),
+    "expert_shared_count": ("n_shared_experts", "num_shared_experts", "moe_num_shared_experts"),
+    "expert_group_count": ("n_group",),
+    "expert_group_used_count": ("topk_group",),
+    "expert_weights_scale": ("routed_scaling_factor",),
+    "leading_dense_block_count": (
+        "first_k_dense_replace",
+        "num_dense_layers",
+        "moe_layer_start_index",
+    ),
+    "interleave_moe_layer_step": ("interleave_moe_layer_step", "moe_layer_interval"),
+    "attention.q_lora_rank": ("q_lora_rank",),
+    "attention.kv_lora_rank": ("kv_lora_rank",),
+    "full_attention_interval": ("full_attention_interval",),
+    "shortconv.l_cache": ("conv_L_cache",),
+    "ssm.conv_kernel": ("conv_kernel", "linear_conv_kernel_dim", "mamba_d_conv"),
+    "ssm.state_size": ("state_size", "linear_key_head_dim", "mamba_d_state"),
+    "ssm.group_count": ("n_groups", "linear_num_key_heads", "mamba_n_groups"),
+    "ssm.time_step_rank": ("time_step_rank", "linear_num_value_heads", "mamba_n_heads"),
     "expert_feed_forward_length": ("moe_intermediate_size", "intermediate_size"),
     "expert_shared_feed_forward_length": ("shared_expert_intermediate_size",),
     "expert_weights_norm": ("norm_topk_prob",),
@@ -202,9 +81,13 @@ _REQUIRED = ("block_count", "embedding_length", "attention.head_count")
 _READ = frozenset(
     {
         "attention.key_length",
+        "attention.recurrent_layers",
+        "attention.temperature_scale",
         "attention.value_length",
         "attention.sliding_window_pattern",
+        "nextn_predict_layers",
         "rope.dimension_count",
+        "rope.dimension_sections",
         "rope.scaling.attn_factor",
         "rope.scaling.factor",
         "rope.scaling.finetuned",
@@ -212,17 +95,22 @@ _READ = frozenset(
         "rope.scaling.type",
         "rope.scaling.yarn_beta_fast",
         "rope.scaling.yarn_beta_slow",
+        "rope.scaling.yarn_log_multiplier",
+        "ssm.dt_b_c_rms",
+        "ssm.inner_size",
         "tensor_data_layout",
         "vocab_size",
     }
 )
 """Further keys that are read, and those that say nothing of the network."""
-_BIASES: Mapping[str, tuple[str, ...]] = {
+_SHOWN: Mapping[str, tuple[str, ...]] = {
     "attention_bias": ("attn_q.bias", "attn_qkv.bias"),
     "attention_out_bias": ("attn_output.bias",),
     "bias": ("attn_qkv.bias",),
     "mlp_bias": ("ffn_up.bias",),
-    "use_bias": ("attn_output.bias",),
+    "use_bias": ("attn_output.bias", "ssm_in.bias"),
+    "use_conv_bias": ("ssm_conv1d.bias",),
+    "use_qk_norm": ("attn_q_norm.weight",),
     "use_qkv_bias": ("attn_q.bias",),
 }
 """Key of config.json -> the tensors of the first layer that show it."""
@@ -231,6 +119,15 @@ ROPE_FACTORS = "rope_freqs.weight"
 """The tensor of factors by which the rotary frequencies are divided, float32 [D / 2]."""
 LONG_FACTORS = ("rope_factors_short.weight", "rope_factors_long.weight")
 """The same for texts within, and beyond, the length of the training: LongRoPE."""
+_ORIGINAL = "original_max_position_embeddings"
+_YARN = {
+    "factor": "rope.scaling.factor",
+    _ORIGINAL: "rope.scaling.original_context_length",
+    "beta_fast": "rope.scaling.yarn_beta_fast",
+    "beta_slow": "rope.scaling.yarn_beta_slow",
+    "llama_4_scaling_beta": "attention.temperature_scale",
+}
+"""Key of a yarn scaling -> key of the file."""
 _LLAMA3_FACTORS = (8.0, 32.0)
 _LLAMA3_KEYS = {
     "low_freq_factor": 1.0,
@@ -255,8 +152,10 @@ def gguf_architecture(header: GgufHeader) -> str:
     return name
 
 
-def gguf_config(header: GgufHeader, architecture: str) -> tuple[Config, list[str]]:
-    """Return the metadata as the keys of a config.json, and the keys that are not understood."""
+def gguf_config(header: GgufHeader, architecture: str) -> tuple[Config, int, list[str]]:
+    """Return the metadata as the keys of a config.json, the number of layers, and the keys that are
+    not understood.
+    """
     its = ARCHITECTURES[architecture]
     prefix = f"{architecture}."
     entries = {
@@ -269,52 +168,53 @@ def gguf_config(header: GgufHeader, architecture: str) -> tuple[Config, list[str
     embedding = header.tensors.get("token_embd.weight")
     if embedding is None or len(embedding.shape) != 2:
         raise invalid_gguf(header.file, "it has no matrix token_embd.weight")
-    heads, size = entries["attention.head_count"], entries["embedding_length"]
-    if type(heads) is not int or heads < 1 or type(size) is not int:
-        raise invalid_gguf(
-            header.file,
-            f"attention.head_count is {short_repr(heads)} and embedding_length "
-            f"{short_repr(size)}; they must be numbers, the same for all layers",
-        )
-    entries.setdefault("attention.head_count_kv", heads)
-    head_dim = entries.get("attention.key_length", size // heads)
-    if type(head_dim) is not int or head_dim < 1:
-        raise invalid_gguf(header.file, f"attention.key_length is {short_repr(head_dim)}")
-    first = {"head_dim": head_dim, "num_hidden_layers": entries["block_count"]}
-    first |= {"hidden_size": size, "num_attention_heads": heads}
-    if type(entries["block_count"]) is not int or entries["block_count"] < 1:
-        raise invalid_gguf(header.file, f"block_count is {short_repr(entries['block_count'])}")
-    further = its.complete(first, header)
+    first: Config = {"vocab_size": embedding.shape[0]}
+    said = Description(first, entries, header)
+    size = said.number("embedding_length")
+    # the last layers predict further tokens, and are not loaded
+    layers = said.number("block_count")
+    layers -= _following_layers(header, entries, layers)
+    first |= {"num_hidden_layers": layers, "hidden_size": size}
+    head_dim = 1
+    if entries["attention.head_count"] != 0 or "ssm.inner_size" not in entries:
+        heads = said.number("attention.head_count")
+        entries.setdefault("attention.head_count_kv", heads)
+        head_dim = said.number("attention.key_length", size // heads)
+        first |= {"num_attention_heads": heads, "head_dim": head_dim}
+    further = its.complete(said)
     model_type = further.get("model_type", its.model_type)
     names = _names_of(model_type)
     config: Config = {"model_type": model_type}
-    # as in llama.cpp, a file that does not speak of windows has none
+    # as in llama.cpp, a file that does not speak of windows, or of ranks of queries, has none
     if "sliding_window" in names and "use_sliding_window" not in names:
         config["sliding_window"] = None
+    if "q_lora_rank" in names:
+        config["q_lora_rank"] = None
     unknown: list[str] = []
-    for key, value in entries.items():
+    for key, entry in entries.items():
+        value = entry[0] if isinstance(entry, list) and entry == entry[:1] * len(entry) else entry
         ours = next((name for name in _KEYS.get(key, ()) if name in names), None)
         if ours is not None:
-            config[ours] = value
+            config[ours] = layers if key == "block_count" else value
         elif key not in (*its.reads, *_READ) and not _says_nothing(its, key, value, entries):
             unknown.append(prefix + key)
-    config |= {k: x for k, x in {**its.constants, **further}.items() if k in {*names, "model_type"}}
     facts: Config = {
         "vocab_size": embedding.shape[0],
         "tie_word_embeddings": "output.weight" not in header.tensors,
         "head_dim": head_dim,
-        "rope_scaling": _rope_scaling(header, entries, config, head_dim),
+        "rope_scaling": _rope_scaling(header, architecture, entries, config, head_dim),
     }
     facts |= {
         key: any(f"blk.0.{name}" in header.tensors for name in tensors)
-        for key, tensors in _BIASES.items()
+        for key, tensors in _SHOWN.items()
     }
+    facts |= {**its.constants, **further}
     config |= {k: x for k, x in facts.items() if k in names and x is not None}
     config |= _rotary_dims(header, entries, names, head_dim) | _layer_types(entries, names)
     if "original_max_position_embeddings" in names and LONG_FACTORS[0] in header.tensors:
         original = entries.get("rope.scaling.original_context_length")
         config["original_max_position_embeddings"] = original
-    return config, unknown
+    return config, layers, unknown
 
 
 def _names_of(model_type: str) -> frozenset[str]:
@@ -330,6 +230,7 @@ def _says_nothing(
     """Return whether a key has the value that every model without a name for it has."""
     usual: Mapping[str, object] = {
         "attention.causal": True,
+        "attention.head_count": 0,
         "attention.clamp_kqv": 0.0,
         "attention.head_count_kv": entries["attention.head_count"],
         "attention.layer_norm_epsilon": 1e-5,
@@ -337,11 +238,14 @@ def _says_nothing(
         "expert_count": 0,
         "expert_gating_func": its.gating,
         "expert_used_count": 0,
+        "expert_weights_norm": False,
         "expert_weights_scale": 1.0,
         "feed_forward_length": 4 * int(str(entries["embedding_length"])),
         "use_parallel_residual": True,
     }
-    return key == "context_length" or (key in usual and value == usual[key])
+    if key == "context_length" or (key == "feed_forward_length" and value == 0):
+        return True
+    return key in usual and value == usual[key]
 
 
 def _layer_types(entries: Mapping[str, MetadataValue], names: frozenset[str]) -> Config:
@@ -360,6 +264,8 @@ def _rotary_dims(
     header: GgufHeader, entries: Mapping[str, Any], names: frozenset[str], head_dim: int
 ) -> Config:
     """Return the part of a head that rotates, where the family has such a key."""
+    if "qk_rope_head_dim" in names:
+        return {}
     if entries.get("attention.value_length", head_dim) != head_dim:
         raise FileError(
             f"{header.file}: attention.value_length is "
@@ -379,7 +285,11 @@ def _rotary_dims(
 
 
 def _rope_scaling(
-    header: GgufHeader, entries: Mapping[str, Any], config: Config, head_dim: int
+    header: GgufHeader,
+    architecture: str,
+    entries: Mapping[str, Any],
+    config: Config,
+    head_dim: int,
 ) -> dict[str, object] | None:
     kind = entries.get("rope.scaling.type", "none")
     if ROPE_FACTORS in header.tensors:
@@ -390,7 +300,6 @@ def _rope_scaling(
             )
         return _llama3_scaling(header, config, head_dim)
     factor = entries.get("rope.scaling.factor")
-    original = entries.get("rope.scaling.original_context_length")
     if all(name in header.tensors for name in LONG_FACTORS):
         tensors = [header.tensors[name] for name in LONG_FACTORS]
         if any(x.format.name != "F32" or x.shape != tensors[0].shape for x in tensors):
@@ -406,16 +315,43 @@ def _rope_scaling(
     if kind == "linear":
         return {"rope_type": "linear", "factor": factor}
     if kind == "yarn":
-        scaling = {"rope_type": "yarn", "factor": factor}
-        scaling["original_max_position_embeddings"] = original
-        for name in ("beta_fast", "beta_slow"):
-            if (value := entries.get(f"rope.scaling.yarn_{name}")) is not None:
-                scaling[name] = value
-        return scaling
+        return _yarn(header, architecture, entries)
     raise FileError(
         f"{header.file}: rope.scaling.type is {short_repr(kind)}; these are read: none, linear, "
         "yarn"
     )
+
+
+def _yarn(header: GgufHeader, architecture: str, entries: Mapping[str, Any]) -> dict[str, object]:
+    """Return a yarn scaling. Of its factors on rotations and scores llama.cpp has one number for
+    both, of which its converter writes a tenth for DeepSeek; for gpt-oss it rounds the bounds,
+    which its makers do not.
+    """
+    scaling: dict[str, object] = {"rope_type": "yarn"}
+    for name, key in _YARN.items():
+        if name in ("factor", _ORIGINAL) or key in entries:
+            scaling[name] = entries.get(key)
+    if architecture == "gpt-oss":
+        scaling["truncate"] = False
+    if (log := entries.get("rope.scaling.yarn_log_multiplier")) is not None:
+        if not isinstance(log, float):
+            raise invalid_gguf(
+                header.file, f"rope.scaling.yarn_log_multiplier is {short_repr(log)}, no number"
+            )
+        is_latent = architecture == "deepseek2"
+        scaling["mscale_all_dim"] = 10 * log if is_latent else log
+        scaling["mscale"] = 10 * log if is_latent else 1.0
+    return scaling
+
+
+def _following_layers(header: GgufHeader, entries: Mapping[str, Any], layers: int) -> int:
+    """Return how many layers behind the last one predict further tokens."""
+    count = entries.get("nextn_predict_layers", 0)
+    if type(count) is not int or not 0 <= count < layers:
+        raise invalid_gguf(
+            header.file, f"nextn_predict_layers is {short_repr(count)} of {layers} layers"
+        )
+    return count
 
 
 def _llama3_scaling(header: GgufHeader, config: Config, head_dim: int) -> dict[str, object]:

@@ -4,6 +4,7 @@ them.
 
 from typing import TYPE_CHECKING
 
+from regard.nn.variants.compressed import *
 from regard.nn.variants.cross import *
 from regard.nn.variants.decayed import *
 from regard.nn.variants.delta import *

@@ -67,6 +67,7 @@ GROUPS = (
     Group("cross", "cross", "two sequences"),
     Group("latents", "latent", "keys and values computed from latents"),
     Group("selection", "selected", "keys that each query chooses"),
+    Group("compression", "selected", "one entry for each block of tokens"),
     Group("eviction", "selected", "tokens that a full cache keeps"),
     Group("sums", "linear", "sums in a state of fixed size"),
     Group("decays", "linear", "decays and gates"),
@@ -136,6 +137,55 @@ class Variant:
             The module.
         """
         return self.build(32, 4, **{**self.example_options, **options})
+
+    def relatives(self) -> list[Variant]:
+        """Return the other mechanisms of its group.
+
+        >>> [entry.name for entry in VARIANTS["infini"].relatives()]
+        ['infini_delta']
+        """
+        return [entry for entry in self.group.variants() if entry is not self]
+
+    def papers(self) -> list[str]:
+        """Return the numbers on arXiv that the source names.
+
+        >>> VARIANTS["gqa"].papers()
+        ['2305.13245']
+        """
+        return re.findall(r"\b\d{4}\.\d{4,5}\b", self.source)
+
+    def code(self) -> str:
+        """Return lines that build the small example, run it, and decode with a cache where it can.
+
+        The last lines compare both results, so that the code fails where they differ.
+
+        >>> VARIANTS["gqa"].code().splitlines()[4]
+        'layer = gqa(32, 4, groups=2).double().requires_grad_(False)'
+        """
+        options = "".join(f", {name}={value!r}" for name, value in self.example_options.items())
+        memory = self.family in ("cross", "additive")
+        given = ", memory=memory" if memory else ""
+        once = ", memory=None if t else memory" if memory else ""  # the cache keeps it
+        lines = [
+            "import torch",
+            "",
+            f"from regard.nn.variants import {self.name}",
+            "",
+            f"layer = {self.name}(32, 4{options}).double().requires_grad_(False)",
+            "x = torch.randn(1, 9, 32, dtype=torch.float64)  # [batch, tokens, model dim]",
+        ]
+        if memory:
+            lines.append("memory = torch.randn(1, 7, 32, dtype=torch.float64)")
+        lines.append(f"whole = layer(x{given})  # all tokens in one pass")
+        if self.causal:
+            lines += [
+                "cache = layer.new_cache()",
+                f"steps = [layer(x[:, t : t + 1], None, cache{once}) for t in range(9)]",
+                "assert torch.allclose(torch.cat(steps, dim=1), whole)  # one token after another",
+            ]
+        else:
+            lines.append("assert whole.shape == x.shape  # it sees later tokens: no decoding")
+        return "\n".join(lines)
 
 
 VARIANTS: dict[str, Variant] = {}

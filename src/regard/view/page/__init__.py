@@ -45,6 +45,7 @@ ARRAY_SCRIPTS = (
     "compare.js",
     "text.js",
     "row.js",
+    "sentence.js",
     "cell.js",
     "diagnostics.js",
     "array_feed.js",
@@ -93,7 +94,19 @@ def report_page(data: Mapping[str, Any], lang: str = "en") -> str:
     }
     element = f'<script type="application/octet-stream" id="arrays">{arrays.text}</script>\n'
     title, scripts = f"regard: {meta['title']}", (*SHARED, *ARRAY_SCRIPTS)
-    return _html(content, title, scripts, STYLES, ARRAY_SOURCES, element)
+    plain = _without_script(data["meta"].get("explanation"), lang)
+    return _html(content, title, scripts, STYLES, ARRAY_SOURCES, element, plain)
+
+
+def _without_script(explanation: Mapping[str, Any] | None, lang: str) -> str:
+    """Return what a browser without JavaScript shows: the screen of the explanation, if any."""
+    text = "This page needs JavaScript, which is turned off in this browser."
+    if explanation is None:
+        return text
+    from regard.view.explanation_summary import summary
+
+    screen = "\n".join(line.plain for line in summary(explanation, lang))
+    return f"{text}\n<pre>{html.escape(escape_controls(screen, keep=chr(10)))}</pre>"
 
 
 def tile_page(lang: str = "en") -> str:
@@ -110,7 +123,8 @@ def tile_page(lang: str = "en") -> str:
         "start": {"view": "map", "stat": "max", "lang": lang},
     }
     styles = (*STYLES, "tiles.css")
-    return _html(content, "regard", (*SHARED, *TILE_SCRIPTS), styles, TILE_SOURCES, "")
+    plain = _without_script(None, lang)
+    return _html(content, "regard", (*SHARED, *TILE_SCRIPTS), styles, TILE_SOURCES, "", plain)
 
 
 def content_policy(page: str) -> str:
@@ -135,8 +149,9 @@ def _html(
     styles: Sequence[str],
     sources: str,
     arrays: str,
+    plain: str,
 ) -> str:
-    """Return a page with its data, script and style."""
+    """Return a page with its data, script and style, and its text for a browser without script."""
     colours = {"weights": palette.WEIGHTS, "signed": palette.SIGNED}
     parts = map(_asset, (*scripts, "frame.js"))
     script = "\n".join(['(() => {\n"use strict";', *parts, "})();"])
@@ -152,6 +167,7 @@ def _html(
         icon="" if arrays else ICON,
         data=as_json({**content, "palette": colours}),
         arrays=arrays,
+        plain=plain,
     )
 
 

@@ -1,4 +1,4 @@
-// Explain one cell: one query, one key, ten steps; each number comes from the recording, or is computed from it on this
+// Explain one cell: the sentence, one query, one key, ten steps; each number comes from the recording, or is computed from it on this
 // page.
 
 {
@@ -7,11 +7,13 @@
   const STEPS = 10;
   let bar = null,
     body = null,
-    steps = null,
+    reading = null,
+    arcs = null,
     shown = 0,
+    everything = false,
     beforeRotation = false,
-    // shown: the step that is shown, 0 for all; beforeRotation: whether q and k are shown as they were before the
-    // rotation
+    // shown: the step that is open, 0 for none; everything: whether all are open; beforeRotation: whether q and k are
+    // shown as they were before the rotation
     block = 4;
 
   const here = () => ({ p: R.state.place, h: R.state.head, i: R.state.i, j: R.state.j, place: R.place() });
@@ -326,36 +328,56 @@
     );
   };
 
-  // ---- the view: all steps, or one at a time
+  // ---- the view: the sentence, and the steps, of which one at a time is open
   const go = n => {
+    everything = false;
     shown = Math.min(STEPS, Math.max(0, n));
     reveal();
+    body.children[shown - 1]?.querySelector("summary").focus();
   };
   const reveal = () => {
     [...body.children].forEach((node, n) => {
-      node.hidden = shown > 0 && n + 1 !== shown;
+      node.open = everything || n + 1 === shown;
     });
-    steps.textContent = shown ? t("cell.step", { n: shown, of: STEPS }) : t("cell.all");
+  };
+  const opened = (node, n) => {
+    if (everything || node.open === (n === shown)) return;
+    shown = node.open ? n : shown === n ? 0 : shown;
+    reveal();
   };
   const draw = () => {
     const at = here();
     bar.update();
     if (!R.math.has(at.p, at.h)) {
+      reading.replaceChildren();
+      arcs = null;
       body.replaceChildren(R.notExact(at.p, at.h));
       return;
     }
-    const cell = R.math.cell(at.p, at.h, at.i, at.j);
+    const cell = R.math.cell(at.p, at.h, at.i, at.j),
+      strip = R.ui.reading.strip(at.p, at.h, at.i, at.j),
+      heads = R.ui.reading.heads(at.p, at.h, at.i);
+    reading.replaceChildren(...[strip?.node, heads].filter(Boolean));
+    arcs = strip?.draw;
+    arcs?.();
     body.replaceChildren(
-      ...makers.map((make, n) =>
-        el(
-          "section",
-          { class: "card step", id: `cell-step-${n + 1}` },
-          el("h2", {}, el("span", { class: "n" }, String(n + 1)), " ", t(`cell.step_${n + 1}`)),
+      ...makers.map((make, n) => {
+        const title = el("h2", {}, el("span", { class: "n" }, String(n + 1)), " ", t(`cell.step_${n + 1}`));
+        return el(
+          "details",
+          {
+            class: "card step",
+            id: `cell-step-${n + 1}`,
+            open: everything || n + 1 === shown,
+            ontoggle: e => {
+              if (e.target.id === `cell-step-${n + 1}`) opened(e.target, n + 1);
+            },
+          },
+          el("summary", {}, title),
           ...make(at, cell),
-        ),
-      ),
+        );
+      }),
     );
-    reveal();
   };
   const said = (p, h, i, j) =>
     t("cell.says", {
@@ -370,28 +392,36 @@
     mount: node => {
       bar = R.ui.bar("cell");
       body = el("div", { class: "steps" });
-      steps = el("b", { id: "cell-at", role: "status" });
+      reading = el("div", { class: "reading" });
       const sentence = el("p", { id: "cell-says", class: "says" });
       node.replaceChildren(
-        bar.node,
         sentence,
+        reading,
+        bar.node,
+        body,
         el(
           "div",
           { class: "controls" },
-          R.button({ id: "cell-back", onclick: () => go(shown - 1) }, t("cell.back")),
-          steps,
-          R.button({ id: "cell-next", onclick: () => go(shown + 1) }, t("cell.next")),
-          R.button({ id: "cell-all", onclick: () => go(0) }, t("cell.show_all")),
+          R.button(
+            {
+              id: "cell-all",
+              onclick: () => {
+                everything = !everything;
+                shown = 0;
+                reveal();
+              },
+            },
+            t("cell.show_all"),
+          ),
           el("span", { class: "soft" }, t("cell.keyboard")),
         ),
-        body,
       );
       R.ui.sentence = () => {
         sentence.textContent = said(R.state.place, R.state.head, R.state.i, R.state.j);
       };
     },
     update: changed => {
-      if (changed.size === 1 && changed.has("size")) return;
+      if (changed.size === 1 && changed.has("size")) return arcs?.();
       draw();
       R.ui.sentence();
     },
