@@ -119,7 +119,8 @@ def test_a_refused_argument_meets_our_own_error() -> None:
         annotations.checked(add, THIS)(torch.ones(3), torch.ones(3))
 
 
-def test_the_package_is_checked() -> None:
+def test_the_package_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(annotations, "sampled", False)  # other tests have called it often
     assert concat_positions(Span(0, 3), Span(3, 2)) == Span(0, 5)
     with pytest.raises(annotations.AnnotationMismatch, match=r"span.as_tensor: positions is str"):
         as_tensor("positions")  # type: ignore[arg-type]
