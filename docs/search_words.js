@@ -4,7 +4,7 @@
 
 (() => {
   const EMPTY =
-    "how do does did can could should would what why is are i we you me my a an the of to in on for with which use it";
+    "how do does did can could should would what why is are i we you me my a an the of to in on for with use it";
   const ASKING = new RegExp(`\\b(${EMPTY.replaceAll(" ", "|")})\\b`, "gi");
   const ASKING_ZH =
     /如何|怎么样?|怎样|为什么|为何|是什么|什么是|什么|哪种|哪个|多少|需要|应该|使用|请问|我|的|吗|呢|要|用|？|\?/g;
