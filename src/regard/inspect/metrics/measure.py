@@ -61,7 +61,7 @@ class CorpusMeasures:
 
     def __repr__(self) -> str:
         read = f"{plural(self.texts, 'text')} of {plural(self.tokens, 'token')}"
-        return f"CorpusMeasures({plural(len(self.values), 'metric')}, {read})"
+        return f"CorpusMeasures({len(self.values)} metrics, {read})"
 
     def _repr_html_(self) -> str:
         """Return the metrics of every head as an HTML table, a line for each head."""
