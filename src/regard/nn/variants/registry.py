@@ -140,6 +140,9 @@ class Variant:
     def relatives(self) -> list[Variant]:
         """Return the other mechanisms of its group.
 
+        Returns:
+            The entries in the order of their definition.
+
         >>> [entry.name for entry in VARIANTS["infini"].relatives()]
         ['infini_delta']
         """
@@ -147,6 +150,9 @@ class Variant:
 
     def papers(self) -> list[str]:
         """Return the numbers on arXiv that the source names.
+
+        Returns:
+            The numbers in the order of the source; an empty list without any.
 
         >>> VARIANTS["gqa"].papers()
         ['2305.13245']
@@ -157,6 +163,9 @@ class Variant:
         """Return lines that build the small example, run it, and decode with a cache where it can.
 
         The last lines compare both results, so that the code fails where they differ.
+
+        Returns:
+            The lines of a Python program.
 
         >>> VARIANTS["gqa"].code().splitlines()[4]
         'layer = gqa(32, 4, groups=2).double().requires_grad_(False)'
