@@ -172,7 +172,7 @@ class Variant:
         """
         options = "".join(f", {name}={value!r}" for name, value in self.example_options.items())
         memory = self.family in ("cross", "additive")
-        given = ", memory=memory" if memory else ""
+        keyword = ", memory=memory" if memory else ""
         once = ", memory=None if t else memory" if memory else ""  # the cache keeps it
         lines = [
             "import torch",
@@ -184,7 +184,7 @@ class Variant:
         ]
         if memory:
             lines.append("memory = torch.randn(1, 7, 32, dtype=torch.float64)")
-        lines.append(f"whole = layer(x{given})  # all tokens in one pass")
+        lines.append(f"whole = layer(x{keyword})  # all tokens in one pass")
         if self.causal:
             lines += [
                 "cache = layer.new_cache()",
