@@ -8,6 +8,7 @@ import ast
 import functools
 import inspect
 import re
+import textwrap
 import types
 import typing
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -168,31 +169,37 @@ class Variant:
             The lines of a Python program.
 
         >>> VARIANTS["gqa"].code().splitlines()[4]
-        'layer = gqa(32, 4, groups=2).double().requires_grad_(False)'
+        'layer = gqa(32, 4, groups=2).double()'
         """
         options = "".join(f", {name}={value!r}" for name, value in self.example_options.items())
+        layer = f"layer = {self.name}(32, 4{options}).double()"
+        if len(layer) > 58:
+            arguments = [f"    {line}" for line in textwrap.wrap(f"32, 4{options}", 54)]
+            layer = "\n".join([f"layer = {self.name}(", *arguments, ").double()"])
         memory = self.family in ("cross", "additive")
         keyword = ", memory=memory" if memory else ""
-        once = ", memory=None if t else memory" if memory else ""  # the cache keeps it
         lines = [
             "import torch",
             "",
             f"from regard.nn.variants import {self.name}",
             "",
-            f"layer = {self.name}(32, 4{options}).double().requires_grad_(False)",
-            "x = torch.randn(1, 9, 32, dtype=torch.float64)  # [batch, tokens, model dim]",
+            layer,
+            "x = torch.randn(1, 9, 32, dtype=torch.float64)",
         ]
         if memory:
             lines.append("memory = torch.randn(1, 7, 32, dtype=torch.float64)")
         lines.append(f"whole = layer(x{keyword})  # all tokens in one pass")
-        if self.causal:
-            lines += [
-                "cache = layer.new_cache()",
-                f"steps = [layer(x[:, t : t + 1], None, cache{once}) for t in range(9)]",
-                "assert torch.allclose(torch.cat(steps, dim=1), whole)  # one token after another",
-            ]
-        else:
-            lines.append("assert whole.shape == x.shape  # it sees later tokens: no decoding")
+        if not self.causal:
+            return "\n".join([*lines, "# It sees later tokens, so that it cannot decode."])
+        lines += [
+            "cache, steps = layer.new_cache(), []",
+            "for t in range(9):  # one token after another",
+            "    token = x[:, t : t + 1]",
+            f"    steps.append(layer(token, None, cache{keyword}))",
+        ]
+        if memory:
+            lines.append("    memory = None  # the cache keeps it")
+        lines.append("assert torch.allclose(torch.cat(steps, dim=1), whole)")
         return "\n".join(lines)
 
 
