@@ -8,6 +8,7 @@ import ast
 import functools
 import inspect
 import re
+import textwrap
 import types
 import typing
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -141,6 +142,9 @@ class Variant:
     def relatives(self) -> list[Variant]:
         """Return the other mechanisms of its group.
 
+        Returns:
+            The entries in the order of their definition.
+
         >>> [entry.name for entry in VARIANTS["infini"].relatives()]
         ['infini_delta']
         """
@@ -148,6 +152,9 @@ class Variant:
 
     def papers(self) -> list[str]:
         """Return the numbers on arXiv that the source names.
+
+        Returns:
+            The numbers in the order of the source; an empty list without any.
 
         >>> VARIANTS["gqa"].papers()
         ['2305.13245']
@@ -159,32 +166,41 @@ class Variant:
 
         The last lines compare both results, so that the code fails where they differ.
 
+        Returns:
+            The lines of a Python program.
+
         >>> VARIANTS["gqa"].code().splitlines()[4]
-        'layer = gqa(32, 4, groups=2).double().requires_grad_(False)'
+        'layer = gqa(32, 4, groups=2).double()'
         """
         options = "".join(f", {name}={value!r}" for name, value in self.example_options.items())
+        layer = f"layer = {self.name}(32, 4{options}).double()"
+        if len(layer) > 58:
+            arguments = [f"    {line}" for line in textwrap.wrap(f"32, 4{options}", 54)]
+            layer = "\n".join([f"layer = {self.name}(", *arguments, ").double()"])
         memory = self.family in ("cross", "additive")
-        given = ", memory=memory" if memory else ""
-        once = ", memory=None if t else memory" if memory else ""  # the cache keeps it
+        keyword = ", memory=memory" if memory else ""
         lines = [
             "import torch",
             "",
             f"from regard.nn.variants import {self.name}",
             "",
-            f"layer = {self.name}(32, 4{options}).double().requires_grad_(False)",
-            "x = torch.randn(1, 9, 32, dtype=torch.float64)  # [batch, tokens, model dim]",
+            layer,
+            "x = torch.randn(1, 9, 32, dtype=torch.float64)",
         ]
         if memory:
             lines.append("memory = torch.randn(1, 7, 32, dtype=torch.float64)")
-        lines.append(f"whole = layer(x{given})  # all tokens in one pass")
-        if self.causal:
-            lines += [
-                "cache = layer.new_cache()",
-                f"steps = [layer(x[:, t : t + 1], None, cache{once}) for t in range(9)]",
-                "assert torch.allclose(torch.cat(steps, dim=1), whole)  # one token after another",
-            ]
-        else:
-            lines.append("assert whole.shape == x.shape  # it sees later tokens: no decoding")
+        lines.append(f"whole = layer(x{keyword})  # all tokens in one pass")
+        if not self.causal:
+            return "\n".join([*lines, "# It sees later tokens, so that it cannot decode."])
+        lines += [
+            "cache, steps = layer.new_cache(), []",
+            "for t in range(9):  # one token after another",
+            "    token = x[:, t : t + 1]",
+            f"    steps.append(layer(token, None, cache{keyword}))",
+        ]
+        if memory:
+            lines.append("    memory = None  # the cache keeps it")
+        lines.append("assert torch.allclose(torch.cat(steps, dim=1), whole)")
         return "\n".join(lines)
 
 
