@@ -274,7 +274,7 @@ def test_masks_of_another_batch_or_heads() -> None:
 
 
 def test_positions_may_be_any_integers() -> None:
-    check_positions("x", torch.zeros(1, 3, dtype=torch.int32), 2, 3)
+    assert check_positions("x", torch.zeros(1, 3, dtype=torch.int32), 2, 3) is None  # type: ignore[func-returns-value]
 
 
 def test_unknown_options_and_positional_options() -> None:

@@ -108,7 +108,8 @@ def keys_of_transformers(raw: dict[str, Any]) -> dict[str, Any]:
 def built_by_transformers(raw: dict[str, Any]) -> int:
     """The number of parameters of transformers' model, without memory.
 
-    The correction of a router is a buffer there, and a tensor of every checkpoint.
+    The correction of a router, and the factor of a layer of Gemma 4, are buffers there, and tensors
+    of every checkpoint.
     """
     transformers = pytest.importorskip("transformers", reason="needs the transformers extra")
     kind = raw["model_type"]
@@ -118,8 +119,9 @@ def built_by_transformers(raw: dict[str, Any]) -> int:
         pytest.skip(f"this transformers has no {kind}")
     with torch.device("meta"):
         network = transformers.AutoModelForCausalLM.from_config(config)
-    corrections = [b for n, b in network.named_buffers() if n.endswith("e_score_correction_bias")]
-    parts = [*network.parameters(), *corrections]
+    names = ("e_score_correction_bias", "layer_scalar")
+    stored = [b for n, b in network.named_buffers() if n.endswith(names)]
+    parts = [*network.parameters(), *stored]
     return sum(part.numel() for part in parts)
 
 

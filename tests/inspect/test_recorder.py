@@ -171,7 +171,7 @@ def test_a_kernel_without_lse_runs_and_another_one_gives_the_lse(
     assert found.sound
 
 
-IN_PARTS = ("streaming", "dual_chunk", "self_extend", "rerope", "lm_infinite")
+IN_PARTS = ("streaming", "dual_chunk", "self_extend", "rerope", "lm_infinite", "hca", "csa")
 """Mechanisms whose short chunks are one call, and longer ones several."""
 EVICTING = ("adakv", "expected_attention", "h2o", "key_norm", "keydiff", "snapkv", "tova")
 """Mechanisms whose key/value heads hold different tokens, so that each is a row of the batch, and

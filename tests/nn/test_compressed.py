@@ -241,7 +241,7 @@ def test_what_does_not_fit_is_refused() -> None:
         layer(x, cache=Growing())
     with pytest.raises(ArgumentError, match="needs a Compressed cache with"):
         layer(x, cache=Compressed(2, 6))
-    with pytest.raises(ArgumentError, match="entries have 4 values; keys and values must be one"):
+    with pytest.raises(ArgumentError, match="entries have width 4; keys and values must be one"):
         CompressedAttention(layer.project, BlockPooling(32, 4, 4), layer.output, window=6)
     indexer = example(VARIANTS["csa"]).indexer
     with pytest.raises(ArgumentError, match="the indexer has blocks of 2, and the entries of 4"):

@@ -31,6 +31,7 @@ HOMES = {
         "models/families",
         "models/assembly/llama_like.py",
         "models/assembly/gated_delta.py",
+        "models/checkpoint/gguf_architectures.py",  # what a file joins under these names
         "configs",  # names that differ from Llama's
     },
     r"\bnan_to_num\(": set(),

@@ -22,7 +22,7 @@ class Compressed(Joined):
     Args:
         block: m, the number of positions per block.
         window: how many last tokens `recent` keeps.
-        kept: how many closed blocks before the open one keep their tokens, for entries that
+        overlap: how many closed blocks before the open one keep their tokens, for entries that
             overlap.
 
     Attributes:
@@ -33,6 +33,8 @@ class Compressed(Joined):
     Raises:
         ArgumentError, ArgumentTypeError: a size is out of range, or a crop is refused.
 
+    >>> import torch
+    >>> from regard import Span
     >>> cache = Compressed(4, 8)
     >>> _ = cache.open.update((torch.zeros(1, 1, 6, 2),), Span(0, 6))
     >>> cache.open.store((), Span(0, 6))
@@ -45,9 +47,9 @@ class Compressed(Joined):
         "a step that closes a block adds an entry, and Python has to know when"
     )
 
-    def __init__(self, block: int, window: int, kept: int = 0) -> None:
-        super().__init__((Ring(window), Memory(block, kept), Growing()))
-        self.block, self.window, self.kept = block, window, kept
+    def __init__(self, block: int, window: int, overlap: int = 0) -> None:
+        super().__init__((Ring(window), Memory(block, overlap), Growing()))
+        self.block, self.window, self.overlap = block, window, overlap
 
     @property
     def recent(self) -> Ring:
@@ -73,7 +75,7 @@ class Compressed(Joined):
     @property
     def settings(self) -> Mapping[str, object]:
         """The sizes of the blocks and of the window."""
-        return {"block": self.block, "window": self.window, "kept": self.kept}
+        return {"block": self.block, "window": self.window, "overlap": self.overlap}
 
     def crop(self, length: int) -> None:
         """Remove every token at position `length` or later, if all of them are in the open

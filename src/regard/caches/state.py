@@ -202,7 +202,7 @@ class Memory(State):
 
     Args:
         segment: N, the number of positions per segment.
-        kept: how many closed segments before the open one keep their tokens.
+        overlap: how many closed segments before the open one keep their tokens.
 
     Raises:
         ArgumentError, ArgumentTypeError: segment is not an int of at least 1; an update does not
@@ -219,13 +219,13 @@ class Memory(State):
         "a step that fills a segment drops its tokens, and Python has to know when"
     )
 
-    def __init__(self, segment: int, kept: int = 0) -> None:
+    def __init__(self, segment: int, overlap: int = 0) -> None:
         super().__init__()
         if isinstance(segment, bool) or not isinstance(segment, int):
             raise ArgumentTypeError(f"segment is {type(segment).__name__}; it must be an int")
         if segment < 1:
             raise ArgumentError(f"segment is {segment}; it must be at least 1")
-        self.segment, self.kept = segment, kept
+        self.segment, self.overlap = segment, overlap
         self._tokens: Parts | None = None
         self._token_positions: Positions | None = None
 
@@ -245,7 +245,7 @@ class Memory(State):
         """Replace the state by that of all closed segments, and drop their tokens."""
         super().store(state, positions)
         if self._tokens is not None and self._token_positions is not None:
-            first = self._open_start() - self.kept * self.segment
+            first = self._open_start() - self.overlap * self.segment
             compiling = is_compiling()  # changing lengths would cause recompilation
             if isinstance(self._token_positions, Span) and isinstance(first, int) and not compiling:
                 start = min(
@@ -318,7 +318,7 @@ class Memory(State):
     @property
     def _most_tokens(self) -> int:
         """The largest number of tokens that a row keeps."""
-        return (self.kept + 1) * self.segment - 1
+        return (self.overlap + 1) * self.segment - 1
 
     @property
     def closed(self) -> int | Tensor:

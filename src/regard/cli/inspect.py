@@ -103,16 +103,18 @@ class TaskOptions:
         "attribute: split heads by the key they read.", "--by-key", default=False, panel=WHAT
     )
     layers: str | None = option(
-        "ablate, patch: layers by index or name, separated by commas, such as 0,1,-1.",
+        "With ablate or patch: layers by index or name, separated by commas, such as 0,1,-1.",
         shown="all",
         panel=WHAT,
     )
-    heads: str | None = option("ablate, patch: query heads, such as 0,3.", shown="all", panel=WHAT)
+    heads: str | None = option(
+        "With ablate or patch: query heads, such as 0,3.", shown="all", panel=WHAT
+    )
     positions: str | None = option(
-        "patch: positions of tokens, such as 4,-1.", shown="all", panel=WHAT
+        "With patch: positions of tokens, such as 4,-1.", shown="all", panel=WHAT
     )
     lines: bool = option(
-        "ablate, patch: print each number as a line of JSON as soon as it is measured.",
+        "With ablate or patch: print each number as a line of JSON as soon as it is measured.",
         "--lines",
         default=False,
         panel=OUT,

@@ -45,7 +45,6 @@ class GptOssConfig(GroupedQueryConfig):
     recipe = DecoderRecipe(
         qkv_bias="attention_bias",
         output_bias="attention_bias",
-        ff_bias=True,
         window_pattern=2,
         sinks=True,
         experts=Experts("num_local_experts"),
@@ -79,7 +78,8 @@ class GptOssConfig(GroupedQueryConfig):
         return super().windows()
 
     def feed_forward(self, layer: int) -> FeedForwardSpec:
-        """Return the sizes of a mixture of experts whose router has biases."""
+        """Return the sizes of a mixture of experts that have biases, as its router has."""
         experts = super().feed_forward(layer)
         assert isinstance(experts, MoESpec)
-        return replace(experts, router_bias=self.num_local_experts)
+        with_bias = replace(experts.expert, bias=True)
+        return replace(experts, expert=with_bias, router_bias=self.num_local_experts)

@@ -17,7 +17,7 @@ Work = Literal["prefill", "decode"]
 LLAMA_CPP = "llama.cpp, XiongjieDai/GPU-Benchmarks-on-LLM-Inference (May 2024)"
 TORCHAO = "torchao with torch.compile, torchao/quantization/README.md (2024)"
 AUTOAWQ = "AutoAWQ 0.1.6, README"
-TENSORRT = "TensorRT-LLM 0.5, docs/source/performance.md, first token"
+TENSORRT = "TensorRT-LLM 0.5, its page performance.md, first token"
 MLX = "mlx-lm, ml-explore/mlx pull request 3077"
 
 
@@ -215,7 +215,7 @@ def reached(report: CostReport, machine: Machine, work: Work) -> Reached | None:
 
     >>> round(reached(CostReport(model_of("llama-3-8b"), Setting()), machine_of("rtx-3090"),
     ...               "decode").high, 2)
-    0.76
+    0.75
     """
     if machine.name not in MACHINES or machine.cards > 1 or machine.host is not None:
         return None

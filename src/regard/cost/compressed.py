@@ -58,8 +58,8 @@ class CompressedSpec(Spec):
         """Return the tokens whose contents and gates are kept: those of the open block, and with
         overlap of the block before it.
         """
-        kept = max(0, self.entries(context) - self.overlap)
-        return context - kept * self.block
+        dropped = max(0, self.entries(context) - self.overlap)
+        return context - dropped * self.block
 
     def cached(self, context: int) -> CacheContents:
         """Return the vectors of the window, the entries, and the parts of the open block."""

@@ -111,14 +111,14 @@ def find_words(tokens: TokenSequence) -> tuple[Word, ...]:
     >>> find_words(pretokenized((5, 6), ("to", "be")))
     (Word(start=0, stop=1, text='to'), Word(start=1, stop=2, text='be'))
     """
-    ends, pieces = tokens.end_offsets, tokens.pieces
-    if len(pieces) > MAX_WORD_TOKENS or not len(ends) == len(pieces) == len(tokens.ids):
+    offsets, pieces = tokens.end_offsets, tokens.pieces
+    if len(pieces) > MAX_WORD_TOKENS or not len(offsets) == len(pieces) == len(tokens.ids):
         return tuple(Word(i, i + 1, piece) for i, piece in enumerate(pieces))
-    text = ends.decoded if isinstance(ends, TokenEnds) else tokens.text
+    text = offsets.decoded if isinstance(offsets, TokenEnds) else tokens.text
     words: list[Word] = []
     begin, is_open = 0, False
     for i in range(len(pieces)):
-        end = ends[i]
+        end = offsets[i]
         part, before = text[begin:end], text[max(begin - 1, 0) : begin]
         if is_open or (words and part and _joins(before) and _joins(part[0])):
             start, _, whole = words.pop()

@@ -276,11 +276,11 @@ class ModuleAdapter(TargetAdapter):
         for name in free:
             for container in (dict, list):
                 probed = replace(self.keywords, memory=name, passed=set())
-                held: Any = container()
-                arguments = probed.arguments(CallInputs(memory=held), x, self.dtype)
+                cache: Any = container()
+                arguments = probed.arguments(CallInputs(memory=cache), x, self.dtype)
                 with torch.no_grad(), suppress(Exception):  # refusing a container is no fault
                     self._run(_copy(self.module), tokens, arguments)
-                if count_elements(held):
+                if count_elements(cache):
                     return replace(probed, container=container)
         return self.keywords
 

@@ -458,8 +458,9 @@ class Explanation:
         return result
 
     def __repr__(self) -> str:
-        at = self.where
-        return f"Explanation({at.place}, head {at.head}, query {at.query}, key {at.key})"
+        where = self.where
+        pair = f"query {where.query}, key {where.key}"
+        return f"Explanation({where.place}, head {where.head}, {pair})"
 
     def _repr_html_(self) -> str:
         """Return the terminal page as static text, for a notebook."""

@@ -329,8 +329,8 @@ def _far(tokens: TokenSequence, query: int) -> Tensor:
     that word; signs and special tokens do not count as words, if there are others.
     """
     words = find_words(tokens) or tuple(Word(i, i + 1, "") for i in range(len(tokens.ids)))
-    at = next(n for n, word in enumerate(words) if word.start <= query < word.stop)
-    counts = [abs(n - at) > 1 for n in range(len(words))]
+    own = next(n for n, word in enumerate(words) if word.start <= query < word.stop)
+    counts = [abs(n - own) > 1 for n in range(len(words))]
     named = [far and _is_word(word) for far, word in zip(counts, words, strict=True)]
     sizes = torch.tensor([word.stop - word.start for word in words])
     return torch.tensor(named if any(named) else counts).repeat_interleave(sizes)

@@ -201,7 +201,7 @@ class EffectTable:
     def __repr__(self) -> str:
         axes = f"{self.row_axis} x {self.column_axis}"
         sizes = " x ".join(map(str, self.values.shape))
-        return f"EffectTable({escape_controls(self.title)}: {sizes} numbers, {axes})"
+        return f"EffectTable({escape_controls(self.title)}: {axes}, {sizes})"
 
     @property
     def share(self) -> Float[np.ndarray, "R C"]:

@@ -81,7 +81,8 @@ class RecordedStep:
     score: ScoreRule | None = None
 
     def __repr__(self) -> str:
-        return f"RecordedStep({self.T} queries x {len(self.columns)} keys, {self.kernel})"
+        queries, keys = plural(self.T, "query"), plural(len(self.columns), "key")
+        return f"RecordedStep({queries} x {keys}, {self.kernel})"
 
     @property
     def edited(self) -> tuple[str, ...]:
@@ -180,8 +181,9 @@ class KeyValuePool:
     key_kind: str = "keys"
 
     def __repr__(self) -> str:
-        kept = "" if self.v is not None else ", values not kept"
-        return f"KeyValuePool({len(self.columns)} {self.key_kind}, {self.G} heads{kept})"
+        values = "" if self.v is not None else ", values not kept"
+        heads = plural(self.G, "head")
+        return f"KeyValuePool({len(self.columns)} {self.key_kind}, {heads}{values})"
 
     def group_index(self, head: int, H: int) -> int:
         """Return the index, among the stored groups, of the key/value head h // (H/G)."""
@@ -234,7 +236,8 @@ class Place:
     N: int
 
     def __repr__(self) -> str:
-        sizes = f"{self.H} heads over {self.G}, {self.T} queries x {self.N} keys"
+        heads = f"{plural(self.H, 'head')} over {self.G}"
+        sizes = f"{heads}, {plural(self.T, 'query')} x {plural(self.N, 'key')}"
         return f"Place({self.name}, {sizes}, {plural(len(self.steps), 'step')})"
 
     @property

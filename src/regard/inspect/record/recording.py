@@ -201,9 +201,9 @@ class Recording:
 
     def __repr__(self) -> str:
         names = list(self.places)
-        ends = names if len(names) < 3 else [names[0], "...", names[-1]]
+        shown = names if len(names) < 3 else [names[0], "...", names[-1]]
         tokens = "" if self.ids is None else f", {plural(self.ids.shape[1], 'token')}"
-        return f"Recording({plural(len(names), 'place')}: {' '.join(ends)}{tokens})"
+        return f"Recording({plural(len(names), 'place')}: {' '.join(shown)}{tokens})"
 
     def weights(
         self,

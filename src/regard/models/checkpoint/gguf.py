@@ -141,8 +141,8 @@ class GgufModel:
                 f"{name!r}, and the model could compute something else without them. If "
                 f"that is meant, ignore them: regard.load(file, ignore={refused[:20]!r})"
             )
-        found = MappingProxyType(names)
-        return cls(header, architecture, its_family, config, found, tuple(unknown))
+        table = MappingProxyType(names)
+        return cls(header, architecture, its_family, config, table, tuple(unknown))
 
     @property
     def pooling_mode(self) -> PoolingMode:
@@ -227,7 +227,11 @@ class GgufModel:
         """Return the shape of a stored tensor of the family."""
         shapes = [x.shape for x in self.names[name]]
         try:
-            return tuple(self.join(name, [torch.empty(x, device="meta") for x in shapes]).shape)
+            return tuple(
+                self.join(
+                    name, [torch.empty(x, dtype=torch.float32, device="meta") for x in shapes]
+                ).shape
+            )
         except (RuntimeError, IndexError):
             raise invalid_gguf(
                 self.header.file, f"the tensors of {short_repr(name)} do not fit together: {shapes}"
@@ -237,8 +241,8 @@ class GgufModel:
         """Return the stored tensor of the family that is made of some tensors of the file."""
         for end, (files, make) in self.architecture.joined.items():
             if name.endswith(end) and len(files) == len(parts):
-                made: Tensor = make(*parts)
-                return made
+                stored: Tensor = make(*parts)
+                return stored
         return parts[0]
 
     def rows(self, name: str) -> Tensor | None:
@@ -248,7 +252,7 @@ class GgufModel:
             return self._fused_rows(name, count)
         if self.architecture.tiled_values and (".linear_attn." in name):
             return self._value_rows(name, count)
-        if self.architecture.gated_queries and ".self_attn.q_proj." in name:
+        if self.architecture.gated_queries and name.endswith("attn.q_proj.weight"):
             H = self.config["num_attention_heads"]
             if count % (2 * H):
                 raise self._uneven(name, count, H)
@@ -318,8 +322,8 @@ class GgufModel:
 def _name_table(its_family: Family, own: NameTable) -> NameTable:
     """Return the name table of a family with entries in place of those for the same parameters."""
     replaced = {name for entry in own.values() for name in _parameter_patterns(entry)}
-    kept = {k: x for k, x in its_family.names.items() if not replaced & _parameter_patterns(x)}
-    return {**kept, **own}
+    others = {k: x for k, x in its_family.names.items() if not replaced & _parameter_patterns(x)}
+    return {**others, **own}
 
 
 def _parameter_patterns(entry: NameEntry) -> set[str]:
@@ -347,19 +351,19 @@ def _files_of(
     table, which lacks some families' prefixes.
     """
     for name_end, (parts, _) in its.joined.items():
-        made = tuple(x.format(layer) for x in parts)
-        if pattern.endswith(name_end) and made[0] in header.tensors:
-            return made
+        tensor_names = tuple(x.format(layer) for x in parts)
+        if pattern.endswith(name_end) and tensor_names[0] in header.tensors:
+            return tensor_names
     for ours, theirs in _SPELLINGS.items():
         pattern = pattern.replace(ours, theirs)
     stem, _, end = pattern.replace(".experts.{}.", ".experts.").format(layer).rpartition(".")
-    ends: tuple[str, ...] = (f".{end}",)
+    suffixes: tuple[str, ...] = (f".{end}",)
     if end not in ("weight", "bias"):
-        stem, ends = f"{stem}.{end}", (".weight", ".bias", "")
+        stem, suffixes = f"{stem}.{end}", (".weight", ".bias", "")
     table, prefixes = known
     spellings = (stem, *(stem.removeprefix(x) for x in prefixes))
     own = next((x for x in map(table.get_name, spellings) if x is not None), None)
-    return next(((own + x,) for x in ends if own and own + x in header.tensors), ())
+    return next(((own + x,) for x in suffixes if own and own + x in header.tensors), ())
 
 
 def _stored_names(

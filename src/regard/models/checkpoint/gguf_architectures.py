@@ -26,7 +26,7 @@ Config = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class Description:
+class GgufKeys:
     """What a file says of its model.
 
     Attributes:
@@ -57,7 +57,7 @@ class Description:
         return value[:layers] if isinstance(value, list) else [value] * layers
 
 
-class Joined(NamedTuple):
+class JoinedTensors(NamedTuple):
     """The tensors of a layer {} of which a stored tensor is made, and how."""
 
     files: tuple[str, ...]
@@ -91,29 +91,29 @@ class Architecture:
 
     model_type: str
     constants: Mapping[str, object] = field(default_factory=dict)
-    complete: Callable[[Description], Config] = lambda its: {}
+    complete: Callable[[GgufKeys], Config] = lambda its: {}
     pairs: bool = False
     fused_heads: bool = False
     tiled_values: bool = False
     gated_queries: bool = False
     norm_offset: int = 0
     names: NameTable = field(default_factory=dict)
-    joined: Mapping[str, Joined] = field(default_factory=dict)
+    joined: Mapping[str, JoinedTensors] = field(default_factory=dict)
     reads: tuple[str, ...] = ()
     alternatives: Mapping[str, tuple[str, bool]] = field(default_factory=dict)
     gating: int = 1
 
 
-def _llama(its: Description) -> Config:
+def _llama(its: GgufKeys) -> Config:
     return {"model_type": "mixtral"} if its.keys.get("expert_count", 0) != 0 else {}
 
 
-def _gemma_scale(layers_of_27b: int) -> Callable[[Description], Config]:
+def _gemma_scale(layers_of_27b: int) -> Callable[[GgufKeys], Config]:
     """Return the rule by which the sizes give the scale of scores: the models of 27B have another,
     and llama.cpp tells them by the number of layers.
     """
 
-    def complete(its: Description) -> Config:
+    def complete(its: GgufKeys) -> Config:
         is_27b = its.config["num_hidden_layers"] == layers_of_27b
         size = its.config["hidden_size"] // its.config["num_attention_heads"]
         return {"query_pre_attn_scalar": size if is_27b else its.config["head_dim"]}
@@ -121,11 +121,11 @@ def _gemma_scale(layers_of_27b: int) -> Callable[[Description], Config]:
     return complete
 
 
-def _olmo2(its: Description) -> Config:
+def _olmo2(its: GgufKeys) -> Config:
     return {"model_type": "olmo3"} if "attention.sliding_window" in its.keys else {}
 
 
-def _bert(its: Description) -> Config:
+def _bert(its: GgufKeys) -> Config:
     if its.keys.get("attention.causal", False) is not False:
         raise FileError(
             f"{its.header.file}: bert.attention.causal is not false; no such BERT is known"
@@ -133,28 +133,28 @@ def _bert(its: Description) -> Config:
     return {}
 
 
-def _exaone4(its: Description) -> Config:
+def _exaone4(its: GgufKeys) -> Config:
     if "attention.sliding_window" in its.keys:
         return {}
     return {"layer_types": ["full_attention"] * min(its.config["num_hidden_layers"], 1 << 16)}
 
 
-def _falcon(its: Description) -> Config:
+def _falcon(its: GgufKeys) -> Config:
     has_two_norms = "blk.0.attn_norm_2.weight" in its.header.tensors
     is_multi_query = its.keys.get("attention.head_count_kv") == 1
     return {"new_decoder_architecture": has_two_norms, "multi_query": is_multi_query}
 
 
-def _starcoder(its: Description) -> Config:
+def _starcoder(its: GgufKeys) -> Config:
     return {"multi_query": its.keys.get("attention.head_count_kv", 1) == 1}
 
 
-def _mpt(its: Description) -> Config:
+def _mpt(its: GgufKeys) -> Config:
     clamp = its.keys.get("attention.clamp_kqv", 0.0)
     return {"attn_config": {"alibi": True, "clip_qkv": clamp or None}}
 
 
-def _gpt_oss(its: Description) -> Config:
+def _gpt_oss(its: GgufKeys) -> Config:
     """The width of experts; without a scaling there is none, and not that of the family."""
     width = its.number("expert_feed_forward_length")
     none = "rope.scaling.type" not in its.keys
@@ -167,7 +167,7 @@ _GLM_FLASH = ((47, 48), 154880)
 """Layers, and tokens, of GLM-4.7-Flash, whose first files do not name the function of experts."""
 
 
-def _deepseek2(its: Description) -> Config:
+def _deepseek2(its: GgufKeys) -> Config:
     """The sizes of the heads, which newer files store beside those of the latent; sigmoid scores of
     experts make it a DeepSeek-V3.
     """
@@ -200,22 +200,23 @@ def _deepseek2(its: Description) -> Config:
     return {"topk_method": "greedy" if groups == 1 else "group_limited_greedy", **further}
 
 
-def _joined_latent(k: Tensor, v: Tensor) -> Tensor:
+def _joined_latent(key_rows: Tensor, value_rows: Tensor) -> Tensor:
     """Return the matrix of keys and values [H (D + E), rank] from [H, rank, D] and [H, E, rank]."""
-    return torch.cat([k.mT, v], 1).flatten(0, 1)
+    of_heads = [key_rows.mT, value_rows]
+    return torch.cat(of_heads, 1).flatten(0, 1)
 
 
-def _ministral3(its: Description) -> Config:
+def _ministral3(its: GgufKeys) -> Config:
     """Mistral Small has neither a scaling nor a temperature."""
     none = "rope.scaling.type" not in its.keys
     return {"rope_scaling": {"rope_type": "default"}} if none else {}
 
 
-def _ernie_moe(its: Description) -> Config:
+def _ernie_moe(its: GgufKeys) -> Config:
     return {"moe_layer_end_index": its.config["num_hidden_layers"] - 1}
 
 
-def _lfm2(its: Description) -> Config:
+def _lfm2(its: GgufKeys) -> Config:
     """A layer without key heads is a convolution."""
     heads = its.by_layer("attention.head_count_kv")
     return {
@@ -225,7 +226,7 @@ def _lfm2(its: Description) -> Config:
     }
 
 
-def _qwen_hybrid(its: Description) -> Config:
+def _qwen_hybrid(its: GgufKeys) -> Config:
     """The sizes of Gated DeltaNet, and which layers have it."""
     heads = its.number("ssm.time_step_rank")
     inner = its.number("ssm.inner_size")
@@ -238,20 +239,20 @@ def _qwen_hybrid(its: Description) -> Config:
     return further
 
 
-def _mamba(its: Description) -> Config:
+def _mamba(its: GgufKeys) -> Config:
     return {
         "model_type": "falcon_mamba" if its.keys.get("ssm.dt_b_c_rms", False) else "mamba",
         "expand": _times(its),
     }
 
 
-def _mamba2(its: Description) -> Config:
+def _mamba2(its: GgufKeys) -> Config:
     heads = its.number("ssm.time_step_rank")
     inner = its.number("ssm.inner_size")
     return {"head_dim": inner // heads, "num_heads": heads, "expand": _times(its)}
 
 
-def _times(its: Description) -> int:
+def _times(its: GgufKeys) -> int:
     """Return how many times as wide as the model the layers of Mamba are."""
     inner, size = its.number("ssm.inner_size"), its.config["hidden_size"]
     if inner % size:
@@ -322,7 +323,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         "deepseek_v2",
         complete=_deepseek2,
         joined={
-            "self_attn.kv_b_proj.weight": Joined(
+            "self_attn.kv_b_proj.weight": JoinedTensors(
                 ("blk.{}.attn_k_b.weight", "blk.{}.attn_v_b.weight"), _joined_latent
             )
         },
@@ -370,7 +371,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         "mamba2",
         complete=_mamba2,
         names=_MAMBA2,
-        joined={"mixer.norm.weight": Joined(("blk.{}.ssm_norm.weight",), torch.flatten)},
+        joined={"mixer.norm.weight": JoinedTensors(("blk.{}.ssm_norm.weight",), torch.flatten)},
         reads=("ssm.time_step_rank",),
     ),
     "minimax-m2": Architecture("minimax_m2", gating=2),

@@ -20,7 +20,7 @@ from regard.models.checkpoint.gguf_architectures import (
     ARCHITECTURES,
     Architecture,
     Config,
-    Description,
+    GgufKeys,
 )
 from regard.positions import rope_frequencies
 from regard.positions.scalings import Llama3
@@ -169,19 +169,19 @@ def gguf_config(header: GgufHeader, architecture: str) -> tuple[Config, int, lis
     if embedding is None or len(embedding.shape) != 2:
         raise invalid_gguf(header.file, "it has no matrix token_embd.weight")
     first: Config = {"vocab_size": embedding.shape[0]}
-    said = Description(first, entries, header)
-    size = said.number("embedding_length")
+    described = GgufKeys(first, entries, header)
+    size = described.number("embedding_length")
     # the last layers predict further tokens, and are not loaded
-    layers = said.number("block_count")
+    layers = described.number("block_count")
     layers -= _following_layers(header, entries, layers)
     first |= {"num_hidden_layers": layers, "hidden_size": size}
     head_dim = 1
     if entries["attention.head_count"] != 0 or "ssm.inner_size" not in entries:
-        heads = said.number("attention.head_count")
+        heads = described.number("attention.head_count")
         entries.setdefault("attention.head_count_kv", heads)
-        head_dim = said.number("attention.key_length", size // heads)
+        head_dim = described.number("attention.key_length", size // heads)
         first |= {"num_attention_heads": heads, "head_dim": head_dim}
-    further = its.complete(said)
+    further = its.complete(described)
     model_type = further.get("model_type", its.model_type)
     names = _names_of(model_type)
     config: Config = {"model_type": model_type}
@@ -349,7 +349,7 @@ def _following_layers(header: GgufHeader, entries: Mapping[str, Any], layers: in
     count = entries.get("nextn_predict_layers", 0)
     if type(count) is not int or not 0 <= count < layers:
         raise invalid_gguf(
-            header.file, f"nextn_predict_layers is {short_repr(count)} of {layers} layers"
+            header.file, f"nextn_predict_layers is {short_repr(count)}, and block_count {layers}"
         )
     return count
 

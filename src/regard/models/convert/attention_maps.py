@@ -163,13 +163,17 @@ def input_roots(
     finally:
         for handle in handles:
             handle.remove()
-    roots: list[Float[Tensor, "m m"] | None] = []
+    factors: list[Float[Tensor, "m m"] | None] = []
     for total in sums:
         moments = total / ids.numel()
-        ridge = 1e-4 * moments.diagonal().mean() * torch.eye(len(moments)).to(moments)
+        ridge = (
+            1e-4
+            * moments.diagonal().mean()
+            * torch.eye(len(moments), dtype=moments.dtype, device=moments.device)
+        )
         values, vectors = torch.linalg.eigh(moments + ridge)
-        roots.append(vectors * values.clamp(min=0).sqrt())
-    return roots
+        factors.append(vectors * values.clamp(min=0).sqrt())
+    return factors
 
 
 def separate_attention(block: nn.Module) -> Any:

@@ -83,8 +83,8 @@ def to_groups(
     _check(before.H, before.G, groups)
     config = _regrouped(checkpoint.config, groups)
     weights, layer_errors = checkpoint.weights(), []
-    roots = input_roots(checkpoint.network, ids if groups < before.G else None)
-    for (prefix, block), root in zip(layers_of(checkpoint.network), roots, strict=True):
+    factors = input_roots(checkpoint.network, ids if groups < before.G else None)
+    for (prefix, block), root in zip(layers_of(checkpoint.network), factors, strict=True):
         project = separate_attention(block).project
         layer = AttentionMaps.of(block, root)
         if groups > before.G:

@@ -197,8 +197,8 @@ def to_latent(
         checkpoint.network.layers[0], checkpoint.config.max_position_embeddings
     )
     weights, truncated_layers = checkpoint.weights(), []
-    roots = input_roots(checkpoint.network, ids)
-    for (prefix, block), root in zip(layers_of(checkpoint.network), roots, strict=True):
+    factors = input_roots(checkpoint.network, ids)
+    for (prefix, block), root in zip(layers_of(checkpoint.network), factors, strict=True):
         layer = AttentionMaps.of(block, root)
         split = split_rotary(layer, rotation)
         truncated = truncated_svd(layer, split, rank - 1)

@@ -60,7 +60,14 @@ class BlockPooling(nn.Module):
         self.steps = nn.ModuleList(steps)
 
     def remember(self, x: Float[Tensor, "B T M"]) -> Parts:
-        """Return contents and gates [B,1,T,d or 2d], which entries are computed from."""
+        """Compute what entries are pooled from.
+
+        Args:
+            x: hidden states [B,T,M].
+
+        Returns:
+            The contents and the gates [B,1,T,d], or [B,1,T,2d] with overlap.
+        """
         return self.content(x)[:, None], self.gate(x)[:, None]
 
     def forward(self, tokens: Parts, layout: BlockLayout) -> Float[Tensor, "B 1 N d"]:
@@ -109,7 +116,17 @@ class EntryIndexer(nn.Module):
         self.q, self.pooling, self.weight, self.topk = q, pooling, weight, topk
 
     def choose(self, x: Tensor, positions: Positions, keys: Tensor, places: EntryPlaces) -> Mask:
-        """Return the mask of the chosen entries; keys [B,1,C,d]."""
+        """Choose entries for each query.
+
+        Args:
+            x: hidden states [B,T,M] of the queries.
+            positions: their positions.
+            keys: the pooled index keys [B,1,C,d].
+            places: the positions of queries and entries, in blocks.
+
+        Returns:
+            The mask of the chosen entries.
+        """
         if self.topk >= keys.shape[2]:
             return Causal()  # every entry
         with torch.no_grad():
@@ -159,7 +176,7 @@ class CompressedAttention(Attention):
     Raises:
         ArgumentError: the sizes of the parts do not fit one another.
 
-    >>> from regard.nn import SharedKeyValue
+    >>> from regard.nn import HeadProjection, SharedKeyValue
     >>> project = SharedKeyValue(HeadProjection(8, 2, 4), HeadProjection(8, 1, 4))
     >>> pooling = BlockPooling(8, 4, 3)
     >>> layer = CompressedAttention(project, pooling, nn.Linear(8, 8), window=2)
@@ -187,7 +204,7 @@ class CompressedAttention(Attention):
         if G != 1 or memory != (D,) or pooling.width != D:
             raise ArgumentError(
                 f"project has {plural(G, 'key head')} and stores {memory} per token, and entries "
-                f"have {pooling.width} values; keys and values must be one stored vector of "
+                f"have width {pooling.width}; keys and values must be one stored vector of "
                 f"{D}, as in SharedKeyValue, and entries as wide"
             )
         if indexer is not None and indexer.pooling.block != pooling.block:
@@ -235,13 +252,13 @@ class CompressedAttention(Attention):
             places: Any = {"q_positions": positions, "k_positions": recent_positions}
             parts = [attend_partial(q, tap("k", k), tap("v", v), mask=self.mask, **places, **rules)]
         if slot_count(numbers):
-            seen = EntryPlaces(last_closed_block(positions, self.pooling.block), numbers)
+            block_places = EntryPlaces(last_closed_block(positions, self.pooling.block), numbers)
             mask: Mask = Causal()
             if self.indexer is not None:
-                mask = self.indexer.choose(x, positions, entries[1], seen)
+                mask = self.indexer.choose(x, positions, entries[1], block_places)
             with named_scope("compressed"):
                 k = entries[0]
-                places = {"q_positions": seen.queries, "k_positions": seen.entries}
+                places = {"q_positions": block_places.queries, "k_positions": block_places.entries}
                 parts.append(
                     attend_partial(q, tap("k", k), tap("v", k), mask=mask, **places, **rules)
                 )
@@ -265,8 +282,8 @@ class CompressedAttention(Attention):
         if isinstance(positions, Span) and isinstance(closed, int) and positions.start >= 0:
             first, stop = positions.start // m, positions.stop // m
             new = Span(max(first, closed), max(0, stop - max(first, closed)))
-            at = new.start - first
-            return tuple(x[:, :, at : at + new.length] for x in pooled), new
+            start = new.start - first
+            return tuple(x[:, :, start : start + new.length] for x in pooled), new
         numbers = layout.block_numbers  # [B or 1,N]
         end = as_tensor(positions, numbers.device).amax(1, keepdim=True) + 1
         new_here = (numbers >= closed) & (numbers < end // m) & (layout.token_counts > 0)
