@@ -547,7 +547,7 @@ def test_a_model_with_a_rule_is_recorded_and_explained() -> None:
     assert recording[0].steps[0].score == scores.TopK(2)
     assert recording[1].steps[0].score is None
     found = regard.inspect.explain(model, "to be or not to be", layer=0)
-    assert "topk(2)" in str(found)
+    assert "topk(2)" in str(found.score)
 
 
 def test_a_file_with_a_rule_and_no_weights_is_refused(tmp_path: Any) -> None:
