@@ -102,5 +102,6 @@ def without_relative_links(text: str) -> str:
         label, target = match.groups()
         return f"`{target}`" if label == target else f"{label} (`{target}`)"
 
+    text = re.sub(r"^<picture>.*</picture>\n\n?", "", text, flags=re.MULTILINE)
     text = re.sub(r"^!\[[^\]]*\]\((?!\w+:)[^)]+\)\n\n?", "", text, flags=re.MULTILINE)
     return re.sub(r"(?<!!)\[([^\]]+)\]\((?!\w+:|#)([^)\s]+)\)", plain, text)
