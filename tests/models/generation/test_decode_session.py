@@ -286,9 +286,9 @@ def test_errors_of_rooms() -> None:
         (
             ("rings", 8),
             (
-                "cache is 'rings'; it must be growing, fixed, quantized, fp8, paged, quest, h2o, "
-                "tova, snapkv, key_norm, keydiff, adakv, expected_attention, pyramidkv, ring, "
-                "streaming; did you mean 'ring'?"
+                "cache is 'rings'; it must be growing, fixed, quantized, fp8, paged, quest, ring, "
+                "streaming, h2o, tova, snapkv, key_norm, keydiff, adakv, expected_attention, "
+                "pyramidkv; did you mean 'ring'?"
             ),
         ),
         (("ring", None), "cache='ring' needs max_context, the number of tokens that it keeps"),
