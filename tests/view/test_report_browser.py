@@ -280,6 +280,7 @@ def test_before_the_rotation_q_is_what_the_model_projected(tab: Tab, made: Made)
 
 def test_what_if_is_a_softmax_of_its_own(tab: Tab, made: Made) -> None:
     tab.ready(made.at("cell"))
+    tab.key("0")  # all steps
     tab.choose("whatif-temperature", "2", "input")
     shown = tab.text("tr:has([data-whatif='temperature']) td:nth-child(3)")
     one = slice(QUERY, QUERY + 1)
@@ -347,6 +348,7 @@ def test_a_head_that_is_not_embedded_says_so(tab: Tab, made: Made) -> None:
 
 def test_softcap_bias_and_sink_each_have_their_link(tab: Tab, made: Made) -> None:
     tab.ready(made.url("#L0H1&v=cell&i=10&j=8", "raw"))
+    tab.key("0")  # all steps
     place = made.others["raw"][0]
     step, one = place.steps[0], slice(1, 2)
     block = place.block(slice(10, 11), slice(0, 17), one)
@@ -614,6 +616,7 @@ def test_hostile_tokens_are_text_and_nothing_else(tab: Tab, made: Made) -> None:
 def test_the_page_lives_without_the_data_of_later_versions(tab: Tab, made: Made) -> None:
     """Cost, audit, rotary and explanation may all be missing: each step says what is not there."""
     tab.ready(made.at("cell"))
+    tab.key("0")  # all steps
     tab.js(
         "(() => { for (const x of R.meta.places) x.cost = x.audit = x.rotary = null; "
         "R.meta.explanation = null; R.set({ j: 4 }); })()"
