@@ -77,9 +77,10 @@ class _CompressedStart(Start):
     choose="a text of a million tokens must fit: 1 / m of the cache, and every block is read",
     avoid="single tokens far back decide: a block of 128 tokens is one vector",
     where=(
-        "b_t: learned bias of a place in the block; E: entries of closed blocks; R: "
-        "rotation to the first position of the block; sink: learned logit of a head; W_y: learned "
-        "matrix of the contents; W_z: learned matrix of the gates"
+        "b_t: learned bias of a place in the block; E: entries of closed blocks; i: number of a "
+        "block; m: number of positions in a block; R: rotation to the first position of the block; "
+        "sink: learned logit of a head; W_y: learned matrix of the contents; W_z: learned matrix "
+        "of the gates"
     ),
     example={"block": 4},
 )
@@ -107,9 +108,9 @@ def hca(
     choose="a text of a million tokens must fit, and a few places in it decide",
     avoid="the text is short: entries are learned, and nothing is saved below the window",
     where=(
-        "E: entries of closed blocks, each pooled from two blocks; e': entries of the indexer; q': "
-        "queries of the indexer; sink: learned logit of a head; w: learned weight of an indexer "
-        "head"
+        "E: entries of closed blocks, each pooled from two blocks; e': entries of the indexer; i: "
+        "number of a block; j: number of an indexer head; q': queries of the indexer; sink: "
+        "learned logit of a head; w: learned weight of an indexer head"
     ),
     example={"block": 2, "topk": 3, "index_heads": 3, "index_dim": 8, "rotary_dim": 4},
 )
