@@ -25,7 +25,7 @@ def test_results_print_one_line() -> None:
         place.pools[0]: f"KeyValuePool({n} keys, 2 heads)",
         recording.pooled(0, 0, 4): f"Pooled({n} x {n} weights in blocks of 4 x 4)",
         ablate(small, TEXT, layers=[0]): (
-            "EffectTable(zero ablation of heads: 1 x 4 numbers, layer x head)"
+            "EffectTable(zero ablation of heads: layer x head, 1 x 4)"
         ),
         measured: f"CorpusMeasures({len(measured.values)} metrics, 1 text of {n} tokens)",
         explain(small, TEXT, layer=1, head=2, query=3, key=0): (
