@@ -19,7 +19,7 @@ from regard.errors import ArgumentError
 from regard.masks import Causal, Mask, Window
 from regard.nn.attention.attention import Attention
 from regard.nn.explainable import InputSteps, ProjectionQuery
-from regard.nn.mixer import Mixer, count_weights
+from regard.nn.mixer import count_weights
 from regard.nn.projections.heads import Projection
 from regard.nn.weights import Linear
 from regard.ops.selection.lightning_indexer import check_topk, index_mask
@@ -218,7 +218,7 @@ class CompressedAttention(Attention):
     @property
     def static_step_refusal(self) -> str | None:
         """Why a step cannot be captured: the number of entries depends on the length."""
-        return Mixer.static_step_refusal.fget(self)  # type: ignore[attr-defined, no-any-return]
+        return "depends on lengths or on the order of the slots, which Python has to know"
 
     @property
     def poolings(self) -> tuple[BlockPooling, ...]:
@@ -293,9 +293,9 @@ class CompressedAttention(Attention):
         """Raise if the cache is none of this layer's blocks and window."""
         mine = self.new_cache()
         if not isinstance(cache, Compressed) or cache.settings != mine.settings:
-            got = getattr(cache, "settings", {}) if isinstance(cache, Compressed) else ""
+            own = f" with {dict(cache.settings)}" if isinstance(cache, Compressed) else ""
             raise ArgumentError(
-                f"the cache is {type(cache).__name__} {got}; {type(self).__name__} needs a "
+                f"the cache is {type(cache).__name__}{own}; {type(self).__name__} needs a "
                 f"Compressed cache with {dict(mine.settings)}: use new_cache()"
             )
 
