@@ -20,7 +20,7 @@ from benchmarks.interfaces import (
 )
 from benchmarks.runner import TimingBudget, measure
 from regard.language import add_texts
-from regard.timing.machine import Ceilings
+from regard.timing import Ceilings
 
 __all__ = [
     "CASES",

@@ -34,8 +34,7 @@ from regard.did_you_mean import suggest
 from regard.language import Phrase
 from regard.ops.triton_support import capability_of
 from regard.standard_output import run_program
-from regard.timing.machine import MachineFacts, describe_machine, torch_threads
-from regard.timing.measurement import call_in_subprocess
+from regard.timing import MachineFacts, call_in_subprocess, describe_machine, torch_threads
 from regard.view import charts, html_page
 
 PROGRAM = "python -m benchmarks"

@@ -35,8 +35,7 @@ from regard.ops.softmax.triton.block_sizes import (
     try_sizes,
 )
 from regard.ops.triton_support import Launch, has_triton
-from regard.timing.machine import wait_for
-from regard.timing.measurement import interleaved, median
+from regard.timing import interleaved, median, wait_for
 from regard.units import plural
 
 MIN_GAIN = 0.03
@@ -201,7 +200,7 @@ def problem_of(key: SizesKey, device: torch.device) -> Call:
 
 def launch_of(kind: KernelKind, call: Call) -> Launch:
     """Return the launch of a kernel for a call, with the sizes that are tried at the moment."""
-    from regard.ops.softmax.triton.bias_data import BiasData
+    from regard.ops.softmax.triton.call_data import BiasData
     from regard.ops.softmax.triton.launch import (
         WantedGradients,
         backward_launches,

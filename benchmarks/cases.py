@@ -24,7 +24,7 @@ from benchmarks.programs import DRAW_PAGE, MEMORY, READ_CHECKPOINT, STARTUP
 from benchmarks.public_models import PublicModelSizes, accelerated_peers
 from benchmarks.sentences import SENTENCES, SentenceSizes
 from benchmarks.training import TRAINING
-from regard.timing.measurement import peak_bytes
+from regard.timing import peak_bytes
 
 ATTENTION: tuple[Peer[AttentionProblem], ...] = (
     regard_peers.ATTENTION,

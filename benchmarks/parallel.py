@@ -35,7 +35,7 @@ from regard.parallel import Shards, spawn
 from regard.parallel import attend as attend_over_ranks
 from regard.parallel.communication import traffic
 from regard.span import Span
-from regard.timing.machine import peak_bytes_on, wait_for
+from regard.timing import peak_bytes_on, wait_for
 from regard.units import plural
 
 TIMEOUT = 300.0

@@ -32,7 +32,7 @@ from regard.nn.weights import can_store_weight, store_weight, stored_to_huge_pag
 from regard.ops.softmax import attend, dispatch, plan
 from regard.ops.stored_weights import Int4Weight, Int8Weight, StoredWeight
 from regard.span import Span
-from regard.timing.machine import peak_bytes_on
+from regard.timing import peak_bytes_on
 
 
 def attention(problem: AttentionProblem, backend: str = "auto") -> PreparedCall:

@@ -15,7 +15,7 @@ from regard import units
 from regard.errors import RegardError
 from regard.language import translate, translate_count
 from regard.text_table import format_table, line_width, wrap
-from regard.timing.machine import Ceilings, MachineFacts
+from regard.timing import Ceilings, MachineFacts
 from regard.untrusted_text import escape_controls
 from regard.view import palette, plotting
 from regard.view.plotting import Drawing

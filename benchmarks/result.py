@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.interfaces import MinimumWork, Outputs, name_of
-from regard.timing.machine import Ceilings, MachineFacts
-from regard.timing.measurement import median, quartiles, round_ratios
+from regard.timing import Ceilings, MachineFacts, median, quartiles, round_ratios
 from regard.tolerance import ERROR_FACTOR, GRADIENT_ERROR_FACTOR, allowed_error
 
 RELATIVE_TOLERANCE = 1e-4

@@ -37,8 +37,7 @@ from benchmarks.result import (
 from regard import units
 from regard.errors import RegardError
 from regard.freed_memory import give_back_freed_memory
-from regard.timing.machine import Ceilings, free_memory, wait_for
-from regard.timing.measurement import interleaved, wait_until_idle
+from regard.timing import Ceilings, free_memory, interleaved, wait_for, wait_until_idle
 
 ReportStatus = Callable[[str], None]
 """A function that shows a line of text while a case runs."""

@@ -126,6 +126,94 @@ def two_forms_svg() -> str:
     return "\n".join([*parts, "</svg>", ""])
 
 
+def compressed_svg() -> str:
+    """Draw what a query reads in HCA and in CSA: the last tokens, and entries of closed blocks."""
+    high, cell, tokens, window = 316, 30, 11, 4
+    title = translate("HCA and CSA: a query reads the last tokens, and one vector for each block")
+    parts = [*_paper(WIDE, high, title)]
+    panels = (
+        (16, 4, 0, (0, 1), translate("HCA: a block is one entry, and all are read")),
+        (376, 2, 1, (1, 3), translate("CSA: an entry pools two blocks, and some are read")),
+    )
+    for left, block, overlap, read, name in panels:
+        query = left + (tokens - 0.5) * cell
+        parts += [
+            _text(left + tokens * cell / 2, 24, name, "ink"),
+            *_box(query - cell / 2 + 1, 48, cell - 2, "q", "q"),
+            _text(left + tokens * cell / 2, high - 12, translate("tokens"), "soft"),
+        ]
+        for i in range(tokens // block):
+            middle = left + (i + 0.5) * block * cell
+            parts += [
+                _arrow(left + (t + 0.5) * cell, high - 76, middle, 194)
+                for t in range(max(0, i - overlap) * block, (i + 1) * block)
+            ]
+            parts += _box(middle - cell / 2 + 1, 160, cell - 2, f"e{i}", "z" if i in read else "")
+            if i in read:
+                parts.append(_arrow(middle, 160, query - cell / 2, 70))
+        for t in range(tokens):
+            last = t >= tokens - window
+            at = left + t * cell
+            parts += _box(at + 1, high - 76, cell - 2, str(t), "k" if last else "")
+            if last:
+                parts.append(_arrow(at + cell / 2, high - 76, query, 82))
+    return "\n".join([*parts, "</svg>", ""])
+
+
+def steps_svg(
+    words: Sequence[str],
+    asks: str,
+    query: Sequence[float],
+    tables: Sequence[tuple[str, str, list[list[float]]]],
+    output: Sequence[float],
+) -> str:
+    """Draw one query's way through a head: its numbers, tables with a row for each word, an arrow
+    from each table to the next, and the output below the values.
+
+    Args:
+        asks: the word that asks.
+        tables: (name, role, numbers of each word) in the order of the steps; weights have bars.
+    """
+    line, cell, gap, left, top = 30, 52, 28, 100, 96
+    widths = [cell * len(values[0]) for _, _, values in tables]
+    lefts = [left + sum(widths[:n]) + gap * n for n in range(len(tables))]
+    bottom = top + line * len(words)
+    wide = lefts[-1] + widths[-1] + 40
+    title = translate("one head, step by step: what “{word}” reads", word=asks)
+    parts = [*_paper(wide, bottom + 72, title), _text(16, 26, title, "title")]
+    asked = translate("query of “{word}”: {numbers}", word=asks, numbers=_numbers(query))
+    scored = lefts[1] + cell / 2
+    parts += [_text(scored, 54, asked, "query"), _arrow(scored, 60, scored, 74)]
+    for row, word in enumerate(words):
+        tone = "key" if word == asks else "start"
+        parts.append(_text(16, top + line * row + 20, word, tone + " start"))
+    for n, ((name, role, values), x) in enumerate(zip(tables, lefts, strict=True)):
+        parts.append(_text(x + widths[n] / 2, top - 8, name, "ink"))
+        place = f'x="{x}" y="{top}" width="{widths[n]}" height="{line * len(words)}"'
+        parts.append(f'<rect class="{role}" {place} rx="6"/>')
+        if n:
+            parts.append(_arrow(x - gap + 3, top + 15, x - 3, top + 15))
+        for row, numbers in enumerate(values):
+            y = top + line * row
+            if n == len(tables) - 2:  # the weights: a bar from 0 to 1
+                place = f'x="{x + 2}" y="{y + 24}" height="4" width="{(cell - 4) * numbers[0]:.1f}"'
+                parts.append(f'<rect class="bar" {place}/>')
+            for column, number in enumerate(numbers):
+                parts.append(_text(x + cell * (column + 0.5), y + 20, f"{number:.2f}", "ink"))
+    middle = lefts[-1] + widths[-1] / 2
+    parts += [
+        _arrow(middle, bottom + 3, middle, bottom + 24),
+        *_box(middle - 70, bottom + 26, 140, _numbers(output), "z"),
+    ]
+    said = translate("each value times its weight, added: the context vector")
+    parts.append(_text(middle - 84, bottom + 47, said, "soft end"))
+    return "\n".join([*parts, "</svg>", ""])
+
+
+def _numbers(values: Sequence[float]) -> str:
+    return ", ".join(f"{x:.4f}" for x in values)
+
+
 def cells_svg(
     values: Sequence[Sequence[float]], title: str, rows: str, columns: str, scale: str
 ) -> str:
@@ -151,7 +239,7 @@ def cells_svg(
     return "\n".join([*parts, "</svg>", ""])
 
 
-SIZE, GAP, ARC, ROOM = 16, 12, 16, 190
+SIZE, GAP, ARC, ROOM = 16, 12, 16, 150
 """Font size of the words and space between them, width of an arc of weight 1, room for arcs."""
 
 
@@ -165,14 +253,14 @@ def reading_svg(data: Mapping[str, Any], theme: Mapping[str, str]) -> str:
     """
     words = data["words"]
     shares = [sum(data["weights"][w["start"] : w["stop"]]) for w in words]
-    widths = [max(SIZE * 0.58 * cell_len(w["text"]), 30) for w in words]
+    widths = [max(SIZE * 0.58 * cell_len(w["text"]), 24) for w in words]
     centres = [24 + sum(widths[:n]) + GAP * n + widths[n] / 2 for n in range(len(words))]
     query = next(n for n, w in enumerate(words) if w["start"] <= data["query"] < w["stop"])
     following = data["predictions"][0]
     answer, share = following["piece"].strip("·▁"), f"{following['probability']:.0%}"
     box = max(SIZE * 0.58 * cell_len(answer) + 24, 64)
     right = centres[-1] + widths[-1] / 2
-    wide, base = right + 44 + box + 24, ROOM + 44
+    wide, base = right + 36 + box + 20, ROOM + 44
     title = translate(
         "layer {layer}, head {head} of {model}: what “{word}” reads before {answer} is written",
         layer=data["layer"],
@@ -197,7 +285,7 @@ def reading_svg(data: Mapping[str, Any], theme: Mapping[str, str]) -> str:
         parts.append(_text(c, base, words[n]["text"], tone))
         if p >= 0.005:
             parts.append(_text(c, base + 24, f"{p:.0%}", "key" if p == strongest else "soft"))
-    left = right + 44
+    left = right + 36
     parts += [
         f'<path class="arrow" d="M{right + 8:.1f} {base - 5:.1f}H{left - 12:.1f}"/>',
         f'<path class="tip" d="M{left - 4:.1f} {base - 5:.1f}l-10 -5v10z"/>',
@@ -280,8 +368,10 @@ def _text(x: float, y: float, text: str, tone: str) -> str:
 def _css() -> str:
     roles = "".join(f".blocks rect.{r}{{stroke:var(--{r})}}" for r in "qkvsz")
     return (
-        ".blocks text.start{text-anchor:start}.blocks rect.cell{fill:var(--s);stroke:none}"
-        ".blocks text{font:13px system-ui,'Noto Sans',sans-serif;fill:var(--ink)}.blocks "
+        ".blocks text.start,.blocks text.title{text-anchor:start}.blocks text.end{text-anchor:end}"
+        ".blocks rect.bar{fill:var(--s);stroke:none}.blocks text.title{font-weight:600}"
+        ".blocks rect.cell{fill:var(--s);stroke:none}"
+        ".blocks text{font:14px system-ui,'Noto Sans',sans-serif;fill:var(--ink)}.blocks "
         "text.soft{fill:var(--soft)}"
         ".blocks rect{fill:var(--hint);stroke-width:1.5}.blocks "
         "rect.paper{fill:var(--card);stroke:none}"

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import html
 import json
 import os
 import re
@@ -48,6 +49,11 @@ BOX = re.compile(
     re.MULTILINE,
 )
 """A box of the course, which is an admonition on the site."""
+ALONE = re.compile(r"^!\[((?:[^\[\]]|\[[^\]]*\])*)\]\([^)\s]+\)$", re.MULTILINE)
+"""A picture that is a paragraph: its description is also its caption."""
+SWITCH = re.compile(r"^(?:\*\*English\*\* · .*|\[English\].*)\n\n", re.MULTILINE)
+"""The line of languages of the landing page: on the site, the header has it."""
+WIDE_PAGE = "---\nhide:\n  - navigation\n  - toc\n---\n\n"
 FENCE = re.compile(r"^(```|~~~).*?^\1[ ]*$", re.MULTILINE | re.DOTALL)
 SCHEME = re.compile(r"[a-z]+:")
 
@@ -102,10 +108,22 @@ SECTIONS = (
             "docs/gpu.md",
         ),
     ),
-    Section("See", "观察", ("docs/explain.md", "docs/view.md", "docs/research.md")),
+    Section(
+        "See", "观察", ("docs/explain.md", "docs/view.md", "docs/research.md", "docs/published.md")
+    ),
     Section("Benchmarks", "性能", ("docs/benchmarks.md",)),
     Section(
-        "Project", "项目", ("DESIGN.md", "CONTRIBUTING.md", "CHANGELOG.md", "LOG.md", "SECURITY.md")
+        "Project",
+        "项目",
+        (
+            "docs/reliability.md",
+            "DESIGN.md",
+            "CONTRIBUTING.md",
+            "docs/dependencies.md",
+            "CHANGELOG.md",
+            "LOG.md",
+            "SECURITY.md",
+        ),
     ),
 )
 
@@ -203,7 +221,10 @@ class Stage:
         from docs import mechanism_pages
 
         for source, page in self.mine.pages.items():
-            text = self.rewrite((ROOT / source).read_text(encoding="utf-8"), source)
+            text = (ROOT / source).read_text(encoding="utf-8")
+            if page == "index.md":
+                text = WIDE_PAGE + SWITCH.sub("", text, count=1)
+            text = self.rewrite(text, source)
             if source in mechanism_pages.LINKED:
                 text = mechanism_pages.link_names(text)
             self._put(page, text)
@@ -241,7 +262,7 @@ class Stage:
             # `x[a][b]` outside code is text: no page of ours has links of that form
             return match[0] if match["ticks"] else r"]\["
 
-        return INLINE.sub(changed, BOX.sub(_admonition, text))
+        return INLINE.sub(changed, ALONE.sub(_captioned, BOX.sub(_admonition, text)))
 
     def _target(self, link: str, source: str) -> str:
         path, _, anchor = link.partition("#")
@@ -257,7 +278,7 @@ class Stage:
         if target in self.mine.pages:
             return relative(self.mine.pages[target], page) + suffix
         if target in self.theirs.pages:  # the other language's site
-            up = os.path.relpath(".", as_url(page) or ".")
+            up = relative(".", page)  # Zensical adds the step from the file to its address
             return f"{up}/{self.mine.other}{as_url(self.theirs.pages[target])}{suffix}"
         return relative(self._file(target), page) + suffix
 
@@ -274,6 +295,12 @@ class Stage:
 def _admonition(box: re.Match[str]) -> str:
     lines = [line.removeprefix(">").strip() for line in box[2].splitlines()]
     return "\n".join([f'!!! warning "{box[1]}"', "", *(f"    {line}" for line in lines)])
+
+
+def _captioned(picture: re.Match[str]) -> str:
+    return (
+        f'{picture[0]}\n<span class="caption" aria-hidden="true">{html.escape(picture[1])}</span>'
+    )
 
 
 def as_mathml(formula: str, *, block: bool) -> str:
@@ -334,6 +361,15 @@ def reference(folder: Path) -> list[dict[str, str]]:
         (folder / page).write_text(f"# {module}\n\n::: {module}\n", "utf-8")
         entries.append({module: page})
     return entries
+
+
+def reference_links(folder: Path) -> list[dict[str, str]]:
+    """Write the Chinese page that leads to the reference, which is English; return its entry."""
+    (folder / "api").mkdir(parents=True, exist_ok=True)
+    links = [f'- <a href="../../api/{module}/">{module}</a>' for module in public_modules()]
+    text = ["# API", "", "API 参考由代码中的文档字符串生成，只有英文：", "", *links, ""]
+    (folder / "api" / "index.md").write_text("\n".join(text), "utf-8")
+    return [{"API": "api/index.md"}]
 
 
 def configuration(stage: Stage, api: list[dict[str, str]]) -> dict[str, Any]:
@@ -450,7 +486,8 @@ def build(language: str, work: Path, *, api: bool) -> Path:
     folder = work / language
     stage = Stage(folder, mine, theirs)
     stage.write()
-    entries = reference(stage.folder) if api else []
+    write = reference if language == "en" else reference_links
+    entries = write(stage.folder) if api else []
     config = folder / "mkdocs.yml"  # JSON is YAML
     config.write_text(json.dumps(configuration(stage, entries), ensure_ascii=False), "utf-8")
     command = [sys.executable, "-m", "zensical", "build", "--strict", "--config-file", str(config)]
@@ -488,7 +525,7 @@ def main(arguments: list[str] | None = None) -> None:
         parser.error(f"{options.folder} is not empty: name a new folder, or empty it")
     with tempfile.TemporaryDirectory() as work:
         english = build("en", Path(work), api=not options.no_api)
-        chinese = build("zh", Path(work), api=False)
+        chinese = build("zh", Path(work), api=not options.no_api)
         shutil.copytree(english, options.folder, dirs_exist_ok=True)
         shutil.copytree(chinese, options.folder / "zh")
 

@@ -9,6 +9,7 @@ words with three numbers each, from chapter 3 of Sebastian Raschka's "Build a La
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -35,6 +36,7 @@ from regard.language import (
     translate_count,
     use_language,
 )
+from regard.ops import infini_attention as memory
 from regard.positions import NTK, LinearScaling, YaRN, rope_frequencies, sinusoidal
 from regard.span import Span
 from regard.standard_output import run_program
@@ -207,6 +209,36 @@ def cache_growth() -> Chart:
     return Picture(title, translate("context, tokens"), translate("cache, bytes"), lines, "xy")
 
 
+def compressed_cache() -> Chart:
+    """Return the cache of each token over the context, from MLA to compressed attention."""
+    names = ("deepseek-v3", "deepseek-v3.2", "deepseek-v4-pro", "deepseek-v4-flash")
+    contexts = [2**i for i in range(8, 21)]
+    lines = tuple(
+        Line(
+            name,
+            tuple((float(n), CostReport(model, Setting(n)).kv_bytes / n) for n in contexts),
+        )
+        for name, model in ((name, model_of(name)) for name in names)
+    )
+    title = translate("the cache of one token, bf16")
+    return Picture(title, translate("context, tokens"), translate("cache, bytes"), lines, "xy")
+
+
+def healing() -> Chart:
+    """Return the perplexity of SmolLM2 with one key/value head over the tokens of finetuning."""
+    file = Path(__file__).with_name("healing.jsonl")
+    rows = [json.loads(line) for line in file.read_text("utf-8").splitlines()]
+    names = {"svd": "svd", "mean": "mean", "none": translate("not converted")}
+    lines = [Line(names[row["pooling"]], tuple((t, p) for t, p in row["curve"])) for row in rows]
+    last = float(max(t for row in rows for t, _ in row["curve"]))
+    before = ((0.0, rows[0]["before"]), (last, rows[0]["before"]))
+    lines.append(Line(translate("before the conversion"), before))
+    title = translate("SmolLM2-135M from 3 key/value heads to 1, then finetuned")
+    return Picture(
+        title, translate("tokens of finetuning"), translate("perplexity"), tuple(lines), "y"
+    )
+
+
 def rotary_angles() -> Chart:
     """Return the cosine of the angle of some rotary pairs at each position."""
     frequencies = rope_frequencies(64).inv_freq
@@ -241,7 +273,7 @@ def alibi_penalty() -> Chart:
 
 
 def sparse_patterns() -> Chart:
-    """Return four masks of 24 tokens, with the number of pairs that each leaves."""
+    """Return six masks of 24 tokens, with the number of pairs that each leaves."""
     span = Span(0, 24)
     causal = masks.Causal()
     shown = {
@@ -249,6 +281,8 @@ def sparse_patterns() -> Chart:
         translate("window of 6"): causal & masks.Window(6),
         translate("window and 2 sinks"): causal & (masks.Window(6) | masks.Sinks(2)),
         translate("every 5th, and the last 5"): causal & masks.Strided(5),
+        translate("window and a global token"): masks.Window(3, ahead=2) | masks.Global((0,)),
+        translate("BigBird: and random blocks"): masks.BigBird(2, 12, window=3, random=1),
     }
     panels = [MaskFigure(m.block(span, span)[0, 0].numpy(), name) for name, m in shown.items()]
     return MaskPanels(panels, translate("sparse patterns: rows are queries, columns are keys"))
@@ -291,12 +325,106 @@ def context_scaling() -> Chart:
 
 
 def infini_segments() -> Chart:
-    """Return the keys that softmax sees in Infini-attention; the memory has the rest."""
+    """Return the keys that softmax sees in Infini-attention, and those that its memory has read."""
     positions = Span(0, 24)
-    visible = (masks.Causal() & masks.Chunk(8)).block(positions, positions)[0, 0].numpy()
-    return MaskFigure(
-        visible, translate("Infini-attention, segments of 8: earlier ones are in the memory")
+    own, seen = (
+        mask.block(positions, positions)[0, 0].numpy()
+        for mask in (masks.Causal() & masks.Chunk(8), masks.Causal())
     )
+    panels = [
+        MaskFigure(own, translate("softmax: the own segment")),
+        MaskFigure(seen & ~own, translate("memory: all closed segments")),
+    ]
+    return MaskPanels(panels, translate("Infini-attention, 24 tokens in segments of 8"))
+
+
+def infini_recall() -> Chart:
+    """Return how far what is read lies from the value that was stored with the key, over the
+    number of stored tokens: the memory of Infini-attention, and softmax over all keys.
+    """
+    generator = torch.Generator().manual_seed(0)
+    k, v = (
+        torch.randn(1, 1, 512, size, generator=generator, dtype=torch.float64) for size in (64, 32)
+    )
+    points: dict[str, list[tuple[float, float]]] = {}
+    for n in (2**i for i in range(10)):
+        keys, values = k[:, :, :n], v[:, :, :n]
+        state = memory.write(keys, values, memory.empty_state(keys, values))
+        found = {
+            translate("memory of Infini-attention"): memory.retrieve(keys, state).values,
+            translate("softmax over all keys"): attend(keys, keys, values),
+        }
+        for name, read in found.items():
+            error = (read - values).norm(dim=-1).mean() / values.norm(dim=-1).mean()
+            points.setdefault(name, []).append((float(n), float(error)))
+    lines = tuple(Line(name, tuple(of)) for name, of in points.items())
+    title = translate("what is recalled: distance to the stored value")
+    return Picture(
+        title, translate("stored tokens"), translate("distance / length of a value"), lines, "x"
+    )
+
+
+def long_perplexity() -> Chart:
+    """Return the perplexity of `tiny` over the length of the text, with the scalings of chapter 11,
+    as `regard extend tiny` measured it (docs/tiny.json).
+    """
+    measured = json.loads(Path(__file__).with_name("tiny.json").read_text("utf-8"))["methods"]
+    names = {
+        "unscaled": translate("not scaled"),
+        "linear": translate("interpolation"),
+        "ntk": translate("NTK-aware"),
+        "dynamic": translate("dynamic NTK"),
+        "yarn": "YaRN",
+    }
+    lines = tuple(
+        Line(name, tuple((float(n), x) for n, x in measured[key]["perplexity"].items()))
+        for key, name in names.items()
+    )
+    title = translate("tiny, trained on 256 tokens: perplexity on longer texts")
+    beyond = translate("longer than in training")
+    return Picture(
+        title, translate("length of the text, tokens"), translate("perplexity"), lines, "xy", 256,
+        beyond,
+    )  # fmt: skip
+
+
+def decoding_steps() -> Chart:
+    """Return the tokens whose keys and values each step computes, without and with a cache."""
+    steps = Span(0, 12)
+    whole, new = (
+        mask.block(steps, steps)[0, 0].numpy()
+        for mask in (masks.Causal(), masks.Causal() & masks.Window(1))
+    )
+    kept = whole & ~new
+    computed = [
+        translate("{n} keys and values computed", n=int(each.sum())) for each in (whole, new)
+    ]
+    read = translate("{n} keys and values read again", n=int(kept.sum()))
+    panels = [
+        MaskFigure(whole, translate("without a cache"), note=computed[0]),
+        MaskFigure(new, translate("with a cache"), note=computed[1]),
+        MaskFigure(kept, translate("kept in the cache"), note=read),
+    ]
+    return MaskPanels(panels, translate("12 steps of writing: rows are steps, columns are tokens"))
+
+
+def head_steps() -> str:
+    """Return the diagram of one head on six words, with the matrices of chapter 3."""
+    x = torch.tensor(EMBEDDINGS)
+    generator = torch.Generator().manual_seed(123)
+    w_q, w_k, w_v = (torch.rand(3, 2, generator=generator) for _ in range(3))
+    q, k, v = x[1] @ w_q, x @ w_k, x @ w_v
+    scores = k @ q
+    weights = torch.softmax(scores / 2**0.5, dim=0)
+    columns = [
+        (translate("keys"), "k", k),
+        ("q · k", "s", scores[:, None]),
+        ("/ sqrt(2)", "s", scores[:, None] / 2**0.5),
+        (translate("weights"), "s", weights[:, None]),
+        (translate("values"), "v", v),
+    ]
+    tables = [(name, role, _rows(values)) for name, role, values in columns]
+    return block_diagrams.steps_svg(WORDS, "journey", q.tolist(), tables, (weights @ v).tolist())
 
 
 FIGURES: dict[str, Callable[[], Chart]] = {
@@ -309,11 +437,16 @@ FIGURES: dict[str, Callable[[], Chart]] = {
     "rotary-angles": rotary_angles,
     "alibi-penalty": alibi_penalty,
     "cache-growth": cache_growth,
+    "compressed-cache": compressed_cache,
+    "healing": healing,
     "heads": heads,
     "sparse-patterns": sparse_patterns,
     "linear-work": linear_work,
     "context-scaling": context_scaling,
     "infini-segments": infini_segments,
+    "infini-recall": infini_recall,
+    "long-perplexity": long_perplexity,
+    "decoding-steps": decoding_steps,
 }
 """The name of each figure, which is the name of its file, and the function that draws it."""
 
@@ -322,6 +455,8 @@ DIAGRAMS: dict[str, Callable[[], str]] = {
     "blocks": block_diagrams.svg,
     "transformer-block": block_diagrams.block_svg,
     "two-forms": block_diagrams.two_forms_svg,
+    "compressed-blocks": block_diagrams.compressed_svg,
+    "head-steps": head_steps,
 }
 """The name of each block diagram, and the function that returns it as SVG text."""
 READINGS = {

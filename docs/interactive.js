@@ -11,6 +11,7 @@
     model: ["Model", "模型"],
     minilm: ["a sentence model: MiniLM, layer 0, head 1", "句子模型 MiniLM，第 0 层第 1 头"],
     smollm2: ["a language model: SmolLM2, layer 23, head 0", "语言模型 SmolLM2，第 23 层第 0 头"],
+    gemma3: ["a language model that reads Chinese: Gemma 3, layer 12, head 1", "语言模型 Gemma 3，第 12 层第 1 头"],
     reads: ["“{query}” reads “{key}”: {p} of its attention", "“{query}”最关注“{key}”：权重 {p}"],
     own: ["The numbers are the model's.", "这些是模型自己的数值。"],
     changed: ["You changed a number: the weights follow.", "数值已改动，权重随之变化。"],
@@ -344,12 +345,12 @@
       const [x0, y0] = middle(state.query);
       const path = (weight, j) => {
         const [x, y] = middle(j);
-        const up = Math.min(y, y0) - (y === y0 ? Math.min(44, 10 + Math.abs(x - x0) / 6) : 16);
-        const d = `M${x0} ${y0}C${x0} ${up} ${x} ${up} ${x} ${y}`;
+        if (y !== y0) return null; // an arc to another line would cross its words
+        const up = y0 - Math.min(44, 10 + Math.abs(x - x0) / 6);
+        const d = `M${x0} ${y0}C${x0} ${up} ${x} ${up} ${x} ${y0}`;
         return svg("path", { d, "stroke-width": 1 + 12 * weight, "stroke-opacity": Math.min(1, 0.15 + 1.5 * weight) });
       };
-      const near = (weight, j) => weight >= (middle(j)[1] === y0 ? 0.02 : 0.1); // arcs between lines cross words
-      const drawn = p.map((weight, j) => (near(weight, j) && j !== state.query ? path(weight, j) : null));
+      const drawn = p.map((weight, j) => (weight >= 0.02 && j !== state.query ? path(weight, j) : null));
       words.append(svg("svg", { class: "rf-arcs", width: box.width, height: box.height, "aria-hidden": true }, drawn));
     };
 
@@ -499,12 +500,12 @@
       value => Object.assign(state, { name: value }) && start() && draw(),
     );
     place.append(
-      el("div", { class: "rf-controls" }, choice),
       lead,
       words,
       el("p", { class: "rf-hint" }, t("choose")),
       body,
       controls,
+      el("div", { class: "rf-controls" }, choice),
     );
     start();
     draw();

@@ -43,6 +43,7 @@ HEADS = (
         query=13,
         key=1,
     ),
+    Head("gemma3", "妈妈和爸爸去了商店，爸爸把一瓶水递给了", 12, 1, query=13, key=1),
 )
 
 

@@ -69,10 +69,13 @@ def page(entry: Variant, row: Mapping[str, str]) -> str:
     layer = build_without_memory(entry, DIM, HEADS, options)
     tables = fact_tables(entry, DIM, HEADS, options, describe_layer(layer, CONTEXT))
     where, usage, choices, *costs = tables
+    english = where == "where"
+    up, name = ("zh", "简体中文") if english else ("..", "English")
+    other = f"[{name}](../{up}/{FOLDER}/{entry.name}/)"  # from the folder of this file
     parts = [
         f"# {entry.name}",
         translate(entry.summary),
-        f"[← {translate('all mechanisms in one table')}](../mechanisms.md)",
+        f"[← {translate('all mechanisms in one table')}](../mechanisms.md) · {other}",
         f"## {translate('Formula')}",
         f"```text\n{wrap(entry.equation, 76, hang='    ')}\n```",
         _table(tables[where]),
@@ -81,7 +84,7 @@ def page(entry: Variant, row: Mapping[str, str]) -> str:
         translate("The picture is measured in the small example below, not in a trained model."),
     ]
     if entry.name in ("mha", "gqa", "mqa", "mla"):
-        images = "../images/heads.svg" if where == "where" else "../images/zh/heads.svg"
+        images = "../images/heads.svg" if english else "../images/zh/heads.svg"
         parts.append(f"![{translate('what a cache holds for each token of one layer')}]({images})")
     parts += [f"## {translate('Cost')}"]
     for title in costs:

@@ -23,7 +23,7 @@ from regard.compare.experiment import ExperimentStore, Session
 from regard.language import Phrase, translate, translate_count
 from regard.standard_output import run_program
 from regard.text_table import line_width, wrap
-from regard.timing.machine import MachineFacts, describe_machine, torch_threads
+from regard.timing import MachineFacts, describe_machine, torch_threads
 from regard.view import html_page
 
 PROGRAM = "python -m experiments"

@@ -10,7 +10,7 @@ from typing import Literal, NamedTuple, TypeAlias, get_args
 
 from regard.compare.experiment import Numbers
 from regard.language import Phrase
-from regard.timing.measurement import quartiles
+from regard.timing import quartiles
 from regard.view.charts import Picture
 
 Role: TypeAlias = Literal["claim", "limit", "control", "reported"]

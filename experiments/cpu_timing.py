@@ -11,8 +11,7 @@ import torch
 
 from experiments.claim import num_steps
 from regard.compare.experiment import Numbers
-from regard.timing.machine import torch_threads
-from regard.timing.measurement import interleaved
+from regard.timing import interleaved, torch_threads
 from regard.view.charts import Line
 
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from regard.compare.mechanisms import build_decoder
 from regard.models.decoder import Decoder
 from regard.models.families.regard import Config
-from regard.timing.machine import torch_threads
+from regard.timing import torch_threads
 from regard.train.batches import Batches, BatchSource
 from regard.train.loop import fit
 from regard.train.losses import AnswerLoss, Loss, evaluate, next_token_loss

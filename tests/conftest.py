@@ -41,7 +41,7 @@ if sys.version_info < (3, 11, 8):
 
 for package in ("regard", "benchmarks", "experiments"):
     annotations.install(package)
-torch.set_num_threads(1)
+torch.set_num_threads(int(os.environ.get("REGARD_TEST_THREADS", "1")))
 ROOT = Path(__file__).parents[1]
 
 EXAMPLES = int(os.environ.get("REGARD_EXAMPLES", "25"))

@@ -13,14 +13,14 @@ from regard import units
     ("n", "words"),
     [
         (0, "0 B"),
-        (1023, "1023 B"),
+        (1023, "1,023 B"),
         (1024, "1.00 KiB"),
         (1536, "1.50 KiB"),
         (33792, "33.0 KiB"),
         (3 << 20, "3.00 MiB"),
         (1 << 30, "1.00 GiB"),
         (143771 << 20, "140 GiB"),
-        (1 << 60, "1024 PiB"),
+        (1 << 60, "1,024 PiB"),
         (None, "-"),
     ],
 )
@@ -36,7 +36,7 @@ def test_memory_is_in_binary_units(n: int | None, words: str) -> None:
         (999.6, "FLOP", "1.00 kFLOP"),
         (284.8e6, "FLOP", "285 MFLOP"),
         (1.513e15, "FLOP/s", "1.51 PFLOP/s"),
-        (5e21, "FLOP", "5000 EFLOP"),
+        (5e21, "FLOP", "5,000 EFLOP"),
         (262144, "", "262 k"),
         (None, "FLOP", "-"),
     ],
@@ -88,14 +88,28 @@ SCALES = {"B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40
 
 @given(st.integers(0, 1 << 58))
 def test_what_is_written_is_the_number_to_three_digits(n: int) -> None:
-    number, unit = units.size(n).split()
+    number, unit = units.size(n).replace(",", "").split()
     assert float(number) * SCALES[unit] == pytest.approx(n, rel=5.1e-3)
     assert len(number.replace(".", "")) <= 4
 
 
 @given(st.floats(1e-9, 1e6))
 def test_durations_can_be_read_back(t: float) -> None:
-    number, unit = units.seconds(t).split()
+    number, unit = units.seconds(t).replace(",", "").split()
     scale = {"s": 1.0, "ms": 1e-3, "µs": 1e-6, "ns": 1e-9}[unit]
     assert float(number) * scale == pytest.approx(t, rel=5.1e-3)
     assert float(number) >= 1
+
+
+@pytest.mark.parametrize(
+    ("x", "words"),
+    [
+        (0.98765, "0.9877"),
+        (30.333, "30.33"),
+        (1645.4, "1,645"),
+        (9999.6, "10,000"),
+        (147612, "147,612"),
+    ],
+)
+def test_rates_have_no_exponent(x: float, words: str) -> None:
+    assert units.per_second(x) == words

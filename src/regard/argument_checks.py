@@ -14,6 +14,7 @@ from regard.did_you_mean import suggest
 from regard.errors import ArgumentError, ArgumentTypeError
 from regard.span import Positions, Span
 from regard.units import plural
+from regard.untrusted_text import short_repr
 
 if TYPE_CHECKING:
     import torch
@@ -392,3 +393,22 @@ def check_value_heads(heads: int, groups: int, value_heads: int) -> None:
             f"query heads {heads} and value heads {value_heads} do not fit; one must be a multiple "
             "of the other, because each output reads one state with one query"
         )
+
+
+MAX_INT = (1 << 62) - 1
+"""The largest integer that `check_int` accepts; the sum of two such numbers fits into 64 bits."""
+
+
+def check_int(name: str, x: object, least: int, advice: str = "") -> int:
+    """Return `x` if it is an int from `least` to `MAX_INT`, and raise otherwise."""
+    if isinstance(x, bool) or not isinstance(x, int):
+        raise ArgumentTypeError(
+            f"{name} is {type(x).__name__} {x!r}; it must be an int, {least} or more"
+        )
+    if x < least:
+        raise ArgumentError(f"{name} is {x}; it must be {least} or more{advice and ': ' + advice}")
+    if x > MAX_INT:
+        raise ArgumentError(
+            f"{name} is {short_repr(x)}; it must be at most {MAX_INT}, since positions have 64 bits"
+        )
+    return x

@@ -38,7 +38,11 @@ def close_matches(
     cutoff: float = 0.6,
     longest: int = MAX_COMPARED,
 ) -> list[str]:
-    """Return the known names that are most similar to a given one, the most similar first."""
+    """Return the known names that are most similar to a given one: first those that begin with it,
+    then the most similar.
+    """
     import difflib  # imported here, since only errors need it
 
-    return difflib.get_close_matches(str(name)[:longest], list(known), most, cutoff)
+    text = str(name)[:longest]
+    matches = difflib.get_close_matches(text, list(known), most, cutoff)
+    return sorted(matches, key=lambda match: not match.startswith(text.lower()))

@@ -18,11 +18,12 @@ from regard.ops.linear.feature_maps import (
     TaylorFeatures,
     cosine_features,
 )
-from regard.ops.linear.gated_slots import gated_slots, log_sum_exp_gates
 from regard.ops.linear.linear_attention import (
     FEATURE_MAPS,
     gated_linear,
+    gated_slots,
     linear_attention,
+    log_sum_exp_gates,
     mlstm,
     retention,
 )

@@ -1,5 +1,6 @@
-"""State that torch and Python keep per process (random numbers, compilation flag, warning filters),
-changed through this module by one thread at a time, as threads would see each other's.
+"""State that a process keeps: of torch and Python (random numbers, compilation flag, warning
+filters), changed through this module by one thread at a time, as threads would see each other's;
+and constants, with one copy for each device.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from threading import RLock
 from typing import TypeVar
 
 import torch
+from torch import Tensor
 from torch._guards import CompileContext, TracingContext
 from torch._subclasses.fake_tensor import is_fake
 from torch.autograd import forward_ad
@@ -152,3 +154,35 @@ def ignore_warnings() -> Iterator[None]:
     with exclusive(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
+
+
+class ConstantTensor:
+    """A constant on the CPU, and its copies on other devices.
+
+    `tensor.to(device)` would copy it in every layer and step, and wait for the device.
+    """
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+        self._copies: dict[torch.device, Tensor] = {}
+
+    def on(self, device: torch.device) -> Tensor:
+        """Return the constant on a device."""
+        if device == self.tensor.device:
+            return self.tensor
+        copy = self._copies.get(device)
+        if copy is not None:
+            return copy
+        if is_compiling():  # a graph's tensors end with it
+            return self.tensor.to(device)
+        with torch.inference_mode(False):  # a later call may save the copy for its gradient
+            copy = self.tensor.to(device)
+        if values_are_readable(copy):
+            self._copies[device] = copy
+        return copy
+
+    def __deepcopy__(self, memo: dict[int, object]) -> ConstantTensor:
+        return type(self)(self.tensor)
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return type(self), (self.tensor,)

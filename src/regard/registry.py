@@ -1,13 +1,15 @@
-"""Registries of classes by name, in which masks, biases and caches enter when defined."""
+"""Registries of classes by name, in which masks, biases and caches enter when defined; names of a
+package that are imported when they are first used.
+"""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib import import_module
 from pkgutil import iter_modules
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from regard.did_you_mean import suggest
 from regard.errors import ArgumentError
@@ -80,3 +82,18 @@ def import_all(package: str, path: Sequence[str]) -> None:
     """Import every module of a package, so that the classes in them are registered."""
     for module in iter_modules(path):
         import_module(f"{package}.{module.name}")
+
+
+def import_when_used(package: str, modules: Mapping[str, str]) -> Callable[[str], Any]:
+    """Return the `__getattr__` of a package whose names are imported when they are first used.
+
+    `modules` has the names, separated by spaces, of each module.
+    """
+    homes = {name: module for module, names in modules.items() for name in names.split()}
+
+    def load(name: str) -> Any:
+        if name not in homes:
+            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        return getattr(import_module(homes[name]), name)
+
+    return load

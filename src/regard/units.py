@@ -19,7 +19,12 @@ def digits(x: float) -> str:
     if x == 0 or not math.isfinite(x):
         return f"{x:.0f}"
     exponent = int(f"{abs(x):.2e}".partition("e")[2])
-    return f"{x:.{max(0, 2 - exponent)}f}"
+    return f"{x:,.{max(0, 2 - exponent)}f}"
+
+
+def per_second(x: float) -> str:
+    """Format a rate with four significant digits, or all before the point."""
+    return f"{x:,.0f}" if x >= 9999.5 else f"{x:,.4g}"
 
 
 def size(n: float | None) -> str:
@@ -29,7 +34,7 @@ def size(n: float | None) -> str:
     step = 0
     while abs(n) >= 1024 and step < len(_BINARY) - 1:
         n, step = n / 1024, step + 1
-    return f"{digits(n) if step else f'{n:.0f}'} {_BINARY[step]}"
+    return f"{digits(n) if step else f'{n:,.0f}'} {_BINARY[step]}"
 
 
 def count(n: float | None, unit: str = "") -> str:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import re
 import reprlib
+from typing import Any
 
 MAX_LENGTH = 100
 """The number of characters of an untrusted value in a message."""
@@ -38,6 +39,15 @@ def short_repr(value: object, longest: int = MAX_LENGTH) -> str:
         return f"an integer of {value.bit_length()} bits"
     text = _ShortRepr(longest).repr(value)
     return text if len(text) <= longest else f"{text[:longest]}..."
+
+
+def tuple_repr(value: Any) -> str:
+    """Return the `repr` of a named tuple on one line, with shapes in place of tensors."""
+    parts = (
+        f"{name}={list(x.shape) if hasattr(x, 'shape') else short_repr(x, 40)}"
+        for name, x in value._asdict().items()
+    )
+    return f"{type(value).__name__}({', '.join(parts)})"
 
 
 def error_text(message: object, longest: int = 600) -> str:

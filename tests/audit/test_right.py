@@ -79,7 +79,7 @@ RIGHT: dict[str, tuple[Any, dict[str, Any], str]] = {
 }
 
 
-@pytest.mark.full(keep=2)
+@pytest.mark.full(keep=["sdpa, bfloat16", "by hand, window and cache"])
 @pytest.mark.parametrize("name", RIGHT)
 def test_right_code_has_no_fault(name: str) -> None:
     target, options, made = RIGHT[name]

@@ -26,7 +26,7 @@ from benchmarks.programs import (
     find_browser,
 )
 from benchmarks.result import check_outputs
-from regard.timing.measurement import PROCESS, call_in_subprocess
+from regard.timing import PROCESS, call_in_subprocess
 from tests.benchmarks.small import CPU, SMALL, run_peers
 
 

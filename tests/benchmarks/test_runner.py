@@ -32,7 +32,7 @@ from benchmarks.result import (
 )
 from benchmarks.runner import PeerProcess, prepare_in_own_process
 from regard.errors import RegardError
-from regard.timing.machine import BandwidthProbe, torch_threads
+from regard.timing import BandwidthProbe, torch_threads
 from regard.tolerance import ERROR_FACTOR, GRADIENT_ERROR_FACTOR, two_roundings
 from tests.benchmarks.small import CPU, SMALL, run_peers
 
@@ -103,7 +103,7 @@ def test_a_small_error_is_found_too() -> None:
 
 def test_a_slow_peer_is_slower_by_the_right_ratio(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock()
-    monkeypatch.setattr("regard.timing.measurement.time", clock)
+    monkeypatch.setattr("regard.timing.time", clock)
     peers = clock.peer("ours", 0.25), clock.peer("slow", 1.0)
     result = run_peers(*peers, budget={"rounds": 5})
     first, slow = result.rows
@@ -132,7 +132,7 @@ def test_everything_that_is_not_timed_says_why() -> None:
         Peer("broken", "Raises.", broken),
     )
     reasons = {row.peer: (row.status, row.why) for row in result.rows}
-    assert reasons.pop("large")[1].startswith("needs 1024 PiB, ")
+    assert reasons.pop("large")[1].startswith("needs 1,024 PiB, ")
     assert reasons == {
         "regard": ("timed", ""),
         "absent": ("missing", "no module no_such_module"),

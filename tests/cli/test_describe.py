@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from regard.configs.catalogue import GROUPS
 from regard.configs.suggested_sizes import ALIASES
 from regard.nn.variants import VARIANTS
-from regard.nn.variants.registry import GROUPS, in_teaching_order
+from regard.nn.variants.registry import in_teaching_order
 from tests.cli.command import Said
 
 
@@ -132,6 +133,7 @@ def test_groups_are_in_a_teaching_order(said: Said) -> None:
 
 
 def test_every_mechanism_has_one_group() -> None:
-    grouped = [entry.name for group in GROUPS for entry in group.variants()]
+    grouped = {name: x for group in GROUPS for name, x in group.summaries().items()}
     assert sorted(grouped) == sorted(VARIANTS)
-    assert [entry.name for entry in in_teaching_order()] == grouped
+    taught = [(entry.name, entry.summary) for entry in in_teaching_order()]
+    assert taught == list(grouped.items()), "the text of the files says what the registry says"

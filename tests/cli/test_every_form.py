@@ -19,6 +19,7 @@ import regard
 from regard.cli.app import COMMANDS
 from regard.cli.inspect import TASKS
 from regard.models import Model, TextEncoder
+from regard.models.convert import Checkpoint
 from regard.nn.weights import count_parameters
 from tests.cli.command import Said
 from tests.cli.test_few_bit_models import small_model, write_as_gguf
@@ -174,6 +175,26 @@ def assert_attribute(run: Command, form: Form) -> None:
     assert near(sum(sum(row) for row in told["values"]), logit)
 
 
+def assert_knockout(run: Command, form: Form) -> None:
+    told = run.json("inspect", "knockout", TEXT, "--keys", "0", "--layers", "0")
+    assert near(told["baseline"], form.logs().max() if form.decodes else 1)
+    assert told["values"][0][0] != 0
+
+
+def assert_circuit(run: Command, form: Form) -> None:
+    told = run.json("inspect", "circuit", TEXT, "--corrupt", OTHER, "--threshold", "0.5")
+    best = form.logs().argmax()
+    assert near(told["clean"], form.logs()[best])
+    assert near(told["corrupt"], form.logs(OTHER)[best])
+    assert abs(told["faithfulness"] - 1) <= 0.5
+
+
+def assert_weights(run: Command, form: Form) -> None:
+    told = run.json("inspect", "weights")
+    assert len(told["values"]) == form.depth
+    assert all(-1 <= x <= 1 for row in told["values"] for x in row)
+
+
 def assert_lens(run: Command, form: Form) -> None:
     told = run.json("inspect", "lens", TEXT)
     assert near(told["values"][-1][-1], form.logs().max().exp())
@@ -253,8 +274,11 @@ def assert_convert(run: Command, form: Form) -> None:
     run.said("convert", form.source, out, "--dtype", "float16", "--text", text)
     made = dict(regard.load(out, kind=Model).decoder.named_parameters())
     assert isinstance(form.model, Model)
-    for name, x in form.model.decoder.named_parameters():
-        assert torch.equal(made[name], x.half())
+    checkpoint = Checkpoint(form.model.decoder, form.model.config)
+    records = {name: x.dequantize(torch.float32) for name, x in checkpoint.records().items()}
+    wanted = {**checkpoint.weights(), **records}
+    assert made.keys() <= wanted.keys()
+    assert all(torch.equal(x, wanted[name].half()) for name, x in made.items())
 
 
 def assert_generate(run: Command, form: Form) -> None:
@@ -290,26 +314,25 @@ CELLS: Mapping[str, Callable[[Command, Form], None]] = {
     "patch": assert_patch,
     "attribute": assert_attribute,
     "lens": assert_lens,
+    "knockout": assert_knockout,
+    "circuit": assert_circuit,
+    "weights": assert_weights,
     "rollout": assert_rollout,
     "compare": assert_compare,
     "measure": assert_measure,
     "taps": assert_taps,
 }
 NEEDS_DECODER = "a Model is needed here: give another model"
-FEW_BITS = "the checkpoint that"
 NO_TEMPLATE = "no chat template"
 REFUSED: Mapping[tuple[str, str], tuple[int, str]] = {
     ("attribute", "minilm"): (2, "measure its vector with ablate"),
     ("lens", "minilm"): (2, "measure its vector with ablate"),
+    ("weights", "minilm"): (2, "it must be a Model"),
+    ("circuit", "minilm"): (2, "edges are those of a Model"),
     ("extend", "minilm"): (1, NEEDS_DECODER),
     ("convert", "minilm"): (1, NEEDS_DECODER),
     ("chat", "minilm"): (1, NEEDS_DECODER),
     ("generate", "minilm"): (2, "regard.load('minilm').embed"),
-    ("convert", "int8"): (2, FEW_BITS),
-    ("convert", "int4"): (2, FEW_BITS),
-    ("convert", "mxfp4"): (2, FEW_BITS),
-    ("convert", "gguf"): (1, FEW_BITS),
-    ("convert", "smollm2"): (1, FEW_BITS),
 } | {("chat", form): (1, NO_TEMPLATE) for form in FORMS if form not in ("smollm2", "minilm")}
 """(command, form) -> the exit code of a refusal, and the words that say what to do."""
 SAME_CODE = "audit runs a network some hundred times, and a GGUF file takes the same path"
@@ -317,6 +340,8 @@ MANY_HEADS = "270 heads and 30 layers take a minute, and a GGUF file takes the s
 SKIPPED = {
     ("ablate", "smollm2"): MANY_HEADS,
     ("patch", "smollm2"): MANY_HEADS,
+    ("circuit", "smollm2"): MANY_HEADS,
+    ("weights", "smollm2"): MANY_HEADS,
     ("extend", "smollm2"): "it is trained on 8,192 tokens, of which a test reads too many",
     ("audit", "smollm2"): SAME_CODE,
     ("audit", "int8"): SAME_CODE,
@@ -349,6 +374,7 @@ def test_cell(
         "convert": ("convert", form.source, tmp_path / "out", "--dtype", "float16"),
         "extend": ("extend", form.source),
         "chat": ("chat", form.source),
+        "circuit": ("inspect", "circuit", TEXT, "--corrupt", OTHER, "--model", form.source),
         "generate": ("generate", TEXT, "--model", form.source),
     }
     task = ("inspect", command, TEXT, "--model", form.source)

@@ -12,7 +12,20 @@ import pytest
 
 import regard
 from regard.cli.inspect import OPTIONS, TASKS
-from regard.inspect import ablate, attribute, compare, logit_lens, patch, record, rollout, taps
+from regard.inspect import (
+    ablate,
+    attribute,
+    attribute_answer,
+    compare,
+    composition_scores,
+    find_circuit,
+    knockout,
+    logit_lens,
+    patch,
+    record,
+    rollout,
+    taps,
+)
 from regard.inspect.interventions import edited_runs
 from regard.models import TextEncoder
 from tests.cli.command import Said
@@ -36,12 +49,25 @@ def test_every_task_prints_what_the_function_returns(said: Said) -> None:
         ("attribute", TEXT, "--answer", " be", "--versus", " do"): attribute(
             model, TEXT, (" be", " do")
         ),
+        ("attribute", TEXT, "--answer", " be that", "--whole"): attribute_answer(
+            model, TEXT, " be that"
+        ),
+        ("patch", TEXT, "--corrupt", OTHER, "--what", "edges", "--receiver=layers.2:1:q"): patch(
+            model, TEXT, OTHER, what="edges", receiver=("layers.2", 1, "q")
+        ),
+        ("knockout", TEXT, "--keys", "1,2", "--window", "2", "--heads", "0,-1"): knockout(
+            model, TEXT, keys=[1, 2], window=2, heads=[0, -1]
+        ),
+        ("circuit", TEXT, "--corrupt", OTHER, "--threshold", "0.5"): find_circuit(
+            model, TEXT, OTHER, threshold=0.5
+        ),
+        ("weights", "--what", "v"): composition_scores(model, "v"),
         ("lens", TEXT): logit_lens(model, TEXT),
         ("rollout", TEXT): rollout(model, TEXT),
         ("compare", TEXT, "--other", OTHER): compare(record(model, TEXT), record(model, OTHER)),
     }
     for arguments, table in wanted.items():
-        assert printed(said, *arguments).rstrip("\n") == table.text()
+        assert printed(said, *arguments).rstrip("\n") == table.text(10)
         data = json.loads(printed(said, *arguments, "--json"))
         assert data == json.loads(json.dumps(table.as_dict()))
     assert printed(said, "taps").split() == list(taps(model))
@@ -75,6 +101,10 @@ def test_tables_and_maps_are_written(tmp_path: Path, said: Said) -> None:
         (["ablate", TEXT, "--method", "zeros"], "did you mean 'zero'"),
         (["patch", TEXT], "patch needs it"),
         (["patch", TEXT, "--corrupt", OTHER, "--what", "paths", "--receiver", "x"], "is not LAYER"),
+        (["knockout", TEXT], "positions of keys"),
+        (["circuit", TEXT], "circuit needs it: another text"),
+        (["weights", "--what", "x"], "is not copying, q, k or v"),
+        (["attribute", TEXT, "--whole"], "give --answer"),
         (["measure", TEXT, "--metric", "entrpy"], "did you mean 'entropy'"),
         (["rollout", TEXT, "--out", "no folder/x.svg"], "there is no folder"),
     ],

@@ -18,6 +18,7 @@ from safetensors.torch import load_file
 
 from regard.cli.app import run
 from regard.models.tokenizer import Tokenizer
+from regard.ops import tokenwise
 from regard.train import Batches
 
 SMALL = [
@@ -139,6 +140,19 @@ def killed_at(batch: int, number: int, work: Callable[[], int]) -> int:
 
 
 @pytest.mark.full(keep=1)
+@pytest.mark.parametrize("is_slow", [False, True])
+def test_bf16_is_said_to_be_slow_where_it_is(
+    is_slow: bool,
+    text: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(tokenwise, "is_slow_in_torch", lambda dtype: is_slow)
+    assert train(text, tmp_path / "out", "--steps", "1", "--bf16") == 0
+    assert ("without --bf16" in capsys.readouterr().err) == is_slow
+
+
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
 def test_killed_and_resumed_gives_the_same_weights(
     text: Path, tmp_path: Path, number: signal.Signals

@@ -8,9 +8,8 @@ from pathlib import Path
 import pytest
 
 from regard.cli import main
-from regard.compare.like_model import check_fits, needed_memory, shape_like
 from regard.compare.mechanisms import candidates, configs, count_parameters
-from regard.compare.speed_and_memory import Timing
+from regard.compare.speed_and_memory import Timing, check_fits, needed_memory, shape_like
 from regard.configs.published import model_of
 from regard.errors import ArgumentError
 
@@ -23,7 +22,8 @@ def test_the_sizes_of_qwen2() -> None:
     gqa = configs(candidates(["gqa"], shape), shape)["gqa"]
     biases = 24 * (14 * 64 + 2 * 2 * 64)
     assert count_parameters(gqa) == model_of("qwen2-0.5b").parameters - biases
-    assert shape.window == 4096
+    (window,) = candidates(["window"], shape)
+    assert window.options == {"groups": 2, "window": 4096}  # as cost --mechanisms suggests
     assert shape_like("qwen2-0.5b", 64).window == 64
     assert shape_like("mistral-7b-v0.1").window == 4096
 

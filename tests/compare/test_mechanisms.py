@@ -110,7 +110,7 @@ def test_names_of_the_catalogue_with_options() -> None:
         (["mha", "mha"], "mha is given twice; name each mechanism once"),
         (["gqa:group=2"], "gqa has no option group; did you mean 'groups'"),
         (["gqa"], None),
-        (["sliding_window"], "sliding_window needs a value for groups, window"),
+        (["packed"], "packed needs a value for bounds"),
         (["gqa:groups=3"], "4 query heads are not divisible by 3"),
     ],
 )

@@ -9,7 +9,7 @@ import pytest
 
 from regard.compare import speed_and_memory
 from regard.errors import RegardError
-from regard.timing.measurement import PROCESS
+from regard.timing import PROCESS
 from tests.compare.small import MACHINE, TIMING, plan
 
 

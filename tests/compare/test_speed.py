@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from regard import attend
+from regard import attend, timing
 from regard.compare import speed_and_memory
 from regard.compare.mechanisms import (
     DEFAULT_NAMES,
@@ -28,7 +28,6 @@ from regard.errors import ArgumentError
 from regard.models.assembly.catalogue_mixer import decoder_variants
 from regard.models.decoder import Decoder
 from regard.nn.variants import VARIANTS
-from regard.timing import measurement
 from tests.compare.small import SHAPE, TIMING, plan
 
 COUNTED = [
@@ -40,21 +39,25 @@ IDLE = {"process_time": lambda: 0.0, "sleep": lambda _: None}
 
 
 def kept(name: str, context: int, shape: Shape = SHAPE) -> int:
-    """Numbers that a layer holds, from the mechanism's definition."""
+    """Numbers that a layer holds, from the mechanism's definition: H/2 key/value heads where a
+    mechanism can share them, one for NSA, and 2 H value heads for gated delta.
+    """
     D, H, W = shape.head_dim, shape.heads, shape.window
     per_token = {
         "mha": 2 * H * D,
         "gqa": H * D,
         "mqa": 2 * D,
         "mla": 2 * D + D // 2,
-        "nsa": 3 * H * D,
+        "nsa": 3 * 2 * D,
     }
     if name in per_token:
         return per_token[name] * context
     if name in ("window", "sinks"):
-        return 2 * H * D * min(context, W)
+        return H * D * min(context, W)
     if name == "infini":
         return H * D * (D + 1) + 2 * H * D * (context % W)
+    if name == "gated-delta":
+        return 2 * H * D * D
     return H * D * (D + (name == "linear"))
 
 
@@ -160,7 +163,7 @@ def test_a_slow_mechanism_is_shown_as_slower(monkeypatch: pytest.MonkeyPatch) ->
 
     monkeypatch.setattr(speed_and_memory, "build_decoder", slowed)
     clock = SimpleNamespace(perf_counter=lambda: now[-1], **IDLE)
-    monkeypatch.setattr(measurement, "time", clock)
+    monkeypatch.setattr(timing, "time", clock)
     for kind in speed_and_memory.KINDS:
         found = speed_and_memory.time_in_turns(
             made, kind, 6, replace(TIMING, rounds=5, seconds=100.0)
@@ -174,7 +177,7 @@ def test_a_slow_mechanism_is_shown_as_slower(monkeypatch: pytest.MonkeyPatch) ->
 def test_no_round_begins_behind_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
     monkeypatch.setattr(
-        measurement,
+        timing,
         "time",
         SimpleNamespace(perf_counter=lambda: now.append(now[-1] + 1.0) or now[-1], **IDLE),
     )

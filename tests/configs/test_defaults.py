@@ -15,7 +15,7 @@ DIFFERENT = {
     "deepseek_v3": {LENGTH},
     "deepseek_v32": {LENGTH},
     "glm4_moe": {LENGTH},
-    "glm_moe_dsa": {"rms_norm_eps", LENGTH, "n_group", "topk_group", "index_n_heads"},
+    "kimi_k25": {"tie_word_embeddings"},  # of the whole, too
     "minimax_m2": {LENGTH},
     "ernie4_5_moe": {"moe_layer_end_index"},  # -1 becomes the number of the last layer
     "mistral3": {"tie_word_embeddings"},  # of the whole; a head that is stored is its own

@@ -18,15 +18,14 @@ from typing import Any
 import pytest
 
 import regard
-from regard.configs import CONFIG_MODULES, CONFIGS, COUNTED_ONLY, LOADABLE, config_class
+from regard.configs import CONFIG_MODULES, CONFIGS, config_class
 from regard.configs.base import ModelConfig, UnknownKey
 from regard.configs.reader import FIXED_VALUES, ROPE_KEYS, SIZE_KEYS, parse, read_sizes
 from regard.errors import ArgumentError, RegardError
-from regard.files.strict_json import INFINITY
+from regard.files.reading import INFINITY
 from regard.models.families import find_family
-from tests.cost.tiny import COUNTED, TINY
+from tests.cost.tiny import TINY
 
-EVERY = TINY | COUNTED
 CODE = """
 import json, sys
 from regard.configs.reader import parse, read_sizes
@@ -45,18 +44,17 @@ def config_of(raw: dict[str, Any]) -> type[ModelConfig]:
 
 
 def test_every_model_type_has_one_class_and_a_small_config() -> None:
-    assert {raw["model_type"] for raw in EVERY.values()} == set(CONFIGS) == set(CONFIG_MODULES)
+    assert {raw["model_type"] for raw in TINY.values()} == set(CONFIGS) == set(CONFIG_MODULES)
     for name in CONFIGS:
         found = config_class(name)
         assert found is not None
         assert name in found.model_types
         assert found.model_types[0] in CONFIGS
     assert config_class("lama") is None
-    assert set(LOADABLE) | COUNTED_ONLY == set(CONFIGS)
-    assert all(find_family(name) is None for name in COUNTED_ONLY)
+    assert find_family("lama") is None
 
 
-@pytest.mark.parametrize("name", LOADABLE)
+@pytest.mark.parametrize("name", CONFIGS)
 def test_loading_and_counting_read_through_one_class(name: str) -> None:
     found, counted = find_family(name), config_class(name)
     assert counted is not None
@@ -65,9 +63,9 @@ def test_loading_and_counting_read_through_one_class(name: str) -> None:
     assert [f.name for f in fields(found.config)] == [f.name for f in fields(counted)]
 
 
-@pytest.mark.parametrize("name", EVERY)
+@pytest.mark.parametrize("name", TINY)
 def test_the_strict_config_has_the_sizes_that_are_counted(name: str) -> None:
-    raw = EVERY[name]
+    raw = TINY[name]
     assert parse(config_of(raw), raw).sizes(name) == read_sizes(raw, name)
 
 
@@ -75,7 +73,7 @@ def test_all_of_it_without_torch() -> None:
     environment = {**os.environ, "PYTHONPATH": str(Path(regard.__file__).parents[1])}
     done = subprocess.run(
         [sys.executable, "-c", CODE],
-        input=json.dumps(EVERY),
+        input=json.dumps(TINY),
         env=environment,
         capture_output=True,
         text=True,
@@ -87,12 +85,12 @@ def test_all_of_it_without_torch() -> None:
     assert "regard.configs.llama" in found
 
 
-@pytest.mark.parametrize("name", EVERY)
+@pytest.mark.parametrize("name", TINY)
 def test_counting_passes_over_what_loading_refuses(name: str) -> None:
-    raw = {**EVERY[name], "a_key_of_tomorrow": 1}
+    raw = {**TINY[name], "a_key_of_tomorrow": 1}
     with pytest.raises(UnknownKey, match="unknown key 'a_key_of_tomorrow'"):
         parse(config_of(raw), raw)
-    assert read_sizes(raw, name) == read_sizes(EVERY[name], name)
+    assert read_sizes(raw, name) == read_sizes(TINY[name], name)
 
 
 @pytest.mark.parametrize(
@@ -129,7 +127,7 @@ def test_counting_passes_over_what_changes_no_size(change: dict[str, Any]) -> No
     ],
 )
 def test_what_changes_sizes_is_refused_by_both(name: str, change: dict[str, Any]) -> None:
-    raw = {**EVERY[name], **change}
+    raw = {**TINY[name], **change}
     (key,) = change
     for read in (lambda: parse(config_of(raw), raw), lambda: read_sizes(raw, name)):
         with pytest.raises(ArgumentError, match=f"{key} is .*; only .* is supported for {name}"):
@@ -151,7 +149,7 @@ def test_the_lists_of_keys_do_not_contradict_each_other() -> None:
 @pytest.mark.parametrize("name", ["mixtral", "qwen3_moe"])
 def test_mixtures_that_are_counted_only(name: str) -> None:
     """By hand: a router and gated experts in each of 3 layers."""
-    raw = EVERY[name]
+    raw = TINY[name]
     width = raw.get("moe_intermediate_size", 40)
     parts = {part.name: part.parameters for part in read_sizes(raw, name).parts}
     assert parts["experts"] == 3 * 4 * 3 * 24 * width
@@ -198,7 +196,7 @@ NOT_FIELDS += ("n_layer", "num_layers", "sliding_window_pattern", "attn_config",
 
 def hostile_config(draw: random.Random) -> dict[str, Any]:
     """A small config with a value of another kind or size, also in its text_config."""
-    raw = copy.deepcopy(draw.choice([*EVERY.values()]))
+    raw = copy.deepcopy(draw.choice([*TINY.values()]))
     keys = [*raw, *(f.name for f in fields(config_of(raw))), *NOT_FIELDS]
     inner = raw.get("text_config")
     place = inner if isinstance(inner, dict) and draw.random() < 0.7 else raw
@@ -233,7 +231,7 @@ def test_a_hostile_config_is_refused_or_read() -> None:
 def test_no_count_of_a_file_decides_on_memory() -> None:
     """A number of layers or of repetitions, 2 * 10^7, is refused before a list is made of it."""
     tracemalloc.start()
-    for raw in EVERY.values():
+    for raw in TINY.values():
         for key in {*raw, *NOT_FIELDS}:
             if "layer" in key or key == "attention_types":
                 read_in_every_way({**raw, key: 2 * 10**7})

@@ -19,6 +19,7 @@ from regard.configs.suggested_sizes import (
     MODELS_WITH_LOCAL_LAYERS,
     REFERENCE_MODELS,
     BaseModel,
+    DecoderSizes,
     base_model,
     mechanism_costs,
     parse_mechanism,
@@ -95,7 +96,7 @@ def test_the_limits_are_the_largest_numbers_that_fit() -> None:
 
 
 def test_suggested_sizes_are_those_of_the_published_models() -> None:
-    latent = parse_mechanism("mla").sized(4096, 32, 8)
+    latent = parse_mechanism("mla").sized(DecoderSizes.of(4096, 32, 8))
     config = PUBLISHED_MODELS["deepseek-v2"].config
     assert latent.options == {
         "kv_rank": config["kv_lora_rank"],
@@ -105,13 +106,13 @@ def test_suggested_sizes_are_those_of_the_published_models() -> None:
         "value_dim": config["v_head_dim"],
     }
     assert set(latent.suggested.values()) == {"deepseek-v2"}
-    small = parse_mechanism("mla").sized(2048, 16, 16)
+    small = parse_mechanism("mla").sized(DecoderSizes.of(2048, 16, 16))
     assert "q_rank" not in small.options  # DeepSeek-V2-Lite has none
-    given = parse_mechanism("mla:256:rope_dim=32").sized(4096, 32, 8)
+    given = parse_mechanism("mla:256:rope_dim=32").sized(DecoderSizes.of(4096, 32, 8))
     assert given.options["kv_rank"] == 256
     assert given.options["rope_dim"] == 32
     assert {"kv_rank", "rope_dim"}.isdisjoint(given.suggested)
-    local = parse_mechanism("local_global").sized(3840, 16, 8)
+    local = parse_mechanism("local_global").sized(DecoderSizes.of(3840, 16, 8))
     gemma = PUBLISHED_MODELS["gemma-3-12b"].config
     assert local.options["window"] == gemma["sliding_window"]
     assert local.global_every == 6
@@ -149,7 +150,7 @@ def test_every_choice_has_evidence_and_can_be_counted() -> None:
 def test_a_layer_says_the_same_as_the_count_without_torch() -> None:
     for name in ("gqa", "mqa", "sliding_window", "nope", "value_norm", "kimi_delta"):
         choice = parse_mechanism(name)
-        sized = choice.sized(LLAMA.model.dim, LLAMA.heads, LLAMA.groups)
+        sized = choice.sized(LLAMA.sizes)
         layer = count_layer(replace(choice, sizes=sized.options), LLAMA)
         wanted = mechanism_costs([name], LLAMA, SETTING)[0].report
         found = CostReport(replace_mixers(LLAMA.model, layer.spec), SETTING)

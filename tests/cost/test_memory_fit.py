@@ -37,6 +37,8 @@ LOGS = [
     Log("vllm issue 15815", "qwen2.5-32b", 44.42, 0.9, 10_000, 7.71, ranks=2),
     # 7,351 blocks of 16 tokens of 512 KiB
     Log("vllm pull request 2031", "llama-2-7b", 79.15, 0.9, 4096, 7351 * 16 * 2**19 / GIB),
+    # 8 ranks divide each layer and 2 the layers; the activations are those of 2,048 tokens
+    Log("vllm issue 13074", "deepseek-r1", 139.72, 1.0, 2048, 97.29, ranks=16),
     Log("mellea pull request 416", "qwen3-0.6b", 79.19, 0.8, 8192, 61.84),
 ]
 
@@ -65,6 +67,7 @@ def test_a_log_is_missed_without_the_activations_of_the_prompt() -> None:
         ("mistral-7b-v0.3", 2048, 256),  # fedora-copr/logdetective, pull request 106
         ("mistral-7b-v0.3", 32768, 4096),
         ("llama-3-8b", 8192, 1024),  # abetlen/llama-cpp-python, pull request 1901
+        ("deepseek-r1", 32768, 2196),  # latents: ggml-org/llama.cpp, pull request 11446
         ("tinyllama-1.1b", 2048, 44),  # argilla-io/distilabel, issue 593
     ],
 )

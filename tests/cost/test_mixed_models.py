@@ -14,18 +14,18 @@ import torch
 from regard.configs.published import PUBLISHED_MODELS
 from regard.configs.reader import read_sizes
 from regard.cost import CostReport, Setting, model_of
+from regard.cost.compressed import CompressedSpec
 from regard.cost.fixed_state import DeltaSpec, LinearSpec
 from regard.cost.latent import IndexedLatentSpec, LatentSpec
 from regard.cost.selected import IndexSelection
 from regard.cost.softmax import CausalKeys, SharedKeysSpec, SoftmaxSpec, causal_pairs
 from regard.cost.spec import HeadShape
 from regard.errors import ArgumentError
-from tests.cost.tiny import COUNTED, TINY
+from tests.cost.tiny import TINY
 
-EVERY = TINY | COUNTED
 STATE_SPACE = {"bamba", "falcon_h1", "granitemoehybrid", "jamba", "mamba2", "nemotron_h", "rwkv"}
 LOADED = ["qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "olmo_hybrid", "minimax", "kimi_linear"]
-LOADED += ["llama4_text"]
+LOADED += ["llama4_text", "deepseek_v4", "glm_moe_dsa"]
 LOADED += [name for name, raw in TINY.items() if raw["model_type"] in STATE_SPACE]
 """Small models that mix mechanisms, and that are loaded, too."""
 
@@ -55,12 +55,15 @@ PUBLISHED: dict[str, tuple[float, float | None, float]] = {
     "glm-4.6": (355, 32, 0.03),
     "glm-5": (744, 40, 0.03),
     "deepseek-v3.2": (671, 37, 0.02),
+    "deepseek-v4-flash": (284, 13, 0.03),
+    "deepseek-v4-pro": (1600, 49, 0.02),
     "gemma-3n-e2b": (4.46, None, 0.01),
     "gemma-3n-e4b": (6.87, None, 0.01),
     # llama.cpp counts 4.63, 7.46 and 30.70 in its files
     "gemma-4-e2b": (4.63, 2.3, 0.01),
     "gemma-4-e4b": (7.46, 4.5, 0.04),
     "gemma-4-31b": (30.7, None, 0.01),
+    "gemma-4-26b-a4b": (25.2, 3.8, 0.01),
     "olmo-3-7b": (7.3, None, 0.01),
     "olmo-3-32b": (32.2, None, 0.01),
     "ministral-3-3b": (3.4, None, 0.01),
@@ -108,8 +111,8 @@ def keys_of_transformers(raw: dict[str, Any]) -> dict[str, Any]:
 def built_by_transformers(raw: dict[str, Any]) -> int:
     """The number of parameters of transformers' model, without memory.
 
-    The correction of a router, and the factor of a layer of Gemma 4, are buffers there, and tensors
-    of every checkpoint.
+    The correction of a router, a table of experts, and the factor of a layer of Gemma 4, are
+    buffers there, and tensors of every checkpoint.
     """
     transformers = pytest.importorskip("transformers", reason="needs the transformers extra")
     kind = raw["model_type"]
@@ -119,16 +122,16 @@ def built_by_transformers(raw: dict[str, Any]) -> int:
         pytest.skip(f"this transformers has no {kind}")
     with torch.device("meta"):
         network = transformers.AutoModelForCausalLM.from_config(config)
-    names = ("e_score_correction_bias", "layer_scalar")
+    names = ("e_score_correction_bias", "layer_scalar", "tid2eid")
     stored = [b for n, b in network.named_buffers() if n.endswith(names)]
     parts = [*network.parameters(), *stored]
     return sum(part.numel() for part in parts)
 
 
 # the files of models with images are compared in tests/configs: they have the same language model
-@pytest.mark.parametrize("name", [n for n in [*LOADED, *COUNTED] if "text_config" not in EVERY[n]])
+@pytest.mark.parametrize("name", [n for n in LOADED if "text_config" not in TINY[n]])
 def test_small_models_have_the_parameters_of_transformers(name: str) -> None:
-    assert read_sizes(EVERY[name], name).parameters == built_by_transformers(EVERY[name])
+    assert read_sizes(TINY[name], name).parameters == built_by_transformers(TINY[name])
 
 
 @pytest.mark.full
@@ -165,7 +168,7 @@ def test_shared_keys_are_read_and_not_cached() -> None:
     assert report.kv_bytes_per_token == 20 * 2 * 2 * 256 * 2
     assert all(m.read(4096).values == 2 * 2 * 256 * m.tokens(4096).value for m in shared)
     without = replace(model, layers=model.layers[:20])
-    more = report.decode_bytes - CostReport(without, Setting(4096)).decode_bytes
+    more = report.decode_bytes() - CostReport(without, Setting(4096)).decode_bytes()
     weights = sum(w.parameters for w in model.parts) - sum(w.parameters for w in without.parts)
     assert more == 2 * (weights + sum(m.read(4096).values for m in shared))
 
@@ -189,6 +192,32 @@ def test_deepseek_v32_reads_2048_latents_and_all_index_keys() -> None:
     assert layer.step(2048).value == dense.decode_flops(2048, "absorb") + scores
 
 
+@pytest.mark.parametrize(
+    ("name", "cache", "plain_cache", "flops"),
+    [("deepseek-v4-pro", 0.10, 0.1147, 0.27), ("deepseek-v4-flash", 0.07, 0.0801, 0.10)],
+)
+def test_deepseek_v4_at_a_million_tokens(
+    name: str, cache: float, plain_cache: float, flops: float
+) -> None:
+    """The makers' shares of V3.2, 10 % and 7 % of the cache and 27 % and 10 % of the FLOPs of a
+    token, and the shares in one format.
+
+    In their formats a token of V3.2 has 512 values of 8 bits with four fp32 factors, 64 of 16 bits,
+    and an index key of 8 bits with a factor; an entry of V4 has 448 values of 8 bits with seven
+    exponents, 64 of 16 bits, and an index key of 4 bits with four exponents.
+    """
+    S = 1 << 20
+    ours, theirs = (CostReport(model_of(x), Setting(S)) for x in (name, "deepseek-v3.2"))
+    assert ours.kv_bytes / theirs.kv_bytes == pytest.approx(plain_cache, abs=1e-4)
+    entry, index = 448 + 7 + 2 * 64, 128 // 2 + 4
+    specs = [m for m in ours.model.mixers if isinstance(m, CompressedSpec)]
+    size = sum(m.entries(S) * (entry + index * (m.index_dim > 0)) for m in specs)
+    share = size / (61 * S * (512 + 16 + 2 * 64 + 128 + 4))
+    assert share == pytest.approx(cache, abs=0.005)
+    # they count operations of 8 bits, and we count all alike
+    assert ours.decode_flops / theirs.decode_flops == pytest.approx(flops, abs=0.025)
+
+
 SMALL_SPECS = {
     "chunks": replace(
         SoftmaxSpec.of(24, HeadShape(4, 2, 6, 6)), visible=CausalKeys(5, chunked=True)
@@ -199,7 +228,7 @@ SMALL_SPECS = {
     **{
         f"{name}, {i}": mixer
         for name in ("qwen3_next", "kimi_linear", "jamba", "falcon_h1", "minimax")
-        for i, mixer in enumerate(dict.fromkeys(read_sizes(EVERY[name], name).mixers))
+        for i, mixer in enumerate(dict.fromkeys(read_sizes(TINY[name], name).mixers))
         if isinstance(mixer, (DeltaSpec, LinearSpec))
     },
 }
@@ -245,6 +274,11 @@ def test_keys_that_a_chunk_shows() -> None:
             "layer_types must have .* for each of 4 layers",
         ),
         ("deepseek_v32", {"index_topk_freq": 4}, "index_topk_freq is 4; only 1"),
+        (
+            "glm_moe_dsa",
+            {"indexer_types": ["shared", "full", "full"]},
+            "the first layer must have an indexer",
+        ),
         ("deepseek_v32", {"q_lora_rank": None}, "q_lora_rank is null, but the indexer"),
         ("kimi_linear", {"layer_types": ["full_attention"]}, "1 entry and num_hidden_layers"),
         ("gemma3n_text", {"intermediate_size": [40] * 6 + [41]}, "differs from layer to layer"),
@@ -252,7 +286,7 @@ def test_keys_that_a_chunk_shows() -> None:
 )
 def test_what_is_refused(name: str, change: dict[str, Any], message: str) -> None:
     with pytest.raises(ArgumentError, match=message):
-        read_sizes({**EVERY[name], **change}, name)
+        read_sizes({**TINY[name], **change}, name)
 
 
 def test_every_mixed_model_has_a_report() -> None:

@@ -15,10 +15,10 @@ from regard.cost.fixed_state import (
     memory_token_values,
     segment_cache,
 )
-from regard.cost.latent import LatentSpec, latent_values, per_head_values
+from regard.cost.latent import LatentSpec, latent_values
 from regard.cost.mechanisms import Sizes
 from regard.cost.selected import NSASpec, nsa_tokens
-from regard.cost.softmax import SoftmaxSpec, bigbird_dense_length, window_reach
+from regard.cost.softmax import SoftmaxSpec
 from regard.cost.spec import HeadShape
 from tests.cost.test_mixed_models import PUBLISHED as PUBLISHED_MIXED
 
@@ -241,7 +241,7 @@ def test_deepseek_v2_tables() -> None:
     assert round(34_560 / 860_160, 2) == 0.04
     v3 = model_of("deepseek-v3")
     assert sum(m.cached(1).values_per_token for m in v3.mixers) == 35_136
-    assert round(per_head_values(128, 128, 64, 128) / latent_values(512, 64), 1) == 71.1
+    assert round(128 * (128 + 64 + 128) / latent_values(512, 64), 1) == 71.1
 
 
 @pytest.mark.parametrize(
@@ -316,8 +316,3 @@ def test_the_estimator_of_llms_from_scratch(
     sizes = Sizes(32, 4096, 32, options={k: v for k, v in options.items() if v is not None})
     sizes = sizes if window is None else replace(sizes, global_every=6)
     assert CostReport(sizes.model(), Setting(32768)).kv_bytes == size
-
-
-def test_reaches() -> None:
-    assert window_reach(4096, 32) == 131_072
-    assert bigbird_dense_length(64, 3) == 704

@@ -73,7 +73,7 @@ def test_one_rank_is_one_process() -> None:
         assert estimate.sent == estimate.token_sent == 0
         assert estimate.memory == report.weight_bytes + report.kv_bytes
         assert estimate.prefill_seconds == pytest.approx(
-            max(report.prefill_flops / rate, report.prefill_bytes / H100.bandwidth), rel=0.01
+            max(report.prefill_flops / rate, report.prefill_bytes() / H100.bandwidth), rel=0.01
         )
     assert "cannot be cut into groups" in result.estimate("tensor x exchange").why_not
 

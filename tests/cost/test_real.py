@@ -9,6 +9,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from regard.configs.reader import parse, read_sizes
+from regard.cost.compressed import CompressedSpec
 from regard.cost.latent import LatentSpec
 from regard.cost.model import ModelSpec
 from regard.cost.report import CostReport, KVFormat, Setting
@@ -55,8 +56,11 @@ def test_bytes_of_real_caches(name: str, tokens: int, rows: int) -> None:
     as the weights are.
     """
     report = CostReport(read_sizes(TINY[name], name), Setting(tokens, rows, "fp32"))
-    rings = [m for m in report.model.mixers if isinstance(m, SoftmaxSpec) and m.window is not None]
-    room = sum(4 * max(0, (m.window or 0) - tokens) * m.cached(1).values_per_token for m in rings)
+    rings = [m for m in report.model.mixers if isinstance(m, SoftmaxSpec | CompressedSpec)]
+    room = sum(
+        4 * max(0, (m.window or 0) - tokens) * sum(heads * dim for heads, dim in m.cached(1).parts)
+        for m in rings
+    )
     assert report.kv_bytes + rows * room == read(TINY[name], tokens, rows=rows).bytes
 
 

@@ -39,7 +39,7 @@ def test_a_shared_prefix_is_stored_computed_and_read_once() -> None:
     head = 2 * LLAMA.vocab * LLAMA.dim
     saved = (batch - 1) * (prefix.prefill_flops - head)
     assert alone.prefill_flops - together.prefill_flops == saved
-    assert alone.decode_bytes - together.decode_bytes == (batch - 1) * 6144 * token
+    assert alone.decode_bytes() - together.decode_bytes() == (batch - 1) * 6144 * token
     assert together.prompt_tokens == 6144 + batch * 2048
     one = CostReport(LLAMA, Setting(8192, 1, shared_prefix=6144))
     assert one.kv_bytes == CostReport(LLAMA, Setting(8192)).kv_bytes

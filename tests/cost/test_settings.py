@@ -72,7 +72,8 @@ def test_a_batch_reads_weights_once_and_experts_as_they_are_met() -> None:
     assert many.kv_bytes == 8 * one.kv_bytes
     tables = 7 * 4096 * 2  # seven more rows of the embedding
     assert (
-        many.decode_bytes - one.decode_bytes == 7 * (one.kv_bytes + one.kv_bytes_per_token) + tables
+        many.decode_bytes() - one.decode_bytes()
+        == 7 * (one.kv_bytes + one.kv_bytes_per_token) + tables
     )
 
 
@@ -82,7 +83,7 @@ def test_bytes_of_one_token_by_hand() -> None:
     """
     report = CostReport(model_of("llama-3-8b"), Setting(8192))
     weights = 2 * (8_030_261_248 - 128256 * 4096 + 4096)
-    assert report.decode_bytes == weights + 8192 * 131_072 + 131_072
+    assert report.decode_bytes() == weights + 8192 * 131_072 + 131_072
     flops = 2 * (8_030_261_248 - 128256 * 4096 - 65 * 4096) + 4 * 32 * 32 * 128 * 8192
     assert report.decode_flops == flops
 
@@ -90,7 +91,7 @@ def test_bytes_of_one_token_by_hand() -> None:
 def test_an_encoder_decodes_nothing() -> None:
     report = CostReport(read_sizes(TINY["bert"], "bert"), Setting(10))
     assert report.kv_bytes == report.kv_bytes_per_token == 0
-    assert report.decode_flops == report.decode_bytes == 0
+    assert report.decode_flops == report.decode_bytes() == 0
     layer = 4 * 24 * 24 + 2 * 24 * 40
     assert report.prefill_flops == 2 * (2 * 10 * layer + 2 * 100 * 2 * 24) + 2 * 24 * 24
     assert set(roofline_bounds(report, machine_of("l4"))) == {"prefill"}
@@ -135,7 +136,7 @@ def test_bounds_by_hand() -> None:
     report, machine = CostReport(model_of("llama-3-8b"), Setting(8192)), machine_of("h100-sxm")
     found = roofline_bounds(report, machine)
     assert (found["decode"].by, found["prefill"].by) == ("memory", "compute")
-    assert found["decode"].seconds == report.decode_bytes / 3350e9
+    assert found["decode"].seconds == report.decode_bytes() / 3350e9
     assert found["prefill"].seconds == report.prefill_flops / 989.5e12
     assert as_json(report, machine)["fit"] == "fits"
     assert as_json(report, machine_of("xeon-8380"))["fit"] is None

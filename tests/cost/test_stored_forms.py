@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import inspect
+from fractions import Fraction
 
 import pytest
+import torch
 
 from regard.configs.published import PUBLISHED_MODELS
 from regard.cost import model_of
 from regard.cost.stored_forms import STORED_FORMS, stored_as
 from regard.errors import ArgumentError
+from regard.ops.stored_weights import Int4Weight, Int8Weight
 
 GB, GIB = 1e9, 2.0**30
 FILES = [  # sizes as the pages of the files give them
@@ -42,6 +45,15 @@ def test_within_a_hundredth_of_a_real_file(model: str, form: str, size: float) -
 def test_codes_without_scales_are_far_from_a_file() -> None:
     """A negative control: what `--dtype int4` counts is no file."""
     assert model_of("llama-3.1-70b").parameters / 2 < 0.9 * 39.77 * GB
+
+
+@pytest.mark.parametrize("kind", [Int8Weight, Int4Weight])
+def test_our_own_forms_are_those_that_load_makes(kind: type[Int8Weight | Int4Weight]) -> None:
+    matrix = torch.randn(64, 1024)  # whole groups of 128
+    bits = Fraction(8 * kind.quantize(matrix).bytes, matrix.numel())
+    size = stored_as(model_of("llama-3-8b"), kind.form)
+    assert size.bits_of("feed-forward") == size.bits_of("embedding") == size.bits_of("head") == bits
+    assert size.bits_of("norms") == 16
 
 
 def test_a_token_reads_the_parts_in_their_bits() -> None:

@@ -79,6 +79,34 @@ TRAININGS = [  # tokens a second of a card
 ]
 
 
+PEAKS = [  # GiB of a card, as the allocator of torch reserved them
+    (
+        "torchtitan, benchmarks/llama3_h100_202412, table 2",
+        TrainingRun(1, 32768, zero=3, cards=8, checkpointing="full"),
+        83.9,
+    ),
+]
+
+
+@pytest.mark.parametrize(("source", "run", "logged"), PEAKS)
+def test_the_peak_is_that_of_a_log(source: str, run: TrainingRun, logged: float) -> None:
+    report = TrainingReport(model_of("llama-3.1-8b"), run)
+    assert report.peak_bytes / 2**30 == pytest.approx(logged, rel=0.1), source
+    # a negative control: without one of the gradients of logits it is missed
+    less = run.seq * 4 * report.model.vocab
+    assert (report.peak_bytes - less) / 2**30 < 0.9 * logged
+
+
+def test_cards_divide_as_much_as_logs_say() -> None:
+    """torchtitan's tables 1 and 3: 82.4 GiB on each of 8 cards, 67.0 on each of 128."""
+    model = model_of("llama-3.1-8b")
+    few, many = (
+        TrainingReport(model, TrainingRun(2, 8192, zero=3, cards=cards)).peak_bytes / 2**30
+        for cards in (8, 128)
+    )
+    assert few - many == pytest.approx(82.4 - 67.0, rel=0.1)
+
+
 def test_published_trainings_reach_what_the_report_says() -> None:
     shares = []
     for _, name, run, speed in TRAININGS:

@@ -66,6 +66,31 @@ EXPERTS_OF_QWEN = {
     "num_experts": 4,
     "num_experts_per_tok": 2,
 }
+STEP: dict[str, Any] = {
+    **LLAMA,
+    **EXPERTS,
+    "layer_types": KINDS,
+    "sliding_window": 5,
+    "num_sliding_attention_heads": 8,
+    "share_expert_dim": 10,
+    "mlp_layer_types": ["dense", "sparse", "sparse"],
+    "swiglu_limits": [0, 7.0, 0],
+    "swiglu_limits_shared": [0, 0, 16.0],
+    "attention_bias": True,
+    "mlp_bias": True,
+}
+MINIMAX_M3: dict[str, Any] = {
+    **LLAMA,
+    **MOE,
+    "dense_intermediate_size": 44,
+    "shared_intermediate_size": 12,
+    "layer_types": ["full_attention", "minimax_m3_sparse", "minimax_m3_sparse"],
+    "mlp_layer_types": ["dense", "sparse", "sparse"],
+    "index_n_heads": 2,
+    "index_head_dim": 12,
+    "index_block_size": 4,
+    "index_topk_blocks": 2,
+}
 LAYER_NORM: dict[str, Any] = {k: v for k, v in LLAMA.items() if k != "head_dim"} | {
     "num_attention_heads": 3,
     "num_key_value_heads": 1,
@@ -179,6 +204,27 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "num_experts": 4,
         "num_experts_per_tok": 2,
         "moe_intermediate_size": 12,
+    },
+    "mimo_v2_flash": {
+        **LLAMA,
+        **EXPERTS,
+        "layer_types": KINDS,
+        "sliding_window": 5,
+        "v_head_dim": 6,
+        "num_key_value_heads": 1,
+        "attention_bias": True,
+    },
+    "minimax_m3_vl_text": MINIMAX_M3,
+    "minimax_m3_vl": {"text_config": MINIMAX_M3},
+    "step3p5": STEP,
+    "step3p7": {"text_config": STEP},
+    "hy_v3": {
+        **LLAMA,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 12,
+        "attention_bias": True,
+        "mlp_bias": True,
     },
     "granite_swa": {**LLAMA, "sliding_window": 5, "layer_rope_theta": [1e4, 0, 1e5]},
     "gemma4_text": GEMMA4,
@@ -352,7 +398,17 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "deepseek_v2": {**DEEPSEEK},
     "deepseek_v2, queries from x": {**DEEPSEEK, "q_lora_rank": None},
     "deepseek_v3": {**DEEPSEEK, "n_group": 4, "topk_group": 2},
+    "kimi_k25": {"text_config": {**DEEPSEEK, "n_group": 4, "topk_group": 2}},
     "deepseek_v3, biases": {**DEEPSEEK, "n_group": 4, "topk_group": 2, "attention_bias": True},
+    "glm_moe_dsa": {**DEEPSEEK, "index_topk": 5, "index_head_dim": 8, "index_n_heads": 3},
+    "glm_moe_dsa, shared": {
+        **DEEPSEEK,
+        "model_type": "glm_moe_dsa",
+        "indexer_types": ["full", "shared", "full"],
+        "index_topk": 5,
+        "index_head_dim": 8,
+        "index_n_heads": 3,
+    },
     "deepseek_v32": {
         **DEEPSEEK,
         "n_group": 4,
@@ -360,6 +416,36 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "index_topk": 5,
         "index_head_dim": 8,
         "index_n_heads": 3,
+    },
+    "deepseek_v4": {
+        "vocab_size": 97,
+        "hidden_size": 24,
+        "moe_intermediate_size": 12,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "head_dim": 10,
+        "q_lora_rank": 7,
+        "qk_rope_head_dim": 4,
+        "o_groups": 2,
+        "o_lora_rank": 5,
+        "sliding_window": 5,
+        "compress_rates": {
+            "compressed_sparse_attention": 3,
+            "heavily_compressed_attention": 4,
+        },
+        "layer_types": [
+            "sliding_attention",
+            "heavily_compressed_attention",
+            "compressed_sparse_attention",
+            "heavily_compressed_attention",
+        ],
+        "index_n_heads": 3,
+        "index_head_dim": 8,
+        "index_topk": 3,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 2,
+        "num_hash_layers": 2,
+        "hc_mult": 3,
     },
     "gemma": {**LLAMA, "tie_word_embeddings": True},
     "gemma2": {**LLAMA, "sliding_window": 5, "tie_word_embeddings": True},
@@ -605,16 +691,3 @@ TINY: dict[str, dict[str, Any]] = {
     name: {"model_type": name.partition(",")[0], **raw} for name, raw in CONFIGS.items()
 }
 """Each has its name as its model_type, up to a comma, or its own."""
-
-COUNTED: dict[str, dict[str, Any]] = {
-    "glm_moe_dsa": {
-        **DEEPSEEK,
-        "model_type": "glm_moe_dsa",
-        "n_group": 1,
-        "topk_group": 1,
-        "index_topk": 5,
-        "index_head_dim": 8,
-        "index_n_heads": 3,
-    },
-}
-"""A small config.json for every family that is counted and not loaded."""

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from regard.configs.catalogue import GROUPS
 from regard.language import translate, use_language
-from regard.nn.variants.registry import GROUPS
 
 PAGES = {
     language: Path(__file__).parents[2] / "docs" / name
@@ -24,7 +24,7 @@ def built(language: str) -> str:
         for group in GROUPS:
             kind, title = translate(f"{group.family} attention"), translate(group.title)
             heading = translate("{kind}: {title}", kind=kind, title=title)
-            rows = [f"| `{x.name}` | {translate(x.summary)} |" for x in group.variants()]
+            rows = [f"| `{name}` | {translate(x)} |" for name, x in group.summaries().items()]
             heading = heading[0].upper() + heading[1:]
             blocks.append("\n".join([f"### {heading}", "", HEADS[language], "|---|---|", *rows]))
     return "\n\n".join(blocks)

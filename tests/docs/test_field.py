@@ -10,6 +10,7 @@ from __future__ import annotations
 import inspect
 import re
 import warnings
+import zipfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +24,7 @@ from torch.nn.functional import scaled_dot_product_attention as sdpa
 
 import regard
 from regard.masks import Causal, Dense, Window
+from tests.docs import field_packages
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "field.md"
@@ -256,6 +258,26 @@ def test_the_chinese_page_has_the_same_answers() -> None:
     yes, no = (CHINESE.read_text(encoding="utf-8").count(f"[{word}](") for word in ("有", "无"))
     english = PAGE.read_text(encoding="utf-8")
     assert (yes, no) == (english.count("[yes]("), english.count("[no]("))
+
+
+def test_the_table_of_packages() -> None:
+    for page, language in ((PAGE, "en"), (CHINESE, "zh")):
+        assert field_packages.table(language) in page.read_text("utf-8")
+    for feature in field_packages.FEATURES:
+        assert feature.ours is None or (ROOT / "tests" / feature.ours).exists(), feature.text
+        assert {*feature.yes} <= {*field_packages.VERSIONS}
+
+
+def test_a_wrong_cell_of_the_table_of_packages_would_be_found(tmp_path: Path) -> None:
+    for patterns in field_packages.VERSIONS.values():
+        for pattern in patterns:
+            with zipfile.ZipFile(tmp_path / pattern.replace("*", ".whl"), "w") as file:
+                file.writestr("some/file.py", "# nothing but Vulkan")
+    found = field_packages.faults(tmp_path)
+    assert "bertviz: some/file.py has 'vulkan'" in found
+    assert not [x for x in found if x == "llama.cpp: some/file.py has 'vulkan'"]
+    cells = sum(len(feature.yes) for feature in field_packages.FEATURES)
+    assert sum("is not shown by" in x for x in found) == cells
 
 
 if __name__ == "__main__":

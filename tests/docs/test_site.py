@@ -87,7 +87,7 @@ def test_links_get_the_addresses_of_the_site(tmp_path: Path) -> None:
     assert text.count('display="block"') == 1
     chinese = make.Stage(tmp_path, make.site("zh"), make.site("en"))
     text = chinese.rewrite("[a](view.md) [b](../DESIGN.md)", "docs/view.zh-CN.md")
-    assert text == "[a](../../view/) [b](../../project/design/)"
+    assert text == "[a](./../view/) [b](./../project/design/)"
 
 
 def test_a_link_to_a_missing_file_stops_the_build(tmp_path: Path) -> None:
@@ -162,7 +162,10 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def dead_links(folder: Path) -> list[str]:
-    """Links from one page of a built site to a file or a place that does not exist."""
+    """Links from one page of a built site to a file or a place that does not exist.
+
+    The site lies in a folder of its host, above which no link may lead.
+    """
     pages = {
         "/" + path.relative_to(folder).as_posix().removesuffix("index.html"): Links(
             path.read_text(encoding="utf-8")
@@ -173,11 +176,14 @@ def dead_links(folder: Path) -> list[str]:
     dead = []
     for address, page in pages.items():
         for link in page.links:
-            target = urlparse(urljoin(f"http://site{address}", link))
+            target = urlparse(urljoin(f"http://site/folder{address}", link))
             if target.netloc != "site" or target.scheme != "http":
                 continue
             path, place = unquote(target.path), unquote(target.fragment)
-            if path in pages:
+            path = path.removeprefix("/folder")
+            if not target.path.startswith("/folder/"):
+                known = False
+            elif path in pages:
                 known = not place or place.startswith("__") or place in pages[path].places
             else:
                 known = (folder / path.lstrip("/")).is_file()
@@ -190,6 +196,9 @@ def dead_links(folder: Path) -> list[str]:
 def test_no_link_of_the_site_is_dead(built: Path) -> None:
     assert dead_links(built) == []
     assert len(list(built.rglob("index.html"))) > 60
+    chinese = (built / "zh/api/index.html").read_text(encoding="utf-8")
+    names = builder().public_modules()
+    assert all(f'href="../../api/{name}/"' in chinese for name in names)
     for page in ("mechanisms", "zh/mechanisms"):  # its tables can be sorted
         text = (built / page / "index.html").read_text(encoding="utf-8")
         assert text.count('class="sortable"') == 2
@@ -199,9 +208,11 @@ def test_no_link_of_the_site_is_dead(built: Path) -> None:
 @pytest.mark.full
 def test_dead_links_would_be_found(tmp_path: Path) -> None:
     (tmp_path / "a").mkdir()
-    (tmp_path / "index.html").write_text('<a href="a/#here">1</a><a href="a/#gone">2</a>')
+    (tmp_path / "index.html").write_text(
+        '<a href="a/#here">1</a><a href="a/#gone">2</a><a href="../a/">above the site</a>'
+    )
     (tmp_path / "a" / "index.html").write_text('<p id="here"></p><img src="../none.png">')
-    assert dead_links(tmp_path) == ["/ -> a/#gone", "/a/ -> ../none.png"]
+    assert dead_links(tmp_path) == ["/ -> a/#gone", "/ -> ../a/", "/a/ -> ../none.png"]
 
 
 @pytest.fixture(scope="module")
@@ -361,6 +372,8 @@ def test_the_dark_mode_of_the_system_and_the_other_language(host: str, browser: 
         tab.prefers(color_scheme=mode)
         tab.open(f"{host}/")
         tab.wait(f"document.body.dataset.mdColorScheme === '{scheme}'")
+        # pictures have the colours of the page, whatever the system prefers
+        assert tab.js("getComputedStyle(document.body).colorScheme") == mode
     assert tab.js("document.documentElement.lang") == "en"
     other = tab.js("document.querySelector('.md-select__link[hreflang=zh]').href")
     assert other == f"{host}/zh/"

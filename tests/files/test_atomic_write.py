@@ -91,8 +91,10 @@ def test_only_what_was_to_have_the_name_is_swept(tmp_path: Path) -> None:
 
 
 def test_a_lock_ends_with_its_block(tmp_path: Path) -> None:
+    (tmp_path / f"{WRITING_PREFIX}left-by-a-killed-process").mkdir()
     with folder_locked(tmp_path):
         assert try_lock(tmp_path) is None
+        assert names(tmp_path) == []
     with folder_locked(tmp_path):
         pass
     with (

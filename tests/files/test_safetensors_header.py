@@ -24,7 +24,7 @@ from torch import Tensor
 
 import regard
 from regard.errors import ArgumentError, FileError
-from regard.files import strict_json
+from regard.files import reading
 from regard.files.safetensors_files import DTYPES, identify_format, read_header
 from regard.models.checkpoint.tensors import CheckpointTensors, missing_weights_error
 from regard.untrusted_text import short_repr
@@ -344,11 +344,11 @@ def test_a_hostile_header_costs_little_memory(tmp_path: Path) -> None:
 
 
 def test_json_says_what_it_is() -> None:
-    assert strict_json.parse_json(b'{"a": {"b": [1, -2, 1.5, null, "x"]}}') == {
+    assert reading.parse_json(b'{"a": {"b": [1, -2, 1.5, null, "x"]}}') == {
         "a": {"b": [1, -2, 1.5, None, "x"]}
     }
     with pytest.raises(ArgumentError, match="is a JSON list; it must be an object"):
-        strict_json.parse_json(b"[1]")
+        reading.parse_json(b"[1]")
 
 
 def test_names_and_beginnings() -> None:

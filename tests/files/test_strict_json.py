@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from regard.errors import ArgumentError, FileError
-from regard.files.regular_files import checked_path_or_none, read_text
-from regard.files.strict_json import parse_json, read_json
+from regard.files.reading import checked_path_or_none, parse_json, read_json, read_text
 
 
 @pytest.mark.parametrize(

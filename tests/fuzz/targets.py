@@ -350,9 +350,15 @@ def _settings(folder: Path) -> None:
 
 
 def _use_settings(folder: Path) -> None:
-    from regard.cli import train
+    import typer
 
-    train.read_config(folder / "a.toml")
+    from regard.cli import train
+    from regard.errors import ArgumentError
+
+    try:
+        train.read_config(folder / "a.toml")
+    except typer.BadParameter as error:  # wrong usage, which the command tells with its usage line
+        raise ArgumentError(error.message) from error
 
 
 def _kept(folder: Path) -> None:

@@ -4,15 +4,20 @@ time and memory.
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import subprocess
 import sys
+import tracemalloc
 from collections import Counter
 from pathlib import Path
 
 import pytest
 
+from regard.configs import MODEL_TYPES
+from regard.configs.reader import read_sizes_file
+from regard.errors import RegardError
 from tests.fuzz import box, mutations
 
 CASES = int(os.environ.get("REGARD_FUZZ", "105"))
@@ -27,6 +32,28 @@ def test_damaged_files_are_refused_or_load(root: Path) -> None:
     done = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert f"{CASES} cases" in done.stdout
+
+
+@pytest.mark.full
+def test_counts_are_bounded_before_a_list_is_made(tmp_path: Path) -> None:
+    """20 million layers under any key of any model type, and gpt_neo's repeats."""
+    sizes = {"vocab_size": 300, "hidden_size": 16, "num_attention_heads": 4, "num_heads": 2}
+    repeats = [[["global", "local"], 2**40]]
+    configs: list[dict[str, object]] = [
+        {"model_type": "gpt_neo", "num_layers": 4, "attention_types": repeats}
+    ]
+    for word in " ".join(MODEL_TYPES.values()).split():
+        for key in ("num_hidden_layers", "n_layer", "num_layers", "n_layers"):
+            configs.append({"model_type": word, key: 20_000_000})
+    assert len(configs) > 300
+    tracemalloc.start()
+    for config in configs:
+        (tmp_path / "config.json").write_text(json.dumps(sizes | config))
+        with pytest.raises(RegardError):
+            read_sizes_file(tmp_path)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 50 << 20
 
 
 def _wait_for_a_pipe() -> None:

@@ -265,12 +265,33 @@ def test_bytes_keep_every_weight() -> None:
     for found, expected in (
         (decode(encode_tile(tile, 1)), [weights, 2 * weights]),
         (decode(encode_tile(replace(tile, max=weights), 0)), [weights]),
-        (decode(encode_overview(HeadOverview(tile, (1.0, 2.0)))[8:]), [weights, 2 * weights]),
+        (decode(encode_overview(HeadOverview(tile, (1.0, 2.0), 0.5))[8:]), [weights, 2 * weights]),
         (decode(encode_weights(weights[0])), [weights[:1]]),
     ):
         assert len(found) == len(expected)
         for plane, wanted in zip(found, expected, strict=True):
             torch.testing.assert_close(plane, wanted, rtol=0, atol=0, equal_nan=True)
+
+
+def test_the_most_notable_weight_is_far_from_its_query() -> None:
+    """The first key, the neighbours and masked cells do not count, and the rows are the sampled
+    ones.
+    """
+    q, k = 2 * torch.randn(2, 1, 1, 60, 4, generator=torch.Generator().manual_seed(1))
+    q[0, 0, :, 0] = k[0, 0, :1, 0] = 9.0  # a sink
+    with torch.inference_mode(), Recorder(keep=()) as recorder:
+        regard.attend(q, k, k, mask=masks.Causal())
+    recording = recorder.recording()
+    overview = head_overview(HeadTiles(recording[0], 0))
+    weights = recording.weights(0, 0)
+    far = torch.stack([row.index_fill(0, torch.tensor([0]), 0) for row in weights])
+    for i in range(60):
+        far[i, max(0, i - 8) :] = 0
+    row, column = divmod(int(far.argmax()), 60)
+    (peak,) = overview.blocks.peaks
+    assert (peak.row, peak.column) == (row, column)
+    assert peak.weight == pytest.approx(float(weights[row, column]), rel=1e-6)
+    assert overview.notable == pytest.approx(float(far.amax(1).mean()), rel=1e-6)
 
 
 def test_a_row_that_is_no_number_is_not_masked() -> None:

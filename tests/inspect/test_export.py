@@ -66,6 +66,41 @@ def test_the_arguments_of_other_viewers() -> None:
         export(generated, "circuitsvis")
 
 
+def recorded_pair() -> Recording:
+    from tests.inspect.interventions.test_kinds_of_models import KINDS
+
+    return record(
+        KINDS["an encoder-decoder"]().model, "the blue forest", target="a creature roamed"
+    )
+
+
+def test_the_three_attentions_of_an_encoder_decoder() -> None:
+    recording = recorded_pair()
+    theirs = export(recording, "bertviz")
+    assert set(theirs) == {
+        *("encoder_attention", "decoder_attention", "cross_attention"),
+        *("encoder_tokens", "decoder_tokens"),
+    }
+    T, S = len(theirs["decoder_tokens"]), len(theirs["encoder_tokens"])
+    assert T != S
+    for kind, size in (("encoder", (S, S)), ("decoder", (T, T)), ("cross", (T, S))):
+        names = [x for x in recording.places if x.startswith("encoder") == (kind == "encoder")]
+        names = [x for x in names if (".cross" in x) == (kind == "cross")]
+        assert len(theirs[f"{kind}_attention"]) == len(names)
+        for name, x in zip(names, theirs[f"{kind}_attention"], strict=True):
+            assert x.shape[-2:] == size
+            assert torch.equal(x[0, 1], recording.weights(name, 1).float())
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_bertviz_draws_an_encoder_decoder() -> None:
+    viewer: Any = pytest.importorskip("bertviz")
+    recording = recorded_pair()
+    page = viewer.head_view(**export(recording, "bertviz"), html_action="return").data
+    for name in recording.places:
+        assert drawn_in(page, "attn", recording.weights(name, 1).float().tolist()), name
+
+
 # bertviz reads its own script from a file that it does not close
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_bertviz_draws_the_weights() -> None:

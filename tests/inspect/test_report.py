@@ -46,6 +46,13 @@ def run(
     return recorder.recording(pieces=tuple(f"t{i}" for i in range(T)), model="made")
 
 
+def test_a_character_of_several_tokens_stands_once_in_the_title() -> None:
+    parts = {"今": 2, "👩": 3, "‹U+200D›": 2, "👧": 3, "·₿": 1}
+    pieces = [f"{x}‹{i + 1}/{n}›" if n > 1 else x for x, n in parts.items() for i in range(n)]
+    found = replace(run(layers=1, T=11), pieces=tuple(pieces))
+    assert report(found)["meta"]["sources"][0]["title"] == "今👩‹U+200D›👧 ₿"
+
+
 def pattern(case: Case, h: int) -> list[list[float]]:
     return [defined(case, h, i)[1] for i in range(case.T)]
 

@@ -6,17 +6,24 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import re
+import resource
+import signal
 import socket
+import subprocess
+import sys
 import threading
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import regard
 from regard.errors import ArgumentError
@@ -29,8 +36,14 @@ pytest.importorskip("uvicorn")
 
 from starlette.testclient import TestClient  # noqa: E402
 
-from regard.inspect.tile_server.app import Limits, Policy, application  # noqa: E402
+from regard.inspect.tile_server.app import Policy, application  # noqa: E402
+from regard.inspect.tile_server.connections import (  # noqa: E402
+    LOG_LINES,
+    Limits,
+    bounded_log,
+)
 from regard.inspect.tile_server.page_answers import HEADER, page_facts  # noqa: E402
+from regard.inspect.tile_server.running import RunningRecording  # noqa: E402
 from regard.inspect.tile_server.serve import Server  # noqa: E402
 from regard.inspect.tile_server.session import ViewSession  # noqa: E402
 
@@ -259,7 +272,7 @@ def test_silent_connections_neither_stay_nor_lock_the_reader_out(recording: Reco
     """Of 200 connections without a whole request, 8 are held; the reader is answered beside them;
     after the limit, none is left.
     """
-    limits = Limits(connections=8, request_seconds=3.0)
+    limits = Limits(connections=8, idle_seconds=3.0, head_seconds=2.0)
     with Server(ViewSession(recording), "127.0.0.1", 0, "en", limits) as server:
         address = ("127.0.0.1", int(server.origin.rpartition(":")[2]))
         beginnings = (b"", b"GET /meta HTTP/1.1\r\nHost: a", b"GET / HTTP/1.1\r\n")
@@ -276,6 +289,100 @@ def test_silent_connections_neither_stay_nor_lock_the_reader_out(recording: Reco
         assert status(f"{server.origin}/meta", server.token) == 200
 
 
+def read_slowly(address: tuple[str, int], host: str) -> socket.socket:
+    """Send a hundred requests for the page, and read no answer."""
+    one = socket.socket()
+    one.settimeout(20)
+    one.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    one.connect(address)
+    request = f"GET / HTTP/1.1\r\nHost: {host}\r\n\r\n".encode() * 100
+    with contextlib.suppress(ConnectionResetError):
+        one.sendall(request)
+    return one
+
+
+def test_who_reads_no_answer_leaves_the_place_to_others(recording: Recording) -> None:
+    with Server(ViewSession(recording), "127.0.0.1", 0, "en", Limits(connections=4)) as server:
+        host = server.origin.removeprefix("http://")
+        address = ("127.0.0.1", int(host.rpartition(":")[2]))
+        deaf = [read_slowly(address, host) for _ in range(12)]
+        assert status(f"{server.origin}/meta", server.token) == 200
+    for one in deaf:
+        one.close()
+
+
+@pytest.mark.full
+def test_two_thousand_silent_connections_are_survived(tmp_path: Path) -> None:
+    """The command with few file descriptors, half of the connections silent, half of them
+    slowloris: pages are served, no connection in excess is held, nothing spins or fills the log.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if 0 <= hard < 2300:
+        pytest.skip(f"this process may open {hard} files, fewer than 2,300")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard if hard > 0 else 4096, hard))
+    log = tmp_path / "log"
+    command = [sys.executable, "-m", "regard", "view", "tiny", TEXT]
+    begin = f"import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (96, {hard})); "
+    run = f"import os, sys; os.execv(sys.executable, {command!r})"
+    with log.open("wb") as heard:
+        process = subprocess.Popen(
+            [sys.executable, "-c", begin + run], stdout=subprocess.PIPE, stderr=heard
+        )
+    assert process.stdout is not None
+    silent = []
+    try:
+        found = None
+        while found is None:
+            line = process.stdout.readline()
+            assert line, log.read_text()
+            found = re.search(rb"http://(127\.0\.0\.1:(\d+))/#token=(\S+)", line)
+        host, token = found[1].decode(), found[3].decode()
+        for n in range(2000):
+            silent.append(socket.create_connection(("127.0.0.1", int(found[2])), timeout=60))
+            if n % 2:
+                silent[-1].sendall(b"GET / HTTP/1.1\r\nX: ")
+        before = processor_seconds(process.pid)
+        for _ in range(5):
+            for one in silent[1::2]:
+                with contextlib.suppress(OSError):
+                    one.sendall(b"y")
+            assert status(f"http://{host}/", token) == 200
+            assert status(f"http://{host}/meta", token) == 200
+            time.sleep(0.4)
+        spent = processor_seconds(process.pid) - before
+        assert spent < 1.0, "two seconds of silence, and ten pages"
+        assert len(list(Path(f"/proc/{process.pid}/fd").iterdir())) < 60, (
+            "24 connections, and the rest"
+        )
+        assert log.stat().st_size < 2000, log.read_text()[:2000]
+    finally:
+        for one in silent:
+            one.close()
+        process.send_signal(signal.SIGINT)
+        process.stdout.close()
+        assert process.wait(60) == 0
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert "Traceback" not in log.read_text()
+
+
+def processor_seconds(process: int) -> float:
+    """Processor time of a process, in seconds."""
+    fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def test_the_log_of_a_server_is_bounded(caplog: pytest.LogCaptureFixture) -> None:
+    log = bounded_log()
+    for n in range(5 * LOG_LINES):
+        log.error("fault %d", n)
+    said = [record.getMessage() for record in caplog.records]
+    assert len(said) == LOG_LINES
+    assert said[0] == "fault 0"
+    assert said[-1] == f"fault {LOG_LINES - 1} (later errors are not printed)"
+    bounded_log().error("another server")
+    assert caplog.records[-1].getMessage() == "another server"
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -288,6 +395,55 @@ def test_what_cannot_be_served(recording: Recording, options: Any, message: str)
         regard.inspect.view(recording, **options)
     with pytest.raises(ArgumentError, match="contains no attention call"):
         regard.inspect.view(replace(recording, places={}))
+
+
+def test_layers_are_served_while_the_model_runs() -> None:
+    model, held = regard.load("tiny"), threading.Event()
+    hook = model.decoder.layers[2].register_forward_pre_hook(lambda *_: held.wait() and None)
+    running = RunningRecording(model, TEXT, {"places": None, "heads": None})
+    try:
+        first = running.first()
+        assert set(first.places) <= {"layers.0", "layers.1"}
+        session = ViewSession(first, running.overviews)
+        running.serve(session)
+        with served(session) as client:
+            meta = client.get("/meta", headers=READER).json()
+            assert meta["texts"][0] == list(first.pieces)
+            assert meta["progress"]["expected"] == 4
+            assert client.get("/tile/0/2/0/0/0", headers=READER).status_code == 200
+            assert client.get("/tile/3/2/0/0/0", headers=READER).status_code == 404
+            held.set()
+            whole = running.follow()
+            assert client.get("/progress", headers=READER).json()["expected"] == 0
+            assert client.get("/tile/3/2/0/0/0", headers=READER).status_code == 200
+            names = [x["name"] for x in client.get("/meta", headers=READER).json()["places"]]
+            assert names == [f"layers.{n}" for n in range(4)]
+    finally:
+        held.set()
+        hook.remove()
+        running.end()
+    alone = regard.inspect.record(model, TEXT)
+    assert torch.equal(whole.weights(3, 2), alone.weights(3, 2))
+
+
+def test_a_run_that_fails_says_so() -> None:
+    running = RunningRecording(regard.load("tiny"), TEXT, {"places": [9], "heads": None})
+    with pytest.raises(ArgumentError, match=r"no calls at the places \[9\]"):
+        running.first()
+
+
+def test_a_place_that_goes_on_is_served_anew() -> None:
+    q = k = torch.eye(4)[None, None]
+    with regard.inspect.Recorder(keep=()) as recorder:
+        regard.attend(q[:, :, :2], k[:, :, :2], k[:, :, :2], mask=regard.masks.Causal())
+        session = ViewSession(recorder.recording())
+        assert session.tile(0, 0, 0, 0, 0).max.shape == (2, 2)  # type: ignore[union-attr]
+        positions = torch.arange(2, 4)[None]
+        regard.attend(q[:, :, 2:], k, k, mask=regard.masks.Causal(), q_positions=positions)
+    before = session.version
+    session.arrived(recorder.recording(), 0)
+    assert session.version > before
+    assert session.tile(0, 0, 0, 0, 0).max.shape == (4, 4)  # type: ignore[union-attr]
 
 
 def test_hostile_tokens_travel_as_escaped_json(recording: Recording) -> None:

@@ -17,6 +17,9 @@ from torch import Tensor
 import regard
 from regard import masks
 from regard.span import Span
+from tests.kernels import require_backend
+from tests.oracles.plain import plain_attention, several_plains
+from tests.rules import assert_close_rule
 
 KERNELS = ("auto", "reference", "tiled")
 sizes = st.integers(1, 24)
@@ -301,3 +304,51 @@ def test_a_chunked_prefill_is_one_pass(backend: str) -> None:
             for i in range(0, 24, step)
         ]
         assert_same(torch.cat(parts, 2), whole)
+
+
+ALL = ("reference", "tiled", "sdpa", "gemm", "cpu", "auto")
+
+
+@pytest.mark.parametrize("backend", ALL)
+def test_powers_of_two_from_subnormal_to_1e30_change_no_digit(backend: str) -> None:
+    """Values times 2^n give outputs times 2^n; keys times 2^n and queries times 2^-n the same."""
+    require_backend(backend)
+    q, k, v = (x.float() for x in qkv(0, 1 if backend == "cpu" else 24, 24))
+    plain = attend(q, k, v, backend=backend)[0]
+    # the tiles refuse numbers near the end of float32, as they refuse infinity behind a mask
+    for n in (30, -30) if backend == "tiled" else (66, 100, -66):
+        assert torch.equal(attend(q, k, v * 2.0**n, backend=backend)[0], plain * 2.0**n)
+        assert torch.equal(attend(q * 2.0**-n, k * 2.0**n, v, backend=backend)[0], plain)
+    # a subnormal number has 2^-149 as its last digit: each of 24 products is rounded there
+    small = attend(q, k, v * 2.0**-140, backend=backend)[0].double()
+    assert (small - plain.double() * 2.0**-140).abs().max() <= 25 * 2.0**-149
+    assert small.count_nonzero() > 0.9 * small.numel(), "nothing was flushed to zero"
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_over_65536_keys(dtype: torch.dtype) -> None:
+    """Whole, and in four parts that are merged, by the error rule; one part left out is far."""
+    S, where = 65_536, {"q_positions": Span(65_532, 4)}
+    q, k, v = (x.to(dtype) for x in draw(0, (1, 2, 4, 16), (1, 1, S, 16), (1, 1, S, 16)))
+    visible = masks.Causal().block(Span(S - 4, 4), Span(0, S))
+    options: dict[str, Any] = {"visible": visible}
+    exact = plain_attention(q.double(), k.double(), v.double(), **options)[0]
+    plains = [x[0] for x in several_plains(q, k, v, **options)]
+    parts = [
+        regard.attend_partial(
+            q,
+            k[:, :, i : i + S // 4],
+            v[:, :, i : i + S // 4],
+            mask=masks.Causal(),
+            k_positions=Span(i, S // 4),
+            **where,
+        )
+        for i in range(0, S, S // 4)
+    ]
+    for backend in ("auto", "tiled", "sdpa"):
+        found = regard.attend(q, k, v, mask=masks.Causal(), backend=backend)
+        assert_close_rule(found, plains, exact, what=backend)
+    assert_close_rule(regard.merge(parts).out.to(dtype), plains, exact, what="merged")
+    with pytest.raises(AssertionError):
+        assert_close_rule(regard.merge(parts[:3]).out.to(dtype), plains, exact)

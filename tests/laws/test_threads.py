@@ -38,11 +38,10 @@ from regard.inspect.model_run import prepare_run
 from regard.models.checkpoint.tensors import CheckpointTensors
 from regard.models.tokenizer import Tokenizer
 from regard.nn.projections import dynamic_rotary
-from regard.ops.cpu import decode, threads
-from regard.ops.gemv import gemv
+from regard.ops.cpu import attention, threads
 from regard.ops.softmax import cpu, flex
 from regard.ops.softmax.dispatch import KERNELS
-from regard.ops.tokenwise import rms_norm
+from regard.ops.tokenwise import gemv, rms_norm
 from regard.positions import DynamicNTK, Rotary
 from regard.span import Span
 from tests.caches.kinds import KINDS
@@ -193,7 +192,7 @@ def test_several_workers_for_each_caller(own: bool, monkeypatch: pytest.MonkeyPa
         monkeypatch.setattr(threads, "torch_openmp", lambda: None)
     count = threading.local()
     monkeypatch.setattr(threads, "thread_count", lambda: getattr(count, "n", 2))
-    q, k, v = inputs(1, 4 * decode.ELEMENTS_PER_THREAD // 64)  # work for four threads
+    q, k, v = inputs(1, 4 * attention.ELEMENTS_PER_THREAD // 64)  # work for four threads
     alone = {}
     for n in (2, 3, 4):
         count.n = n

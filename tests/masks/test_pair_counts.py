@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from regard.masks import Causal, Chunk, Dilated, Full, Mask, Sinks, Strided, Window
-from regard.masks.pair_counts import count_pairs, period
+from regard.masks.patterns import count_pairs, period
 from regard.span import Span
 
 PERIODIC = {

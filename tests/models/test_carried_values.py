@@ -119,6 +119,19 @@ def test_a_share_of_1_is_grouped_query_attention() -> None:
     assert torch.equal(network(x), plain(x))
 
 
+@torch.no_grad()
+def test_a_share_of_0_is_svformer() -> None:
+    """Every layer reads the values of the first one at its own keys."""
+    network: Any = decoder("value_residual")
+    caches = network.new_caches()
+    for layer in network.layers[1:]:
+        layer.attention.project.share.zero_()
+    network(ids(), None, caches)
+    keys, values = ([cache.contents()[f"memory.{i}"] for cache in caches] for i in (0, 1))
+    assert all(torch.equal(x, values[0]) for x in values)
+    assert far(keys[1], keys[0]) > 1e-3, "negative control"
+
+
 @every
 @pytest.mark.parametrize("sizes", [[T], [2, 7, 1, 1, 2], [9] + [1] * 4])
 @torch.no_grad()

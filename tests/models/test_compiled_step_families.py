@@ -44,7 +44,7 @@ from regard.nn.blocks.norms import OffsetLayerNorm
 from regard.nn.projections.fused import ClippedQKV
 from regard.nn.projections.steps import Clip
 from regard.nn.weights import Linear
-from regard.ops.cpu import launch
+from regard.ops.cpu import arguments
 from regard.ops.cpu.step import ACTIVATIONS, NORM_KINDS, DecodeStep, Fields, StepLayer
 from regard.ops.stored_weights import Int4Weight, Int8Weight
 from regard.positions import Rotary
@@ -264,9 +264,9 @@ def run_parts(
     nothing, memory = torch.zeros(16, M, dtype=dtype), torch.zeros(1, 1, 1, 16, dtype=dtype)
     heads: Fields = {"n": 1, "size": 16, "run": 1, "map": {"w": nothing}}
     place = torch.zeros(1, 1, 1, 1, dtype=torch.int64)
-    call: dict[str, Any] = {"scale": 1.0, "slopes": launch.NO_SLOPES, "starts": place}
+    call: dict[str, Any] = {"scale": 1.0, "slopes": arguments.NO_SLOPES, "starts": place}
     call |= {"stops": place + 1, "q_positions": place[0, 0], "S": 1, "page_size": 1}
-    call |= {"k_positions": launch.NO_POSITIONS, "pages": launch.NO_POSITIONS}
+    call |= {"k_positions": arguments.NO_POSITIONS, "pages": arguments.NO_POSITIONS}
     own = {"F": 16, "up": {"w": nothing}, "down": {"w": nothing.T.contiguous()}}
     layer: Fields = {
         **dict.fromkeys("qkv", heads),
@@ -277,9 +277,7 @@ def run_parts(
         "network": own if network is None else network,
     }
     fields: Fields = {"norm": norm, "head_map": {"w": torch.eye(M, dtype=dtype)}}
-    return DecodeStep(fields, [StepLayer(layer, (), 0, None)], dtype, M, M).run(
-        x.view(1, 1, M), texts=1
-    )
+    return DecodeStep(fields, [StepLayer(layer, (), 0, None)], dtype, M, M).run(x.view(1, 1, M))
 
 
 def _norm64(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:

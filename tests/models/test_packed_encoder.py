@@ -24,6 +24,7 @@ from regard.nn import Attention, Block, FeedForward, InputEmbedding, PreNorm, RM
 from regard.nn.blocks.embedding import SinusoidalPositions
 from regard.nn.variants.projections import output_projection, separate_qkv
 from regard.ops.onednn import why_not_packed
+from regard.ops.tokenwise import is_slow_in_torch
 from tests.models.test_text_encoder import CONFIG, TEXTS, tokenizer
 from tests.rules import assert_close_rule
 
@@ -76,7 +77,10 @@ def test_equals_each_text_alone(build: Callable[[], Encoder], dtype: torch.dtype
     torch.manual_seed(0)
     encoder, ids = build().to(dtype), row()
     packed = PackedEncoder(encoder)
-    assert why_not_packed_encoder(encoder) is None
+    reason = why_not_packed_encoder(encoder)
+    if is_slow_in_torch(dtype):
+        pytest.skip(str(reason))
+    assert reason is None
     got, plain = packed(ids, LENGTHS), alone(encoder, ids)
     exact = alone(encoder.double(), ids)
     assert_close_rule(got, plain, exact)

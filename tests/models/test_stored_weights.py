@@ -119,8 +119,9 @@ def test_what_cannot_be_stored_is_refused(tmp_path: Path) -> None:
     folder = regard.load("tiny", weights="int8").save(tmp_path / "int8")
     with pytest.raises(ArgumentError, match="are int8 already"):
         regard.load(folder, weights="int4")
-    with pytest.raises(ArgumentError, match="round them a second time"):
-        convert(folder, tmp_path / "out", ConversionOptions(dtype="bfloat16"))
+    with pytest.raises(ArgumentError, match="round them a second time") as caught:
+        convert(folder, tmp_path / "out", ConversionOptions(weights="int4"))
+    assert caught.value.argument == "weights"
 
 
 @pytest.mark.full

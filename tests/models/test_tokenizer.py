@@ -132,9 +132,19 @@ def test_a_stream_goes_on_behind_half_a_character() -> None:
 
 
 def test_pieces_are_visible_and_show_bytes_of_split_characters() -> None:
-    shown = ["the", "·the", "⏎", "⇥", "‹D0›", "‹B6›"]
+    shown = ["the", "·the", "⏎", "⇥", "ж‹1/2›", "ж‹2/2›"]
     assert TOKENIZER.pieces(TOKENIZER.encode("the the\n\tж")) == shown
     assert TOKENIZER.pieces([0]) == [END_OF_TEXT]
+    fox = [
+        next(i for i in range(257) if TOKENIZER.token_bytes(i) == bytes([b])) for b in "🦊".encode()
+    ]
+    assert TOKENIZER.pieces(fox) == [f"🦊‹{n}/4›" for n in (1, 2, 3, 4)]
+    assert TOKENIZER.pieces(fox[:3]) == ["‹F0›", "‹9F›", "‹A6›"], "the rest is not there"
+    assert TOKENIZER.pieces(fox[2:] + fox) == [
+        "‹A6›",
+        "‹8A›",
+        *(f"🦊‹{n}/4›" for n in (1, 2, 3, 4)),
+    ]
 
 
 @given(text)

@@ -29,6 +29,7 @@ REFUSED = {
     **dict.fromkeys(
         ("infini", "infini_delta", "nsa", "moba", "quest", "msa", "dsa", "hca", "csa"), CHOOSES
     ),
+    **dict.fromkeys(("qsa", "dsa_pools"), CHOOSES),
     **dict.fromkeys(
         ("h2o", "tova", "snapkv", "key_norm", "keydiff", "adakv", "expected_attention"), EVICTS
     ),

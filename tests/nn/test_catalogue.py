@@ -203,6 +203,21 @@ def test_nan_in_the_future_changes_nothing(name: str) -> None:
         assert_close(forward(module, poisoned)[:, :first], whole[:, :first], f"{name} {first}")
 
 
+@pytest.mark.full(keep=5)
+@pytest.mark.parametrize("name", CAUSAL)
+def test_large_numbers_in_the_future_change_roundings_only(name: str) -> None:
+    """Of 1e20, whose products overflow float32, only digits may change; of 1e3 no bit."""
+    module, x = example(CAUSAL[name], dtype=torch.float32), tokens(T, dtype=torch.float32)
+    whole = forward(module, x)
+    for size, most in ((1e3, 0.0), (1e20, 1e-5)):
+        large = x.clone()
+        large[:, T // 2 :] = size
+        found = forward(module, large)
+        changed = (found - whole)[:, : T // 2].abs().max()
+        assert changed <= most * whole.abs().max(), f"{name} {size}"
+        assert not torch.equal(found[:, T // 2 :], whole[:, T // 2 :]), "the negative control"
+
+
 def padded(n: int, left: int, right: int) -> Tensor:
     positions = torch.full((left + n + right,), -1)
     positions[left : left + n] = torch.arange(n)

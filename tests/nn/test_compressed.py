@@ -244,7 +244,10 @@ def test_what_does_not_fit_is_refused() -> None:
     with pytest.raises(ArgumentError, match="entries have width 4; keys and values must be one"):
         CompressedAttention(layer.project, BlockPooling(32, 4, 4), layer.output, window=6)
     indexer = example(VARIANTS["csa"]).indexer
-    with pytest.raises(ArgumentError, match="the indexer has blocks of 2, and the entries of 4"):
+    with pytest.raises(
+        ArgumentError,
+        match="of 2 to 8, overlap=True, and the entries blocks",
+    ):
         CompressedAttention(
             layer.project,
             layer.pooling,

@@ -18,9 +18,9 @@ import regard
 from regard import Trace
 from regard.caches import Cross, Growing
 from regard.nn.attention.cross import AdditiveAttention, CrossAttention
-from regard.nn.projections.finishes import GatedProjection
 from regard.nn.projections.fused import EncoderStateProjection
 from regard.nn.projections.heads import HeadProjection, Projection
+from regard.nn.projections.steps import GatedProjection
 from regard.nn.variants import VARIANTS, bahdanau, cross_attention, luong
 from regard.span import Span
 from tests.oracles.additive import additive

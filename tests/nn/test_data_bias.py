@@ -16,7 +16,7 @@ from torch import Tensor
 import regard
 from regard.biases import FIRE, ForgetBias, Kerple, deberta_bucket
 from regard.errors import ArgumentError
-from regard.masks import Causal
+from regard.masks import Causal, Window
 from regard.nn import HeadProjection
 from regard.nn.attention.evicting import EvictingAttention
 from regard.nn.attention.windowed import StreamingAttention
@@ -31,7 +31,7 @@ from regard.nn.projections.data_bias import (
     path_scores,
     sums_up_to,
 )
-from regard.nn.projections.finishes import FinishedProjection, GatedProjection, HeadGate
+from regard.nn.projections.steps import FinishedProjection, GatedProjection, HeadGate
 from regard.nn.variants import VARIANTS
 from regard.positions import Rotary
 from regard.span import Span
@@ -458,3 +458,22 @@ def test_a_finish_keeps_the_bias_of_its_projection() -> None:
         "NoBias", (FinishedProjection,), {"data_bias": lambda *_: None}
     )
     assert (m(x) - without(x)).abs().max() > 1e-3
+
+
+def test_the_memory_of_transformer_xl_has_no_gradient() -> None:
+    """A window's ring is the memory of a segment; its contents, detached, end the gradient."""
+    layer: Any = randomize(VARIANTS["transformer_xl"].example().double(), 3)
+    layer.mask = Causal() & Window(5)
+    x = tokens(8).double().requires_grad_(True)
+    whole, cache = layer(x), layer.new_cache()
+    for detached in (True, False):
+        cache = layer.new_cache()
+        parts = [layer(x[:, :4], cache=cache)]
+        if detached:
+            contents = cache.contents().items()
+            cache.fill({k: v.detach() if isinstance(v, Tensor) else v for k, v in contents})
+        parts.append(layer(x[:, 4:], cache=cache))
+        assert float((torch.cat(parts, 1) - whole).detach().abs().max()) < 1e-12
+        (grad,) = torch.autograd.grad(parts[1].sum(), x)
+        assert bool(grad[:, :4].eq(0).all()) == detached
+        assert grad[:, 4:].ne(0).any()

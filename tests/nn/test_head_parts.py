@@ -17,16 +17,19 @@ from regard.masks import Causal
 from regard.nn import HeadProjection
 from regard.nn.attention.infini import InfiniAttention
 from regard.nn.projections.factored import KeysAsValues, SharedKeyValue
-from regard.nn.projections.finishes import (
+from regard.nn.projections.heads import Projection
+from regard.nn.projections.steps import (
     FinishedProjection,
     HeadGate,
     InverseRotary,
+    L2Clip,
     OwnValueRemoval,
     PairDifference,
+    QueryTemperature,
     QueryTokens,
+    UnitNorm,
+    WeightlessRMSNorm,
 )
-from regard.nn.projections.heads import Projection
-from regard.nn.projections.steps import L2Clip, QueryTemperature, UnitNorm, WeightlessRMSNorm
 from regard.nn.variants import (
     VARIANTS,
     biased_gate,

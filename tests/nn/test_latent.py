@@ -341,7 +341,7 @@ def test_the_figures_of_the_papers() -> None:
     )  # the small ones: "110.6K", "15.6K"
     assert round(100 * 15_552 / 110_592) == 14
     assert 2 * latent * 61 == 70_272  # V3: bytes in bf16
-    assert cost.per_head_values(128, 128, 64, 128) == 40_960
+    assert 128 * (128 + 64 + 128) == 40_960  # keys and values of every head
     assert round(40_960 / latent, 1) == 71.1
     assert latent == 9 * 128 // 2  # as much as 2.25 key/value heads of 128
     assert round(2 * 128 * 128 / latent) == 57

@@ -9,14 +9,17 @@ import torch.nn.functional as F
 from regard.errors import ArgumentError
 from regard.nn import set_fp32_product
 from regard.nn import weights as module
-from regard.nn.weights import FP16_MATMUL_ROWS, Linear, linear
+from regard.nn.weights import FP32_MATMUL_ROWS, Linear, linear
+from regard.ops import tokenwise
 from regard.ops.onednn import MIN_ROWS, onednn_linear
+from regard.ops.stored_linear import stored_linear
+from regard.ops.stored_weights import Int8Weight
 from tests.rules import assert_close_rule
 
 
 @pytest.mark.full(keep="each")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("rows", [1, FP16_MATMUL_ROWS - 1, FP16_MATMUL_ROWS, 70])
+@pytest.mark.parametrize("rows", [1, FP32_MATMUL_ROWS - 1, FP32_MATMUL_ROWS, 70])
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("block", [module.CONVERTED_BLOCK, 96, 1])
 def test_linear(dtype: torch.dtype, rows: int, bias: bool, block: int) -> None:
@@ -28,6 +31,25 @@ def test_linear(dtype: torch.dtype, rows: int, bias: bool, block: int) -> None:
     found = linear(x, w, b, block=block)
     assert found.dtype == dtype
     assert_close_rule(found, F.linear(x, w, b), exact)
+
+
+@pytest.mark.parametrize("stored", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_many_rows_are_multiplied_in_fp32_where_torch_is_slow(
+    dtype: torch.dtype, stored: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bit for bit, on every processor; under autocast torch chooses the dtype."""
+    make = torch.Generator().manual_seed(0)
+    x, w = (torch.randn(n, 64, generator=make).to(dtype) for n in (FP32_MATMUL_ROWS, 8))
+    record = Int8Weight.quantize(w)
+    dense, w32 = (record.dequantize(t) if stored else w.to(t) for t in (dtype, torch.float32))
+    narrow, wide = F.linear(x, dense), F.linear(x.float(), w32).to(dtype)
+    for slow, expected in (((dtype,), wide), ((), narrow)):
+        monkeypatch.setattr(tokenwise, "is_slow_in_torch", slow.__contains__)
+        assert torch.equal(stored_linear(x, record) if stored else linear(x, w), expected)
+    monkeypatch.setattr(tokenwise, "is_slow_in_torch", (dtype,).__contains__)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert linear(x, w).dtype == F.linear(x, w).dtype
 
 
 def test_shapes_and_gradients() -> None:

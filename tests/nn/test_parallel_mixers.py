@@ -7,14 +7,17 @@ import torch
 from torch import Tensor, nn
 
 import regard
-from regard.caches import Growing, State, save
+from regard import masks
+from regard.caches import Growing, State, Streaming, save
 from regard.caches.joined import Joined
 from regard.cost.softmax import SoftmaxSpec
 from regard.models.generation.cache_config import CacheConfig
 from regard.models.generation.decode_session import DecodeSession
+from regard.nn import Attention, HeadProjection, SeparateQKV
 from regard.nn.blocks.mixer_block import ParallelMixers
 from regard.nn.variants import gqa, mamba2
 from regard.nn.weights import Linear, ScaledLinear, scaled_map
+from regard.positions import Rotary
 from regard.span import Span
 from tests.models.generation import stacks
 
@@ -51,6 +54,39 @@ def test_chunks_are_one_pass(sizes: list[int]) -> None:
     assert float((torch.cat(parts, 1) - mixed(x)).abs().max()) < 1e-12
     assert cache.next(1) == Span(T, 1)
     assert len(cache) == T
+
+
+def test_full_heads_and_streaming_heads_are_duo_attention() -> None:
+    """Two groups of heads with caches of their own are one layer with a mask for each head: the
+    output maps of the groups are the columns of its map, and their results add.
+    """
+    D, rotary = 6, Rotary(6)
+    near = masks.Causal() & (masks.Window(5) | masks.Sinks(2))
+    seen: tuple[masks.Mask, ...] = (masks.Causal(), near)
+
+    def attention(groups: int, mask: masks.Mask) -> Attention:
+        sizes = (2 * groups, groups, groups)
+        q, k, v = (
+            HeadProjection(M, n, D, *steps)
+            for n, steps in zip(sizes, ((rotary,), (rotary,), ()), strict=True)
+        )
+        output = Linear(2 * groups * D, M, bias=False)
+        return Attention(SeparateQKV(q, k, v), output, mask=mask).double().requires_grad_(False)
+
+    groups = [attention(1, mask) for mask in seen]
+    duo, whole = ParallelMixers(groups), attention(2, masks.Heads((seen[0],) * 2 + (seen[1],) * 2))
+    for part in "qkv":
+        rows = [getattr(x.project, part).linear.weight for x in groups]
+        getattr(whole.project, part).linear.weight.copy_(torch.cat(rows))
+    whole.output.weight.copy_(torch.cat([x.output.weight for x in groups], 1))
+    x, cache = tokens(), duo.new_cache()
+    found = torch.cat([duo(part, None, cache) for part in x.split((7, 1, 1, T - 9), 1)], 1)
+    assert float((found - whole(x)).abs().max()) < 1e-12
+    assert isinstance(cache, Joined)
+    assert [type(part) for part in cache.parts] == [Growing, Streaming]
+    assert [len(part) for part in cache.parts] == [T, 7]
+    other = ParallelMixers([groups[0], attention(1, masks.Causal())])
+    assert float((other(x) - whole(x)).abs().max()) > 1e-3, "negative control"
 
 
 def test_padding_changes_nothing() -> None:

@@ -14,6 +14,10 @@ import torch
 from torch import Tensor, nn
 from transformers.models.deepseek_v32.configuration_deepseek_v32 import DeepseekV32Config
 from transformers.models.deepseek_v32.modeling_deepseek_v32 import DeepseekV32Indexer
+from transformers.models.glm5_next.configuration_glm5_next import Glm5NextTextConfig
+from transformers.models.glm5_next.modeling_glm5_next import Glm5NextTextIndexer
+from transformers.models.qwen4_exp.configuration_qwen4_exp import Qwen4ExpTextConfig
+from transformers.models.qwen4_exp.modeling_qwen4_exp import Qwen4ExpTextQSAIndexer
 
 import regard
 from regard.cost.selected import block_tokens, compressed_tokens, nsa_tokens
@@ -25,6 +29,7 @@ from regard.nn.attention.selected import (
     KeySelector,
     MoBA,
     Places,
+    PooledIndexer,
     Quest,
     SelectedAttention,
     indexer_losses,
@@ -35,7 +40,7 @@ from regard.positions import Rotary, rope_frequencies
 from regard.span import Positions, Span, as_tensor
 from tests.oracles import selected as oracle
 
-NAMES = ("nsa", "moba", "dsa", "quest", "msa")
+NAMES = ("nsa", "moba", "dsa", "quest", "msa", "qsa", "dsa_pools")
 M, B, T, E = 32, 2, 29, -1
 PADDED = torch.tensor([[E] * 6 + list(range(T - 6)), list(range(T))])
 
@@ -65,12 +70,37 @@ def oracle_heads(module: Any, x: Tensor, positions: Positions) -> Tensor:
         sizes = (select.size, select.topk, select.local)
         index_q = select.q(x, positions)
         chosen = oracle.block_maximum(index_q, key, q.shape[1], sizes, at, at)
+    elif isinstance(select, PooledIndexer):
+        chosen = oracle_pools(select, x, positions, at, q.shape[1])
     else:
         (key,) = select.remember(x, positions)
         _, chosen = oracle.indexer(
             select.q(x, positions), key, x @ select.weight.weight.T, select.topk, at, at, q.shape[1]
         )
     return oracle.attend_chosen(q, k, v, chosen, at)
+
+
+def oracle_pools(
+    select: PooledIndexer, x: Tensor, positions: Positions, at: list[list[int]], heads: int
+) -> oracle.Chosen:
+    pooling, m = select.pooling, select.pooling.block
+    y = x[:, None] @ pooling.content.weight.T
+    w = torch.ones(*x.shape[:2], select.q.heads)
+    if pooling.gated:
+        assert pooling.norm is not None
+        assert select.weight is not None
+        w = x @ select.weight.weight.T
+        z = x[:, None] @ pooling.gate.weight.T
+        entries = oracle.pooled(pooling.norm(y), z, pooling.places.tolist(), m, at)
+    else:
+        entries = oracle.pooled(y, None, [], m, at)
+        weight = pooling.steps[0].weight.tolist()  # type: ignore[operator]
+        for row in entries:
+            for i, e in row.items():
+                scale = (math.fsum(a * a for a in e) / len(e) + 1e-6) ** -0.5
+                normed = [a * scale * g for a, g in zip(e, weight, strict=True)]
+                row[i] = oracle.rotated(normed[:4], i * m) + normed[4:]
+    return oracle.closed_blocks(select.q(x, positions), entries, w, (m, select.topk, heads), at, at)
 
 
 def oracle_nsa(module: NSA, x: Tensor, positions: Positions, at: list[list[int]]) -> Tensor:
@@ -132,6 +162,7 @@ def test_a_nan_in_visible_data_shows() -> None:
 def test_enough_capacity_is_dense_causal_attention() -> None:
     x = torch.randn(B, T, M, dtype=torch.float64)
     enough = [make(name, topk=8) for name in ("moba", "quest", "msa")]
+    enough += [make(name, topk=14) for name in ("qsa", "dsa_pools")]
     for module in (*enough, make("dsa", topk=T), make("dsa", topk=10 * T)):
         dense = regard.nn.Attention(module.project, module.output, mask=regard.masks.Causal())
         assert float((module(x) - dense(x)).abs().max()) < 1e-12
@@ -212,6 +243,67 @@ def test_the_indexer_is_the_published_one() -> None:
 
 
 @torch.no_grad()
+def test_the_pooled_indexers_are_those_of_transformers() -> None:
+    """With one key head whose values are the tokens' numbers, what a query reads is seen."""
+    q_only = torch.zeros(B, 1, T, 1)
+    x, at = torch.randn(B, T, M, dtype=torch.float64), Span(0, T)
+    causal = torch.ones(B, 1, T, T, dtype=torch.bool).tril()
+
+    def choose(indexer: PooledIndexer) -> Tensor:
+        memory = indexer.remember(x, at)
+        return indexer.choose(q_only, q_only, x, memory, Places(at, at)).block(at, at)[:, 0]
+
+    sizes = {"index_heads": 16, "index_dim": 16, "topk": 3, "block": 4}
+    ours = make("qsa", rotary_dim=8, **sizes).selector
+    config = Qwen4ExpTextConfig(
+        hidden_size=M,
+        indexer_n_heads=16,
+        indexer_kv_heads=1,
+        indexer_head_dim=16,
+        indexer_budget=12,
+        indexer_compress_ratio=4,
+        head_dim=8,
+    )
+    theirs: Any = Qwen4ExpTextQSAIndexer(config, 0).double()
+    maps = (ours.q.linear.weight, ours.pooling.content.weight)
+    theirs.index_qk_proj.weight.copy_(torch.cat(maps))
+    theirs.q_layernorm.weight.copy_(ours.q.steps[0].weight - 1)
+    theirs.k_layernorm.weight.copy_(ours.pooling.steps[0].weight - 1)
+    angle = torch.arange(T)[:, None] * rope_frequencies(8).inv_freq
+    table = (torch.cat((angle, angle), -1)[None].expand(B, -1, -1) for _ in range(2))
+    cos, sin = (f(a) for f, a in zip((torch.cos, torch.sin), table, strict=True))
+    exact = theirs(x, (cos, sin), causal, None)[:, 0]
+    assert choose(ours).equal(exact & causal[:, 0])
+    wrong = copy.deepcopy(ours)
+    wrong.pooling.steps = ours.pooling.steps[:1]  # the rotation to the first token of a block
+    assert not choose(wrong).equal(exact)
+
+    ours = make("dsa_pools", **sizes).selector
+    config = Glm5NextTextConfig(
+        hidden_size=M,
+        q_lora_rank=M,
+        index_n_heads=16,
+        index_head_dim=16,
+        index_topk=12,
+        index_kpool=4,
+    )
+    theirs = Glm5NextTextIndexer(config, 0).double()
+    theirs.wq_b.weight.copy_(ours.q.linear.weight)
+    theirs.wk.weight.copy_(ours.pooling.content.weight)
+    theirs.k_norm.load_state_dict(ours.pooling.norm.state_dict())
+    theirs.weights_proj.weight.copy_(ours.weight.weight)
+    theirs.index_kpool_compress_ape.copy_(ours.pooling.places)
+    theirs.index_kpool_compress_gate.copy_(ours.pooling.gate.weight)
+    found = theirs(x, x, torch.ones(B, T, dtype=torch.bool), None).long()
+    exact = torch.zeros(B, T, T + 1, dtype=torch.bool)
+    exact = exact.scatter(2, torch.where(found < 0, T, found), value=True)[..., :T]
+    assert choose(ours).equal(exact)
+    wrong = copy.deepcopy(ours)
+    wrong.pooling.places.zero_()
+    assert not choose(wrong).equal(exact)
+
+
+@torch.no_grad()
 def test_an_indexer_beside_a_latent() -> None:
     latent = make("mla").project
     assert isinstance(latent, LatentProjection)
@@ -262,7 +354,7 @@ def test_published_numbers_of_tokens_read() -> None:
 def test_counts_equal_what_is_seen() -> None:
     for context in (1, 3, 4, 5, 17, 28):
         x, at = torch.randn(1, context, M, dtype=torch.float64), Span(context - 1, 1)
-        for name in ("moba", "dsa", "quest", "msa"):
+        for name in ("moba", "dsa", "quest", "msa", "qsa", "dsa_pools"):
             module = make(name)
             memory = module.selector.remember(x, Span(0, context))
             q = module.project.query(x[:, -1:], at)

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 import regard
 from regard.nn import CausalConvolution, HeadProjection, Recurrent, RMSNorm
-from regard.nn.recurrence import mamba
-from regard.nn.recurrence.mamba import SelectiveQKV, SelectiveScanRule
+from regard.nn.recurrence import decays
+from regard.nn.recurrence.decays import SelectiveQKV, SelectiveScanRule
 from regard.nn.variants import VARIANTS
 from regard.nn.weights import Linear
 from tests.nn import catalogue
@@ -128,7 +128,7 @@ def test_what_is_refused() -> None:
     with pytest.raises(regard.ArgumentError, match=r"q and k read \[6\] channels"):
         SelectiveQKV(HeadProjection(6, 1, D), HeadProjection(6, 1, D), v, CausalConvolution(N, 2))
     assert "no row of weights" in layer().explain_refusal
-    assert mamba.MAX_DECAYS == 1 << 24
+    assert decays.MAX_DECAYS == 1 << 24
 
 
 def test_without_gradients_the_tokens_are_computed_one_by_one() -> None:

@@ -15,9 +15,8 @@ import regard
 from regard import nn
 from regard.nn.variants import build
 from regard.nn.weights import linear
-from regard.ops import gemv as gemv_module
-from regard.ops.gemv import gemv
-from regard.ops.tokenwise import rms_norm
+from regard.ops import tokenwise as gemv_module
+from regard.ops.tokenwise import gemv, rms_norm
 
 
 @pytest.fixture(params=["grad", "no_grad", "no_grad, no kernels"])

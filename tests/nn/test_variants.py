@@ -17,9 +17,9 @@ from regard import masks
 from regard.errors import ArgumentError
 from regard.nn import Attention, HeadProjection, SeparateQKV
 from regard.nn.attention.windowed import Longformer
-from regard.nn.projections.finishes import DifferentialProjection, GatedProjection
 from regard.nn.projections.fused import FusedQKV, PerHeadProjection
 from regard.nn.projections.latent import LatentProjection
+from regard.nn.projections.steps import DifferentialProjection, GatedProjection
 from regard.nn.variants import (
     bigbird,
     build,

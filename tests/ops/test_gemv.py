@@ -15,8 +15,7 @@ from regard import huge_pages
 from regard.nn.weights import Linear
 from regard.ops import tokenwise
 from regard.ops.cpu import threads
-from regard.ops.gemv import gemv, try_gemv
-from regard.ops.tokenwise import rms_norm
+from regard.ops.tokenwise import MAX_VECTORS, gemv, rms_norm, try_gemv
 from tests.kernels import require_kernels
 from tests.rules import assert_close_rule
 
@@ -77,7 +76,7 @@ def test_when_it_runs() -> None:
     x, w = torch.randn(1, 256), torch.randn(256, 256)
     assert suits(x, w, None)
     assert suits(x, w, torch.zeros(256))
-    many = torch.randn(5, 256)
+    many = torch.randn(MAX_VECTORS[torch.float32] + 1, 256)
     refused = {
         "many rows": suits(many, w, None),
         "a small weight": suits(x, w[:8], None),

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from regard.ops.cpu.prefill import PrefillArgs, prefill, prefill_gradient
+from regard.ops.cpu.attention import PrefillArgs, prefill, prefill_gradient
 from tests.kernels import require_kernels
 
 require_kernels()

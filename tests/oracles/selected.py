@@ -178,6 +178,59 @@ def indexer(
     return scores, chosen
 
 
+def closed_blocks(
+    q: Tensor,
+    entries: list[dict[int, list[float]]],
+    w: Tensor,
+    sizes: tuple[int, int, int],
+    q_positions: Rows,
+    k_positions: Rows,
+) -> Chosen:
+    """QSA, sizes (block, topk, query heads): the topk closed blocks with the largest sum_j w_tj
+    relu(q_tj . e_i), by their entries of each row, and the tokens behind the last closed one.
+    """
+    m, topk, heads = sizes
+    ql, wl = q.detach().double().tolist(), w.detach().double().tolist()
+    chosen: Chosen = []
+    for b, row in enumerate(entries):
+        held, rows = {p for p in k_positions[b] if p >= 0}, []
+        for t, at in enumerate(q_positions[b]):
+            scores = {
+                i: math.fsum(wl[b][t][j] * max(0.0, dot(ql[b][j][t], e)) for j in range(q.shape[1]))
+                for i, e in row.items()
+                if (i + 1) * m <= at + 1
+            }
+            blocks, behind = best(scores, topk), (at + 1) // m * m
+            rows.append({p for p in held if p <= at and (p // m in blocks or p >= behind)})
+        chosen.append([rows] * heads)
+    return chosen
+
+
+def pooled(
+    y: Tensor, z: Tensor | None, places: list[list[float]], m: int, positions: Rows
+) -> list[dict[int, list[float]]]:
+    """For each row, the sum of softmax_t(z_t + b_t) y_t over the tokens t of each block of m
+    positions, channel by channel; without z their mean.
+    """
+    yl = y.detach().double().tolist()
+    zl = None if z is None else z.detach().double().tolist()
+    out: list[dict[int, list[float]]] = []
+    for b, row in enumerate(positions):
+        blocks: dict[int, list[float]] = {}
+        for i in {p // m for p in row if p >= 0}:
+            slots = [s for s, p in enumerate(row) if p >= 0 and p // m == i]
+            blocks[i] = []
+            for c in range(y.shape[-1]):
+                logits = [
+                    0.0 if zl is None else zl[b][0][s][c] + places[row[s] % m][c] for s in slots
+                ]
+                weights = [math.exp(x - max(logits)) for x in logits]
+                total = math.fsum(w * yl[b][0][s][c] for w, s in zip(weights, slots, strict=True))
+                blocks[i].append(total / math.fsum(weights))
+        out.append(blocks)
+    return out
+
+
 def compressed(
     x: Tensor,
     length: int,

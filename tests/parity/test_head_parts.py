@@ -13,8 +13,13 @@ import torch
 from torch import Tensor, nn
 
 from regard.nn import RMSNorm
-from regard.nn.projections.finishes import OwnValueRemoval, QueryTokens
-from regard.nn.projections.steps import L2Clip, QueryTemperature, WeightlessRMSNorm
+from regard.nn.projections.steps import (
+    L2Clip,
+    OwnValueRemoval,
+    QueryTemperature,
+    QueryTokens,
+    WeightlessRMSNorm,
+)
 from regard.nn.variants import VARIANTS, gqa, keys_as_values, value_norm
 from regard.span import Span
 from tests.parity.layers import assert_far, assert_near

@@ -13,7 +13,7 @@ from regard.inspect import explain
 from regard.models.text_encoder import TextEncoder
 from regard.nn.variants import mha
 from regard.positions import sinusoidal
-from regard.timing.machine import torch_threads
+from regard.timing import torch_threads
 from regard.train import Settings, fit
 from regard.train.losses import Seq2SeqLoss
 from regard.train.tasks import Example

@@ -53,8 +53,8 @@ def modules() -> list[ModuleType]:
                 continue
             try:
                 module = importlib.import_module(name)
-            except ModuleNotFoundError as error:
-                if error.name != "triton":  # an extra, which only its kernels import
+            except ImportError as error:
+                if error.name not in ("triton", "lm_eval", "sentence_transformers"):  # optional
                     raise
                 continue
             if hasattr(module, "__all__") or name.removeprefix("regard.") in regard.__all__:
@@ -144,8 +144,9 @@ def _attribute_docstrings(body: list[ast.stmt]) -> dict[str, str]:
 def _docstring_of_constant(module: ModuleType, name: str) -> str:
     """The docstring of a module's constant, where it is defined."""
     below = [m for n, m in sorted(sys.modules.items()) if n.startswith(f"{module.__name__}.")]
+    value = getattr(module, name)  # a package may import it only now
     for home in [module, *below, *sys.modules.values()]:
-        if home.__name__.startswith("regard") and vars(home).get(name) is vars(module).get(name):
+        if home.__name__.startswith("regard") and vars(home).get(name) is value:
             found = _attribute_docstrings(_tree(str(home.__file__)).body)
             if name in found:
                 return found[name]

@@ -1,5 +1,5 @@
 """Every public operation under default dtypes and devices of torch that a user chose, in a process
-of its own: `python -m tests.surface.global_state FILE [DTYPE:DEVICE]`.
+of its own: `python -m tests.surface.global_state FILE [DTYPE:DEVICE|settings]`.
 
 The operations are used for the first time in the context. FILE gets their results there, and at
 last outside of it, to be compared with those of a process that changed nothing.
@@ -8,11 +8,18 @@ last outside of it, to be compared with those of a process that changed nothing.
 from __future__ import annotations
 
 import dataclasses
+import importlib
+import locale
+import os
+import random
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 
@@ -184,6 +191,78 @@ def _steps(decoder: Any, ids: torch.Tensor) -> object:
         return [decoder(ids[:, i : i + 1], caches=caches) for i in range(ids.shape[1])]
 
 
+def process_state() -> dict[str, Any]:
+    """What belongs to the user, and no operation may change."""
+    return {
+        "dtype": torch.get_default_dtype(),
+        "device": torch.get_default_device(),
+        "gradient mode": (torch.is_grad_enabled(), torch.is_inference_mode_enabled()),
+        "deterministic mode": torch.are_deterministic_algorithms_enabled(),
+        "threads": (torch.get_num_threads(), torch.get_num_interop_threads()),
+        "precision": torch.get_float32_matmul_precision(),
+        "torch's random numbers": torch.get_rng_state().numpy().tobytes(),
+        "numpy's random numbers": str(np.random.get_state()),  # noqa: NPY002
+        "Python's random numbers": random.getstate(),
+        "warnings": list(warnings.filters),
+        "locale": locale.setlocale(locale.LC_ALL),
+        "environment": dict(os.environ),
+        "folder": str(Path.cwd()),
+        "recursion": sys.getrecursionlimit(),
+    }
+
+
+@contextmanager
+def other_setting(name: str) -> Iterator[None]:
+    """Set one thing of the process otherwise."""
+    with ExitStack() as stack:
+        if name == "deterministic mode":
+            stack.callback(torch.use_deterministic_algorithms, False)
+            torch.use_deterministic_algorithms(True)
+        elif name == "threads":
+            stack.callback(torch.set_num_threads, torch.get_num_threads())
+            torch.set_num_threads(3)
+        elif name == "random numbers":
+            random.seed(7)
+            np.random.seed(7)  # noqa: NPY002
+        elif name == "warnings":
+            stack.enter_context(warnings.catch_warnings())
+            warnings.simplefilter("error")
+        elif name == "locale":
+            stack.callback(locale.setlocale, locale.LC_ALL, locale.setlocale(locale.LC_ALL))
+            for known in ("tr_TR.UTF-8", "de_DE.UTF-8", "C"):  # decimal commas, where there are any
+                try:
+                    locale.setlocale(locale.LC_ALL, known)
+                    break
+                except locale.Error:
+                    continue
+        yield
+
+
+SETTINGS = ("", "deterministic mode", "threads", "random numbers", "warnings", "locale")
+
+
+def under_settings(path: str) -> None:
+    """Write what each operation gives under each setting, and what of the process it changed."""
+    # torch's compiler changes warnings filters and the environment when it is imported
+    importlib.import_module("torch._inductor.codecache")
+    torch.set_num_threads(1)
+    found = operations()
+    found |= {"changes": lambda: os.environ.update(REGARD_SEEN="yes"), "draws": random.random}
+    results: dict[str, dict[str, Any]] = {}
+    changed: list[tuple[str, str, str]] = []
+    for setting in SETTINGS:
+        with other_setting(setting):
+            results[setting] = {}
+            for name, operation in found.items():
+                os.environ.pop("REGARD_SEEN", None)
+                torch.manual_seed(7 * (setting == "random numbers"))
+                before = process_state()
+                results[setting][name] = result(operation)
+                after = process_state()
+                changed += [(setting, name, x) for x in before if before[x] != after[x]]
+    torch.save((results, changed), path)
+
+
 def plain(x: Any) -> Any:
     """The tensors in a result, with everything else as text."""
     if isinstance(x, torch.Tensor):
@@ -199,11 +278,16 @@ def plain(x: Any) -> Any:
 
 def result(operation: Operation) -> Any:
     """What an operation returns, or the error that it raises."""
-    torch.manual_seed(0)
     try:
         return plain(operation())
     except Exception as error:
         return f"{type(error).__name__}: {error}"
+
+
+def seeded_result(operation: Operation) -> Any:
+    """The result from a seed."""
+    torch.manual_seed(0)
+    return result(operation)
 
 
 def main(path: str, context: str = "") -> None:
@@ -218,10 +302,10 @@ def main(path: str, context: str = "") -> None:
     found, results = operations(), {}
     if context:
         with defaults(getattr(torch, dtype), device):
-            results[context] = {x: result(operation) for x, operation in found.items()}
+            results[context] = {x: seeded_result(operation) for x, operation in found.items()}
     with torch.inference_mode():  # what a context left behind must serve here, too
-        results["inference"] = {x: result(operation) for x, operation in found.items()}
-    results["outside"] = {x: result(operation) for x, operation in found.items()}
+        results["inference"] = {x: seeded_result(operation) for x, operation in found.items()}
+    results["outside"] = {x: seeded_result(operation) for x, operation in found.items()}
     torch.save(results, path)
 
 
@@ -236,4 +320,7 @@ def different(x: Any, y: Any) -> bool:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    if sys.argv[2:] == ["settings"]:
+        under_settings(sys.argv[1])
+    else:
+        main(*sys.argv[1:])

@@ -34,11 +34,12 @@ from experiments.claim import VERDICTS, Role
 from regard.audit import FAULTS
 from regard.cli import app as application
 from regard.cli.app import COMMANDS
+from regard.configs.catalogue import GROUPS
 from regard.configs.published import PUBLISHED_MODELS, SIZES_NOT_PUBLISHED
 from regard.configs.reader import NOT_COUNTED
 from regard.cost.evidence import QUALITY_EVIDENCE
 from regard.nn.variants import VARIANTS
-from regard.nn.variants.registry import GROUPS, equation_symbols
+from regard.nn.variants.registry import equation_symbols
 from regard.notation import GLOSSARY
 from regard.train.tasks import TASKS
 from regard.view import cost_text, layer_text

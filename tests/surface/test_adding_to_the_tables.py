@@ -50,11 +50,8 @@ ENTRIES: list[Edit] = [
     # a mechanism that is always compared
     (
         "src/regard/compare/mechanisms.py",
-        '    "mqa": lambda s: ("mqa", {}),\n',
-        (
-            '    "mqa": lambda s: ("mqa", {}),\n'
-            '    "gated": lambda s: ("gated", {"groups": s.heads}),\n'
-        ),
+        '    "mqa": "mqa",\n',
+        ('    "mqa": "mqa",\n    "gated": "gated",\n'),
     ),
     # a claim, in a new file
     ("experiments/__init__.py", "    dropout,\n", "    counting,\n    dropout,\n"),

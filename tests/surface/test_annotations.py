@@ -160,6 +160,9 @@ def modules() -> list[types.ModuleType]:
     left_out = list(annotations.LEFT_OUT)
     if importlib.util.find_spec("triton") is None:  # an extra, which its kernels import
         left_out += ["regard.ops.softmax.triton", "regard.ops.linear.triton"]
+    for package in ("lm_eval", "sentence_transformers"):  # bases of classes
+        if importlib.util.find_spec(package) is None:
+            left_out.append(f"regard.integrations.{package}")
     return [importlib.import_module(name) for name in names if not name.startswith(tuple(left_out))]
 
 

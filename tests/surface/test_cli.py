@@ -9,12 +9,14 @@ from pathlib import Path
 from unittest.mock import patch
 
 import pytest
+import torch
 
 import regard
 from regard.cli import app as application
 from regard.cli import main
 from regard.cli.app import COMMANDS
 from regard.ops.cpu.instruction_sets import describe_kernels
+from regard.units import plural
 
 FOLDER = Path(application.__file__).parent
 NAMES = sorted(COMMANDS)
@@ -66,7 +68,12 @@ def test_help_lists_the_commands_each_on_one_line(
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert code_of("--version") == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines == [f"regard {regard.__version__}", describe_kernels()]
+    threads = plural(torch.get_num_threads(), "thread")
+    assert lines == [
+        f"regard {regard.__version__}",
+        describe_kernels(),
+        f"torch {torch.__version__}, {threads}",
+    ]
 
 
 @pytest.mark.parametrize("name", NAMES)

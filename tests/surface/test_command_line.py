@@ -338,10 +338,28 @@ def test_a_mistyped_model_comes_before_options_that_do_not_fit(
     assert "did you mean 'llama-3-8b'" in error
 
 
+def test_a_warning_is_a_note_without_a_line_of_code() -> None:
+    program = (
+        "import warnings; from regard.cli import main\n"
+        "try: main(['--help'])\n"
+        "except SystemExit: warnings.warn('two things are slow', stacklevel=1)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env={**os.environ, "PYTHONPATH": str(PACKAGE.parent), "LC_ALL": "C"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stderr == "note: two things are slow\n"
+
+
 @pytest.mark.full(keep=["regard.notation"])  # it starts without torch
 @pytest.mark.parametrize("program", [*PROGRAMS, "docs.tiny_text", "benchmarks", "experiments"])
 @pytest.mark.skipif(os.name == "nt", reason="pipes close differently there")
 def test_a_reader_that_leaves_is_no_failure(program: str) -> None:
+    if program == "regard.integrations.lm_eval":
+        pytest.importorskip("lm_eval", reason="pip install lm_eval")
     arguments = {"regard": ["--help"], "docs.tiny_text": ["--help"]}
     arguments |= {name: ["--list"] for name in ("benchmarks", "experiments")}
     reader, writer = os.pipe()

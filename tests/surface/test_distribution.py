@@ -19,6 +19,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+import regard
 from regard.ops.cpu.instruction_sets import instruction_set
 from regard.ops.cpu.library import build_module
 
@@ -107,7 +108,12 @@ def assert_has_the_whole_package_and_nothing_else(wheel: Path, root: Path) -> No
     }
     assert {"regard/py.typed", "regard/assets/tiny/model.safetensors"} < package
     others = {name.partition("/")[2] for name in names - package - kernels}
-    assert others == {"METADATA", "WHEEL", "RECORD", "entry_points.txt", "licenses/LICENSE"}
+    cards = {f"licenses/{x.relative_to(root)}" for x in root.glob("src/regard/assets/*/README.md")}
+    assert cards, "the models of the wheel have cards"
+    texts = {"METADATA", "WHEEL", "RECORD", "entry_points.txt", "licenses/LICENSE"}
+    assert others == texts | cards
+    assert metadata(wheel)["Version"] == regard.__version__
+    assert wheel.stat().st_size <= 15e6
 
 
 def assert_an_index_can_follow_every_link(wheel: Path, root: Path) -> None:
@@ -115,7 +121,7 @@ def assert_an_index_can_follow_every_link(wheel: Path, root: Path) -> None:
     assert found["Description-Content-Type"] == "text/markdown"
     text = str(found.get_payload())
     assert re.findall(r"\]\((?!https?://)[^)]*\)", text) == []
-    assert "`docs/models.md`, checkpoints of 85 families" in text
+    assert "`docs/models.md`, checkpoints of 91 families" in text
     assert "[docs/models.md](docs/models.md)" in (root / "README.md").read_text("utf-8")
     assert set(text.split()) > {"regard.attend(q,", "Licence:"}
 
@@ -190,8 +196,9 @@ def test_without_a_compiler_the_wheel_is_one_of_pure_python(tmp_path: Path) -> N
 
 def test_the_citation_agrees_with_the_project(root: Path) -> None:
     citation, table = yaml.safe_load((root / "CITATION.cff").read_text("utf-8")), project(root)
-    for ours, theirs in (("version", "version"), ("license", "license"), ("keywords", "keywords")):
-        assert citation[theirs] == table[ours], ours
+    assert citation["version"] == regard.__version__
+    for name in ("license", "keywords"):
+        assert citation[name] == table[name], name
     assert [x["name"] for x in citation["authors"]] == [x["name"] for x in table["authors"]]  # type: ignore[attr-defined]
     assert citation["title"].startswith(f"{table['name']}: ")
 

@@ -33,6 +33,7 @@ HOMES = {
         "models/assembly/gated_delta.py",
         "models/checkpoint/gguf_architectures.py",  # what a file joins under these names
         "configs",  # names that differ from Llama's
+        "benchmarks/interventions.py",  # the modules of transformers that nnsight edits
     },
     r"\bnan_to_num\(": set(),
     r"(from|import) huggingface_hub": {"models/hub.py"},

@@ -5,7 +5,6 @@ CHANGELOG.md.
 from __future__ import annotations
 
 import importlib
-import re
 import types
 from pathlib import Path
 
@@ -84,12 +83,6 @@ def test_errors_are_the_built_ins_that_callers_catch() -> None:
     ):
         assert issubclass(getattr(regard, name), (regard.RegardError, builtin))
         assert issubclass(getattr(regard, name), builtin)
-
-
-def test_the_version_is_the_one_of_the_project_file(root: Path) -> None:
-    found = re.search(r'^version = "(.+)"$', (root / "pyproject.toml").read_text(), re.MULTILINE)
-    assert found is not None
-    assert regard.__version__ == found[1]
 
 
 def test_the_package_says_that_it_is_typed() -> None:

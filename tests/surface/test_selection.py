@@ -17,7 +17,7 @@ import regard
 from experiments import CLAIMS
 from regard import biases, masks, scores
 from regard.cli.app import COMMANDS
-from regard.configs import LOADABLE
+from regard.configs import CONFIGS
 from regard.nn.variants.registry import VARIANTS
 from regard.ops.softmax import dispatch
 from regard.train.tasks import TASKS
@@ -135,8 +135,12 @@ ANSWERS = {
     *("inspect.Sampled", "inspect.RecordingOptions", "inspect.Tile", "inspect.TopKeys"),
     *("inspect.ComputationStep", "inspect.MAX_PATTERN_TOKENS", "ops.softmax.AttentionOptions"),
     *("audit.PassedCheck", "audit.NotTried", "parallel.ParallelPlan"),
+    *("inspect.Circuit", "inspect.Edge", "inspect.HeadCircuits", "inspect.Probe"),
+    "inspect.SparseAutoencoder",
 }
-"""Names that a test has no need to write: what functions give back, bases, one limit."""
+"""Names that a test has no need to write: what functions give back, bases and protocols, one
+limit.
+"""
 
 
 def kinds(module: ModuleType, base: type) -> list[str]:
@@ -161,7 +165,7 @@ def features() -> dict[str, str]:
         "scores": kinds(scores, scores.ScoreRule),
         "ops/softmax": [kernel.name for kernel in dispatch.KERNELS],
         "nn": [*VARIANTS],
-        "parity": sorted({*LOADABLE} - {"regard"}),
+        "parity": sorted({*CONFIGS} - {"regard"}),
         "experiments": [*CLAIMS],
         "train": [*TASKS],
     }

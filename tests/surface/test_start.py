@@ -44,12 +44,17 @@ def loaded(code: str) -> set[str]:
     return set(json.loads(fresh(f"{code}\n{tail}").splitlines()[-1]))
 
 
-HELP = """
+def command(*arguments: str) -> str:
+    """Code that runs the command, and goes on."""
+    return f"""
 import contextlib
 from regard.cli import main
 with contextlib.suppress(SystemExit):
-    main(["--help"])
+    main({list(arguments)})
 """
+
+
+HELP = command("--help")
 
 
 @pytest.mark.parametrize(
@@ -62,6 +67,10 @@ with contextlib.suppress(SystemExit):
         "import regard.cost",
         "import regard; dir(regard); regard.Span(0, 3); regard.ArgumentError; regard.Trace",
         HELP,
+        command("describe", "--json"),
+        command("compare", "--list"),
+        command("generate", "--help"),
+        command("cost", "tiny"),
     ],
 )
 def test_starts_without_torch(code: str) -> None:

@@ -25,11 +25,11 @@ from regard.caches import Cache, Cross, Memory, State
 from regard.nn.variants import VARIANTS
 from regard.nn.weights import linear as linear_map
 from regard.ops.additive_attention import additive_attention
-from regard.ops.gemv import check_linear_map, gemv
 from regard.ops.selection import (
     NSABlocks,
     block_layout,
     block_maximum_mask,
+    closed_blocks_mask,
     index_mask,
     index_scores,
     indexer_loss,
@@ -39,7 +39,7 @@ from regard.ops.selection import (
     top_k_mask,
 )
 from regard.ops.selection.nsa import compression_positions, compression_windows
-from regard.ops.tokenwise import rms_norm, silu_product
+from regard.ops.tokenwise import check_linear_map, gemv, rms_norm, silu_product
 from tests.caches.kinds import KINDS
 from tests.surface.wrong_sizes import Call, Wrong, wrongs
 
@@ -295,6 +295,15 @@ OPS: dict[Callable[..., Any], Call] = {
     block_maximum_mask: chosen(
         partial(block_maximum_mask, heads=H, size=3, topk=2), "HJ1", k="B J1 S D"
     ),
+    closed_blocks_mask: case(
+        partial(closed_blocks_mask, blocks=block_layout(at(15), 3), topk=2),
+        "J1N",
+        (*MIXED, "q_positions:device"),
+        q="B J T D",
+        k="B J1 N D",
+        w="B T J",
+        q_positions="B T",
+    ),
     index_scores: case(index_scores, "J1", MIXED, q="B J T D", k="B J1 S D", w="B T J"),
     index_mask: chosen(partial(index_mask, topk=2), "J1", q="B J T D", k="B J1 S D", w="B T J"),
     indexer_loss: Call(
@@ -351,9 +360,9 @@ MODULES_OF_OPS = (
     "regard.ops.additive_attention",
     "regard.ops.selection",
 )
-FILES_OF_OPS = ("regard.ops.gemv", "regard.ops.tokenwise", "regard.nn.weights")
+FILES_OF_OPS = ("regard.ops.tokenwise", "regard.nn.weights")
 """They have no list of public names."""
-NO_OPS = {"try_gemv", "compiled_kernel_applies"}
+NO_OPS = {"try_gemv", "compiled_kernel_applies", "multiplies_in_fp32"}
 """They answer None and False for what does not fit (tests/ops/test_gemv.py)."""
 
 

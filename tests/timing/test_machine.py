@@ -13,13 +13,15 @@ import pytest
 import torch
 
 from regard.errors import RegardError
-from regard.timing.machine import Ceilings, peak_bytes_on, torch_threads
-from regard.timing.measurement import (
+from regard.timing import (
     ALLOCATOR,
     PROCESS,
+    Ceilings,
     call_in_subprocess,
     peak_bytes,
+    peak_bytes_on,
     resident_bytes,
+    torch_threads,
 )
 
 MIB = 1 << 20
@@ -54,7 +56,7 @@ def test_what_is_allocated_is_the_peak() -> None:
     before does not count. The allocator of the new process is that of a measurement.
     """
     code = (
-        "from regard.timing.measurement import peak_bytes\n"
+        "from regard.timing import peak_bytes\n"
         f"work = lambda: len(bytearray({64 * MIB}))\nwork()\nprint(peak_bytes(work))\n"
         f"before = bytearray({64 * MIB})\nprint(peak_bytes(lambda: None))"
     )

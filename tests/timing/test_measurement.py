@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from regard.timing.measurement import (
+from regard.timing import (
     interleaved,
     median,
     median_ratio,
@@ -64,7 +64,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    monkeypatch.setattr("regard.timing.measurement.time", clock)
+    monkeypatch.setattr("regard.timing.time", clock)
     return clock
 
 

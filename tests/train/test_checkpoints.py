@@ -20,6 +20,7 @@ import torch
 
 from regard.errors import ArgumentError, FileError
 from regard.files import atomic_write
+from regard.files.atomic_write import delete_abandoned
 from regard.train import TrainingCheckpoint, checkpoints
 from tests.train.parts import Small, run
 
@@ -195,7 +196,7 @@ def test_killed_at_every_write_the_old_or_the_new_one_loads(tmp_path: Path) -> N
         found = checkpoints.latest(folder)
         assert found is not None
         assert same(found, make(found.step))
-        checkpoints.remove_leftovers(folder)
+        delete_abandoned(folder)
         assert all(path.name.startswith("step-") for path in folder.iterdir())
         if status == 0:
             break
@@ -243,7 +244,7 @@ def test_killed_at_random_moments_latest_loads(tmp_path: Path) -> None:
     for _ in range(12):
         status = in_child(lambda step=step: keep_saving(step), draw.uniform(0.005, longest))  # type: ignore[misc]
         assert status == -signal.SIGKILL
-        checkpoints.remove_leftovers(tmp_path)
+        delete_abandoned(tmp_path)
         found = checkpoints.latest(tmp_path)
         if found is not None:
             assert same(found, make(found.step))
@@ -341,7 +342,7 @@ def test_what_is_synced_and_in_which_order(tmp_path: Path, monkeypatch: pytest.M
 def test_leftovers_are_swept(tmp_path: Path) -> None:
     checkpoints.save(tmp_path, make(1))
     (tmp_path / ".writing-step-00000002-99").mkdir()
-    assert checkpoints.remove_leftovers(tmp_path) == 1
+    assert delete_abandoned(tmp_path) == 1
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"]
 
 
@@ -391,7 +392,7 @@ def test_two_runs_do_not_write_in_one_folder(tmp_path: Path) -> None:
     left = tmp_path / "checkpoints" / ".writing-step-00000009-1"
     left.mkdir()
     handle = atomic_write.try_lock(left)
-    assert checkpoints.remove_leftovers(tmp_path / "checkpoints") == 0, "another run is writing it"
+    assert delete_abandoned(tmp_path / "checkpoints") == 0, "another run is writing it"
     os.close(handle)  # type: ignore[arg-type]
     with (
         atomic_write.folder_locked(tmp_path / "checkpoints"),

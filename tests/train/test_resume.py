@@ -146,10 +146,10 @@ def test_control_another_seed_gives_other_bits(text: Path, tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        (["--set", "max_beta=2.0"], "attention_options is {'max_beta': 2.0}, and the model to"),
+        (["--set", "max_beta=2.0"], "'max_beta': 2.0}, and the model to resume has"),
         (["--position", "none"], "position is 'none', and the model to resume has 'learned'"),
         (["--clip", "0.9"], "clip is 0.9, and the run to resume has 0.7"),
-        (["--heads", "4"], "num_attention_heads is 4, and the model to resume has 2"),
+        (["--heads", "4", "--set", "value_heads=4"], "num_attention_heads is 4, and the model to"),
         (["--attention", "delta_net"], "attention is 'delta_net', and the model to resume has"),
     ],
 )

@@ -78,7 +78,7 @@ def test_trained_saved_and_loaded(name: str, tmp_path: Path) -> None:
         unmoved -= {f"layers.{i}.attention.bias_tensors.{n}" for i in (0, 1) for n in (3, 5)}
     assert unmoved == set(parameters_without_gradient(model, V, LENGTH - 1))
     # a choice has no gradient: the paper of dsa trains its indexer by another loss
-    assert bool(unmoved) == (name in ("dsa", "msa", "csa"))
+    assert bool(unmoved) == (name in ("dsa", "msa", "csa", "qsa", "dsa_pools"))
     first, second = tmp_path / "first", tmp_path / "second"
     first.mkdir()
     second.mkdir()
@@ -233,6 +233,8 @@ TAKES = {
     "dsa": "",
     "quest": "",
     "msa": "",
+    "qsa": "",
+    "dsa_pools": "",
     "hca": "",
     "csa": "",
 }
@@ -401,7 +403,7 @@ def test_flags_become_a_config() -> None:
         ({"set": ["base=3"]}, "--set needs a mechanism"),
         ({"attention": "mha", "kv_heads": 2}, "--kv-heads is not an option of mha, whose number"),
         ({"attention": "gqa", "kv_heads": 2, "set": ["groups=1"]}, "--kv-heads is 2 and --set"),
-        ({"attention": "mla"}, "mla needs kv_rank, nope_dim, rope_dim, value_dim: give --set"),
+        ({"attention": "packed"}, "packed needs bounds: give --set bounds=..."),
         ({"attention": "gqa", "set": ["bass=3"]}, "--set bass=3: gqa has no option bass; did you"),
         ({"attention": "gqa", "set": ["base"]}, None),
         ({"attention": "gqa", "position": "rotary"}, "position is 'rotary'; it is one of"),

@@ -292,6 +292,7 @@ def test_a_cell_of_an_alignment_is_as_dark_as_its_weight() -> None:
     colours = cells.to_rgba(np.asarray(cells.get_array()).ravel())
     lightness = dict(zip(weights.ravel().tolist(), np.asarray(colours)[:, :3].sum(1), strict=True))
     assert lightness[0.0] > lightness[0.3] > lightness[0.7] > lightness[1.0]
+    assert [float(cells.norm(x)) for x in (0.0, 0.5, 1.0)] == [0, 0.5, 1]
     axes = drawing.figure.axes[0]
     assert [label.get_text() for label in axes.get_yticklabels()] == ["一", "二"]
     assert [label.get_text() for label in axes.get_xticklabels()] == ["one", "two"]

@@ -107,7 +107,7 @@ def test_masks_stand_side_by_side_with_their_pairs() -> None:
     n = 24
     window = sum(min(i + 1, 6) for i in range(n))
     assert figure.captions[:2] == [f"{n * (n + 1) // 2} of 576 pairs", f"{window} of 576 pairs"]
-    assert len(figure.draw().figure.axes) == 4
+    assert len(figure.draw().figure.axes) == 6
 
 
 def test_lines_of_the_course() -> None:

@@ -163,7 +163,7 @@ def test_small_weights_and_nan_are_neither_0_nor_masked(tab: Tab) -> None:
 def test_keys_search_and_languages(tab: Tab) -> None:
     server = open_page(tab, made())
     with server:
-        tab.js('document.getElementById("map").focus()')
+        tab.js('document.getElementById("map").focus(); R.set({ i: 1499, j: 0 })')
         before = tab.js("R.state.i")
         tab.key("ArrowUp")
         assert tab.js("R.state.i") == before - 1
@@ -194,6 +194,46 @@ def test_keys_search_and_languages(tab: Tab) -> None:
         tab.js('R.set({ view: "atlas", lang: "en" })')
         tab.wait('document.querySelector("#atlas")?.dataset.drawn === "1"')
         assert tab.js("R.missing.size") == 0
+        assert tab.errors == []
+
+
+def test_the_page_opens_on_what_is_notable(tab: Tab) -> None:
+    """The second head of the second place reads one far key; the page opens there, in the language
+    of the browser, and stays where a reader went.
+    """
+    draw = torch.Generator().manual_seed(2)
+    with torch.inference_mode(), Recorder(keep=()) as recorder:
+        for n in range(2):
+            q, k = (0.2 * torch.randn(1, 2, 300, 8, generator=draw) for _ in range(2))
+            if n:
+                q[0, 1, :, 0], k[0, 1, 40, 0] = 9.0, 9.0
+            with named_scope(f"layers.{n}"):
+                regard.attend(q, k, k, mask=masks.Causal())
+    tab.call("Emulation.setUserAgentOverride", userAgent="x", acceptLanguage="fr, zh-CN")
+    server = open_page(tab, recorder.recording())
+    with server:
+        assert tab.js("R.state.lang") == "zh"
+        tab.wait("R.state.place === 1 && R.state.head === 1 && R.state.j === 40")
+        assert tab.js("R.state.i") > 48
+        tab.key("[")
+        assert tab.js("R.state.head") == 0
+        tab.wait('document.getElementById("running").textContent === ""')
+        tab.wait("new Promise(done => setTimeout(() => done(true), 1200))")
+        assert tab.js("R.state.head") == 0
+        overlap = """((a, b) => Math.max(0, Math.min(a.right, b.right) - Math.max(a.left, b.left)) *
+            Math.max(0, Math.min(a.bottom, b.bottom) - Math.max(a.top, b.top)))(...["map", "inset"]
+            .map(x => document.getElementById(x).getBoundingClientRect()))"""
+        for width in (1280, 390):
+            tab.resize(width, 860)
+            assert tab.js(overlap) == 0, "the small picture covers nothing"
+        tab.resize(1280, 860)
+    tab.call("Emulation.setUserAgentOverride", userAgent="x", acceptLanguage="en")
+    server = regard.inspect.view(recorder.recording(), lang="zh")
+    with server:
+        tab.open("about:blank")
+        tab.open(server.url)
+        tab.wait('document.documentElement.dataset.ready === "yes"')
+        assert tab.js("R.state.lang") == "zh"
         assert tab.errors == []
 
 
@@ -275,6 +315,22 @@ def test_pinned_heads_move_with_the_map_and_show_differences(tab: Tab) -> None:
             return [[...data], [...new Uint8Array(new Uint32Array([colour]).buffer)]];
         }})()""")
         assert drawn == wanted
+        # the tooltip says the number that is drawn: in the pane the difference, in blocks theirs
+        tab.hover("""(({ left, top }, { i0, j0, s }) => [left + 1 + (120.5 - j0) / s,
+            top + 1 + (300.5 - i0) / s])(document.querySelector(".pane canvas")
+            .getBoundingClientRect(), R.map.panes()[0].view)""")
+        told = 'document.getElementById("tip").textContent.split(" ").at(-1).replace("−", "-")'
+        wanted = a.weights(0, 1)[300, 120].item() - b.weights(0, 1)[300, 120].item()
+        tab.wait(f"Math.abs(Number({told}) / {wanted!r} - 1) < 1e-3")
+        tab.js("R.set({ diff: '', stat: 'mass' }); R.map.whole()")
+        tab.wait('document.documentElement.dataset.known === "true" && R.map.level() === 1')
+        tab.hover("""(({ left, top }, s) => [left + s.left + 40, top + s.top + 200])(
+            document.getElementById("map").getBoundingClientRect(), R.map.shape())""")
+        tab.wait('document.getElementById("tip").textContent.includes("total weight of 2 × 2")')
+        i, j = tab.js("(({ s }) => [Math.floor(200 * s / 2) * 2, Math.floor(40 * s / 2) * 2])"
+                      "(R.map.view)")  # fmt: skip
+        block = a.weights(0, 1)[i : i + 2, j : j + 2].sum(1).mean().item()
+        tab.wait(f"Math.abs(Number({told}) / {block!r} - 1) < 1e-3")
         tab.click(".unpin")
         assert tab.js("R.state.pins") == ""
         tab.wait("R.map.panes().length === 0")

@@ -172,6 +172,12 @@ class CheckContext:
             reference(self.adapter, y).double() - reference(self.float64_adapter, y)
             for y in other_tokens
         ]
+        # all of them at once, since a product of many rows may round more than one of few rows
+        batch = torch.cat(other_tokens)
+        in_batch = (
+            self.call(batch).out.double() - self.call(batch, adapter=self.float64_adapter).out
+        )
+        errors.append(in_batch.abs().max())
         return [(ref + error).to(self.adapter.dtype) for error in errors]
 
     def run_cached(

@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, TypeAlias
 
 from regard.language import Phrase, counted
+from regard.untrusted_text import short_repr
 
 Severity: TypeAlias = Literal["error", "warning"]
 
@@ -41,6 +42,9 @@ class Finding:
     expected: float | str
     got: float | str
     look_at: str
+
+    def __repr__(self) -> str:
+        return f"Finding({self.name}, {self.severity}: {short_repr(self.sentence)})"
 
     @property
     def size(self) -> int:
@@ -135,6 +139,10 @@ class Audit:
             A dictionary with "clean", "complete" and one key for each argument of this class.
         """
         return {"clean": self.clean, "complete": self.complete, **asdict(self)}
+
+    def __repr__(self) -> str:
+        counts = f"passed={len(self.passed)}, untried={len(self.untried)}"
+        return f"Audit({self.target}, findings=[{', '.join(self.names)}], {counts})"
 
     def __str__(self) -> str:
         lines = [f"{self.target}, called {self.called}"]

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple, TypedDict, Unpack
+from typing import Any, NamedTuple, Protocol, TypedDict, Unpack
 
 import torch
 
@@ -14,19 +14,82 @@ from regard.audit.adapters.base import AuditClaims, CheckNotApplicable, CheckNot
 from regard.audit.adapters.resolve_target import DtypeOverflow, resolve_target
 from regard.audit.check_context import CheckContext, make_context, with_adapter
 from regard.audit.checks import (
+    calls,
     definition,
     leaks,
     masks,
-    numerics,
-    repeatability,
     sequences,
 )
 from regard.audit.checks.masks import overflow_finding
-from regard.audit.findings import FAULTS, Audit, Finding, NotTried, PassedCheck, root_causes
-from regard.audit.recording_checks import audit_recording, is_recording
+from regard.audit.findings import (
+    FAULTS,
+    Audit,
+    Finding,
+    NotTried,
+    PassedCheck,
+    finding,
+    root_causes,
+)
 from regard.errors import ArgumentError
 from regard.language import Phrase
 from regard.process_state import ignore_warnings
+
+
+class Recorded(Protocol):
+    """What the audit reads of a `regard.inspect.Recording`."""
+
+    @property
+    def row_sums(self) -> Mapping[str, Any]:
+        """The result of each place: a `regard.inspect.RowSums`."""
+
+    @property
+    def unrecorded(self) -> Sequence[Any]:
+        """The calls that were not recorded, with reasons."""
+
+
+def is_recording(target: object) -> bool:
+    """Return whether an object is a recording."""
+    return not isinstance(target, type) and hasattr(target, "row_sums")
+
+
+def audit_recording(recording: Recorded, name: str = "a recording") -> Audit:
+    """Return what is wrong with the numbers of a recording, place by place."""
+    findings: list[Finding] = []
+    passed: list[PassedCheck] = []
+    not_tried: list[NotTried] = []
+    without = 0
+    for place, sums in recording.row_sums.items():
+        has_output = sums.output is not None
+        without += not has_output
+        if sums.sound:
+            text = (
+                "rows sum to 1 and outputs are the weighted values: {rows} of {total} rows checked"
+                if has_output
+                else "rows sum to 1: {rows} of {total} rows checked"
+            )
+            passed.append(PassedCheck(place, Phrase(text, rows=sums.rows, total=sums.of)))
+            continue
+        findings.append(_finding(place, sums))
+    not_tried += [NotTried(x.place, x.reason) for x in recording.unrecorded]
+    if without:
+        reason = Phrase("{count} places kept no output, or dropout changed it", count=without)
+        not_tried.append(NotTried("output", reason, applies=False))
+    why = "a recording has no code: its model or module is audited for what calls can change"
+    not_tried.append(NotTried("call arguments", why, applies=False))
+    called = Phrase("at {count} places of its run", count=len(recording.row_sums))
+    return Audit(name, called, tuple(findings), tuple(passed), tuple(not_tried))
+
+
+def _finding(place: str, sums: Any) -> Finding:
+    """Return the fault of a place: of its rows, of its outputs, or of rows that see no key."""
+    kind, error, allowed = "empty-row", 0.0, 0.0
+    if not sums.residual <= sums.allowed:
+        kind, error, allowed = "weights-sum", sums.residual, sums.allowed
+    elif sums.output is not None and not sums.output <= sums.output_allowed:
+        kind, error, allowed = "definition-differs", sums.output, sums.output_allowed
+    example = {"place": place, "rows": f"{sums.rows}/{sums.of}", "found": "; ".join(sums.findings)}
+    return finding(kind, FAULTS[kind].summary, example, f"<= {allowed:.3g}", error)
+
 
 DEFAULT_LENGTH, LONGEST_SHRUNK = 8, 24
 """`shrink` tries examples that are shorter than that of the finding (8 tokens if it has no length)
@@ -63,13 +126,13 @@ class AuditCheck(NamedTuple):
 REPEATABLE = AuditCheck(
     "repeatable",
     "equal calls give bitwise equal results in evaluation mode",
-    repeatability.check_repeatable,
+    calls.check_repeatable,
 )
 """The first check. If it finds a fault, the results of the other checks would mean nothing."""
 
 CHECKS = (
-    AuditCheck("input", "a call does not change its input", repeatability.check_input_unchanged),
-    AuditCheck("state", "a call does not affect later calls", repeatability.check_stateless),
+    AuditCheck("input", "a call does not change its input", calls.check_input_unchanged),
+    AuditCheck("state", "a call does not affect later calls", calls.check_stateless),
     AuditCheck("masks", "a mask hides the keys that it should hide", masks.check_masks),
     AuditCheck("future", "no token depends on a later one, on any path", leaks.check_future),
     AuditCheck("window", "a query attends to as many keys as the window says", leaks.check_window),
@@ -98,21 +161,19 @@ CHECKS = (
         "a query whose keys are all hidden does not make other outputs NaN",
         masks.check_empty_rows,
     ),
-    AuditCheck("weights", "the returned weights sum to 1", numerics.check_weight_sums),
+    AuditCheck("weights", "the returned weights sum to 1", calls.check_weight_sums),
     AuditCheck(
         "positions", "shifting all positions changes nothing", sequences.check_position_shift
     ),
     AuditCheck("cache", "cached chunks give the result of one pass", sequences.check_cache),
     AuditCheck("cache size", "the cache of a window stops growing", sequences.check_cache_growth),
-    AuditCheck("large scores", "large scores do not overflow", numerics.check_large_scores),
-    AuditCheck("parameters", "every weight is finite", numerics.check_finite_parameters),
-    AuditCheck(
-        "state dict", "no mask or cache is saved with the weights", numerics.check_state_dict
-    ),
+    AuditCheck("large scores", "large scores do not overflow", calls.check_large_scores),
+    AuditCheck("parameters", "every weight is finite", calls.check_finite_parameters),
+    AuditCheck("state dict", "no mask or cache is saved with the weights", calls.check_state_dict),
     AuditCheck(  # the last one: what no other check has passed
         "call arguments",
         "every argument of the code was passed in a call",
-        repeatability.check_arguments,
+        calls.check_arguments,
     ),
 )
 """All other checks. To add one, write its function and add a line to this table."""
@@ -245,10 +306,10 @@ def audit(
         name: value for name, value in claims.items() if value is not None
     }
     if is_recording(target):
-        calls: dict[str, object] = {"adapter": adapter, "options": options, "device": device}
-        calls |= {name: value for name, value in claims.items() if value != "BHTD"}
-        calls |= {"strict": strict, "dtype": None if dtype == torch.float32 else dtype}
-        for name, value in calls.items():
+        arguments: dict[str, object] = {"adapter": adapter, "options": options, "device": device}
+        arguments |= {name: value for name, value in claims.items() if value != "BHTD"}
+        arguments |= {"strict": strict, "dtype": None if dtype == torch.float32 else dtype}
+        for name, value in arguments.items():
             if value:
                 raise ArgumentError(
                     f"{name} is {value!r}, which is about a call, and a recording has no code to "

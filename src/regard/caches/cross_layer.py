@@ -16,6 +16,7 @@ from torch import Tensor
 
 from regard.caches.base import Cache, Contents, Parts, StaticSize, check_crop
 from regard.errors import ArgumentError
+from regard.masks import Mask
 from regard.span import Positions, Span
 
 
@@ -69,10 +70,13 @@ class LendingCache(Cache):
 
 
 class FirstValues:
-    """The values [B,T,G*E] that the first layer computes in one call, None before it has run."""
+    """What layers of one call pass on: the values [B,T,G*E] of the first layer, and the keys that
+    the last layer with a selector chose; None before such a layer has run.
+    """
 
     def __init__(self, values: Tensor | None = None) -> None:
         self.values = values
+        self.choice: Mask | None = None
 
     def give(self, v: Tensor) -> None:
         """Keep the values of the first layer."""

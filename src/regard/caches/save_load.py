@@ -17,8 +17,8 @@ from regard.caches.ring import RingBase
 from regard.caches.state import STORED_POSITIONS
 from regard.errors import ArgumentError, FileError
 from regard.files.atomic_write import write_atomically
+from regard.files.reading import parse_json
 from regard.files.safetensors_files import load_tensors as read_tensors
-from regard.files.strict_json import parse_json
 from regard.registry import is_builtin
 from regard.span import Span, slot_count
 from regard.units import plural

@@ -8,6 +8,7 @@ head`) is not a failure.
 from __future__ import annotations
 
 import sys
+import warnings
 from collections.abc import Sequence
 
 
@@ -18,6 +19,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     def program() -> int:
         from regard.cli.app import run
 
+        warnings.formatwarning = _as_note
         return run(sys.argv[1:] if arguments is None else list(arguments))
 
     sys.exit(run_program(program))
+
+
+def _as_note(message: Warning | str, *_place: object, **_line: object) -> str:
+    """Return a warning as the commands print their notes, without the line of code."""
+    from regard.language import translate
+
+    return translate("note: {note}", note=message) + "\n"

@@ -22,6 +22,7 @@ from regard.language import (
     check_language,
     language_of_locale,
     translate,
+    translate_count,
     use_language,
 )
 from regard.text_table import line_width, wrap
@@ -362,15 +363,19 @@ def _localize(command: Any) -> None:
 def _root(
     context: typer.Context,
     version: Annotated[
-        bool, typer.Option("--version", help="Print the version, and exit.")
+        bool, typer.Option("--version", help="Print the versions, the CPU kernels and the threads.")
     ] = False,
     lang: Annotated[str | None, typer.Option(help=LANG, show_default=LOCALE)] = None,  # noqa: ARG001  (`run` has read it)
 ) -> None:
     if version:
+        import torch
+
         from regard.ops.cpu.instruction_sets import describe_kernels
 
         typer.echo(f"regard {__version__}")
         typer.echo(describe_kernels())
+        threads = translate_count(torch.get_num_threads(), "thread")
+        typer.echo(f"torch {torch.__version__}, {threads}")
     elif context.invoked_subcommand is None:
         typer.echo(context.get_help())
     else:

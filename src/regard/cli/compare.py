@@ -6,8 +6,9 @@ from __future__ import annotations
 
 import json as json_format
 import sys
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import typer
 
@@ -18,6 +19,7 @@ from regard.cli.options import (
     argument,
     check_device_option,
     check_files,
+    grouped,
     note,
     option,
     usage_error,
@@ -27,6 +29,7 @@ from regard.text_table import line_width, wrap
 
 if TYPE_CHECKING:
     from regard.compare.comparison import Comparison, ComparisonPlan
+    from regard.compare.speed_and_memory import Timing
 
 _SIZES, _TIME, _QUALITY, _OUT = "Sizes", "Measurements", "Quality (training)", "Output"
 
@@ -37,6 +40,172 @@ EPILOG = (
 )
 
 
+@dataclass
+class ComparedSizes:
+    """The sizes that all models have."""
+
+    like: str | None = option(
+        "Model whose sizes are used, such as qwen2-0.5b (regard cost --list names them), or a "
+        "config.json; it replaces --dim, --layers, --heads and --hidden.",
+        shown="the sizes below",
+        panel=_SIZES,
+        metavar="MODEL",
+    )
+    dim: int = option("Model width M.", default=128, panel=_SIZES, min=2)
+    layers: int = option("Number of layers.", default=2, panel=_SIZES, min=1)
+    heads: int = option("Number of query heads H.", default=4, panel=_SIZES, min=1)
+    hidden: int | None = option(
+        "Width of the feed-forward layers.", shown="8/3 of dim", panel=_SIZES, min=1
+    )
+    window: int | None = option(
+        "Number of tokens in a sliding window, in a segment of Infini-attention, and in the "
+        "cache of the mechanism sinks.",
+        shown="as regard cost --mechanisms",
+        panel=_SIZES,
+        min=1,
+    )
+    same: str = option(
+        "What all models have in common: sizes, or parameters, where the feed-forward width "
+        "is chosen to match.",
+        default="sizes",
+        panel=_SIZES,
+    )
+
+
+@dataclass
+class Measurements:
+    """What is measured, and how often."""
+
+    context: list[int] | None = option(
+        "Context length: tokens of the timed prompt, and of the sequence whose last token is "
+        "decoded. Repeatable.",
+        shown="512, 2048, 8192",
+        panel=_TIME,
+        min=1,
+    )
+    length: int = option("Number of tokens of a row in training.", default=256, panel=_TIME, min=2)
+    batch: int = option("Number of rows of a training step.", default=8, panel=_TIME, min=1)
+    training: bool = option(
+        "Whether to time a training step, which needs 16 bytes for each parameter.",
+        "--training/--no-training",
+        default=True,
+        panel=_TIME,
+    )
+    rounds: int = option(
+        "Number of rounds; each times every mechanism once.", default=7, panel=_TIME, min=1
+    )
+    seconds: float = option(
+        "Time limit of the rounds of each measurement, in seconds.",
+        default=20.0,
+        panel=_TIME,
+        min=0.01,
+    )
+    memory: bool = option(
+        "Whether to measure peak memory, in a separate process for each mechanism.",
+        "--memory/--no-memory",
+        default=True,
+        panel=_TIME,
+    )
+    threads: int | None = THREADS
+    device: str | None = option(
+        "Device on which models run and are trained: cpu or cuda.", shown="the CPU", panel=_TIME
+    )
+
+    @property
+    def timing(self) -> Timing:
+        """How a prompt, a token and a training step are timed."""
+        from regard.compare.speed_and_memory import Timing
+
+        return Timing(
+            tuple(sorted(set(self.context))) if self.context else Timing().contexts,
+            self.length,
+            self.batch,
+            self.rounds,
+            self.seconds,
+            training=self.training,
+            device=self.device or "cpu",
+        )
+
+
+@dataclass
+class Quality:
+    """What each model is trained on, and how long."""
+
+    quality: bool = option(
+        "Also train each mechanism, on the same text and recall tasks.",
+        "--quality",
+        default=False,
+        panel=_QUALITY,
+    )
+    task: list[str] | None = option(
+        "Task to train on and test with: text, mqar or passkey. Repeatable.",
+        "--task",
+        shown="all three",
+        panel=_QUALITY,
+    )
+    text: str = option(
+        "Text to train on, read as bytes: a UTF-8 file, a folder, or python-docs.",
+        default="python-docs",
+        panel=_QUALITY,
+    )
+    minutes: float = option(
+        "Time limit for the whole run in minutes; training is shortened to fit.",
+        default=30.0,
+        panel=_QUALITY,
+        min=0.1,
+    )
+    steps: int | None = option(
+        "Number of optimizer steps, whatever time they take.",
+        shown="as many as fit",
+        panel=_QUALITY,
+        min=1,
+    )
+    lr: list[float] | None = option(
+        "Learning rate for all mechanisms. Repeatable: the rate with the lowest validation "
+        "loss is used.",
+        "--lr",
+        shown="0.003; for recurrent mechanisms 0.001, 0.003 and 0.01",
+        panel=_QUALITY,
+    )
+    seeds: int = option(
+        "Number of random seeds 0, 1, ...; a model is trained with each.",
+        default=1,
+        panel=_QUALITY,
+        min=1,
+    )
+
+    def check(self) -> None:
+        """Raise an error for options of training if --quality is not given."""
+        training_options = {
+            "--task": self.task,
+            "--steps": self.steps,
+            "--lr": self.lr,
+            "--seeds": self.seeds > 1,
+            "--text": self.text != "python-docs",
+        }
+        for name, value in training_options.items():
+            if value and not self.quality:
+                raise usage_error(
+                    name, "applies only to training; give --quality too, or leave it out"
+                )
+
+
+@dataclass
+class ComparisonOutput:
+    """The files to which the results are written."""
+
+    out: Path | None = option(
+        "Folder in which measurements are saved; a later run with the same folder continues.",
+        panel=_OUT,
+    )
+    json: bool = JSON
+    csv: Path | None = option(
+        "Write a line of CSV for each mechanism to this file.", panel=_OUT, metavar="FILE"
+    )
+    html: Path | None = HTML_PAGE
+
+
+@grouped
 def compare(
     ctx: typer.Context,
     names: list[str] | None = argument(
@@ -45,117 +214,11 @@ def compare(
         shown="those of --list",
         metavar="MECHANISM",
     ),
-    like: str | None = option(
-        "Model whose sizes are used, such as qwen2-0.5b (regard cost --list names them), or a "
-        "config.json; it replaces --dim, --layers, --heads and --hidden.",
-        shown="the sizes below",
-        panel=_SIZES,
-        metavar="MODEL",
-    ),
-    dim: int = option("Model width M.", default=128, panel=_SIZES, min=2),
-    layers: int = option("Number of layers.", default=2, panel=_SIZES, min=1),
-    heads: int = option("Number of query heads H.", default=4, panel=_SIZES, min=1),
-    hidden: int | None = option(
-        "Width of the feed-forward layers.", shown="8/3 of dim", panel=_SIZES, min=1
-    ),
-    window: int = option(
-        "Number of tokens in a sliding window, in a segment of Infini-attention, and in the "
-        "cache of the mechanism sinks.",
-        default=16,
-        panel=_SIZES,
-        min=1,
-    ),
-    same: str = option(
-        "What all models have in common: sizes, or parameters, where the feed-forward width "
-        "is chosen to match.",
-        default="sizes",
-        panel=_SIZES,
-    ),
-    context: list[int] | None = option(
-        "Context length: tokens of the timed prompt, and of the sequence whose last token is "
-        "decoded. Repeatable.",
-        shown="512, 2048, 8192",
-        panel=_TIME,
-        min=1,
-    ),
-    length: int = option("Number of tokens of a row in training.", default=256, panel=_TIME, min=2),
-    batch: int = option("Number of rows of a training step.", default=8, panel=_TIME, min=1),
-    training: bool = option(
-        "Whether to time a training step, which needs 16 bytes for each parameter.",
-        "--training/--no-training",
-        default=True,
-        panel=_TIME,
-    ),
-    rounds: int = option(
-        "Number of rounds; each times every mechanism once.", default=7, panel=_TIME, min=1
-    ),
-    seconds: float = option(
-        "Time limit of the rounds of each measurement, in seconds.",
-        default=20.0,
-        panel=_TIME,
-        min=0.01,
-    ),
-    memory: bool = option(
-        "Whether to measure peak memory, in a separate process for each mechanism.",
-        "--memory/--no-memory",
-        default=True,
-        panel=_TIME,
-    ),
-    threads: int | None = THREADS,
-    device: str | None = option(
-        "Device on which models run and are trained: cpu or cuda.", shown="the CPU", panel=_TIME
-    ),
-    quality: bool = option(
-        "Also train each mechanism, on the same text and recall tasks.",
-        "--quality",
-        default=False,
-        panel=_QUALITY,
-    ),
-    task: list[str] | None = option(
-        "Task to train on and test with: text, mqar or passkey. Repeatable.",
-        "--task",
-        shown="all three",
-        panel=_QUALITY,
-    ),
-    text: str = option(
-        "Text to train on, read as bytes: a UTF-8 file, a folder, or python-docs.",
-        default="python-docs",
-        panel=_QUALITY,
-    ),
-    minutes: float = option(
-        "Time limit for the whole run in minutes; training is shortened to fit.",
-        default=30.0,
-        panel=_QUALITY,
-        min=0.1,
-    ),
-    steps: int | None = option(
-        "Number of optimizer steps, whatever time they take.",
-        shown="as many as fit",
-        panel=_QUALITY,
-        min=1,
-    ),
-    lr: list[float] | None = option(
-        "Learning rate for all mechanisms. Repeatable: the rate with the lowest validation "
-        "loss is used.",
-        "--lr",
-        shown="0.003; for recurrent mechanisms 0.001, 0.003 and 0.01",
-        panel=_QUALITY,
-    ),
-    seeds: int = option(
-        "Number of random seeds 0, 1, ...; a model is trained with each.",
-        default=1,
-        panel=_QUALITY,
-        min=1,
-    ),
-    out: Path | None = option(
-        "Folder in which measurements are saved; a later run with the same folder continues.",
-        panel=_OUT,
-    ),
-    json: bool = JSON,
-    csv: Path | None = option(
-        "Write a line of CSV for each mechanism to this file.", panel=_OUT, metavar="FILE"
-    ),
-    html: Path | None = HTML_PAGE,
+    *,
+    sizes: ComparedSizes,
+    measurements: Measurements,
+    quality: Quality,
+    output: ComparisonOutput,
     list_: bool = option(
         "List the default mechanisms and the tasks, and exit.", "--list", default=False, panel=_OUT
     ),
@@ -167,131 +230,99 @@ def compare(
     the kernels that ran are listed. With --quality, each model is also trained on the same tokens.
     Ctrl-C prints the results so far; with --out, the same command continues later.
     """
-    options = {name: value for name, value in locals().items() if name != "ctx"}
-    _check_like(ctx, options)
+    _check_like(ctx, sizes)
     if list_:
         typer.echo(_listing())
         return
-    check_files({"--csv": csv, "--html": html})
-    check_device_option(device)
-    plan = _plan(options)
-    comparison, command = _comparison(plan, options), _command(sys.argv[1:])
+    check_files({"--csv": output.csv, "--html": output.html})
+    check_device_option(measurements.device)
+    quality.check()
+    plan = _plan(names, sizes, measurements, quality)
+    from regard.nn.variants.registry import written
+
+    for one in plan.candidates:
+        note(f"{one.name}: {written(one.attention, one.options)}", "... ")
+    comparison = _comparison(plan, measurements, quality, output.out)
     interrupted = _run(comparison)
-    _show(comparison, command, options, interrupted=interrupted)
+    _show(comparison, _command(sys.argv[1:]), output, interrupted=interrupted)
     if interrupted:
-        if out is not None:
+        if output.out is not None:
             note("interrupted; the same command continues from the saved measurements")
         raise typer.Exit(130)
 
 
-def _plan(options: dict[str, Any]) -> ComparisonPlan:
-    """Return what is compared, from the options of the command by name."""
+def _plan(
+    names: list[str] | None, sizes: ComparedSizes, measurements: Measurements, quality: Quality
+) -> ComparisonPlan:
+    """Return what is compared, and under which budget."""
     import torch
 
     from regard.compare.comparison import ComparisonPlan
-    from regard.compare.like_model import check_fits, shape_like
-    from regard.compare.mechanisms import Shape, candidates, configs
-    from regard.compare.quality import RECALL_TASKS, TrainingSettings, eval_tasks
-    from regard.compare.speed_and_memory import Timing
+    from regard.compare.mechanisms import RECALL_TASKS, Shape, candidates, configs
+    from regard.compare.quality import TrainingSettings, eval_tasks
+    from regard.compare.speed_and_memory import check_fits, shape_like
 
-    _check_quality(options)
-    if options["threads"]:
-        torch.set_num_threads(options["threads"])
+    if measurements.threads:
+        torch.set_num_threads(measurements.threads)
+    timing = measurements.timing
     shape = (
-        shape_like(options["like"], options["window"])
-        if options["like"]
-        else Shape(
-            options["dim"],
-            options["layers"],
-            options["heads"],
-            options["hidden"],
-            window=options["window"],
-        )
-    )
-    contexts = tuple(sorted(set(options["context"]))) if options["context"] else Timing().contexts
-    timing = Timing(
-        contexts,
-        options["length"],
-        options["batch"],
-        options["rounds"],
-        options["seconds"],
-        training=options["training"],
-        device=options["device"] or "cpu",
+        shape_like(sizes.like, sizes.window)
+        if sizes.like
+        else Shape(sizes.dim, sizes.layers, sizes.heads, sizes.hidden, window=sizes.window)
     )
     training = TrainingSettings(
-        tuple(range(options["seeds"])),
-        tuple(options["lr"]) if options["lr"] else None,
+        tuple(range(quality.seeds)),
+        tuple(quality.lr) if quality.lr else None,
         device=timing.device,
     )
-    chosen = candidates(options["names"], shape)
-    if options["like"]:
-        check_fits(configs(chosen, shape, options["same"]), timing, options["like"])
+    chosen = candidates(names, shape)
+    built = configs(chosen, shape, sizes.same)
+    if sizes.like:
+        check_fits(built, timing, sizes.like)
     tasks = []
-    if options["quality"]:
-        wanted = options["task"] or ["text", *RECALL_TASKS]
-        tasks = eval_tasks(
-            wanted, source=options["text"], length=options["length"], batch=options["batch"]
-        )
-    return ComparisonPlan(
-        chosen,
-        configs(chosen, shape, options["same"]),
-        shape,
-        options["same"],
-        timing,
-        tasks,
-        training,
-    )
+    if quality.quality:
+        wanted = quality.task or ["text", *RECALL_TASKS]
+        tasks = eval_tasks(wanted, source=quality.text, length=timing.length, batch=timing.batch)
+    return ComparisonPlan(chosen, built, shape, sizes.same, timing, tasks, training)
 
 
-def _check_like(context: typer.Context, options: dict[str, Any]) -> None:
+def _check_like(context: typer.Context, sizes: ComparedSizes) -> None:
     """Leave `window` to the model of --like, and raise an error for sizes that it replaces."""
     given_names = {
         name
         for name in ("dim", "layers", "heads", "hidden", "window")
         if (source := context.get_parameter_source(name)) and source.name == "COMMANDLINE"
     }
-    if not options["like"]:
+    if not sizes.like:
         return
     for name in sorted(given_names - {"window"}):
         raise usage_error(
             f"--{name}",
             "is one of the sizes of {model}, which --like gives; leave one of them out",
-            model=options["like"],
+            model=sizes.like,
         )
     if "window" not in given_names:
-        options["window"] = None
+        sizes.window = None
 
 
-def _check_quality(options: dict[str, Any]) -> None:
-    """Raise an error for options of training if --quality is not given."""
-    training_options = {
-        "--task": options["task"],
-        "--steps": options["steps"],
-        "--lr": options["lr"],
-        "--seeds": options["seeds"] > 1,
-        "--text": options["text"] != "python-docs",
-    }
-    for name, value in training_options.items():
-        if value and not options["quality"]:
-            raise usage_error(name, "applies only to training; give --quality too, or leave it out")
-
-
-def _comparison(plan: ComparisonPlan, options: dict[str, Any]) -> Comparison:
+def _comparison(
+    plan: ComparisonPlan, measurements: Measurements, quality: Quality, out: Path | None
+) -> Comparison:
     import torch
 
     from regard.compare.comparison import Comparison
     from regard.compare.experiment import ExperimentStore, Session
-    from regard.timing.machine import describe_machine
+    from regard.timing import describe_machine
 
     machine_facts = describe_machine(torch.device(plan.timing.device))
-    session = Session(ExperimentStore(options["out"], {"machine": machine_facts}), _report)
+    session = Session(ExperimentStore(out, {"machine": machine_facts}), _report)
     return Comparison(
         plan,
         session,
         machine_facts,
-        minutes=options["minutes"],
-        steps=options["steps"],
-        with_memory=options["memory"],
+        minutes=quality.minutes,
+        steps=quality.steps,
+        with_memory=measurements.memory,
     )
 
 
@@ -316,7 +347,7 @@ def _run(comparison: Comparison) -> bool:
 
 
 def _show(
-    comparison: Comparison, command: str, options: dict[str, Any], *, interrupted: bool
+    comparison: Comparison, command: str, output: ComparisonOutput, *, interrupted: bool
 ) -> None:
     """Print and write the results so far."""
     from regard.compare.comparison import as_csv, as_json
@@ -334,26 +365,26 @@ def _show(
     )
     typer.echo(
         json_format.dumps(results, indent=1, allow_nan=False)
-        if options["json"]
+        if output.json
         else render_table(results)
     )
-    if options["csv"] is not None:
-        write(options["csv"], as_csv(plan, measurements))
-    if options["html"] is not None:
-        write(options["html"], render_page(results))
+    if output.csv is not None:
+        write(output.csv, as_csv(plan, measurements))
+    if output.html is not None:
+        write(output.html, render_page(results))
 
 
 def _listing() -> str:
-    from regard.compare.mechanisms import Shape, candidates
-    from regard.compare.quality import RECALL_TASKS
-    from regard.nn.variants import VARIANTS
+    from regard.compare.mechanisms import DEFAULT_MECHANISMS, RECALL_TASKS
+    from regard.configs.catalogue import summary
     from regard.train.tasks import TASKS
 
     lines = [translate("mechanisms")]
-    for one in candidates(None, Shape()):
-        options = ", ".join(f"{k}={v}" for k, v in one.options.items())
-        lines.append(_listed(one.name, translate(VARIANTS[one.attention].summary)))
-        lines.append(_listed("", f"{one.attention}({options})"))
+    for name, mechanism in DEFAULT_MECHANISMS.items():
+        is_mha = name == "mha"  # with rotary positions, as the others here have
+        lines.append(_listed(name, translate(summary(name if is_mha else mechanism))))
+        if name != mechanism:
+            lines.append(_listed("", "gqa:groups=H" if is_mha else mechanism))
     lines.append(translate("tasks"))
     lines.append(_listed("text", translate("The next byte of a text.")))
     lines += [_listed(name, translate(TASKS[name].description)) for name in RECALL_TASKS]

@@ -25,7 +25,7 @@ from regard.cli.options import (
     usage_error,
 )
 from regard.errors import FileError
-from regard.files.regular_files import read_text
+from regard.files.reading import read_text
 from regard.language import translate, translate_count
 from regard.text_table import format_table, line_width, wrap
 
@@ -226,7 +226,8 @@ HEADS, POSITIONS, MEASURING, HEALING = "Attention", "Positions", "Measurement", 
 
 def convert(
     folder: str = argument(
-        'The checkpoint to convert: a Hugging Face folder, "tiny", or org/name on the hub.',
+        'The checkpoint to convert: a Hugging Face folder, a GGUF file, "smollm2", or org/name on '
+        "the hub.",
         default=...,
         metavar="FOLDER",
     ),

@@ -83,6 +83,27 @@ class MechanismOptions:
     )
     window: int | None = option("Maximum number of keys that a query attends to.", shown="no limit")
 
+    def named(self) -> dict[str, Any]:
+        """Collect the options of the mechanism from its flags and from `--set name=value`."""
+        named = {
+            "groups": self.kv_heads,
+            "head_dim": self.head_dim,
+            "window": self.window,
+        }
+        options: dict[str, Any] = {name: x for name, x in named.items() if x is not None}
+        for setting in self.settings or []:
+            name, sign, value = setting.partition("=")
+            if not sign or not (value.isdecimal() or name == "form"):
+                raise usage_error(
+                    "--set",
+                    "{setting!r} must be name=value with a whole number, such as kv_rank=512",
+                    setting=setting,
+                )
+            if name in options:
+                raise usage_error(None, "{name} is given twice; give it once", name=name)
+            options[name] = value if name == "form" else int(value)
+        return options
+
 
 @dataclass(frozen=True)
 class RuntimeOptions:
@@ -107,6 +128,145 @@ class RuntimeOptions:
 
 
 @dataclass(frozen=True)
+class MachineOptions:
+    """The machine, and the ranks or cards that divide a model."""
+
+    machine: str | None = option(
+        "Also print lower bounds of the times on a machine: a name that --list shows, 8x before "
+        "it for eight that divide the model, or here, which measures this machine."
+    )
+    bandwidth: float | None = option(
+        "Memory bandwidth of another machine in bytes per second, with --flops."
+    )
+    flops: float | None = option("FLOPs per second of another machine, with --bandwidth.")
+    ranks: int | None = option(
+        "Also plan the model over this many ranks of the machine, by each method.",
+        shown="one process",
+        min=1,
+    )
+    link: float | None = option(
+        "Bytes per second that a rank, or one of several cards, sends to others.",
+        shown="that of the machine",
+    )
+    method: str | None = option(
+        "With --ranks: show one method only: exchange, gather, heads, tensor or 'tensor x "
+        "exchange'.",
+        shown="all",
+    )
+
+    def named(self, options: RuntimeOptions, host: float | None) -> Machine | None:
+        """Return the machine that is named, given by its rates, or measured, with its program."""
+        runtime = options.runtime()
+        name, bandwidth, flops = self.machine, self.bandwidth, self.flops
+        if (bandwidth is None) != (flops is None):
+            raise usage_error(
+                None, "--bandwidth and --flops need each other; give both, or a --machine"
+            )
+        if bandwidth is not None and flops is not None:
+            if name is not None:
+                raise usage_error(
+                    "--machine",
+                    "already has a bandwidth and a rate: leave out --bandwidth and --flops, or "
+                    "--machine",
+                )
+            if not (0 < bandwidth < float("inf") and 0 < flops < float("inf")):
+                raise usage_error(
+                    None,
+                    "--bandwidth and --flops must be above 0, per second, such as 5e10 and 1e12",
+                )
+            rates = {"fp32": flops}
+            machine = Machine("the given machine", bandwidth, rates, 0, "--bandwidth and --flops")
+            return replace(machine, link=self.link, host=host)
+        if name is None:
+            if runtime != Runtime():
+                raise usage_error(
+                    None,
+                    "--utilization, --prefill-chunk and --reserve belong to a --machine; name one",
+                )
+            return None
+        known_machine = _measure_this_machine() if name == "here" else machine_of(name)
+        return replace(known_machine, runtime=runtime, link=self.link, host=host)
+
+    def check(self, machine: Machine | None, *, alone: bool) -> None:
+        """Raise if the options do not fit together; `alone` is False with options that take several
+        models or contexts.
+        """
+        if self.ranks is None:
+            several = machine is not None and machine.cards > 1
+            if self.method is not None or (self.link is not None and not several):
+                raise usage_error(
+                    None,
+                    "--link and --method belong to --ranks, and --link to several cards, too; "
+                    "give the number of ranks, or a machine such as 8xh100-sxm",
+                )
+            return
+        if machine is not None and machine.cards > 1:
+            raise usage_error("--ranks", "counts the cards; name the machine without a number")
+        if machine is None:
+            raise usage_error("--ranks", "needs a --machine, such as h100-sxm")
+        if not alone:
+            raise usage_error(
+                "--ranks",
+                "plans one model at one context; leave out --vs, --mechanisms, --sweep and --plot",
+            )
+        if self.method is not None and self.method not in METHODS:
+            raise usage_error(
+                "--method",
+                "{method!r} is not one of {names}",
+                method=self.method,
+                names=", ".join(METHODS),
+            )
+
+
+@dataclass(frozen=True)
+class ComparisonOptions:
+    """What is compared, and where the figures go."""
+
+    vs: list[str] | None = option(
+        "Another model to compare with, named as for MODEL. Repeatable.", "--vs"
+    )
+    mechanisms: str | None = option(
+        "Print one row for each of these mechanisms in place of the model's attention, such "
+        "as mha,gqa:8,mla,window:4096,local_global,linear; `regard describe` lists them all. "
+        "Sizes that are not given are those of published models of that width.",
+        metavar="NAMES",
+    )
+    sweep: str | None = option(
+        "Print a row for each context in a range, doubled from row to row: context=1k..1M."
+    )
+    plot: Path | None = option(
+        "Draw the range of --sweep (default: 1k..128k) to this .svg, .png or .pdf file.",
+        metavar="FILE",
+    )
+    html: Path | None = option(
+        "With --mechanisms: write the tables, the charts and their sources to this HTML file.",
+        metavar="FILE",
+    )
+    json: bool = JSON
+
+    @property
+    def alone(self) -> bool:
+        """Whether one model at one context is asked for."""
+        return not any((self.vs, self.mechanisms, self.sweep, self.plot))
+
+    def check(self, *, attention: str | None, context: str | None) -> None:
+        """Raise if options exclude each other."""
+        if self.mechanisms is not None and (self.vs or self.sweep or attention is not None):
+            raise usage_error(
+                "--mechanisms",
+                "compares mechanisms in one model; leave out --vs, --sweep and --attention",
+            )
+        if self.html is not None and self.mechanisms is None:
+            raise usage_error("--html", "belongs to --mechanisms; give the mechanisms to compare")
+        if self.mechanisms is None and context is not None and (self.sweep or self.plot):
+            raise usage_error(
+                None,
+                "--context is one length, but --sweep and --plot take a range; leave one of them "
+                "out",
+            )
+
+
+@dataclass(frozen=True)
 class ServingOptions:
     """How sequences are served together, and with the help of what."""
 
@@ -127,6 +287,27 @@ class ServingOptions:
     accepted: float = option(
         "Probability that a proposed token is accepted.", default=0.8, min=0, max=1
     )
+
+    def check(self, machine: Machine | None, *, alone: bool) -> None:
+        """Raise if options of serving lack a machine, or come with several models or contexts."""
+        if self.draft is None and (self.draft_tokens, self.accepted) != (4, 0.8):
+            raise usage_error(None, "--draft-tokens and --accepted belong to --draft; name a model")
+        for flag, value in (("--offload", self.offload), ("--draft", self.draft)):
+            if value is not None and machine is None:
+                raise usage_error(flag, "needs a --machine, such as h100-sxm")
+        if self.draft is not None and not alone:
+            raise usage_error(
+                "--draft",
+                "belongs to one model at one context; leave out --vs, --mechanisms, --sweep, "
+                "--plot and --ranks",
+            )
+
+    def with_draft(self, reports: list[CostReport], form: _WeightForm) -> DraftCost | None:
+        """Return the cost of the first model with the draft model, if one is named."""
+        if self.draft is None:
+            return None
+        draft = CostReport(_find_model(self.draft, None, form), reports[0].setting)
+        return DraftCost(reports[0], draft, self.draft_tokens, self.accepted)
 
 
 @dataclass(frozen=True)
@@ -184,14 +365,7 @@ class TrainingOptions:
             raise usage_error(None, "{names} belong to --train; give it, too", names=names)
 
 
-_TRAINING = {
-    **dict.fromkeys(("seq", "lora", "cards")),
-    "train": False,
-    "optimizer": "adamw",
-    "precision": "bf16",
-    "zero": 0,
-    "checkpointing": "selective",
-}
+_TRAINING = {f.name: getattr(f.default, "default", None) for f in fields(TrainingOptions)}
 """The defaults of `TrainingOptions`."""
 
 
@@ -214,58 +388,18 @@ def cost(
     ),
     weights: str | None = option(
         "The form in which files hold the weights, scales included: q8_0, q6_k, q5_k_m, q4_k_m, "
-        "q4_0, awq, gptq, nf4, fp8, mxfp4 or int4_experts.",
+        "q4_0, awq, gptq, nf4, fp8, mxfp4, fp8_mxfp4, int4_experts, or int8 and int4 of regard "
+        "convert.",
         shown="as released",
     ),
     kv_dtype: str | None = option(
         "Number format of the KV cache, named as for --dtype.",
         shown="that of weights, but at least 16 bits",
     ),
-    machine: str | None = option(
-        "Also print lower bounds of the times on a machine: a name that --list shows, 8x before "
-        "it for eight that divide the model, or here, which measures this machine."
-    ),
-    bandwidth: float | None = option(
-        "Memory bandwidth of another machine in bytes per second, with --flops."
-    ),
-    flops: float | None = option("FLOPs per second of another machine, with --bandwidth."),
-    ranks: int | None = option(
-        "Also plan the model over this many ranks of the machine, by each method.",
-        shown="one process",
-        min=1,
-    ),
-    link: float | None = option(
-        "Bytes per second that a rank, or one of several cards, sends to others.",
-        shown="that of the machine",
-    ),
-    method: str | None = option(
-        "With --ranks: show one method only: exchange, gather, heads, tensor or 'tensor x "
-        "exchange'.",
-        shown="all",
-    ),
-    vs: list[str] | None = option(
-        "Another model to compare with, named as for MODEL. Repeatable.", "--vs"
-    ),
-    mechanisms: str | None = option(
-        "Print one row for each of these mechanisms in place of the model's attention, such "
-        "as mha,gqa:8,mla,window:4096,local_global,linear; `regard describe` lists them all. "
-        "Sizes that are not given are those of published models of that width.",
-        metavar="NAMES",
-    ),
-    sweep: str | None = option(
-        "Print a row for each context in a range, doubled from row to row: context=1k..1M."
-    ),
-    plot: Path | None = option(
-        "Draw the range of --sweep (default: 1k..128k) to this .svg, .png or .pdf file.",
-        metavar="FILE",
-    ),
-    html: Path | None = option(
-        "With --mechanisms: write the tables, the charts and their sources to this HTML file.",
-        metavar="FILE",
-    ),
-    json: bool = JSON,
     list_: bool = option("List the known models and machines, and exit.", "--list", default=False),
     *,
+    machine_options: MachineOptions,
+    output: ComparisonOptions,
     size_options: SizeOptions,
     mechanism: MechanismOptions,
     runtime: RuntimeOptions,
@@ -281,66 +415,54 @@ def cost(
     bytes per second).
     """
     if list_:
-        typer.echo(text.listing(json=json))
+        typer.echo(text.listing(json=output.json))
         return
-    sizes = vars(size_options)
-    options = _mechanism_options(mechanism)
     form = _WeightForm(dtype, weights)
+    named = _NamedModel(source, revision, form, vars(size_options), mechanism.named())
     prefix = 0 if serving.shared_prefix is None else parse_tokens(serving.shared_prefix)
     # a context behind the prefix, until the real one is known
     base = Setting(prefix + 1, batch, dtype or "bf16", kv_dtype, prefix)
-    on_machine = _machine(machine, bandwidth, flops, runtime)
-    over_ranks = _RanksOptions(ranks, link, method)
-    alone = vs is None and mechanisms is None and sweep is None and plot is None
-    over_ranks.check(on_machine, alone=alone)
-    if on_machine is not None:
-        on_machine = replace(on_machine, link=link, host=serving.offload)
+    on_machine = machine_options.named(runtime, serving.offload)
+    machine_options.check(on_machine, alone=output.alone)
     training.check()
-    _check_serving(serving, on_machine, alone=alone and ranks is None)
-    if mechanisms is not None:
-        if vs is not None or sweep is not None or size_options.attention is not None:
-            raise usage_error(
-                "--mechanisms",
-                "compares mechanisms in one model; leave out --vs, --sweep and --attention",
-            )
-        one = _base_model(source, revision, form, sizes, options)
+    serving.check(on_machine, alone=output.alone and machine_options.ranks is None)
+    output.check(attention=size_options.attention, context=context)
+    if output.mechanisms is not None:
+        one = named.base_model()
         _check_form(one.model)
         setting = replace(base, dtype=dtype or one.model.dtype)
         setting = replace(setting, context=_context(context, [one.model]))
-        _show_mechanisms(mechanisms, one, setting, on_machine, plot, html, json=json)
+        _show_mechanisms(one, setting, on_machine, output)
         return
-    if html is not None:
-        raise usage_error("--html", "belongs to --mechanisms; give the mechanisms to compare")
-    models = [_model(source, revision, form, sizes, options)]
-    models += [_find_model(name, None, form) for name in vs or []]
+    models = [named.model(), *(_find_model(name, None, form) for name in output.vs or [])]
     conditions = [replace(base, dtype=dtype or model.dtype) for model in models]
-    if sweep is not None or plot is not None:
-        if context is not None:
-            raise usage_error(
-                None,
-                "--context is one length, but --sweep and --plot take a range; leave one of them "
-                "out",
-            )
-        _show_range(models, conditions, on_machine, sweep or DEFAULT_RANGE, plot, json=json)
-        return
-    if training.train:
-        _show_training(models, training.run(batch, on_machine), on_machine, json=json)
-        return
-    context_length = _context(context, models)
-    reports = [
-        CostReport(model, replace(setting, context=context_length))
-        for model, setting in zip(models, conditions, strict=True)
-    ]
-    _check_cards(reports, on_machine)
-    if over_ranks.ranks is not None and on_machine is not None:
-        plan = RanksReport(reports[0], on_machine, over_ranks.ranks, link)
-        _show_ranks(plan, method, json=json)
-        return
-    speculation = None
-    if serving.draft is not None:
-        draft = CostReport(_find_model(serving.draft, None, form), reports[0].setting)
-        speculation = DraftCost(reports[0], draft, serving.draft_tokens, serving.accepted)
-    _show(reports, on_machine, speculation, json=json)
+    if output.sweep is not None or output.plot is not None:
+        _show_range(models, conditions, on_machine, output)
+    elif training.train:
+        _show_training(models, training.run(batch, on_machine), on_machine, json=output.json)
+    else:
+        length = _context(context, models)
+        conditions = [replace(setting, context=length) for setting in conditions]
+        reports = [CostReport(*each) for each in zip(models, conditions, strict=True)]
+        _show_reports(
+            reports, on_machine, machine_options, serving.with_draft(reports, form), output
+        )
+
+
+def _show_reports(
+    reports: list[CostReport],
+    machine: Machine | None,
+    options: MachineOptions,
+    speculation: DraftCost | None,
+    output: ComparisonOptions,
+) -> None:
+    """Print one model or several at one context, or the plan of one over several ranks."""
+    _check_cards(reports, machine)
+    if options.ranks is not None and machine is not None:
+        plan = RanksReport(reports[0], machine, options.ranks, options.link)
+        _show_ranks(plan, options.method, json=output.json)
+    else:
+        _show(reports, machine, speculation, json=output.json)
 
 
 def _check_form(model: ModelSpec) -> None:
@@ -374,60 +496,6 @@ def _show_training(
         typer.echo(json_format.dumps(result, indent=1, allow_nan=False))
         return
     typer.echo("\n\n".join(text.training_page(report, machine) for report in reports))
-
-
-def _check_serving(options: ServingOptions, machine: Machine | None, *, alone: bool) -> None:
-    """Raise if options of serving lack a machine, or come with several models or contexts."""
-    if options.draft is None and (options.draft_tokens, options.accepted) != (4, 0.8):
-        raise usage_error(None, "--draft-tokens and --accepted belong to --draft; name a model")
-    for flag, value in (("--offload", options.offload), ("--draft", options.draft)):
-        if value is not None and machine is None:
-            raise usage_error(flag, "needs a --machine, such as h100-sxm")
-    if options.draft is not None and not alone:
-        raise usage_error(
-            "--draft",
-            "belongs to one model at one context; leave out --vs, --mechanisms, --sweep, --plot "
-            "and --ranks",
-        )
-
-
-@dataclass(frozen=True)
-class _RanksOptions:
-    """The options of a plan over several ranks."""
-
-    ranks: int | None
-    link: float | None
-    method: str | None
-
-    def check(self, machine: Machine | None, *, alone: bool) -> None:
-        """Raise if the options do not fit together; `alone` is False with options that take several
-        models or contexts.
-        """
-        if self.ranks is None:
-            several = machine is not None and machine.cards > 1
-            if self.method is not None or (self.link is not None and not several):
-                raise usage_error(
-                    None,
-                    "--link and --method belong to --ranks, and --link to several cards, too; "
-                    "give the number of ranks, or a machine such as 8xh100-sxm",
-                )
-            return
-        if machine is not None and machine.cards > 1:
-            raise usage_error("--ranks", "counts the cards; name the machine without a number")
-        if machine is None:
-            raise usage_error("--ranks", "needs a --machine, such as h100-sxm")
-        if not alone:
-            raise usage_error(
-                "--ranks",
-                "plans one model at one context; leave out --vs, --mechanisms, --sweep and --plot",
-            )
-        if self.method is not None and self.method not in METHODS:
-            raise usage_error(
-                "--method",
-                "{method!r} is not one of {names}",
-                method=self.method,
-                names=", ".join(METHODS),
-            )
 
 
 def _show_ranks(plan: RanksReport, method: str | None, *, json: bool) -> None:
@@ -514,88 +582,85 @@ def _count_plain(_raw: Raw, _where: str) -> None:
     """Count no stored form, because all weights count in a given dtype."""
 
 
-def _model(
-    source: str | None,
-    revision: str | None,
-    form: _WeightForm,
-    sizes: dict[str, Any],
-    mechanism_options: dict[str, object],
-) -> ModelSpec:
-    """Return the model that is named, or that the given sizes describe."""
-    given_sizes = {name: value for name, value in sizes.items() if value is not None}
-    if source is not None:
-        if extra_names := [*given_sizes, *mechanism_options]:
-            names = ", ".join(_flag_of(name) for name in extra_names)
-            _find_model(source, revision, form)  # a mistyped name comes first
+@dataclass(frozen=True)
+class _NamedModel:
+    """A model by its name, or by its sizes and the options of its attention."""
+
+    source: str | None
+    revision: str | None
+    form: _WeightForm
+    sizes: dict[str, Any]
+    options: dict[str, Any]
+
+    @property
+    def given_sizes(self) -> dict[str, Any]:
+        """The sizes that are given."""
+        return {name: value for name, value in self.sizes.items() if value is not None}
+
+    def model(self) -> ModelSpec:
+        """Return the model that is named, or that the given sizes describe."""
+        given_sizes = self.given_sizes
+        source = self.source
+        if source is not None:
+            if extra_names := [*given_sizes, *self.options]:
+                names = ", ".join(_flag_of(name) for name in extra_names)
+                _find_model(source, self.revision, self.form)  # a mistyped name comes first
+                raise usage_error(
+                    None,
+                    "{source} already has all sizes, but {names} are given too; leave them out, or "
+                    "leave out the name and give all sizes",
+                    source=source,
+                    names=names,
+                )
+            return _find_model(source, self.revision, self.form)
+        if self.revision is not None:
+            raise usage_error(
+                "--revision", "applies only to a repository on the hub, but no model is named"
+            )
+        if missing := [name for name in ("layers", "dim", "heads") if name not in given_sizes]:
+            names = ", ".join(map(_flag_of, missing))
             raise usage_error(
                 None,
-                "{source} already has all sizes, but {names} are given too; leave them out, or "
-                "leave out the name and give all sizes",
-                source=source,
+                "give a model, or its sizes: {names} missing. regard cost --list shows the known "
+                "models",
                 names=names,
             )
-        return _find_model(source, revision, form)
-    if revision is not None:
-        raise usage_error(
-            "--revision", "applies only to a repository on the hub, but no model is named"
-        )
-    if missing := [name for name in ("layers", "dim", "heads") if name not in given_sizes]:
-        names = ", ".join(map(_flag_of, missing))
-        raise usage_error(
-            None,
-            "give a model, or its sizes: {names} missing. regard cost --list shows the known "
-            "models",
-            names=names,
-        )
-    from regard.cost.mechanisms import Sizes
+        from regard.cost.mechanisms import Sizes
 
-    return form.of(Sizes(**given_sizes, options=mechanism_options).model())
+        return self.form.of(Sizes(**given_sizes, options=self.options).model())
 
+    def base_model(self) -> BaseModel:
+        """Return the model whose attention `--mechanisms` replaces."""
+        from regard.configs.suggested_sizes import BaseModel, base_model
 
-def _base_model(
-    source: str | None,
-    revision: str | None,
-    form: _WeightForm,
-    sizes: dict[str, Any],
-    mechanism_options: dict[str, Any],
-) -> BaseModel:
-    """Return the model whose attention `--mechanisms` replaces."""
-    from regard.configs.suggested_sizes import BaseModel, base_model
-
-    if source is not None or revision is not None:
-        return BaseModel.of(_model(source, revision, form, sizes, mechanism_options))
-    given_sizes = {name: value for name, value in sizes.items() if value is not None}
-    groups = mechanism_options.pop("groups", None)
-    if mechanism_options:
-        names = ", ".join(map(_flag_of, mechanism_options))
-        raise usage_error(
-            None,
-            "{names} belong to one mechanism; give them inside --mechanisms, as window:4096",
-            names=names,
-        )
-    if "dim" not in given_sizes:
-        raise usage_error(
-            None,
-            "give a model, or at least its width: --dim missing. regard cost --list shows the "
-            "known models",
-        )
-    base = base_model(given_sizes, groups)
-    return replace(base, model=form.of(base.model))
+        if self.source is not None or self.revision is not None:
+            return BaseModel.of(self.model())
+        given_sizes = self.given_sizes
+        others = [name for name in self.options if name != "groups"]
+        if others:
+            names = ", ".join(map(_flag_of, others))
+            raise usage_error(
+                None,
+                "{names} belong to one mechanism; give them inside --mechanisms, as window:4096",
+                names=names,
+            )
+        if "dim" not in given_sizes:
+            raise usage_error(
+                None,
+                "give a model, or at least its width: --dim missing. regard cost --list shows the "
+                "known models",
+            )
+        base = base_model(given_sizes, self.options.get("groups"))
+        return replace(base, model=self.form.of(base.model))
 
 
 def _show_mechanisms(
-    names: str,
-    base: BaseModel,
-    setting: Setting,
-    machine: Machine | None,
-    plot: Path | None,
-    html: Path | None,
-    *,
-    json: bool,
+    base: BaseModel, setting: Setting, machine: Machine | None, output: ComparisonOptions
 ) -> None:
     """Print one row for each mechanism in place of the model's attention; write the chart and the
     page.
     """
+    names, plot, html = output.mechanisms or "", output.plot, output.html
     from regard.configs.suggested_sizes import mechanism_costs
     from regard.cost import mechanism_table
 
@@ -615,7 +680,7 @@ def _show_mechanisms(
             from regard.view.html_page import write
 
             write(html, mechanisms_html(rows, machine, chart, base.suggested))
-    if json:
+    if output.json:
         result = mechanism_table.as_json(rows, machine)
         typer.echo(json_format.dumps(result, indent=1, allow_nan=False))
     else:
@@ -643,28 +708,6 @@ def _flag_of(name: str) -> str:
     return flags.get(name, f"--{name.replace('_', '-')}")
 
 
-def _mechanism_options(mechanism: MechanismOptions) -> dict[str, object]:
-    """Collect the options of the mechanism from its flags and from `--set name=value`."""
-    named = {
-        "groups": mechanism.kv_heads,
-        "head_dim": mechanism.head_dim,
-        "window": mechanism.window,
-    }
-    options: dict[str, object] = {name: x for name, x in named.items() if x is not None}
-    for setting in mechanism.settings or []:
-        name, sign, value = setting.partition("=")
-        if not sign or not (value.isdecimal() or name == "form"):
-            raise usage_error(
-                "--set",
-                "{setting!r} must be name=value with a whole number, such as kv_rank=512",
-                setting=setting,
-            )
-        if name in options:
-            raise usage_error(None, "{name} is given twice; give it once", name=name)
-        options[name] = value if name == "form" else int(value)
-    return options
-
-
 def _context(text: str | None, models: list[ModelSpec]) -> int:
     """Return the given context, or else 4096, or less if a model has fewer learned positions."""
     if text is not None:
@@ -672,44 +715,11 @@ def _context(text: str | None, models: list[ModelSpec]) -> int:
     return min([DEFAULT_CONTEXT, *(m.max_context for m in models if m.max_context is not None)])
 
 
-def _machine(
-    name: str | None, bandwidth: float | None, flops: float | None, options: RuntimeOptions
-) -> Machine | None:
-    """Return the machine that is named, given by its rates, or measured, with its program."""
-    runtime = options.runtime()
-    if (bandwidth is None) != (flops is None):
-        raise usage_error(
-            None, "--bandwidth and --flops need each other; give both, or a --machine"
-        )
-    if bandwidth is not None and flops is not None:
-        if name is not None:
-            raise usage_error(
-                "--machine",
-                "already has a bandwidth and a rate: leave out --bandwidth and --flops, or "
-                "--machine",
-            )
-        if not (0 < bandwidth < float("inf") and 0 < flops < float("inf")):
-            raise usage_error(
-                None, "--bandwidth and --flops must be above 0, per second, such as 5e10 and 1e12"
-            )
-        return Machine(
-            "the given machine", bandwidth, {"fp32": flops}, 0, "--bandwidth and --flops"
-        )
-    if name is None:
-        if runtime != Runtime():
-            raise usage_error(
-                None, "--utilization, --prefill-chunk and --reserve belong to a --machine; name one"
-            )
-        return None
-    known_machine = _measure_this_machine() if name == "here" else machine_of(name)
-    return replace(known_machine, runtime=runtime)
-
-
 def _measure_this_machine() -> Machine:
     """Return this machine: its memory bandwidth and matrix-product rates, measured now."""
     import torch
 
-    from regard.timing.machine import Ceilings, describe_machine, free_memory
+    from regard.timing import Ceilings, describe_machine, free_memory
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     names: dict[torch.dtype, str] = {torch.float32: "fp32", torch.bfloat16: "bf16"}
@@ -772,13 +782,10 @@ def _show_range(
     models: list[ModelSpec],
     settings: list[Setting],
     machine: Machine | None,
-    span: str,
-    plot: Path | None,
-    *,
-    json: bool,
+    output: ComparisonOptions,
 ) -> None:
     """Print a row for each context, and draw a chart of them."""
-    requested = parse_context_range(span)
+    plot, requested = output.plot, parse_context_range(output.sweep or DEFAULT_RANGE)
     contexts = contexts_within_positions(requested, *models)
     if len(contexts) < len(requested):
         note(
@@ -797,7 +804,7 @@ def _show_range(
 
         title = f"batch {settings[0].batch}" + (f", {machine.name}" if machine else "")
         charts.write(charts.context_charts(rows, title), plot)
-    if json:
+    if output.json:
         typer.echo(json_format.dumps({"sweep": rows}, indent=1, allow_nan=False))
     else:
         typer.echo(

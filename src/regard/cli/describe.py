@@ -5,6 +5,7 @@ and the cost of one.
 from __future__ import annotations
 
 import json as json_format
+from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -13,6 +14,7 @@ import typer
 
 from regard import units
 from regard.cli.options import JSON, SET, argument, option, usage_error
+from regard.configs.catalogue import GROUPS
 from regard.language import translate
 from regard.text_table import display_width, line_width, wrap
 
@@ -47,15 +49,16 @@ def describe(
     The figures are those of one layer at the given sizes; options that are not set have the values
     of a published model.
     """
-    from regard.nn.variants.registry import find_variant, in_teaching_order, parse_options
-
     if name is None:
         mechanisms = {
-            entry.name: {"family": entry.family, "about": entry.summary}
-            for entry in in_teaching_order()
+            name: {"family": group.family, "about": summary}
+            for group in GROUPS
+            for name, summary in group.summaries().items()
         }
-        typer.echo(json_format.dumps(mechanisms) if json else _list())
+        typer.echo(json_format.dumps(mechanisms) if json else _list(mechanisms))
         return
+    from regard.nn.variants.registry import find_variant, parse_options
+
     entry = find_variant(name)
     options = {**entry.published_options, **parse_options(settings or [], entry)}
     module = build_without_memory(entry, dim, heads, options)
@@ -68,13 +71,10 @@ def describe(
         typer.echo(_description_text(entry, dim, heads, options, description))
 
 
-def _list() -> str:
+def _list(names: Iterable[str]) -> str:
     """Return the mechanisms by groups; lines are wrapped at the width of the terminal."""
-    from regard.nn.variants import VARIANTS
-    from regard.nn.variants.registry import GROUPS
-
     columns = line_width()
-    name_width = max(map(len, VARIANTS)) + 4
+    name_width = max(map(len, names)) + 4
     blocks = []
     for group in GROUPS:
         title = translate(
@@ -84,12 +84,12 @@ def _list() -> str:
         )
         lines = [
             wrap(
-                translate(entry.summary),
+                translate(summary),
                 columns,
-                indent=f"  {entry.name}".ljust(name_width),
+                indent=f"  {name}".ljust(name_width),
                 hang=" " * name_width,
             )
-            for entry in group.variants()
+            for name, summary in group.summaries().items()
         ]
         blocks.append("\n".join([wrap(title, columns), *lines]))
     return "\n\n".join(blocks)

@@ -32,7 +32,7 @@ from regard.cli.options import (
     usage_error,
 )
 from regard.errors import ArgumentError, FileError
-from regard.files.regular_files import read_text
+from regard.files.reading import read_text
 from regard.language import translate, translate_count
 from regard.untrusted_text import MULTILINE, error_text, escape_controls
 

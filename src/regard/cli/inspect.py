@@ -33,7 +33,7 @@ from regard.language import translate
 from regard.untrusted_text import escape_controls, parse_integer
 
 if TYPE_CHECKING:
-    from regard.inspect import EffectTable
+    from regard.inspect import Circuit, EffectTable
     from regard.inspect.metrics.measure import CorpusMeasures
 
 EPILOG = 'For example: regard inspect ablate "to be or not to" --answer " be"'
@@ -44,6 +44,9 @@ TASKS = {
     "attribute": "split a logit, or another metric, among heads and layers",
     "lens": "read the states of every layer with the last norm and head",
     "rollout": "combine the patterns of all layers",
+    "knockout": "hide --keys from --queries in one layer after the other",
+    "circuit": "find few edges that keep the result of TEXT against --corrupt",
+    "weights": "copying scores of heads, or how heads read one another, from weights alone",
     "compare": "compare the patterns of TEXT with those of --other",
     "measure": "metrics of every head, over one or several TEXTs",
     "taps": "list the names that Trace captures and edits",
@@ -55,14 +58,19 @@ OPTIONS: Mapping[str, tuple[str, ...]] = {
         *("answer", "versus", "corrupt", "what", "receiver"),
         *("layers", "heads", "positions", "lines"),
     ),
-    "attribute": ("answer", "versus", "method", "corrupt", "by_key", "steps"),
+    "attribute": ("answer", "versus", "whole", "method", "corrupt", "by_key", "steps"),
     "lens": ("answer",),
     "rollout": ("method", "query"),
+    "knockout": ("answer", "versus", "queries", "keys", "window", "layers", "heads", "lines"),
+    "circuit": ("answer", "versus", "corrupt", "threshold"),
+    "weights": ("what", "distance"),
     "compare": ("other",),
     "measure": ("metric",),
     "taps": (),
 }
 """Task -> the options that apply to it, besides those of the model and of the output."""
+WITHOUT_TEXT = ("weights", "taps")
+"""The tasks that take no TEXT, or need none."""
 OTHERS = ("corrupt", "other", "reference")
 """The options that are texts, read as TEXT is."""
 
@@ -92,29 +100,58 @@ class TaskOptions:
     )
     seed: int | None = option("ablate: random seed of resample.", shown="0", panel=WHAT)
     what: str | None = option(
-        "patch: residual, mlp, out, heads or paths.", shown="residual", panel=WHAT
+        "patch: residual, mlp, out, heads, paths or edges; weights: copying, or q, k or v for how "
+        "heads read one another.",
+        shown="the first",
+        panel=WHAT,
     )
     receiver: str | None = option(
-        "patch --what paths: the end of the paths, LAYER:HEAD:q, k or v.",
+        "With patch --what paths or edges: their end, LAYER:HEAD:q, k or v; for edges also "
+        "LAYER:0:mlp.",
         shown="the logits",
         panel=WHAT,
     )
     by_key: bool = option(
         "attribute: split heads by the key they read.", "--by-key", default=False, panel=WHAT
     )
+    whole: bool = option(
+        "attribute: --answer is a whole answer of several tokens.",
+        "--whole",
+        default=False,
+        panel=WHAT,
+    )
+    queries: str | None = option(
+        "knockout: positions of the queries, such as -1.", shown="the last", panel=WHAT
+    )
+    keys: str | None = option(
+        "knockout: positions of the keys that they no longer see, such as 0,3.", panel=WHAT
+    )
+    window: int | None = option(
+        "knockout: how many layers around each are cut together.", shown="1", panel=WHAT
+    )
+    threshold: float | None = option(
+        "circuit: the share of the difference by which the edges may be off.",
+        shown="0.1",
+        panel=WHAT,
+    )
+    distance: int | None = option(
+        "weights: how many tokens the key stands before the query.", shown="0", panel=WHAT
+    )
     layers: str | None = option(
-        "With ablate or patch: layers by index or name, separated by commas, such as 0,1,-1.",
+        "With ablate, patch or knockout: layers by index or name, separated by commas, such as "
+        "0,1,-1.",
         shown="all",
         panel=WHAT,
     )
     heads: str | None = option(
-        "With ablate or patch: query heads, such as 0,3.", shown="all", panel=WHAT
+        "With ablate, patch or knockout: query heads, such as 0,3.", shown="all", panel=WHAT
     )
     positions: str | None = option(
         "With patch: positions of tokens, such as 4,-1.", shown="all", panel=WHAT
     )
     lines: bool = option(
-        "With ablate or patch: print each number as a line of JSON as soon as it is measured.",
+        "With ablate, patch or knockout: print each number as a line of JSON as soon as it is "
+        "measured.",
         "--lines",
         default=False,
         panel=OUT,
@@ -191,7 +228,7 @@ def _check(task: str, count: int, options: Mapping[str, Any], out: Path | None) 
             tasks=", ".join(TASKS),
             hint=suggest(task, TASKS),
         )
-    if (task != "taps" and not count) or (task != "measure" and count > 1):
+    if (task not in WITHOUT_TEXT and not count) or (task != "measure" and count > 1):
         raise usage_error(
             "TEXT",
             "{task} got {count} texts; give at least 1"
@@ -209,9 +246,13 @@ def _check(task: str, count: int, options: Mapping[str, Any], out: Path | None) 
                 task=task,
                 applies=applies,
             )
-    needed = {"patch": "corrupt", "compare": "other"}.get(task)
+    needed = {"patch": "corrupt", "circuit": "corrupt", "compare": "other"}.get(task)
     if needed is not None and needed not in options:
         raise usage_error(f"--{needed}", "{task} needs it: another text", task=task)
+    if task == "knockout" and "keys" not in options:
+        raise usage_error("--keys", "{task} needs it: positions of keys", task=task)
+    if "whole" in options and ("answer" not in options or {"method", "versus"} & {*options}):
+        raise usage_error("--whole", "is an answer; give --answer, without --versus and --method")
     if "versus" in options and "answer" not in options:
         raise usage_error("--versus", "is compared with --answer; give both")
     pictures = out is not None and out.suffix.lower() in (".svg", ".png", ".pdf")
@@ -232,7 +273,7 @@ def _chosen(options: Mapping[str, Any], *names: str) -> dict[str, Any]:
 def _indices(options: Mapping[str, Any]) -> dict[str, list[int | str]]:
     """Return the layers, heads and positions that were chosen; layers may be names."""
     chosen: dict[str, list[int | str]] = {}
-    for name in ("layers", "heads", "positions"):
+    for name in ("layers", "heads", "positions", "queries", "keys"):
         for word in options.get(name, "").split(",") if name in options else ():
             number = parse_integer(word.strip())
             if number is None and name != "layers":
@@ -284,8 +325,11 @@ def _patch(model: Any, texts: list[Any], options: Mapping[str, Any]) -> EffectTa
 
 
 def _attribute(model: Any, texts: list[Any], options: Mapping[str, Any]) -> EffectTable:
-    from regard.inspect import attribute
+    from regard.inspect import attribute, attribute_answer
 
+    if "whole" in options:
+        chosen = _chosen(options, "by_key")
+        return attribute_answer(model, texts[0], options["answer"], **chosen)
     chosen = _chosen(options, "method", "corrupt", "by_key", "steps")
     return attribute(model, texts[0], _metric(options), **chosen)
 
@@ -300,6 +344,41 @@ def _rollout(model: Any, texts: list[Any], options: Mapping[str, Any]) -> Effect
     from regard.inspect import rollout
 
     return rollout(model, texts[0], **_chosen(options, "method", "query"))
+
+
+def _knockout(model: Any, texts: list[Any], options: Mapping[str, Any]) -> EffectTable:
+    from regard.inspect import knockout
+
+    chosen = _chosen(options, "window")
+    with _measuring(options) as report:
+        return knockout(model, texts[0], _metric(options), **chosen, **report)
+
+
+def _circuit(model: Any, texts: list[Any], options: Mapping[str, Any]) -> Circuit:
+    from regard.inspect import find_circuit
+
+    chosen = _chosen(options, "threshold")
+    with progress_bar() as progress:
+        # how many runs it will take is not known
+        report = lambda done: progress(translate("measuring"), done, done + 20)  # noqa: E731
+        return find_circuit(
+            model, texts[0], options["corrupt"], _metric(options), report=report, **chosen
+        )
+
+
+def _weights(model: Any, _texts: list[Any], options: Mapping[str, Any]) -> EffectTable:
+    from regard.inspect import composition_scores, copying_scores
+
+    what = options.get("what", "copying")
+    if what in ("q", "k", "v"):
+        return composition_scores(model, what, **_chosen(options, "distance"))
+    if what != "copying" or "distance" in options:
+        raise usage_error(
+            "--what",
+            "{what!r} is not copying, q, k or v, or has no --distance, as copying has none",
+            what=what,
+        )
+    return copying_scores(model)
 
 
 def _compare(model: Any, texts: list[Any], options: Mapping[str, Any]) -> EffectTable:
@@ -326,6 +405,9 @@ _RUNS: Mapping[str, Callable[[Any, list[Any], Mapping[str, Any]], Any]] = {
     "attribute": _attribute,
     "lens": _lens,
     "rollout": _rollout,
+    "knockout": _knockout,
+    "circuit": _circuit,
+    "weights": _weights,
     "compare": _compare,
     "measure": _measure,
     "taps": _taps,
@@ -339,14 +421,16 @@ def _print(result: Any, metric: str | None, out: Path | None, top: int, *, json:
             raise usage_error("--out", "taps prints names only")
         typer.echo(json_format.dumps(list(result)) if json else "\n".join(result))
         return
-    table = result
-    if not hasattr(result, "chart"):  # the metrics of a corpus
-        table = result.table(metric or "entropy")
+    table, shown = result, result
+    if hasattr(result, "edges"):  # a circuit: a file has the scores of all edges
+        table = result.table
+    elif not hasattr(result, "chart"):  # the metrics of a corpus
+        table = shown = result.table(metric or "entropy")
     if out is not None:
-        (result if out.suffix == ".csv" else table).to(out)
+        (result if out.suffix == ".csv" and shown is table else table).to(out)
         typer.echo(f"{escape_controls(str(out))}: written", err=True)
     if json:
-        data = table.as_dict() if table is result else {"heads": result.records()}
+        data = shown.as_dict() if shown is result else {"heads": result.records()}
         typer.echo(json_format.dumps(data, allow_nan=False))
     else:
-        typer.echo(table.text(top))
+        typer.echo(shown.text(top))

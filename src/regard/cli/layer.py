@@ -19,6 +19,7 @@ from regard.cli.options import (
     argument,
     check_device_option,
     check_files,
+    note,
     option,
     usage_error,
 )
@@ -85,8 +86,9 @@ def _run_layers(
     device: str | None,
 ) -> list[LayerStages]:
     from regard import masks
-    from regard.inspect.explain.layer_stages import default_options, run_layers
-    from regard.nn.variants.registry import find_variant, parse_options
+    from regard.configs.suggested_sizes import DecoderSizes
+    from regard.inspect.explain.layer_stages import run_layers
+    from regard.nn.variants.registry import named_options, sized_options, written
 
     if settings and len(names) > 1:
         raise usage_error(
@@ -94,12 +96,12 @@ def _run_layers(
             "applies to one mechanism, but {n} are named; leave it out, or name one",
             n=len(names),
         )
-    options = None
-    if settings:
-        options = {
-            **default_options(names[0], dim, heads),
-            **parse_options(settings, find_variant(names[0])),
-        }
+    options: dict[str, object] = {}
+    for name in names:
+        entry, options = named_options(name, settings or ())
+        complete = sized_options(entry, options, DecoderSizes.of(dim, heads))
+        if len(complete) > len(options):
+            note(written(entry.name, complete), "... ")
     return run_layers(
         names,
         dim=dim,
@@ -108,7 +110,7 @@ def _run_layers(
         tokens=tokens,
         mask=masks.parse(mask),
         seed=seed,
-        options=options,
+        options=options if settings else None,
         device=device,
     )
 

@@ -29,8 +29,7 @@ from typer.models import ParameterInfo
 
 from regard.errors import FileError
 from regard.files.atomic_write import check_is_file_name, check_writable
-from regard.files.regular_files import open_regular
-from regard.files.strict_json import read_json
+from regard.files.reading import open_regular, read_json
 from regard.language import Phrase, counted, translate, translate_count
 from regard.text_table import line_width, wrap
 from regard.units import size

@@ -17,7 +17,7 @@ import typer
 from regard.cli.options import JSON, argument, grouped, note, option, usage_error
 from regard.did_you_mean import suggest
 from regard.errors import FileError
-from regard.files.regular_files import read_text
+from regard.files.reading import read_text
 from regard.language import translate
 from regard.text_table import line_width, wrap
 from regard.untrusted_text import error_text, short_repr
@@ -176,7 +176,10 @@ class TrainOptions:
     layers: int = option("Number of layers.", default=6, panel=_MODEL, min=1)
     heads: int = option("Number of query heads H.", default=8, panel=_MODEL, min=1)
     kv_heads: int | None = option(
-        "Number of key/value heads G; must divide H.", shown="2, if needed", panel=_MODEL, min=1
+        "Number of key/value heads G; must divide H.",
+        shown="as regard cost --mechanisms",
+        panel=_MODEL,
+        min=1,
     )
     hidden: int | None = option(
         "Width of the feed-forward layers.", shown="8/3 of dim", panel=_MODEL, min=1
@@ -195,7 +198,7 @@ class TrainOptions:
     )
     tie: bool = option("Use one matrix for embedding and output head.", default=False, panel=_MODEL)
     attention: str | None = option(
-        "Mechanism of the catalogue (regard describe).",
+        "Mechanism of the catalogue (regard describe), with options behind colons or in --set.",
         shown="a Llama: gqa with rope",
         panel=_MODEL,
     )
@@ -353,10 +356,13 @@ def train(ctx: typer.Context, train_options: TrainOptions) -> None:
     options = {name: value for name, value in options.items() if name not in other_options}
     import torch
 
+    from regard.ops.tokenwise import is_slow_in_torch
     from regard.train.pretraining import PretrainingRun
 
     if options["threads"]:
         torch.set_num_threads(options["threads"])
+    if options["bf16"] and options["device"] == "cpu" and is_slow_in_torch(torch.bfloat16):
+        note("this processor has no instructions for bfloat16: training is faster without --bf16")
     run = PretrainingRun(options)
     figures, stopped_by = run.run()
     if not run.writes:

@@ -4,6 +4,7 @@ on this machine.
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,17 +22,17 @@ from regard.cli.options import (
     load,
     note,
     option,
+    progress_bar,
     usage_error,
     working,
 )
-from regard.language import Phrase, counted
+from regard.language import counted, translate
 from regard.untrusted_text import escape_controls, short_repr
 
 if TYPE_CHECKING:
     from regard.inspect import Recording
-    from regard.inspect.tile_server.head_overviews import Overviews
+    from regard.inspect.tile_server.running import RunningRecording
     from regard.inspect.tile_server.serve import Server
-    from regard.models import Model, Seq2Seq, TextEncoder
 
 EPILOG = "For example: regard view tiny --file long.txt, or regard view run.safetensors"
 RECORD, SERVE = "What to record", "The server"
@@ -81,7 +82,8 @@ def view(
     """Look at exact attention of up to 131,072 tokens and more, in a browser on this machine.
 
     Every tile of a pattern is computed from the recorded queries, keys and row sums when you look
-    at it. The server answers only requests with the token of the printed link. Ctrl-C ends it.
+    at it; the page opens when the first layer has run. The server answers only requests with the
+    token of the printed link. Ctrl-C ends it.
     """
     check_files({"--save": save})
     serving = _serving(port, host, allow_remote, open_browser, lang)
@@ -91,6 +93,7 @@ def view(
         serving["b"] = load_recording(beside)
     from regard.files.gguf_files import is_gguf
 
+    running: RunningRecording | None = None
     if Path(of).is_file() and not is_gguf(Path(of)):
         if Path(of).suffix != ".safetensors":
             raise usage_error(
@@ -110,33 +113,45 @@ def view(
             serving,
         )
     else:
+        from regard.inspect.tile_server.running import RunningRecording
+
         prompt = reading.prompt(text, file)
         model = load(of, load_options)
         (words,) = reading.read(model, [prompt])
-        recording, overviews = record_text(model, words, layer, head, memory)
-        if save is not None:
-            from regard.inspect import save as save_recording
-
-            save_recording(recording, save)
-            typer.echo(f"{escape_controls(str(save))}: {units.size(save.stat().st_size)}", err=True)
-        server = _serve(recording, overviews, serving)
+        _check_memory(model, words, layer, head, memory)
+        size = len(words) if isinstance(words, str) else words.shape[-1]
+        with working("running the model", size):
+            running = RunningRecording(model, words, {"places": layer, "heads": head})
+            server = _serve(running, serving)
     typer.echo(server.url)
     note("Ctrl-C ends the server.")
-    server.wait()
+    try:
+        if running is not None:
+            with progress_bar() as show:
+                recording = running.follow(partial(show, translate("running the model")))
+            if save is not None:
+                from regard.inspect import save as save_recording
+
+                save_recording(recording, save)
+                name, size = escape_controls(str(save)), units.size(save.stat().st_size)
+                typer.echo(f"{name}: {size}", err=True)
+        server.wait()
+    except KeyboardInterrupt:
+        pass
+    finally:
+        server.close()
 
 
 def _serving(
     port: int, host: str, allow_remote: bool, open_browser: bool, lang: str | None
 ) -> dict[str, object]:
-    """Return the options of the server by name, after checking the language."""
-    from regard.language import language
-
+    """Return the options of the server by name."""
     return {
         "port": port,
         "host": host,
         "allow_remote": allow_remote,
         "open_browser": open_browser,
-        "lang": lang or language(),
+        "lang": lang,
     }
 
 
@@ -164,38 +179,14 @@ def _serve_recording(
             raise usage_error(flag, "applies to a model, but a recording was given; leave it out")
     from regard.inspect import load as load_recording
 
-    return _serve(load_recording(of), None, serving)
+    return _serve(load_recording(of), serving)
 
 
-def _serve(recording: Recording, overviews: Overviews | None, serving: dict[str, object]) -> Server:
+def _serve(recording: Recording | RunningRecording, serving: dict[str, object]) -> Server:
     """Start the server of a recording."""
     from regard.inspect import view as view_recording
 
-    return view_recording(recording, overviews=overviews, **serving)  # type: ignore[arg-type]
-
-
-def record_text(
-    model: Model | TextEncoder | Seq2Seq,
-    text: Any,
-    layers: list[int] | None,
-    heads: list[int] | None,
-    memory: float,
-) -> tuple[Recording, Overviews]:
-    """Run a model on a text, keep queries and keys of the chosen heads, and reduce every head to
-    its overview while the model runs.
-    """
-    from regard.inspect import OverviewRecorder, record
-
-    size = len(text) if isinstance(text, str) else text.shape[-1]
-    _check_memory(model, text, layers, heads, memory)
-    with (
-        working("running the model", size) as say,
-        OverviewRecorder(
-            lambda n: say(Phrase("running the model: {heads}", heads=counted(n, "head")))
-        ) as reducer,
-    ):
-        recording = record(model, text, places=layers, heads=heads, keep=())
-    return recording, reducer.overviews
+    return view_recording(recording, **serving)  # type: ignore[arg-type]
 
 
 def _check_memory(

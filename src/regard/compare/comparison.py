@@ -15,7 +15,7 @@ from regard.compare.mechanisms import Candidate, Shape, count_parameters
 from regard.compare.quality import EvalTask, TrainConfig, TrainingSettings, run_name
 from regard.compare.speed_and_memory import MEMORY_METHOD, Timing
 from regard.models.families.regard import Config
-from regard.timing.machine import MachineFacts
+from regard.timing import MachineFacts
 
 TRAINING_SHARE = 0.9
 """The share of the remaining time that training may take; validation and testing need the rest."""

@@ -23,7 +23,7 @@ from regard.nn import Attention, PrefixRecomputer
 from regard.nn.projections.dynamic_rotary import PreRopeQKV, RecomputedQKV, ReRotatedQKV
 from regard.nn.projections.heads import SeparateQKV
 from regard.positions import Rotary, critical_dimension, rope_frequencies
-from regard.timing.machine import describe_machine
+from regard.timing import describe_machine
 from regard.units import plural
 
 UNSCALED = "unscaled"

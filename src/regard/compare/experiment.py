@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 
 from regard.errors import ArgumentError, FileError
 from regard.files.atomic_write import write_atomically
-from regard.files.strict_json import read_json
+from regard.files.reading import read_json
 from regard.language import translate
 
 MAX_FILE_BYTES = 64 << 20

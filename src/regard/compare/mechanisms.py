@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
-import torch
-
+from regard.configs.suggested_sizes import DecoderSizes, split_mechanism
 from regard.did_you_mean import suggest
 from regard.errors import ArgumentError
-from regard.models.assembly.catalogue_mixer import decoder_variants, find_decoder_variant
-from regard.models.decoder import Decoder
-from regard.models.families.regard import Config, build
-from regard.nn.variants.registry import parse_options
+
+if TYPE_CHECKING:
+    from regard.models.decoder import Decoder
+    from regard.models.families.regard import Config
 
 SINKS = 4
 """How many first tokens the mechanism "sinks" always keeps (arXiv 2309.17453, section 3.2)."""
@@ -20,6 +20,12 @@ SINKS = 4
 RECURRENT_FAMILIES = ("linear", "memory")
 """Families of the catalogue whose memory is a recurrent state; their models are trained with
 several learning rates each.
+"""
+
+
+RECALL_TASKS = {"mqar": 8, "passkey": 4}
+"""Recall task -> divisor. The longest rows of a task have the length of a row of text divided by
+this number; they are so short that a small model learns the task in a few hundred steps.
 """
 
 
@@ -35,9 +41,10 @@ class Shape:
         vocabulary: the number of token ids; 256 is enough for bytes and for the words of the recall
             tasks.
         window: the number of tokens in a sliding window, in a segment of Infini-attention, or in
-            the cache of streaming attention (sinks and recent tokens).
-        groups: G, the number of key/value heads of "gqa" and "nsa"; None is half of H, or one if H
-            is odd.
+            the cache of streaming attention (sinks and recent tokens); None is that which `regard
+            cost --mechanisms` suggests.
+        groups: G, the number of key/value heads; None is that which `regard cost --mechanisms`
+            suggests.
         tied: whether the output head is the embedding.
         like: the name of the model that has these sizes; None if they were given.
 
@@ -54,7 +61,7 @@ class Shape:
     heads: int = 4
     hidden: int | None = None
     vocabulary: int = 256
-    window: int = 16
+    window: int | None = None
     groups: int | None = None
     tied: bool = False
     like: str | None = None
@@ -67,7 +74,7 @@ class Shape:
                 argument="dim",
                 value=self.dim,
             )
-        if self.window < 2 * SINKS:
+        if self.window is not None and self.window < 2 * SINKS:
             raise ArgumentError(
                 f"window is {self.window}; it must be at least {2 * SINKS}, because the mechanism "
                 f"sinks keeps the first {SINKS} tokens in it",
@@ -103,6 +110,8 @@ class Candidate:
     @property
     def recurrent(self) -> bool:
         """Whether its memory is a recurrent state of fixed size."""
+        from regard.models.assembly.catalogue_mixer import find_decoder_variant
+
         return find_decoder_variant(self.attention).family in RECURRENT_FAMILIES
 
     def config(self, shape: Shape) -> Config:
@@ -117,6 +126,8 @@ class Candidate:
         Raises:
             ArgumentError: the mechanism does not take these options or sizes.
         """
+        from regard.models.families.regard import Config
+
         return Config(
             vocab_size=shape.vocabulary,
             hidden_size=shape.dim,
@@ -129,47 +140,21 @@ class Candidate:
         )
 
 
-def _mla(shape: Shape) -> dict[str, object]:
-    """Return MLA sizes like DeepSeek-V2's: D, D/2 rotary; 2 D latent, as heads are few."""
-    D = shape.head_dim
-    rope = max(2, D // 4 * 2)
-    return {"kv_rank": 2 * D, "nope_dim": D, "rope_dim": rope, "value_dim": D}
-
-
-def _nsa(shape: Shape) -> dict[str, object]:
-    """Return small NSA options: S/d compressed, W selected, and a window of W/2 tokens."""
-    stride = max(2, shape.window // 8)
-    return {
-        "groups": _groups(shape),
-        "compress": 2 * stride,
-        "stride": stride,
-        "select": 2 * stride,
-        "count": 4,
-        "window": shape.window // 2,
-    }
-
-
-def _groups(shape: Shape) -> int:
-    """Return the number of key/value heads of grouped queries."""
-    if shape.groups is not None:
-        return shape.groups
-    return shape.heads // 2 if shape.heads % 2 == 0 else 1
-
-
-_DEFAULT: dict[str, Callable[[Shape], tuple[str, dict[str, object]]]] = {
-    "mha": lambda s: ("gqa", {"groups": s.heads}),
-    "gqa": lambda s: ("gqa", {"groups": _groups(s)}),
-    "mqa": lambda s: ("mqa", {}),
-    "mla": lambda s: ("mla", _mla(s)),
-    "window": lambda s: ("sliding_window", {"groups": s.heads, "window": s.window}),
-    "sinks": lambda s: ("streaming", {"sinks": SINKS, "recent": s.window - SINKS}),
-    "linear": lambda s: ("linear_attention", {}),
-    "gated-delta": lambda s: ("gated_delta_net", {}),
-    "infini": lambda s: ("infini", {"segment": s.window}),
-    "nsa": lambda s: ("nsa", _nsa(s)),
+DEFAULT_MECHANISMS = {
+    "mha": "gqa",
+    "gqa": "gqa",
+    "mqa": "mqa",
+    "mla": "mla",
+    "window": "sliding_window",
+    "sinks": "streaming",
+    "linear": "linear_attention",
+    "gated-delta": "gated_delta_net",
+    "infini": "infini",
+    "nsa": "nsa",
 }
+"""Name -> the mechanism of the catalogue; "mha" has a key/value head for each query head."""
 
-DEFAULT_NAMES = tuple(_DEFAULT)
+DEFAULT_NAMES = tuple(DEFAULT_MECHANISMS)
 """The mechanisms that are compared if none is named. Each uses all heads, and rotary positions if
 it has positions.
 """
@@ -202,32 +187,44 @@ def candidates(names: Sequence[str] | None, shape: Shape) -> list[Candidate]:
     return chosen
 
 
-def _candidate(name: str, shape: Shape) -> Candidate:
-    if name in _DEFAULT:
-        attention, options = _DEFAULT[name](shape)
-        return Candidate(name, attention, options)
-    attention, _, settings = name.partition(":")
+def _candidate(text: str, shape: Shape) -> Candidate:
+    from regard.models.assembly.catalogue_mixer import decoder_variants
+    from regard.nn.variants.registry import named_options, sized_options
+
+    first, colon, settings = text.partition(":")
+    attention = split_mechanism(DEFAULT_MECHANISMS.get(first, first))[0]
     if attention not in decoder_variants():
         known = (*DEFAULT_NAMES, *decoder_variants())
-        hint = suggest(attention, known, otherwise=".")
+        hint = suggest(first, known, otherwise=".")
         raise ArgumentError(
-            f"{name!r} is not a mechanism that a decoder can have{hint} The default mechanisms are "
+            f"{text!r} is not a mechanism that a decoder can have{hint} The default mechanisms are "
             f"{', '.join(DEFAULT_NAMES)}; regard describe lists the catalogue; options follow a "
             "colon, as in gqa:groups=1",
             argument="names",
         )
-    parts = [part for part in settings.split(",") if part]
-    return Candidate(name, attention, parse_options(parts, find_decoder_variant(attention)))
+    entry, options = named_options(attention + colon + settings)
+    if first == "mha":
+        options = {"groups": shape.heads, **options}
+    sizes = DecoderSizes.of(shape.dim, shape.heads, shape.groups, shape.window)
+    return Candidate(text, entry.name, sized_options(entry, options, sizes))
 
 
 def count_parameters(config: Config) -> int:
     """Return how many parameters a model trains, without building it."""
+    import torch
+
+    from regard.models.families.regard import build
+
     with torch.device("meta"):
         return sum(p.numel() for p in build(config).parameters())
 
 
 def build_decoder(config: Config, seed: int = 0) -> Decoder:
     """Return a newly initialized model; the global random state is set to the seed."""
+    import torch
+
+    from regard.models.families.regard import build
+
     torch.manual_seed(seed)
     return build(config)
 

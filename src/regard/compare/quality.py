@@ -19,11 +19,11 @@ import torch
 from torch import Tensor, nn
 
 from regard.compare.experiment import Experiment, Numbers, ReportProgress, ignore_progress
-from regard.compare.mechanisms import build_decoder
+from regard.compare.mechanisms import RECALL_TASKS, build_decoder
 from regard.errors import ArgumentError
 from regard.models.families.regard import Config
 from regard.nn.weights import device_of
-from regard.timing.machine import wait_for
+from regard.timing import wait_for
 from regard.train.batches import Batches, BatchSource, ExampleBatch, validation_rows
 from regard.train.corpus import DEFAULT_SOURCE, TextDocument, load_documents, split_documents
 from regard.train.loop import NonFiniteLoss, fit
@@ -36,11 +36,6 @@ from regard.units import plural
 
 END_OF_DOCUMENT = 0
 """The byte after each document."""
-
-RECALL_TASKS = {"mqar": 8, "passkey": 4}
-"""Recall task -> divisor. The longest rows of a task have the length of a row of text divided by
-this number; they are so short that a small model learns the task in a few hundred steps.
-"""
 
 VALIDATION_ROWS, TEST_ROWS = 64, 128
 """The numbers of rows of text on which a learning rate is chosen, and on which a model is tested.

@@ -14,8 +14,11 @@ MODEL_TYPES = {
     "bert": "bert camembert distilbert modernbert roberta xlm-roberta",
     "cohere": "cohere cohere2",
     "deepseek": (
-        "deepseek_v2 deepseek_v3 deepseek_v32 glm4_moe_lite glm_moe_dsa kimi_linear mistral4"
+        "deepseek_v2 deepseek_v3 deepseek_v32 glm4_moe_lite glm_moe_dsa kimi_k25 kimi_linear "
+        "mistral4"
     ),
+    "deepseek_v4": "deepseek_v4",
+    "expert_layers": "hy_v3 mimo_v2_flash",
     "falcon": "falcon falcon_h1",
     "gemma": "gemma gemma2 gemma3 gemma3_text gemma3n gemma3n_text",
     "gemma4": "gemma4 gemma4_text",
@@ -31,7 +34,7 @@ MODEL_TYPES = {
     ),
     "lfm2": "lfm2 lfm2_moe",
     "mamba": "falcon_mamba jamba mamba mamba2",
-    "minimax": "minimax minimax_m2",
+    "minimax": "minimax minimax_m2 minimax_m3_vl minimax_m3_vl_text",
     "mistral": "ministral3 mistral mistral3 mixtral",
     "nemotron": "nemotron nemotron_h",
     "olmo": "olmo olmo2 olmo3 olmo_hybrid olmoe",
@@ -42,21 +45,14 @@ MODEL_TYPES = {
     ),
     "regard": "regard",
     "rwkv": "rwkv",
+    "step": "step3p5 step3p7",
     "t5": "t5",
 }
 """Module of this package -> the model_types whose config classes it has."""
 CONFIG_MODULES = {name: module for module, names in MODEL_TYPES.items() for name in names.split()}
 """model_type -> the module of this package with its config class."""
-COUNTED_ONLY = frozenset(
-    {
-        "glm_moe_dsa",
-    }
-)
-"""Families that `regard cost` counts and `regard.load` cannot load."""
 CONFIGS = tuple(sorted(CONFIG_MODULES))
-"""Every model_type whose config.json is understood."""
-LOADABLE = tuple(name for name in CONFIGS if name not in COUNTED_ONLY)
-"""Every model_type that `regard.load` can load."""
+"""Every model_type whose config.json is understood, and whose folders `regard.load` can load."""
 
 
 def read_as(raw: Raw) -> object:
@@ -66,6 +62,13 @@ def read_as(raw: Raw) -> object:
     name, text = raw.get("model_type"), raw.get("text_config")
     inner = text.get("model_type") if isinstance(text, Mapping) else None
     return inner if (name, inner) == ("mistral3", "mistral4") else name
+
+
+def quantization_settings(raw: Raw) -> object:
+    """Return the quantization_config of a config.json, or that of its language model."""
+    text = raw.get("text_config")
+    own = raw.get("quantization_config")
+    return text.get("quantization_config") if own is None and isinstance(text, Mapping) else own
 
 
 def config_class(model_type: str) -> type[ModelConfig] | None:

@@ -21,19 +21,20 @@ _KV_HEADS: dict[object, int] = {
     **dict.fromkeys(("ernie4_5", "glm", "glm4", "qwen3_next", "starcoder2"), 2),
     **dict.fromkeys(("qwen3_5_moe", "qwen3_5_moe_text"), 2),
     **dict.fromkeys(("gemma2", "qwen3_5", "qwen3_5_text", "qwen3_moe", "smollm3"), 4),
-    **dict.fromkeys(("ernie4_5_moe", "granite_swa"), 4),
+    **dict.fromkeys(("ernie4_5_moe", "granite_swa", "mimo_v2_flash", "minimax_m3_vl_text"), 4),
     **dict.fromkeys(("lfm2", "lfm2_moe"), 8),
     **dict.fromkeys(("bamba", "falcon_h1", "glm4_moe", "jamba", "llama4_text", "minimax"), 8),
     **dict.fromkeys(("minimax_m2", "ministral3", "mistral", "mixtral", "nemotron_h"), 8),
-    **dict.fromkeys(("phimoe", "seed_oss"), 8),
+    **dict.fromkeys(("hy_v3", "phimoe", "seed_oss"), 8),
     **dict.fromkeys(("gemma", "qwen2_moe"), 16),
     "helium": 20,
     **dict.fromkeys(("exaone4", "exaone_moe", "qwen2", "qwen3", "stablelm"), 32),
 }
 _HEAD_DIMS: dict[object, int] = {
     **dict.fromkeys(("ernie4_5", "glm", "glm4", "helium", "llama4_text", "minimax_m2"), 128),
-    **dict.fromkeys(("ministral3", "qwen3", "seed_oss"), 128),
+    **dict.fromkeys(("hy_v3", "minimax_m3_vl_text", "ministral3", "qwen3", "seed_oss"), 128),
     **dict.fromkeys(("qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe"), 256),
+    "mimo_v2_flash": 192,
     "qwen3_5_moe_text": 256,
 }
 ABSENT_SIZES: Mapping[str, Mapping[object, int]] = {

@@ -1,4 +1,4 @@
-"""The configs of DeepSeek-V2, V3 and V3.2, and of Kimi Linear: multi-head latent attention; the
+"""The configs of DeepSeek-V2, V3 and V3.2, GLM-5, and Kimi Linear: multi-head latent attention; the
 first layers are dense, and the others are mixtures of experts.
 """
 
@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, TypeAlias
 
 from regard.configs.base import FULL, ModelConfig, Raw, check_sizes, rename_keys
-from regard.configs.hybrid import LINEAR, named_kinds
-from regard.configs.mistral import PICTURES, Ministral3Config
+from regard.configs.hybrid import LINEAR, check_layer_names, named_kinds
+from regard.configs.mistral import PICTURES
 from regard.configs.rope import (
     RopeSettings,
     normalize_rope,
@@ -114,17 +114,8 @@ class DeepseekConfig(ModelConfig, ABC):
         return latent_spec(self)
 
     def sizes(self, name: str) -> ModelSpec:
-        """Return the sizes of the decoder: the first layers are dense, the others have experts."""
-        M, width = self.hidden_size, self.moe_intermediate_size
-        dense: FeedForwardSpec = DenseSpec(M, self.intermediate_size)
-        experts: FeedForwardSpec = MoESpec(
-            DenseSpec(M, width),
-            self.n_routed_experts,
-            self.num_experts_per_tok,
-            DenseSpec(M, width * self.n_shared_experts),
-            self.n_routed_experts if self.router_biases else 0,
-        )
-        return latent_decoder(self, name, dense, experts)
+        """Return the sizes of the decoder."""
+        return latent_decoder(self, name)
 
 
 FIXED = {**SILU, "moe_layer_freq": (1,)}
@@ -150,9 +141,17 @@ class DeepseekV2Config(DeepseekConfig):
     }
 
 
+KIMI_PICTURES = PICTURES | {
+    *("ignore_index", "image_token_id", "media_placeholder_token_id", "projection_hidden_size"),
+    *("projection_layer_norm_eps", "use_unified_vision_chunk", "video_placeholder"),
+    *("video_token_id", "vision_end_token_id", "vision_start_token_id"),
+}
+"""Keys of Kimi K2.5 beside those of its language model."""
+
+
 @dataclass(frozen=True)
 class DeepseekV3Config(DeepseekConfig):
-    """The keys of a DeepSeek-V3 config.json, also for R1, that change the network."""
+    """The keys of DeepSeek-V3 and R1, and of the language model of Kimi K2.5, which also sees."""
 
     n_group: int = 8
     topk_group: int = 4
@@ -160,7 +159,7 @@ class DeepseekV3Config(DeepseekConfig):
     norm_topk_prob: bool = True
     rope_interleave: bool = True
 
-    model_types: ClassVar[tuple[str, ...]] = ("deepseek_v3",)
+    model_types: ClassVar[tuple[str, ...]] = ("deepseek_v3", "kimi_k25")
     # the number of additional layers that predict a second token, which are not loaded
     ignored = DeepseekConfig.ignored | {"num_nextn_predict_layers"}
     fixed = FIXED | {
@@ -169,6 +168,21 @@ class DeepseekV3Config(DeepseekConfig):
     }
     # the correction that balances the load of experts has one number per expert
     router_biases = True
+
+    @classmethod
+    def normalize_keys(cls, raw: Raw) -> dict[str, object]:
+        """Return the keys of the language model; whether it is tied stands beside it in a file of
+        Kimi K2.5, where transformers ties what says nothing.
+        """
+        if raw.get("model_type") == "kimi_k25":
+            tied = raw.get("tie_word_embeddings", True)
+            raw = language_model(raw, KIMI_PICTURES) | {"tie_word_embeddings": tied}
+            if (kind := raw.get("model_type")) not in ("deepseek_v3", "kimi_k2", "kimi_k25_text"):
+                raise ArgumentError(
+                    f"text_config.model_type is {shorten(kind)}; of kimi_k25, only the language "
+                    "models deepseek_v3 and kimi_k2 are supported"
+                )
+        return super().normalize_keys(raw)
 
     @property
     def rope(self) -> RopeSettings:
@@ -207,7 +221,6 @@ class Mistral4Config(DeepseekV3Config):
     routed_scaling_factor: float = 1.0
 
     model_types = ("mistral4",)
-    towers: ClassVar[str] = Ministral3Config.towers
     fixed = {**SILU, "moe_layer_freq": (1,)}
     rope_keys = ("llama_4_scaling_beta", "max_position_embeddings", "partial_rotary_factor")
     absent_rope = {
@@ -247,19 +260,22 @@ class Mistral4Config(DeepseekV3Config):
         return temperature(self.rope_scaling)
 
 
+WITH_INDEXER, SHARED = "full", "shared"
+"""Entries of `indexer_types`."""
 INDEXED = "indexed_attention"
 """The name of DeepSeek sparse attention in `layer_types`."""
 
 
 @dataclass(frozen=True)
 class DeepseekV32Config(DeepseekV3Config):
-    """The keys of DeepSeek-V3.2 and GLM-5: DeepSeek-V3 with an indexer that selects keys (DSA)."""
+    """The keys of DeepSeek-V3.2: DeepSeek-V3 with an indexer that selects keys (DSA)."""
 
     index_topk: int = 2048
     index_head_dim: int = 128
     index_n_heads: int = 64
 
-    model_types = ("deepseek_v32", "glm_moe_dsa")
+    model_types = ("deepseek_v32",)
+    indexer_layout: ClassVar[Literal["half", "interleaved"]] = "half"
     fixed = {
         **DeepseekV3Config.fixed,
         "mlp_bias": (False,),
@@ -284,22 +300,78 @@ class DeepseekV32Config(DeepseekV3Config):
                 "its size"
             )
 
+    def shares_choice(self, layer: int) -> bool:
+        """Return whether a layer reads the keys that an earlier one chose."""
+        return False
+
     def mixer(self, layer: int) -> Spec:
         """Return the sizes of latent attention to selected keys."""
-        selection = IndexSelection(self.index_n_heads, self.index_head_dim, self.index_topk)
+        J, d = (0, 0) if self.shares_choice(layer) else (self.index_n_heads, self.index_head_dim)
+        selection = IndexSelection(J, d, self.index_topk)
         rank = self.q_lora_rank or 0
         return IndexedLatentSpec.from_latent(latent_spec(self), self.hidden_size, rank, selection)
 
 
+@dataclass(frozen=True)
+class GlmMoeDsaConfig(DeepseekV32Config):
+    """The keys of GLM-5: DeepSeek-V3.2 with an indexer that rotates pairs of neighbours; from 5.2
+    on, layers that share the choice of an earlier layer have none.
+    """
+
+    index_n_heads: int = 32
+    rms_norm_eps: float = 1e-5
+    max_position_embeddings: int = 202752
+    n_group: int = 1
+    topk_group: int = 1
+    indexer_types: tuple[str, ...] | None = None
+
+    model_types = ("glm_moe_dsa",)
+    indexer_layout = "interleaved"
+    fixed = DeepseekV32Config.fixed | {"indexer_rope_interleave": (True,)}
+
+    @classmethod
+    def normalize_keys(cls, raw: Raw) -> dict[str, object]:
+        """Return the keys as for DeepSeek-V3.2, with `indexer_types` for a pattern of letters, or
+        for every n-th layer behind an offset.
+        """
+        keys: dict[str, Any] = dict(raw)
+        every, offset = keys.pop("index_topk_freq", None), keys.pop("index_skip_topk_offset", None)
+        pattern, layers = keys.pop("index_topk_pattern", None), keys.get("num_hidden_layers")
+        if isinstance(pattern, str):
+            pattern = [{"F": WITH_INDEXER, "S": SHARED}.get(letter, letter) for letter in pattern]
+        if pattern is None and isinstance(layers, int) and isinstance(every, int) and every > 1:
+            first = offset if isinstance(offset, int) else 2
+            chosen = (max(i - first + 1, 0) % every == 0 for i in range(layers))
+            pattern = [WITH_INDEXER if own else SHARED for own in chosen]
+        if keys.get("indexer_types") is None:
+            keys["indexer_types"] = pattern
+        return super().normalize_keys(keys)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if (kinds := self.indexer_types) is not None:
+            check_layer_names(
+                "indexer_types", kinds, self.num_hidden_layers, (WITH_INDEXER, SHARED)
+            )
+            if kinds[0] == SHARED:
+                raise ArgumentError(
+                    f"indexer_types[0] is {SHARED!r}; the first layer must have an indexer"
+                )
+
+    def shares_choice(self, layer: int) -> bool:
+        """Return whether a layer reads the keys that an earlier one chose."""
+        return self.indexer_types is not None and self.indexer_types[layer] == SHARED
+
+
 KIMI_NAMES = {
-    "max_position_embeddings": "model_max_length",
-    "n_group": "num_expert_group",
-    "n_shared_experts": "num_shared_experts",
-    "norm_topk_prob": "moe_renormalize",
-    "num_experts_per_tok": "num_experts_per_token",
+    "model_max_length": "max_position_embeddings",
+    "num_expert_group": "n_group",
+    "num_shared_experts": "n_shared_experts",
+    "moe_renormalize": "norm_topk_prob",
+    "num_experts_per_token": "num_experts_per_tok",
     "num_local_experts": "num_experts",
 }
-"""Name of an attribute in transformers -> its name in the files."""
+"""Other name of a key -> its name in transformers: DeepSeek's, but for `num_experts`."""
 STATE_SIZES = {
     "head_dim": "linear_head_dim",
     "num_heads": "linear_num_heads",
@@ -324,23 +396,24 @@ class KimiLinearConfig(ModelConfig):
     qk_rope_head_dim: int
     v_head_dim: int
     num_experts: int
-    num_experts_per_token: int
+    num_experts_per_tok: int
     layer_types: tuple[str, ...]
     q_lora_rank: int | None = None
-    num_shared_experts: int = 1
+    n_shared_experts: int = 1
     first_k_dense_replace: int = 1
-    num_expert_group: int = 1
+    n_group: int = 1
     topk_group: int = 1
-    moe_renormalize: bool = True
+    norm_topk_prob: bool = True
     routed_scaling_factor: float = 2.446
     linear_head_dim: int = 128
     linear_num_heads: int = 32
     linear_conv_kernel_dim: int = 4
     rms_norm_eps: float = 1e-5
-    model_max_length: int = 1048576
+    max_position_embeddings: int = 1048576
     attention_bias: bool = False
     tie_word_embeddings: bool = False
 
+    router_biases = True
     model_types = ("kimi_linear",)
     family_file = "deepseek"
     code = "Kimi"
@@ -359,8 +432,13 @@ class KimiLinearConfig(ModelConfig):
     def __post_init__(self) -> None:
         check_sizes(self, zero=("first_k_dense_replace",))
         check_own_keys(self)
-        check_experts("num_experts", self.num_experts, self.num_experts_per_token)
+        check_experts("num_experts", self.num_experts, self.num_experts_per_tok)
         self.kinds()
+
+    @property
+    def n_routed_experts(self) -> int:
+        """The number of experts, under the name that DeepSeek has for it."""
+        return self.num_experts
 
     @classmethod
     def normalize_keys(cls, raw: Raw) -> dict[str, object]:
@@ -398,17 +476,8 @@ class KimiLinearConfig(ModelConfig):
         return latent_spec(self)
 
     def sizes(self, name: str) -> ModelSpec:
-        """Return the sizes of the decoder: the first layers are dense, the others have experts."""
-        M, width = self.hidden_size, self.moe_intermediate_size
-        dense: FeedForwardSpec = DenseSpec(M, self.intermediate_size)
-        experts: FeedForwardSpec = MoESpec(
-            DenseSpec(M, width),
-            self.num_experts,
-            self.num_experts_per_token,
-            DenseSpec(M, width * self.num_shared_experts),
-            self.num_experts,
-        )
-        return latent_decoder(self, name, dense, experts)
+        """Return the sizes of the decoder."""
+        return latent_decoder(self, name)
 
 
 def _check_listed(linear: object, kinds: list[str]) -> None:
@@ -450,11 +519,21 @@ def latent_spec(config: LatentConfig) -> LatentSpec:
     )
 
 
-def latent_decoder(
-    config: LatentConfig, name: str, dense: FeedForwardSpec, experts: FeedForwardSpec
-) -> ModelSpec:
-    """Return the sizes of a decoder whose first layers are dense."""
-    M, first = config.hidden_size, config.first_k_dense_replace
+def latent_decoder(config: LatentConfig, name: str) -> ModelSpec:
+    """Return the sizes of a decoder: the first layers are dense, the others have experts."""
+    M, first, width = (
+        config.hidden_size,
+        config.first_k_dense_replace,
+        config.moe_intermediate_size,
+    )
+    dense: FeedForwardSpec = DenseSpec(M, config.intermediate_size)
+    experts: FeedForwardSpec = MoESpec(
+        DenseSpec(M, width),
+        config.n_routed_experts,
+        config.num_experts_per_tok,
+        DenseSpec(M, width * config.n_shared_experts),
+        config.n_routed_experts if config.router_biases else 0,
+    )
     norms = ParameterCounts(norms=2 * M)
     layers = (
         LayerSpec(config.mixer(layer), dense if layer < first else experts, norms)

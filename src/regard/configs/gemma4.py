@@ -9,7 +9,7 @@ from typing import Any
 from regard.argument_checks import check_groups, check_number
 from regard.configs.base import FULL, SLIDING, Raw
 from regard.configs.gemma import PICTURES
-from regard.configs.rope import RopeSettings, normalize_rope
+from regard.configs.rope import RopeSettings
 from regard.configs.rotary_decoder import (
     DecoderRecipe,
     GroupedQueryConfig,
@@ -149,9 +149,9 @@ class Gemma4Config(GroupedQueryConfig):
         """Return the kind of each layer."""
         return tuple(FULL if window is None else SLIDING for window in self.windows())
 
-    def heads(self, kind: str) -> HeadShape:
-        """Return the heads of a kind of layers."""
-        is_full = kind == FULL
+    def head_shape(self, window: int | None) -> HeadShape:
+        """Return the heads of a layer with a window, or without one."""
+        is_full = window is None
         G = self.global_groups if is_full else self.num_key_value_heads
         D = self.global_head_dim if is_full else self.head_dim
         return HeadShape(self.num_attention_heads, G, D, D)
@@ -167,23 +167,12 @@ class Gemma4Config(GroupedQueryConfig):
 
     def ropes(self) -> tuple[RopeSettings | None, ...]:
         """Return the rotary settings of each layer, by its kind."""
-        both = normalize_rope({"rope_parameters": self.rope_parameters}, layered=True)
-        of_kind = {
-            kind: RopeSettings(
-                self.heads(kind).head_dim,
-                keys.get("rope_theta", 10000.0),
-                keys["rope_scaling"],
-                self.max_position_embeddings,
-                keys.get("partial_rotary_factor", 1.0),
-            )
-            for kind, keys in both["rope_parameters"].items()
-        }
-        return tuple(of_kind[kind] for kind in self.kinds())
+        return self.ropes_by_kind(self.rope_parameters or ROPES)
 
     def mixer(self, layer: int, window: int | None) -> Spec:
         """Return the sizes of attention: its heads, and whose keys and values it reads."""
         kind, M = self.kinds()[layer], self.hidden_size
-        shape = self.heads(kind)
+        shape = self.head_shape(window)
         bias = self.attention_bias
         own = SoftmaxSpec.of(
             M, shape, bias=bias, output_bias=bias, norms=2 * shape.head_dim, window=window

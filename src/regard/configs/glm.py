@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
-from regard.configs.rotary_decoder import DecoderRecipe, Experts, GroupedQueryConfig
+from regard.configs.rotary_decoder import SIGMOID_EXPERTS, DecoderRecipe, GroupedQueryConfig
 
 
 @dataclass(frozen=True)
@@ -65,15 +65,7 @@ class Glm4MoeConfig(GroupedQueryConfig):
         partial="partial_rotary_factor",
         head_norms=("each head", "use_qk_norm"),
         qkv_bias="attention_bias",
-        experts=Experts(
-            "n_routed_experts",
-            "moe_intermediate_size",
-            router="sigmoid",
-            normalized="norm_topk_prob",
-            shared="moe_intermediate_size",
-            shared_count="n_shared_experts",
-            dense="first_k_dense_replace",
-        ),
+        experts=replace(SIGMOID_EXPERTS, count="n_routed_experts", shared_count="n_shared_experts"),
     )
     ignored = frozenset({"num_nextn_predict_layers"})
     zero = ("first_k_dense_replace",)

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -18,7 +18,7 @@ from regard.cost.spec import HeadShape, Spec
 from regard.cost.state_space import convolved_gated_delta_net, mamba2
 from regard.did_you_mean import suggest
 from regard.errors import ArgumentError
-from regard.files.strict_json import INFINITY
+from regard.files.reading import INFINITY
 from regard.units import plural
 
 LINEAR = "linear_attention"
@@ -30,18 +30,25 @@ Names: TypeAlias = tuple[str, ...] | None
 
 def named_kinds(names: Sequence[str], layers: int, key: str = "layer_types") -> tuple[str, ...]:
     """Return the kind of each layer from the names in config.json."""
+    check_layer_names(key, names, layers, LAYER_NAMES)
+    return tuple(LAYER_NAMES[name] for name in names)
+
+
+def check_layer_names(
+    key: str, names: Sequence[str], layers: int, allowed: Collection[str]
+) -> None:
+    """Check that every layer has a known name."""
     if len(names) != layers:
         raise ArgumentError(
             f"{key} has {plural(len(names), 'entry')} and num_hidden_layers is {layers}; give one "
             "per layer"
         )
     for i, name in enumerate(names):
-        if name not in LAYER_NAMES:
+        if name not in allowed:
             raise ArgumentError(
-                f"{key}[{i}] is {name!r}; supported are {', '.join(LAYER_NAMES)}"
-                f"{suggest(name, LAYER_NAMES, cutoff=0.8)}"
+                f"{key}[{i}] is {name!r}; supported are {', '.join(allowed)}"
+                f"{suggest(name, allowed, cutoff=0.8)}"
             )
-    return tuple(LAYER_NAMES[name] for name in names)
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from regard.configs.base import Raw, layer_windows, rename_keys
 from regard.configs.llama import LlamaConfig
 from regard.configs.rope import RopeSettings, check_finite, shorten
 from regard.configs.rotary_decoder import (
+    SIGMOID_EXPERTS,
     SILU,
     DecoderRecipe,
     Experts,
@@ -223,15 +224,7 @@ class ExaoneMoeConfig(Exaone4Config):
     model_types = ("exaone_moe",)
     recipe = DecoderRecipe(
         head_norms="each head",
-        experts=Experts(
-            "num_experts",
-            "moe_intermediate_size",
-            router="sigmoid",
-            normalized="norm_topk_prob",
-            shared="moe_intermediate_size",
-            shared_count="num_shared_experts",
-            dense="first_k_dense_replace",
-        ),
+        experts=SIGMOID_EXPERTS,
         stored={"gate.e_score_correction_bias": "e_score_correction_bias"},
     )
     buffers = (r"mtp\..*",)

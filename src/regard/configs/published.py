@@ -39,7 +39,6 @@ PUBLISHED_MODELS: dict[str, PublishedModel] = {
 
 SIZES_NOT_PUBLISHED = {
     "mistral-medium": "Mistral AI has not published the sizes of Mistral Medium",
-    "gemma-4": "Of Gemma 4 only E2B, E4B and 31B are known by name",
 }
 """Beginnings of the names of models that readers ask for, and why no sizes stand here."""
 

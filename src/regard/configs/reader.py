@@ -12,12 +12,12 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
 
-from regard.configs import CONFIGS, config_class, read_as
+from regard.configs import CONFIGS, config_class, quantization_settings, read_as
 from regard.configs.base import MAX_LAYERS, ModelConfig, Raw, UnknownKey, with_absent_sizes
 from regard.cost.model import ModelSpec, StoredSize
 from regard.did_you_mean import suggest
 from regard.errors import ArgumentError, FileError
-from regard.files.strict_json import read_json
+from regard.files.reading import read_json
 from regard.untrusted_text import error_text, escape_controls, short_repr
 
 MAX_UNKNOWN_KEYS = 64
@@ -393,7 +393,7 @@ def read_sizes_file(path: Path, count_stored: SizeCount | None = None) -> ModelS
     raw = read_json(path, infinity=True)
     try:
         model = read_sizes(raw, escape_controls(path.parent.name) or str(path), str(path))
-        if raw.get("quantization_config") is None:
+        if quantization_settings(raw) is None:
             return model
         if count_stored is None:
             return replace(model, notes=(*model.notes, QUANTIZED_NOTE))

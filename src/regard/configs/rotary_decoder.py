@@ -10,6 +10,8 @@ from typing import Any, ClassVar, Literal, TypeAlias
 
 from regard.argument_checks import check_groups, check_number
 from regard.configs.base import (
+    FULL,
+    SLIDING,
     ModelConfig,
     Raw,
     check_activation,
@@ -70,6 +72,18 @@ class Experts:
     parts: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
 
 
+SIGMOID_EXPERTS = Experts(
+    "num_experts",
+    "moe_intermediate_size",
+    router="sigmoid",
+    normalized="norm_topk_prob",
+    shared="moe_intermediate_size",
+    shared_count="num_shared_experts",
+    dense="first_k_dense_replace",
+)
+"""The experts of DeepSeek-V3, which other makers have, too."""
+
+
 @dataclass(frozen=True)
 class DecoderRecipe:
     """In which parts a family of decoders differs from Llama.
@@ -87,6 +101,8 @@ class DecoderRecipe:
         layout, partial: the pairs of the rotary positions, and the rotated share of a head.
         window_pattern: without the keys that name the layers with a window, every n-th layer has
             full attention.
+        sinks: whether each head has a learned sink, in all layers or in those with a window.
+        value_scale: the attribute with a factor on values; None is 1.
         clip: the largest absolute value of queries, keys and values.
         stored: Llama's name of a part in checkpoints -> this family's, where they differ.
         fused: the maps whose rows are stored in one tensor: "qkv_proj", "gate_up_proj".
@@ -110,7 +126,8 @@ class DecoderRecipe:
     layout: Literal["half", "interleaved"] = "half"
     partial: Number = 1.0
     window_pattern: int | None = None
-    sinks: bool = False
+    sinks: bool | Literal["with a window"] = False
+    value_scale: str | None = None
     clip: str | None = None
     embedding_scale: Number = 1.0
     score_scale: str | None = None
@@ -208,6 +225,22 @@ class RotaryDecoderConfig(ModelConfig):
         """Return the rotary settings of each layer; None for a layer without rotary positions."""
         return (self.rope,) * self.num_hidden_layers
 
+    def ropes_by_kind(self, parameters: Mapping[str, Any]) -> tuple[RopeSettings, ...]:
+        """Return the rotary settings of each layer, from `rope_parameters` of both kinds."""
+        both = normalize_rope({"rope_parameters": parameters}, layered=True)["rope_parameters"]
+        keys_of = ((both[FULL if x is None else SLIDING], x) for x in self.windows())
+        return tuple(
+            RopeSettings(
+                self.head_shape(window).head_dim,
+                keys.get("rope_theta", 10000.0),
+                keys["rope_scaling"],
+                self.max_position_embeddings,
+                keys.get("partial_rotary_factor", 1.0),
+                self.recipe.layout,
+            )
+            for keys, window in keys_of
+        )
+
     def windows(self) -> tuple[int | None, ...]:
         """Return, for each layer, how many keys a query attends to; None means no limit."""
         if not hasattr(self, "sliding_window"):
@@ -257,18 +290,28 @@ class RotaryDecoderConfig(ModelConfig):
 
     def attention(self, window: int | None = None) -> SoftmaxSpec:
         """Return the sizes of attention with a window."""
-        H, G, D = self.num_attention_heads, self.num_key_value_heads, self.head_dim
+        shape = self.head_shape(window)
+        H, G, D = shape.heads, shape.groups, shape.head_dim
         # query heads share the weights of a norm on each head, and so do key heads
         norms = {"each head": 2 * D, "all heads": (H + G) * D}
         return SoftmaxSpec.of(
             self.hidden_size,
-            HeadShape(H, G, D, D),
+            shape,
             bias=self.value(self.recipe.qkv_bias),
             output_bias=self.value(self.recipe.output_bias),
             norms=norms.get(self.head_norms, 0) if self.norm_size else 0,
-            extra=H if self.recipe.sinks else 0,
+            extra=H if self.has_sinks(window) else 0,
             window=window,
         )
+
+    def head_shape(self, window: int | None) -> HeadShape:
+        """Return the heads of a layer with a window, or without one."""
+        D = self.head_dim
+        return HeadShape(self.num_attention_heads, self.num_key_value_heads, D, D)
+
+    def has_sinks(self, window: int | None) -> bool:
+        """Return whether the heads of a layer with a window, or without one, have sinks."""
+        return self.recipe.sinks is True or (bool(self.recipe.sinks) and window is not None)
 
     @property
     def shared_width(self) -> int | None:
@@ -283,6 +326,12 @@ class RotaryDecoderConfig(ModelConfig):
         """Return whether a layer has a mixture of experts, not a dense network."""
         experts = self.recipe.experts
         return experts is not None and layer >= (self.value(experts.dense) or 0)
+
+    def limits(self, layer: int, *, expert: bool = False) -> Mapping[str, Any] | None:
+        """Return the options of `ClippedSwiGLU` in a layer's experts, or in its other networks;
+        None if their hidden numbers have no limit.
+        """
+        return None
 
     def feed_forward(self, layer: int) -> FeedForwardSpec:
         """Return the sizes of the feed-forward part of a layer."""

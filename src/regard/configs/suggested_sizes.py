@@ -1,12 +1,14 @@
-"""Sizes of a mechanism and of a model that a user of `regard cost --mechanisms` leaves out, taken
-from published models of about that width.
+"""Sizes of a mechanism that a user of `regard cost --mechanisms`, `train`, `compare` or `layer`
+leaves out, and of a model that one of `cost` does, taken from published models of about that width.
 """
 
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeAlias
 
 from regard.argument_checks import divisors
@@ -42,9 +44,17 @@ REFERENCE_MODELS = (
 """Published dense models with grouped-query attention, one for each width."""
 MODELS_WITH_LATENTS = ("deepseek-v2-lite", "deepseek-v2", "deepseek-v3")
 MODELS_WITH_LOCAL_LAYERS = ("gemma-3-1b", "gemma-3-4b", "gpt-oss-20b", "gemma-3-12b", "gemma-3-27b")
+LATENT_HEADS, LATENT_HEAD_DIM = 16, 128
+"""The fewest heads, and their width, in the published models with latents."""
 WINDOW_MODEL = "mistral-7b-v0.1"
 """The published model in which every layer has a window."""
+NARROWEST_MODEL = "smollm2-135m"
+"""A model narrower than this one is an experiment with short texts: its windows have M/8 tokens."""
+SHORT_TEXTS = "M / 8, for short texts"
+TOKENS = {**dict.fromkeys(("window", "chunk", "stride", "segment"), 1), "length": 2}
+"""The options that are as long as the window of short texts, and how many times."""
 NSA_PAPER = "Yuan et al. 2025 (arXiv 2502.11089), section 4.1"
+SINKS_PAPER = "Xiao et al. 2023 (arXiv 2309.17453), section 3.2"
 INFINI_PAPER = "Munkhdalai et al. 2024 (arXiv 2404.07143), section 3"
 LOW_RANK_MODEL = "the config.json of Step-3"
 GATED_DELTA_MODEL = "the config.json of Qwen3-Next-80B-A3B"
@@ -74,7 +84,7 @@ MAIN_OPTION = {
     "dilated": "window",
     "sparse_strided": "stride",
     "sparse_fixed": "stride",
-    "streaming": "window",
+    "streaming": "recent",
     **dict.fromkeys(("h2o", "tova", "snapkv", "key_norm", "keydiff"), "budget"),
     **dict.fromkeys(("adakv", "expected_attention"), "budget"),
 }
@@ -108,6 +118,37 @@ class SizedMechanism:
 
 
 @dataclass(frozen=True)
+class DecoderSizes:
+    """The sizes from which those of a mechanism follow: M, H, G, and the tokens of a window where
+    texts are short.
+    """
+
+    dim: int
+    heads: int
+    groups: int
+    window: int | None
+
+    @classmethod
+    def of(
+        cls, dim: int, heads: int, groups: int | None = None, window: int | None = None
+    ) -> DecoderSizes:
+        """Return sizes whose missing ones are those of a published model, or of short texts."""
+        if window is None and dim < model_of(NARROWEST_MODEL).dim:
+            window = max(8, dim // 64 * 8)
+        return cls(
+            dim, heads, groups or _groups_like(model_of(reference_model(dim)), heads), window
+        )
+
+    def suggest(self, name: str, published: Suggestion | None = None) -> Suggestion:
+        """Return the sizes of a mechanism, which may have published ones of its own."""
+        sizes = {**(published or {}), **_SUGGESTIONS.get(name, _no_suggestion)(self)}
+        if self.window is None:
+            return sizes
+        short = {k: (self.window * TOKENS[k], SHORT_TEXTS) for k in sizes if k in TOKENS}
+        return {**sizes, **short, **_SHORT.get(name, _no_suggestion)(self)}
+
+
+@dataclass(frozen=True)
 class MechanismChoice:
     """The name of a mechanism, and the sizes that a user gave with it."""
 
@@ -115,9 +156,9 @@ class MechanismChoice:
     name: str
     sizes: Mapping[str, int]
 
-    def sized(self, dim: int, heads: int, groups: int) -> SizedMechanism:
+    def sized(self, sizes: DecoderSizes) -> SizedMechanism:
         """Return the mechanism with a value for each size that was not given."""
-        suggestion = _SUGGESTIONS.get(self.name, _no_suggestion)(dim, heads, groups)
+        suggestion = sizes.suggest(self.name)
         missing = {k: v for k, v in suggestion.items() if k not in self.sizes}
         values = {**{k: v for k, (v, _) in missing.items()}, **self.sizes}
         global_every = values.pop("every", None)
@@ -131,11 +172,21 @@ class MechanismChoice:
         )
 
 
-def parse_mechanism(text: str, *, any_name: bool = False) -> MechanismChoice:
-    """Return the mechanism that a text such as "gqa:8" or "mla:kv_rank=256:q_rank=768" names."""
-    first, *values = text.strip().split(":")
+def split_mechanism(text: str) -> tuple[str, list[str]]:
+    """Return the name in a text such as "window:4096" or "mla:kv_rank=64,q_rank=96", as the
+    catalogue spells it, and its options as name=value.
+    """
+    first, *values = re.split(r":|,(?=\w+=)", text.strip())
     spelled = first.lower().replace("-", "_")
     name = ALIASES.get(spelled, spelled)
+    main = MAIN_OPTION.get(name, "")
+    return name, [x if "=" in x else f"{main}={x}" if main else x for x in values]
+
+
+def parse_mechanism(text: str, *, any_name: bool = False) -> MechanismChoice:
+    """Return the mechanism that a text such as "gqa:8" or "mla:kv_rank=256:q_rank=768" names."""
+    name, values = split_mechanism(text)
+    first = text.strip().partition(":")[0]
     if name not in MECHANISM_CHOICES and not any_name:
         hint = suggest(first, [*ALIASES, *MECHANISM_CHOICES], cutoff=0.5, otherwise=".")
         raise ArgumentError(
@@ -144,8 +195,7 @@ def parse_mechanism(text: str, *, any_name: bool = False) -> MechanismChoice:
         )
     known: dict[str, int] = {}
     for value in values:
-        option, sign, number = value.rpartition("=")
-        option = option if sign else MAIN_OPTION.get(name, "")
+        option, _, number = value.rpartition("=")
         if not option or not number.isdecimal() or int(number) < 1:
             form = f"{first}:{MAIN_OPTION[name]}=8" if name in MAIN_OPTION else f"{first}:option=8"
             raise ArgumentError(
@@ -186,6 +236,11 @@ class BaseModel:
     heads: int
     groups: int
     suggested: str = ""
+
+    @property
+    def sizes(self) -> DecoderSizes:
+        """The sizes from which those of a mechanism follow."""
+        return DecoderSizes.of(self.model.dim, self.heads, self.groups)
 
     @classmethod
     def of(cls, model: ModelSpec) -> BaseModel:
@@ -237,7 +292,7 @@ def _row(
 ) -> MechanismCost:
     """Return the cost of the model with one mechanism."""
     if choice.name in MECHANISM_CHOICES or count_layer is None:
-        sized = choice.sized(base.model.dim, base.heads, base.groups)
+        sized = choice.sized(base.sizes)
         every = sized.global_every
         model = replace_attention(base.model, sized.attention, base.heads, sized.options, every)
         evidence, sizes, suggested = sized.evidence, sized.sizes, sized.suggested
@@ -306,80 +361,98 @@ Suggestion = dict[str, tuple[int, str]]
 """Option -> its value and the source of the value."""
 
 
-def _no_suggestion(dim: int, heads: int, groups: int) -> Suggestion:  # noqa: ARG001
+def _no_suggestion(sizes: DecoderSizes) -> Suggestion:  # noqa: ARG001
     return {}
 
 
-def suggested_groups(dim: int, heads: int, groups: int) -> Suggestion:
+def suggested_groups(sizes: DecoderSizes) -> Suggestion:
     """Return the number of key/value heads with its source, as mechanisms take it."""
-    model = reference_model(dim)
+    model = reference_model(sizes.dim)
     own = next(iter(model_of(model).mixers))
-    same = isinstance(own, SoftmaxSpec) and own.shape.groups == groups
-    source = model if same else f"the nearest to {model} that divides {plural(heads, 'head')}"
-    return {"groups": (groups, source)}
+    same = isinstance(own, SoftmaxSpec) and own.shape.groups == sizes.groups
+    source = model if same else f"the nearest to {model} that divides {plural(sizes.heads, 'head')}"
+    return {"groups": (sizes.groups, source)}
 
 
-def _window(dim: int, heads: int, groups: int) -> Suggestion:
+def _window(sizes: DecoderSizes) -> Suggestion:
     layer = next(iter(model_of(WINDOW_MODEL).mixers))
-    return {
-        **suggested_groups(dim, heads, groups),
-        "window": (layer.cached(1 << 40).tokens, WINDOW_MODEL),
-    }
+    return {**suggested_groups(sizes), "window": (layer.cached(1 << 40).tokens, WINDOW_MODEL)}
 
 
-def _local_global(dim: int, heads: int, groups: int) -> Suggestion:
-    name = _nearest(MODELS_WITH_LOCAL_LAYERS, dim)
+def _local_global(sizes: DecoderSizes) -> Suggestion:
+    name = _nearest(MODELS_WITH_LOCAL_LAYERS, sizes.dim)
     cached = [mixer.cached(1 << 40) for mixer in model_of(name).mixers]
     every = 1 + [x.bounded for x in cached].index(False)
     window = next(x.tokens for x in cached if x.bounded)
-    sizes = {"window": (window, name), "every": (every, name)}
-    return {**suggested_groups(dim, heads, groups), **sizes}
+    return {**suggested_groups(sizes), "window": (window, name), "every": (every, name)}
 
 
-def _latents(dim: int, heads: int, groups: int) -> Suggestion:  # noqa: ARG001
-    name = _nearest(MODELS_WITH_LATENTS, dim)
-    config = PUBLISHED_MODELS[name].config
+def _latents(sizes: DecoderSizes, latents: int = 1) -> Suggestion:
+    """Return the sizes of MLA with its latent divided into n latents; narrower heads have narrower
+    latents, and few heads half of that.
+    """
+    name = _nearest(MODELS_WITH_LATENTS, sizes.dim)
+    config, D = PUBLISHED_MODELS[name].config, sizes.dim // sizes.heads
+    narrow = D < LATENT_HEAD_DIM
+    few = 1 if sizes.heads >= LATENT_HEADS else 2
     keys = {
-        "kv_rank": "kv_lora_rank",
-        "q_rank": "q_lora_rank",
-        "nope_dim": "qk_nope_head_dim",
-        "rope_dim": "qk_rope_head_dim",
-        "value_dim": "v_head_dim",
+        "kv_rank": ("kv_lora_rank", latents * few),
+        "q_rank": ("q_lora_rank", few),
+        "nope_dim": ("qk_nope_head_dim", 1),
+        "rope_dim": ("qk_rope_head_dim", 1),
+        "value_dim": ("v_head_dim", 1),
     }
-    values = {option: config.get(key) for option, key in keys.items()}
-    return {option: (x, name) for option, x in values.items() if isinstance(x, int)}
+    scaled_sizes: Suggestion = {}
+    for option, (key, parts) in keys.items():
+        value = config.get(key)
+        if isinstance(value, int):
+            scaled = value * min(D, LATENT_HEAD_DIM) // (LATENT_HEAD_DIM * parts)
+            share = f"{D}/{LATENT_HEAD_DIM * parts}" if narrow else f"1/{parts}"
+            source = name if scaled == value else f"{share} of {name}"
+            scaled_sizes[option] = (max(2, scaled // 2 * 2), source)
+    return scaled_sizes
 
 
-def _low_rank_query(dim: int, heads: int, groups: int) -> Suggestion:  # noqa: ARG001
-    return {"q_rank": (2048, LOW_RANK_MODEL), "head_dim": (256, LOW_RANK_MODEL)}
+def _low_rank_query(sizes: DecoderSizes) -> Suggestion:
+    rank, width = (2048, 256)
+    if sizes.dim >= rank:
+        return {"q_rank": (rank, LOW_RANK_MODEL), "head_dim": (width, LOW_RANK_MODEL)}
+    D = sizes.dim // sizes.heads
+    return {"q_rank": (sizes.dim, "M"), "head_dim": (2 * D, "2 M / H")}
 
 
-def _split_latents(latents: int) -> Callable[[int, int, int], Suggestion]:
-    """Return the sizes of MLA with its latent divided into n latents."""
-
-    def suggest_sizes(dim: int, heads: int, groups: int) -> Suggestion:
-        whole = _latents(dim, heads, groups)
-        rank, source = whole["kv_rank"]
-        return {**whole, "kv_rank": (rank // latents, f"1/{latents} of {source}")}
-
-    return suggest_sizes
+def _selected_blocks(sizes: DecoderSizes) -> Suggestion:
+    H = sizes.heads
+    shared = min(divisors(H), key=lambda g: (abs(math.log(16 * g / H)), g))
+    blocks = {"compress": 32, "stride": 16, "select": 64, "count": 16, "window": 512}
+    return {k: (v, NSA_PAPER) for k, v in {"groups": shared, **blocks}.items()}
 
 
-def _selected_blocks(dim: int, heads: int, groups: int) -> Suggestion:  # noqa: ARG001
-    shared = min(divisors(heads), key=lambda g: (abs(math.log(16 * g / heads)), g))
-    sizes = {"compress": 32, "stride": 16, "select": 64, "count": 16, "window": 512}
-    return {k: (v, NSA_PAPER) for k, v in {"groups": shared, **sizes}.items()}
+def _short_blocks(sizes: DecoderSizes) -> Suggestion:
+    W = sizes.window or 0
+    stride = max(2, W // 8)
+    blocks = {"compress": 2 * stride, "stride": stride, "select": 2 * stride, "count": 4}
+    return {k: (v, SHORT_TEXTS) for k, v in {**blocks, "window": W // 2}.items()}
 
 
-def _gated_delta(dim: int, heads: int, groups: int) -> Suggestion:  # noqa: ARG001
-    return {"value_heads": (2 * heads, GATED_DELTA_MODEL)}
+def _short_stream(sizes: DecoderSizes) -> Suggestion:
+    return {"sinks": (4, SINKS_PAPER), "recent": ((sizes.window or 0) - 4, SHORT_TEXTS)}
 
 
-def _segment(dim: int, heads: int, groups: int) -> Suggestion:  # noqa: ARG001
+def _gated_delta(sizes: DecoderSizes) -> Suggestion:
+    return {"value_heads": (2 * sizes.heads, GATED_DELTA_MODEL)}
+
+
+def _segment(sizes: DecoderSizes) -> Suggestion:  # noqa: ARG001
     return {"segment": (2048, INFINI_PAPER)}
 
 
-_SUGGESTIONS: dict[str, Callable[[int, int, int], Suggestion]] = {
+_SHORT: dict[str, Callable[[DecoderSizes], Suggestion]] = {
+    "nsa": _short_blocks,
+    "streaming": _short_stream,
+}
+"""What differs where texts are short."""
+_SUGGESTIONS: dict[str, Callable[[DecoderSizes], Suggestion]] = {
     "gqa": suggested_groups,
     "value_residual": suggested_groups,
     "sliding_window": _window,
@@ -387,8 +460,8 @@ _SUGGESTIONS: dict[str, Callable[[int, int, int], Suggestion]] = {
     "mla": _latents,
     "mfa": _low_rank_query,
     "gta": suggested_groups,
-    "grouped_latent": _split_latents(2),
-    "mlra": _split_latents(4),
+    "grouped_latent": partial(_latents, latents=2),
+    "mlra": partial(_latents, latents=4),
     "nsa": _selected_blocks,
     "gated_delta_net": _gated_delta,
     "infini": _segment,

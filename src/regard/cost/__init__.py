@@ -4,24 +4,18 @@ bytes and times, from one `Spec` for each mechanism.
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from regard.cost.fixed_state import infini_flops, infini_state
 from regard.cost.softmax import attention_flops
 from regard.cost.spec import Description, Quantity, Spec
+from regard.registry import import_when_used
 
 if TYPE_CHECKING:
     from regard.configs.published import model_of
     from regard.cost.report import CostReport, Setting
     from regard.cost.roofline import machine_of
 
-_LAZY_IMPORTS = {
-    "CostReport": "regard.cost.report",
-    "Setting": "regard.cost.report",
-    "machine_of": "regard.cost.roofline",
-    "model_of": "regard.configs.published",
-}
 __all__ = [
     "CostReport",
     "Description",
@@ -35,12 +29,11 @@ __all__ = [
     "model_of",
 ]
 
-
-def _load(name: str) -> Any:
-    """Import a name when it is first used."""
-    if name not in _LAZY_IMPORTS:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(_LAZY_IMPORTS[name]), name)
-
-
-__getattr__ = _load
+__getattr__ = import_when_used(
+    __name__,
+    {
+        "regard.configs.published": "model_of",
+        "regard.cost.report": "CostReport Setting",
+        "regard.cost.roofline": "machine_of",
+    },
+)

@@ -23,11 +23,6 @@ def latent_values(kv_rank: int, rope_dim: int) -> int:
     return kv_rank + rope_dim
 
 
-def per_head_values(H: int, nope_dim: int, rope_dim: int, value_dim: int) -> int:
-    """Return the values cached per token if keys and values of every head are cached."""
-    return H * (nope_dim + rope_dim + value_dim)
-
-
 def latent_expansion_flops(keys: int, H: int, kv_rank: int, nope_dim: int, value_dim: int) -> int:
     """Return the FLOPs of expanding S latents to all heads: 2 S r H (d_nope + d_v)."""
     return 2 * keys * kv_rank * H * (nope_dim + value_dim)
@@ -209,10 +204,16 @@ class LatentSpec(Spec):
         return Quantity(flops, f"{up} x {cached} (expansion) + {scores}")
 
 
+def index_parts(selection: IndexSelection) -> tuple[tuple[int, int], ...]:
+    """Return the part of a cache for index keys; none if the choice is that of another layer."""
+    return ((1, selection.head_dim),) if selection.head_dim else ()
+
+
 @dataclass(frozen=True)
 class IndexedLatentSpec(LatentSpec):
     """DeepSeek sparse attention (DSA) on latents: an indexer of J heads of width d scores all
-    earlier tokens, and a query attends to the `topk` latents with the highest scores.
+    earlier tokens, and a query attends to the `topk` latents with the highest scores; with J = 0,
+    to those that an earlier layer chose.
 
     A cache stores one index key per token beside the latent. Attention is computed in the form
     "absorb", because the queries of a prompt select different latents.
@@ -231,7 +232,7 @@ class IndexedLatentSpec(LatentSpec):
         indexer = ParameterCounts(q_rank * J * d + dim * d + dim * J, norms=2 * d)
         return cls(
             latent.weights + indexer,
-            (*latent.parts, (1, d)),
+            (*latent.parts, *index_parts(selection)),
             latent.heads,
             latent.kv_rank,
             latent.nope_dim,
@@ -261,9 +262,10 @@ class IndexedLatentSpec(LatentSpec):
 
     def read(self, context: int) -> CacheContents:
         """Return the selected latents, and the index keys of all tokens."""
-        latent, index = self.parts
+        latent, *index = self.parts
         read = self.selection.tokens(context).value
-        return CacheContents((latent,), read, others=(CacheContents((index,), context),))
+        others = tuple(CacheContents((part,), context) for part in index)
+        return CacheContents((latent,), read, others=others)
 
     def decode_flops(self, context: int, form: str | None = None) -> int:
         """Return the FLOPs of one token; there is only one form."""

@@ -249,7 +249,7 @@ class RanksReport:
             sending = (self._layer_sent(method, spec, t) - sums) / sends
             hidden = min(computing, sending) if overlaps else 0.0
             seconds += n * (sending - hidden + sums / sends)
-        weights = report.prefill_bytes - report.kv_bytes
+        weights = report.prefill_bytes() - report.kv_bytes
         moved = weights / t + report.kv_bytes / self._cache_shares(t)
         return max(seconds, moved / self.machine.bandwidth)
 
@@ -257,7 +257,7 @@ class RanksReport:
         """Return the least time of one token without its messages."""
         report = self.report
         weights = report.active_bytes(report.setting.batch)
-        caches = (report.decode_bytes - weights) / self._cache_shares(t)
+        caches = (report.decode_bytes() - weights) / self._cache_shares(t)
         moving = (weights / t + caches) / self.machine.bandwidth
         # every context rank computes the layers of the new token, and attention over its own keys
         attention = report.decode_flops - self._layer_flops()

@@ -6,7 +6,6 @@ of its last token only.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cached_property
@@ -202,19 +201,23 @@ class CostReport:
     @cached_property
     def kv_bytes_per_token(self) -> int:
         """Bytes that one token adds to the caches; layers with a window drop it later."""
-        return self._token_bytes(lambda cached: not cached.from_source)
+        caches = [(m.cached(1), n) for m, n in self._mixers.items()]
+        added = (
+            n * self.setting.format.bytes_per_token(cached)
+            for cached, n in caches
+            if not cached.from_source
+        )
+        return _round_up(sum(added))
 
     @cached_property
     def kv_growth(self) -> int:
-        """The part of `kv_bytes_per_token` in layers that never drop a token."""
-        return self._token_bytes(lambda cached: not cached.from_source and not cached.bounded)
-
-    def _token_bytes(self, is_counted: Callable[[CacheContents], bool]) -> int:
-        """Return the bytes that one token adds to those caches for which `is_counted` is true."""
-        kv_format, caches = self.setting.format, [(m.cached(1), n) for m, n in self._mixers.items()]
-        return _round_up(
-            sum(n * kv_format.bytes_per_token(cached) for cached, n in caches if is_counted(cached))
-        )
+        """Bytes that one token adds to a long text's caches: those that no layer drops later."""
+        long, total, grown = 1 << 20, self.setting.format.total_bytes, 0
+        for mixer, n in self._mixers.items():
+            before, after = mixer.cached(long), mixer.cached(2 * long)
+            if not before.from_source:
+                grown += n * (total(after) - total(before))
+        return _round_up(Fraction(grown, long))
 
     @cached_property
     def kv_bytes(self) -> int:
@@ -369,16 +372,11 @@ class CostReport:
         attention = sum(n * mixer.prefill_flops(tokens) for mixer, n in self._mixers.items())
         return 2 * tokens * self.matmul_values + attention if tokens else 0
 
-    @cached_property
-    def prefill_bytes(self) -> int:
-        """Bytes of weights, read once, and of caches, written once, for a prompt."""
-        return self.prefill_bytes_on(1)
-
-    def prefill_bytes_on(self, cards: int) -> int:
-        """Return `prefill_bytes` of one of several cards.
+    def prefill_bytes(self, cards: int = 1) -> int:
+        """Return the bytes of weights, read once, and of caches, written once, for a prompt.
 
         Args:
-            cards: the number of cards that divide the model.
+            cards: the number of cards that divide the model; the bytes are those of one.
 
         Returns:
             The number of bytes.
@@ -418,18 +416,12 @@ class CostReport:
         head = self.model.vocab * self.model.dim if self.model.head else 0
         return self.setting.batch * (2 * (self.matmul_values + head) + attention)
 
-    @cached_property
-    def decode_bytes(self) -> int:
-        """Bytes moved for a decoded token: active parameters, the cached values that it reads, and
-        those that it writes.
-        """
-        return self.decode_bytes_on(1)
-
-    def decode_bytes_on(self, cards: int) -> int:
-        """Return `decode_bytes` of one of several cards.
+    def decode_bytes(self, cards: int = 1) -> int:
+        """Return the bytes moved for a decoded token: active parameters, the cached values that it
+        reads, and those that it writes.
 
         Args:
-            cards: the number of cards that divide the model.
+            cards: the number of cards that divide the model; the bytes are those of one.
 
         Returns:
             The number of bytes.
@@ -478,9 +470,9 @@ class CostReport:
             "kv_bytes": self.kv_bytes,
             "state_bytes": self.state_bytes,
             "prefill_flops": self.prefill_flops,
-            "prefill_bytes": self.prefill_bytes,
+            "prefill_bytes": self.prefill_bytes(),
             "decode_flops": self.decode_flops,
-            "decode_bytes": self.decode_bytes,
+            "decode_bytes": self.decode_bytes(),
             "decode_flops_by_form": self.decode_forms,
             "parts": {
                 p.name: {

@@ -446,9 +446,9 @@ def roofline_bounds(report: CostReport, machine: Machine) -> dict[str, RooflineB
     which computes its part of both, with the sums that they exchange.
     """
     cards, batch = machine.cards, report.setting.batch
-    work = {"prefill": (report.prefill_flops, report.prefill_bytes_on(cards), report.prompt_tokens)}
+    work = {"prefill": (report.prefill_flops, report.prefill_bytes(cards), report.prompt_tokens)}
     if report.model.decodes:
-        work["decode"] = report.decode_flops, report.decode_bytes_on(cards), batch
+        work["decode"] = report.decode_flops, report.decode_bytes(cards), batch
     return {
         what: card_bound(report, machine, flops, moved, tokens)
         for what, (flops, moved, tokens) in work.items()

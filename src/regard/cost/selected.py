@@ -1,5 +1,5 @@
-"""Count attention to selected keys (MoBA, Quest, MSA, DSA, NSA): how many keys each query reads,
-and the cost of selecting them.
+"""Count attention to selected keys (MoBA, Quest, MSA, DSA, QSA, NSA): how many keys each query
+reads, and the cost of selecting them.
 """
 
 from __future__ import annotations
@@ -261,6 +261,56 @@ class IndexSelection:
     def keys_read(self, context: int, heads: int, groups: int) -> int:
         """Return the selected keys, which all heads share."""
         return min(context, self.topk)
+
+
+@dataclass(frozen=True)
+class PooledSelection:
+    """The selection of QSA and of DSA on pools: the `topk` closed blocks with the highest index
+    scores of J heads of width d, and the tokens behind the last closed one; a cache stores `stored`
+    values per token, from which index keys are pooled. Source: Qwen4-Exp and GLM-5.3-Flash, by
+    their code in transformers.
+    """
+
+    heads: int
+    head_dim: int
+    size: int
+    topk: int
+    stored: int
+
+    @property
+    def values_per_token(self) -> int:
+        """The values from which index keys are pooled."""
+        return self.stored
+
+    def tokens(self, context: int) -> Quantity:
+        """Return the tokens of the chosen blocks, and those behind the last closed one."""
+        closed, rest = divmod(context, self.size)
+        formula = f"min(floor(S / {self.size}), {self.topk}) x {self.size} + S mod {self.size}"
+        return Quantity(min(closed, self.topk) * self.size + rest, formula)
+
+    def flops(self, context: int, heads: int, head_dim: int) -> Quantity:
+        """Return the FLOPs of scoring every closed block: 2 J N (d + 1)."""
+        J, d, N = self.heads, self.head_dim, context // self.size
+        return Quantity(
+            indexer_flops(N, J, d),
+            f"2 J N (d + 1) (index scores) = 2 x {J} x {N} x ({d} + 1)",
+        )
+
+    def pairs(self, context: int) -> int:
+        """Return the sum of `tokens` over all queries."""
+        m, (whole, rest) = self.size, divmod(context, self.size)
+        behind = whole * (m * (m - 1) // 2) + rest * (rest + 1) // 2
+        full = min(self.topk, whole)
+        blocks = m * (full * (full - 1) // 2 + (whole - full) * self.topk) + (rest + 1) * full
+        return behind + m * blocks
+
+    def summaries(self, context: int) -> Quantity:
+        """Return none: index keys are pooled at every step."""
+        return NO_QUANTITY
+
+    def keys_read(self, context: int, heads: int, groups: int) -> int:
+        """Return the selected tokens, which all heads share."""
+        return self.tokens(context).value
 
 
 @dataclass(frozen=True)

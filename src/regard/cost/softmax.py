@@ -74,21 +74,6 @@ def window_pairs(queries: int, keys: int, window: int) -> int:
     return short * first + short * (short - 1) // 2 + (queries - short) * window
 
 
-def window_reach(window: int, layers: int) -> int:
-    """Return how many tokens back information can travel through layers with a window, the token
-    itself included: W l. Source: Jiang et al. 2023 (arXiv 2310.06825), section 2.
-    """
-    return window * layers
-
-
-def bigbird_dense_length(block: int, random: int) -> int:
-    """Return the length up to which the window, global and random blocks of BigBird cover every
-    query-key pair: (5 + 2 r) b tokens. Source: Zaheer et al. 2020 (arXiv 2007.14062), section 2,
-    and its implementation.
-    """
-    return (5 + 2 * random) * block
-
-
 class VisibleKeys(Protocol):
     """The protocol of a mask whose cost is counted: how many keys each query may attend to."""
 

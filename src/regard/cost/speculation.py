@@ -62,7 +62,7 @@ class DraftCost:
         tokens = report.setting.batch * each
         # a pass over several tokens reads the caches once, and more experts
         more = report.active_bytes(tokens) - report.active_bytes(report.setting.batch)
-        moved = report.decode_bytes_on(machine.cards) + more // machine.cards
+        moved = report.decode_bytes(machine.cards) + more // machine.cards
         verify = card_bound(report, machine, each * report.decode_flops, moved, tokens).seconds
         propose = self.tokens * roofline_bounds(self.draft, machine)["decode"].seconds
         return (propose + verify) / self.tokens_a_pass

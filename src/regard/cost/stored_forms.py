@@ -30,6 +30,11 @@ def _linear_maps(bits: Fraction) -> Callable[[ModelSpec], Bits]:
     return lambda _: {**dict.fromkeys(WIDE, Fraction(16)), "": bits}
 
 
+def _matrices(bits: Fraction) -> Callable[[ModelSpec], Bits]:
+    """Return a form that stores linear maps, embedding and head in so many bits, the rest in 16."""
+    return lambda _: {**dict.fromkeys(("positions", "biases", "norms"), Fraction(16)), "": bits}
+
+
 def _experts(bits: Fraction) -> Callable[[ModelSpec], Bits]:
     """Return a form that stores the experts in so many bits, and the rest in 16."""
     return lambda _: {"experts": bits, "": Fraction(16)}
@@ -121,8 +126,16 @@ STORED_FORMS: dict[str, Callable[[ModelSpec], Bits]] = {
     "nf4": _linear_maps(4 + Fraction(8, 64) + Fraction(32, 64 * 256)),
     # codes, and a scale in fp32 for each square of 128 x 128
     "fp8": _linear_maps(8 + Fraction(32, 128 * 128)),
+    # our own folders: every matrix, in groups of 128 a scale, and with 4 bits a zero point, in fp16
+    "int8": _matrices(8 + Fraction(16, 128)),
+    "int4": _matrices(4 + Fraction(2 * 16, 128)),
     # codes of the experts, and an exponent of 8 bits for 32 of them
     "mxfp4": _experts(4 + Fraction(8, 32)),
+    # experts as in mxfp4, and other maps as in fp8 with exponents of 8 bits (DeepSeek-V4)
+    "fp8_mxfp4": lambda model: {
+        **_linear_maps(8 + Fraction(8, 128 * 128))(model),
+        "experts": 4 + Fraction(8, 32),
+    },
     # codes of the experts, and a scale in bf16 for 32 of them
     "int4_experts": _experts(4 + Fraction(16, 32)),
 }

@@ -176,8 +176,8 @@ class TrainingReport:
             for layer in self._layers:
                 for kind, n in layer.items():
                     kinds[kind] = kinds.get(kind, 0) + int(n * tokens)
-        # logits, their logarithms in fp32 and the gradient of these
-        kinds["logits"] = tokens * (2 * self.model.dim * size + self.model.vocab * (size + 8))
+        # logits, and in fp32 their logarithms, the gradient of these and that of logits
+        kinds["logits"] = tokens * (2 * self.model.dim * size + self.model.vocab * (size + 12))
         return kinds
 
     @property

@@ -27,7 +27,9 @@ WRITING_PREFIX = ".writing-"
 
 @contextmanager
 def folder_locked(folder: Path) -> Iterator[None]:
-    """Lock a folder while the block runs, against other processes and other parts of this one."""
+    """Lock a folder while the block runs, against other processes and other parts of this one, and
+    delete what killed processes left in it.
+    """
     try:
         handle = try_lock(folder)
     except OSError as error:
@@ -35,6 +37,7 @@ def folder_locked(folder: Path) -> Iterator[None]:
     if handle is None:
         raise in_use_error(folder)
     try:
+        delete_abandoned(folder)
         yield
     finally:
         os.close(handle)

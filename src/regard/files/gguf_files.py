@@ -36,7 +36,7 @@ from jaxtyping import UInt8
 from torch import Tensor
 
 from regard.errors import FileError
-from regard.files.regular_files import FileState, file_state, open_regular, read_into
+from regard.files.reading import FileState, file_state, open_regular, read_into
 from regard.files.safetensors_files import (
     HEADER_LIMIT,
     NAME_LIMIT,
@@ -67,7 +67,7 @@ class BlockFormat(NamedTuple):
     bytes: int
 
 
-_NOT_READ = frozenset({"Q1_0", "Q8_1", "Q8_K", "I8", "I16", "I32", "I64", "F64"})
+_NOT_READ = frozenset({"Q1_0", "Q8_1", "Q8_K", "I8", "I16", "I64", "F64"})
 """Formats of the library that no weight has, or that it cannot read."""
 
 

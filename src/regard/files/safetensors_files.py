@@ -44,8 +44,8 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from regard.errors import ArgumentError, FileError
-from regard.files import strict_json
-from regard.files.regular_files import FileState, file_state, open_regular, read_exactly, read_into
+from regard.files import reading
+from regard.files.reading import FileState, file_state, open_regular, read_exactly, read_into
 from regard.huge_pages import CACHE_LINE, HugePageBlock
 from regard.units import plural
 from regard.untrusted_text import error_text, short_repr
@@ -114,7 +114,7 @@ def read_header(path: Path, limit: int = TENSOR_LIMIT) -> Header:
         raw = read_exactly(file, length, path)
     data = mark.size - 8 - length
     try:
-        table = strict_json.parse_json(raw)
+        table = reading.parse_json(raw)
         metadata = table.pop("__metadata__", {})
         if len(table) > limit:
             raise ArgumentError(f"names {plural(len(table), 'tensor')}; at most {limit} are read")

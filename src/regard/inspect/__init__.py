@@ -6,8 +6,27 @@ from regard.inspect.explain.explanation import ComputationStep, Explanation
 from regard.inspect.explain.explanation_parts import MAX_PATTERN_TOKENS
 from regard.inspect.explain.head_choice import Choice, find_query, strongest_head, strongest_keys
 from regard.inspect.explain.random_model import random_model
+from regard.inspect.interventions.answer_attribution import attribute_answer
 from regard.inspect.interventions.attribution import attribute, logit_lens, name_mover_scores
+from regard.inspect.interventions.circuits import (
+    FactoredMatrix,
+    HeadCircuits,
+    composition_scores,
+    copying_scores,
+    head_circuits,
+    vocabulary_product,
+)
+from regard.inspect.interventions.edges import EdgeRuns
 from regard.inspect.interventions.effect_table import EffectTable
+from regard.inspect.interventions.features import (
+    Probe,
+    SparseAutoencoder,
+    ablate_features,
+    edit_features,
+    probe,
+)
+from regard.inspect.interventions.find_circuit import Circuit, Edge, find_circuit
+from regard.inspect.interventions.knockout import cut_attention, knockout
 from regard.inspect.interventions.patching import Receiver, ablate, patch
 from regard.inspect.interventions.rollout import rollout
 from regard.inspect.metrics.head_metrics import (
@@ -47,37 +66,53 @@ __all__ = [
     "MAX_PATTERN_TOKENS",
     "Audit",
     "Choice",
+    "Circuit",
     "ComputationStep",
     "CorpusMeasures",
+    "Edge",
+    "EdgeRuns",
     "EffectTable",
     "Explanation",
+    "FactoredMatrix",
     "Finding",
+    "HeadCircuits",
     "Measures",
     "OverviewRecorder",
     "Place",
     "Pooled",
     "PretokenizedInput",
+    "Probe",
     "Receiver",
     "Recorder",
     "Recording",
     "RecordingOptions",
     "RowSums",
     "Sampled",
+    "SparseAutoencoder",
     "Tile",
     "TopKeys",
     "ablate",
+    "ablate_features",
     "attribute",
+    "attribute_answer",
     "audit",
     "compare",
+    "composition_scores",
+    "copying_scores",
+    "cut_attention",
     "duplicate_score",
+    "edit_features",
     "entropy",
     "explain",
     "export",
+    "find_circuit",
     "find_query",
+    "head_circuits",
     "head_scores",
     "induction_score",
     "iterate_tiles",
     "keys_for",
+    "knockout",
     "load",
     "logit_lens",
     "measure",
@@ -85,6 +120,7 @@ __all__ = [
     "patch",
     "pool_pattern",
     "previous_token_score",
+    "probe",
     "random_model",
     "record",
     "redundancy",
@@ -99,6 +135,7 @@ __all__ = [
     "strongest_keys",
     "taps",
     "view",
+    "vocabulary_product",
     "watch",
     "widget",
 ]

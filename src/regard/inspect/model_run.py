@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from regard.errors import ArgumentError, ArgumentTypeError
 from regard.integrations.pytorch.watch import watch
+from regard.language import Phrase
 from regard.models.decoder import Decoder
 from regard.models.encoder_decoder import EncoderDecoder
 from regard.models.generation.decode_session import pad_left
@@ -125,7 +126,7 @@ def find_words(tokens: TokenSequence) -> tuple[Word, ...]:
         else:
             start, whole = i, ""
         # a token without a character is a special one, or a part of a character that follows
-        is_open = part.isspace() if part else pieces[i].startswith("‹")
+        is_open = part.isspace() if part else pieces[i].endswith("›")
         words.append(Word(start, i + 1, whole + part.strip() or ("" if is_open else pieces[i])))
         begin = end
     return tuple(words)
@@ -205,6 +206,11 @@ class PretokenizedInput:
     name: str = "words"
     names: Callable[[Sequence[int]], Sequence[str]] = _ids_as_text
 
+    def __repr__(self) -> str:
+        both = (self.source, self.target)
+        texts = " and ".join(plural(len(x[0]), "token") for x in both if x is not None)
+        return f"PretokenizedInput({self.name}, {type(self.network).__name__}, {texts})"
+
 
 class RunResult(NamedTuple):
     """The logits `[B, T, V]` or hidden states `[B, T, M]` of one run, and its trace."""
@@ -252,6 +258,7 @@ class ModelRun:
     max_trained_tokens: int | None = None
     notes: tuple[str, ...] = ()
     decoder_inputs: tuple[Tensor, Positions | None] | None = None
+    rows: Callable[[int], Callable[[], Any]] | None = None
 
     def run(
         self,
@@ -259,8 +266,10 @@ class ModelRun:
         capture: Iterable[str] = (),
         *,
         gradients: bool = False,
+        times: int = 1,
     ) -> RunResult:
-        """Run the model once, with edits, and capture values."""
+        """Run the model once, with edits, and capture values; `times` repeats the input as rows."""
+        assert times == 1 or self.rows is not None, "the caller asks first"
         with ExitStack() as stack:
             stack.enter_context(torch.enable_grad() if gradients else torch.no_grad())
             if isinstance(self.model, nn.Module):
@@ -268,7 +277,7 @@ class ModelRun:
             trace = stack.enter_context(
                 Trace(*capture, edit=edit, missing="ignore", gradients=gradients)
             )
-            output = self.call()
+            output = self.call() if times == 1 or self.rows is None else self.rows(times)()
         return RunResult(main_tensor(output), trace)
 
     def taps(self, *, patterns: bool = True) -> tuple[str, ...]:
@@ -567,7 +576,29 @@ def _prepare_module(model: nn.Module, text: Input) -> ModelRun:
     if getattr(getattr(model, "config", None), "use_cache", None):
         named.setdefault("use_cache", False)
     sequences = {} if ids is None else {"text": TokenSequence(tuple(ids[0].tolist()))}
-    return ModelRun(model, lambda: model(*inputs, **named), sequences)
+    rows = None
+    if ids is not None and not model.training and is_made_for_rows(model, named):
+        rows = partial(_repeated_call, model, named, len(ids))
+    return ModelRun(model, lambda: model(*inputs, **named), sequences, rows=rows)
+
+
+def is_made_for_rows(model: nn.Module, named: Mapping[str, Any]) -> bool:
+    """Return whether a module is one of transformers, all of whose arguments may be repeated."""
+    config = getattr(model, "config", None)
+    known = getattr(config, "_attn_implementation", None) is not None
+    return known and all(x is None or isinstance(x, (Tensor, bool)) for x in named.values())
+
+
+def _repeated_call(
+    model: nn.Module, named: Mapping[str, Any], B: int, times: int
+) -> Callable[[], Any]:
+    """Return the call of a module with the B rows of its arguments repeated."""
+
+    def repeated(x: Any) -> Any:
+        whole = isinstance(x, Tensor) and x.ndim > 1 and x.shape[0] == B
+        return x.repeat(times, *[1] * (x.ndim - 1)) if whole else x
+
+    return lambda: model(**{name: repeated(x) for name, x in named.items()})
 
 
 def _self_attentions(
@@ -595,6 +626,31 @@ def _encoder_decoder_sites(network: EncoderDecoder) -> Iterator[AttentionSite]:
         )
 
 
+def passed_once(trace: Trace | Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return what a trace captured by name; refuse a tap that one run passed several times."""
+    for name, count in _passed_often(trace).items():
+        raise ArgumentError(
+            f"the run passed {name} {count} times, because one module runs several times with the "
+            "same weights, and has other values each time; ablate(method='zero') and knockout "
+            "change all of them, and regard.inspect.record shows each"
+        )
+    return {name: trace[name] for name in trace}
+
+
+def repeat_notes(trace: Trace) -> tuple[str, ...]:
+    """Return a note for each tap that one run passed several times, and that edits change then."""
+    return tuple(
+        Phrase("one run passes {name} {count} times; each is changed", name=name, count=count)
+        for name, count in _passed_often(trace).items()
+    )
+
+
+def _passed_often(trace: Trace | Mapping[str, Tensor]) -> dict[str, int]:
+    """Return the taps that a trace captured more than once, and how often."""
+    counts = {name: len(trace.every(name)) for name in trace} if isinstance(trace, Trace) else {}
+    return {name: count for name, count in counts.items() if count > 1}
+
+
 def check_passed(names: Sized, tap: str) -> None:
     """Refuse a run that passed no tap of a name.
 
@@ -611,7 +667,7 @@ def check_passed(names: Sized, tap: str) -> None:
 
 def main_tensor(output: Any) -> Tensor:
     """Return the tensor of a model's output that a metric reads: itself, its logits, its last
-    hidden states, or its first tensor.
+    hidden states (each an attribute or a key), or its first tensor.
 
     >>> main_tensor((torch.zeros(2), 1)).shape
     torch.Size([2])
@@ -619,9 +675,9 @@ def main_tensor(output: Any) -> Tensor:
     if isinstance(output, Tensor):
         return output
     for name in ("logits", "last_hidden_state"):
-        if isinstance(getattr(output, name, None), Tensor):
-            tensor: Tensor = getattr(output, name)
-            return tensor
+        value = output.get(name) if isinstance(output, Mapping) else getattr(output, name, None)
+        if isinstance(value, Tensor):
+            return value
     if isinstance(output, (tuple, list)) and output and isinstance(output[0], Tensor):
         return output[0]
     raise ArgumentError(

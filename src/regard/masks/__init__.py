@@ -9,20 +9,19 @@ is hidden, how far it reaches, why it hides a key, and which wrong masks a fault
 
 from regard.masks.base import MASKS, And, Mask, Not, Or, Reach, Refusal, reach
 from regard.masks.batched import Document, Padding, Prefix
-from regard.masks.block_diffusion import BlockCausal, BlockDiffusion
-from regard.masks.block_mask import from_block_mask, to_block_mask
-from regard.masks.blocks import BigBird, Blocks, Selected
+from regard.masks.blocks import BigBird, BlockCausal, BlockDiffusion, Blocks, Selected
 from regard.masks.convert import (
     from_additive,
+    from_block_mask,
     from_drop,
     from_lengths,
     from_sliding_window,
     from_window_size,
     to_additive,
+    to_block_mask,
     to_drop,
 )
 from regard.masks.custom import Dense, Fn, Heads
-from regard.masks.neighborhood import Neighborhood
 from regard.masks.parse import parse
 from regard.masks.patterns import (
     Causal,
@@ -31,6 +30,7 @@ from regard.masks.patterns import (
     EarlierChunks,
     Full,
     Global,
+    Neighborhood,
     Sinks,
     Strided,
     Window,

@@ -12,16 +12,20 @@ import torch
 from jaxtyping import Bool, Int, Int8
 from torch import Tensor
 
+from regard.argument_checks import check_int
 from regard.errors import ArgumentError, ArgumentTypeError
 from regard.masks.tiling import (
     UNKNOWN,
+    CallSlice,
     Intervals,
+    SlotPair,
     and_states,
     broadcast,
     clear_rows,
     complement,
     count_filled_slots,
     count_visible,
+    device_of_positions,
     evaluate_unknown_blocks,
     intersect,
     normalize_intervals,
@@ -29,83 +33,15 @@ from regard.masks.tiling import (
     or_states,
     states_from_intervals,
     states_without_rows,
+    to_4d,
     union,
 )
 from regard.registry import Registry
 from regard.serialization import Serializable
 from regard.span import Positions, Span, as_tensor, find_empty_slots, slice_positions, slot_count
-from regard.units import plural
-from regard.untrusted_text import short_repr
-
-
-class CallSlice(NamedTuple):
-    """Some queries (rows) and keys (columns) of one attention call, and where to compute."""
-
-    q_positions: Positions
-    k_positions: Positions
-    rows: slice
-    columns: slice
-    device: torch.device
-
-    @property
-    def q(self) -> Tensor:
-        """The positions of the queries in the slice, `[B or 1, t]`."""
-        return as_tensor(slice_positions(self.q_positions, self.rows), self.device).to(self.device)
-
-    @property
-    def k(self) -> Tensor:
-        """The positions of the keys in the slice, `[B or 1, s]`."""
-        return as_tensor(slice_positions(self.k_positions, self.columns), self.device).to(
-            self.device
-        )
-
-    @property
-    def keys(self) -> Positions:
-        """The positions of all keys of the call; a `Span` stays a `Span`."""
-        keys = self.k_positions
-        return keys if isinstance(keys, Span) else keys.to(self.device)
-
-
-class SlotPair(NamedTuple):
-    """One query slot and one key slot of a call, as scalar tensors."""
-
-    b: Tensor
-    h: Tensor
-    q_idx: Tensor
-    kv_idx: Tensor
-    q: Tensor
-    k: Tensor
-
-
-def device_of_positions(
-    q: Positions, k: Positions, device: torch.device | str | None
-) -> torch.device:
-    """Return `device` if it is given, else the device of the position tensors, else the CPU."""
-    if device is None:
-        device = next((x.device for x in (k, q) if isinstance(x, Tensor)), "cpu")
-    return torch.device(device)
-
 
 Lengths: TypeAlias = Sequence[int] | Tensor
 """A sequence or 1-D tensor of integers, such as one length per batch row."""
-
-MAX_INT = (1 << 62) - 1
-"""The largest integer that a mask accepts; the sum of two such numbers fits into 64 bits."""
-
-
-def check_int(name: str, x: object, least: int, advice: str = "") -> int:
-    """Return `x` if it is an int from `least` to `MAX_INT`, and raise otherwise."""
-    if isinstance(x, bool) or not isinstance(x, int):
-        raise ArgumentTypeError(
-            f"{name} is {_type_and_value(x)}; it must be an int, {least} or more"
-        )
-    if x < least:
-        raise ArgumentError(f"{name} is {x}; it must be {least} or more{advice and ': ' + advice}")
-    if x > MAX_INT:
-        raise ArgumentError(
-            f"{name} is {short_repr(x)}; it must be at most {MAX_INT}, since positions have 64 bits"
-        )
-    return x
 
 
 def check_ints(name: str, xs: object, least: int) -> tuple[int, ...]:
@@ -113,26 +49,10 @@ def check_ints(name: str, xs: object, least: int) -> tuple[int, ...]:
     if isinstance(xs, Tensor):
         xs = xs.tolist()
     if isinstance(xs, (str, bytes)) or not isinstance(xs, Iterable):
-        raise ArgumentTypeError(f"{name} is {_type_and_value(xs)}; it must be a sequence of ints")
-    return tuple(check_int(f"{name}[{i}]", x, least) for i, x in enumerate(xs))
-
-
-def to_4d(x: Tensor) -> Tensor:
-    """Return `x` with leading dimensions of size 1, so that it has four dimensions."""
-    return x if x.ndim == 4 else x[(None,) * (4 - x.ndim)]
-
-
-def check_batch_rows(mask: str, rows: int, B: int) -> None:
-    """Raise unless a mask that stores `rows` batch rows fits a call of batch size `B`."""
-    if rows != 1 and rows != B:  # torch.compile gets `rows not in (1, B)` wrong for a dynamic B
-        raise ArgumentError(
-            f"{mask} holds {plural(rows, 'batch row')}, but the call has batch {B}; give one entry "
-            "per batch row, or one for all"
+        raise ArgumentTypeError(
+            f"{name} is {type(xs).__name__} {xs!r}; it must be a sequence of ints"
         )
-
-
-def _type_and_value(x: object) -> str:
-    return f"{type(x).__name__} {x!r}"
+    return tuple(check_int(f"{name}[{i}]", x, least) for i, x in enumerate(xs))
 
 
 ALL_SLOTS = slice(None)
@@ -668,11 +588,20 @@ def last_causal_from(masks: Sequence[Mask]) -> int | None:
     return max(known) if len(known) == len(positions) else None
 
 
+class Operation(NamedTuple):
+    """One operation on what masks allow, on their intervals, and on the states of tiles."""
+
+    on_bool: Callable[[Tensor, Tensor], Tensor]
+    on_intervals: Callable[[Intervals, Intervals], Intervals]
+    on_states: Callable[[Tensor, Tensor], Tensor]
+
+
 @dataclass(frozen=True, eq=False)
 class _Combination(Mask):
     """Masks combined by one operation, flattened: (a & b) & c stores a, b and c."""
 
     has_text: ClassVar[bool] = False  # text uses the operators instead
+    operation: ClassVar[Operation]
 
     masks: tuple[Mask, ...]
 
@@ -702,15 +631,28 @@ class _Combination(Mask):
         for mask in self.masks:
             mask.require(B, H, T, S)
 
-    def _member_intervals(self, q: Tensor) -> list[Intervals] | None:
-        """Return the intervals of each member, or None if a member has none."""
+    def allows(self, q: Int[Tensor, "*q"], k: Int[Tensor, "*k"]) -> Bool[Tensor, "*qk"]:
+        """Return the members' rules, joined."""
+        return reduce(self.operation.on_bool, (mask.allows(q, k) for mask in self.masks))
+
+    def _block(self, part: CallSlice) -> Tensor:
+        return reduce(self.operation.on_bool, (mask._block(part) for mask in self.masks))
+
+    def _allows_pair(self, slot: SlotPair) -> Tensor:
+        return reduce(self.operation.on_bool, (mask._allows_pair(slot) for mask in self.masks))
+
+    def _intervals(self, q: Tensor) -> Intervals | None:
+        """Return the members' intervals, joined, or None if a member has none."""
         intervals = []
         for mask in self.masks:
             ranges = mask._ranges(q[:, 0, :, 0])
             if ranges is None:
                 return None
             intervals.append(ranges)
-        return intervals
+        return reduce(self.operation.on_intervals, intervals)
+
+    def _states_without_intervals(self, part: CallSlice, bk: int) -> Tensor:
+        return reduce(self.operation.on_states, (mask._states(part, bk) for mask in self.masks))
 
 
 @dataclass(frozen=True, eq=False)
@@ -729,23 +671,7 @@ class And(_Combination):
     """
 
     kind = "all"  # in recordings, too
-
-    def allows(self, q: Int[Tensor, "*q"], k: Int[Tensor, "*k"]) -> Bool[Tensor, "*qk"]:
-        """Return the logical and of the members' rules."""
-        return reduce(torch.logical_and, (mask.allows(q, k) for mask in self.masks))
-
-    def _block(self, part: CallSlice) -> Tensor:
-        return reduce(torch.logical_and, (mask._block(part) for mask in self.masks))
-
-    def _allows_pair(self, slot: SlotPair) -> Tensor:
-        return reduce(torch.logical_and, (mask._allows_pair(slot) for mask in self.masks))
-
-    def _intervals(self, q: Tensor) -> Intervals | None:
-        intervals = self._member_intervals(q)
-        return None if intervals is None else reduce(intersect, intervals)
-
-    def _states_without_intervals(self, part: CallSlice, bk: int) -> Tensor:
-        return reduce(and_states, (mask._states(part, bk) for mask in self.masks))
+    operation = Operation(torch.logical_and, intersect, and_states)
 
     def terms(self) -> tuple[Mask, ...]:
         """Return the masks that are combined."""
@@ -782,23 +708,7 @@ class Or(_Combination):
     """
 
     kind = "any"  # in recordings, too
-
-    def allows(self, q: Int[Tensor, "*q"], k: Int[Tensor, "*k"]) -> Bool[Tensor, "*qk"]:
-        """Return the logical or of the members' rules."""
-        return reduce(torch.logical_or, (mask.allows(q, k) for mask in self.masks))
-
-    def _block(self, part: CallSlice) -> Tensor:
-        return reduce(torch.logical_or, (mask._block(part) for mask in self.masks))
-
-    def _allows_pair(self, slot: SlotPair) -> Tensor:
-        return reduce(torch.logical_or, (mask._allows_pair(slot) for mask in self.masks))
-
-    def _intervals(self, q: Tensor) -> Intervals | None:
-        intervals = self._member_intervals(q)
-        return None if intervals is None else reduce(union, intervals)
-
-    def _states_without_intervals(self, part: CallSlice, bk: int) -> Tensor:
-        return reduce(or_states, (mask._states(part, bk) for mask in self.masks))
+    operation = Operation(torch.logical_or, union, or_states)
 
     def causal_from(self) -> int | None:
         """Return the largest position of the members."""

@@ -10,9 +10,10 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
+from regard.argument_checks import check_int
 from regard.errors import ArgumentError, ArgumentTypeError
-from regard.masks.base import Lengths, Mask, Refusal, check_batch_rows, check_int, check_ints, to_4d
-from regard.masks.tiling import UNBOUNDED, Intervals
+from regard.masks.base import Lengths, Mask, Refusal, check_ints
+from regard.masks.tiling import UNBOUNDED, Intervals, check_batch_rows, to_4d
 from regard.process_state import is_exporting_onnx
 from regard.span import Positions, as_tensor
 

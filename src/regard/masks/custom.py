@@ -11,17 +11,16 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 
 from regard.errors import ArgumentError, ArgumentTypeError
-from regard.masks.base import (
+from regard.masks.base import Mask, Reach, Refusal, last_causal_from, widest_reach
+from regard.masks.tiling import (
     CallSlice,
-    Mask,
-    Reach,
-    Refusal,
+    Intervals,
     SlotPair,
-    last_causal_from,
+    broadcast,
+    broadcast_shape,
+    stack_heads,
     to_4d,
-    widest_reach,
 )
-from regard.masks.tiling import Intervals, broadcast, broadcast_shape, stack_heads
 from regard.span import slot_count
 from regard.units import plural
 

@@ -10,7 +10,9 @@ from jaxtyping import Bool, Int, Int8
 from torch import Tensor
 from torch.nn import functional as F
 
-from regard.span import Positions, Span, slot_count
+from regard.errors import ArgumentError
+from regard.span import Positions, Span, as_tensor, slice_positions, slot_count
+from regard.units import plural
 
 UNBOUNDED = 1 << 62
 """A number larger than any key position: the stop of a range without an end."""
@@ -275,3 +277,65 @@ def _block_bounds(keys: Span, bk: int, device: torch.device | str = "cpu") -> tu
 def _split_into_blocks(x: Tensor, bk: int, value: int) -> Tensor:
     """Reshape `[B, S]` to `[B, nK, bk]`; the last block is padded with `value`."""
     return torch.unflatten(F.pad(x, (0, -x.shape[1] % bk), value=value), -1, (-1, bk))
+
+
+class CallSlice(NamedTuple):
+    """Some queries (rows) and keys (columns) of one attention call, and where to compute."""
+
+    q_positions: Positions
+    k_positions: Positions
+    rows: slice
+    columns: slice
+    device: torch.device
+
+    @property
+    def q(self) -> Tensor:
+        """The positions of the queries in the slice, `[B or 1, t]`."""
+        return as_tensor(slice_positions(self.q_positions, self.rows), self.device).to(self.device)
+
+    @property
+    def k(self) -> Tensor:
+        """The positions of the keys in the slice, `[B or 1, s]`."""
+        return as_tensor(slice_positions(self.k_positions, self.columns), self.device).to(
+            self.device
+        )
+
+    @property
+    def keys(self) -> Positions:
+        """The positions of all keys of the call; a `Span` stays a `Span`."""
+        keys = self.k_positions
+        return keys if isinstance(keys, Span) else keys.to(self.device)
+
+
+class SlotPair(NamedTuple):
+    """One query slot and one key slot of a call, as scalar tensors."""
+
+    b: Tensor
+    h: Tensor
+    q_idx: Tensor
+    kv_idx: Tensor
+    q: Tensor
+    k: Tensor
+
+
+def device_of_positions(
+    q: Positions, k: Positions, device: torch.device | str | None
+) -> torch.device:
+    """Return `device` if it is given, else the device of the position tensors, else the CPU."""
+    if device is None:
+        device = next((x.device for x in (k, q) if isinstance(x, Tensor)), "cpu")
+    return torch.device(device)
+
+
+def to_4d(x: Tensor) -> Tensor:
+    """Return `x` with leading dimensions of size 1, so that it has four dimensions."""
+    return x if x.ndim == 4 else x[(None,) * (4 - x.ndim)]
+
+
+def check_batch_rows(mask: str, rows: int, B: int) -> None:
+    """Raise unless a mask that stores `rows` batch rows fits a call of batch size `B`."""
+    if rows != 1 and rows != B:  # torch.compile gets `rows not in (1, B)` wrong for a dynamic B
+        raise ArgumentError(
+            f"{mask} holds {plural(rows, 'batch row')}, but the call has batch {B}; give one entry "
+            "per batch row, or one for all"
+        )

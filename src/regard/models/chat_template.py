@@ -26,8 +26,7 @@ from jinja2.visitor import NodeTransformer
 
 from regard.errors import ArgumentError, ArgumentTypeError, FileError
 from regard.files.gguf_files import GgufHeader
-from regard.files.regular_files import checked_path_or_none, read_bytes, read_text
-from regard.files.strict_json import parse_json
+from regard.files.reading import checked_path_or_none, parse_json, read_bytes, read_text
 from regard.untrusted_text import error_text, short_repr
 
 TEMPLATE_LIMIT = 1 << 18

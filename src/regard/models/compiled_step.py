@@ -24,8 +24,8 @@ from regard.argument_checks import finite_checks_enabled
 from regard.caches import Cache
 from regard.caches.base import OpenSlot
 from regard.models.step_reader import DecoderReader, Unsupported
-from regard.ops.cpu import launch
-from regard.ops.cpu.decode import is_readable
+from regard.ops.cpu import arguments
+from regard.ops.cpu.attention import is_readable
 from regard.ops.cpu.instruction_sets import why_none
 from regard.ops.cpu.step import DecodeStep, Fields, Indices
 from regard.ops.softmax.cpu import causal_positions, visible_ranges
@@ -141,9 +141,8 @@ class PreparedDecoder:
             interleaved = rotary.layout == "interleaved"
             now = {"cos": cos, "sin": sin, "tables": n, "pairs": pairs}
             step.set(layers, {**now, "interleaved": interleaved})
-        has_codes = any(slot.coded is not None for slot in opened)
         x = x.contiguous() if T == 1 else x.transpose(0, 1).contiguous()  # [B T,1,M]
-        logits = step.run(x, texts=B, has_codes=has_codes)
+        logits = step.run(x)
         for cache, slot, after in zip(caches, opened, joined, strict=True):
             cache.close_slot(slot, after)
         return logits if reader.cap is None else reader.cap * torch.tanh(logits / reader.cap)
@@ -196,7 +195,7 @@ class PreparedDecoder:
             buffers = [x.expand(2, -1, -1, -1) for x in slot.buffers] if alone else slot.buffers
             fields = dict(zip("kv", buffers, strict=True))
             pages, size = (
-                (launch.NO_POSITIONS, 1) if slot.pages is None else (slot.pages, slot.page_size)
+                (arguments.NO_POSITIONS, 1) if slot.pages is None else (slot.pages, slot.page_size)
             )
             self._step.set(i, {"attention": {**fields, "pages": pages, "page_size": size}})
             if slot.coded is not None:
@@ -267,7 +266,7 @@ def _indices(values: Sequence[int | None]) -> list[tuple[int, Indices]]:
 def _memory(opened: Sequence[OpenSlot]) -> list[object]:
     """Return the objects that hold the memory of caches."""
     return [
-        launch.NO_POSITIONS if x is None else x
+        arguments.NO_POSITIONS if x is None else x
         for slot in opened
         for x in (*slot.buffers, slot.coded, slot.pages)
     ]
@@ -291,11 +290,11 @@ def _place_fields(slot: OpenSlot, positions: Positions, B: int, T: int) -> Field
     """Return the fields of layers whose caches have these positions, the new token's included."""
     slots, coded = slot.slots, 0 if slot.coded is None else slot.coded.slots
     if slots is None and T == 1:
-        slots = launch.full((B,), slot.slot, dtype=torch.int64)
+        slots = arguments.full((B,), slot.slot, dtype=torch.int64)
     elif slots is None:
-        slots = launch.arange(slot.slot, slot.slot + T)
+        slots = arguments.arange(slot.slot, slot.slot + T)
     S = slot_count(positions) - coded
-    start, own, others = 0, launch.NO_POSITIONS, launch.NO_POSITIONS
+    start, own, others = 0, arguments.NO_POSITIONS, arguments.NO_POSITIONS
     if isinstance(positions, Span):
         start = positions.start
     else:

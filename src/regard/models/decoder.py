@@ -12,6 +12,8 @@ from regard.caches import Cache, CrossLayer, rollback_on_error
 from regard.caches.cross_layer import FirstValues, LendingCache, WithFirstValues
 from regard.errors import ArgumentError
 from regard.nn import Block, InputEmbedding
+from regard.nn.blocks.blocks import TokenIdBlock
+from regard.nn.blocks.embedding import without_empty_slots
 from regard.nn.mixer import Mixer
 from regard.nn.module_calls import call_as_leaf, is_proxy
 from regard.process_state import is_compiling
@@ -53,6 +55,9 @@ class Decoder(nn.Module):
         self.norm, self.head = norm, head
         self.memory_from = _check_memory_from(memory_from, len(layers))
         self._lenders = frozenset(i for i in self.memory_from if i is not None)
+        self._id_readers = frozenset(
+            i for i, layer in enumerate(layers) if isinstance(layer, TokenIdBlock)
+        )
         self._carriers = frozenset(i for i, layer in enumerate(layers) if _carries_values(layer))
 
     def forward(
@@ -132,6 +137,7 @@ class Decoder(nn.Module):
     ) -> Tensor:
         x, is_traced = self.embed(ids, positions), is_tracing()
         x = tap("embed", x) if is_traced else x
+        known_ids = {"ids": without_empty_slots(ids, positions)} if self._id_readers else {}
         lent: dict[int, LendingCache] = {}
         first = FirstValues()
         if self.shares_between_layers and current_scope() is not None:
@@ -145,11 +151,12 @@ class Decoder(nn.Module):
                 cache = self._shared_cache(i, cache, lent)
             if i in self._carriers:
                 cache = WithFirstValues(cache, first)
+            own = known_ids if i in self._id_readers else {}
             if not is_traced:
-                x = layer(x, positions, cache, backend=backend)
+                x = layer(x, positions, cache, backend=backend, **own)
                 continue
             with named_scope(f"layers.{i}"):
-                x = layer(x, positions, cache, backend=backend)
+                x = layer(x, positions, cache, backend=backend, **own)
         x = x if last is None or last >= x.shape[1] else x[:, -last:]
         x = cast("Tensor", self.norm(x))
         if is_traced and not isinstance(self.norm, nn.Identity):
@@ -184,6 +191,11 @@ class Decoder(nn.Module):
     def shares_between_layers(self) -> bool:
         """Whether a layer gets keys, values or states of an earlier one beside its input."""
         return bool(self._lenders or self._carriers)
+
+    @property
+    def reads_ids(self) -> bool:
+        """Whether a layer reads the token ids beside its input."""
+        return bool(self._id_readers)
 
     def new_caches(self) -> list[Cache]:
         """Create an empty cache for each layer, of the kind that suits its attention."""

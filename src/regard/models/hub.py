@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 
 from regard.errors import ArgumentError, FileError
-from regard.files.regular_files import check_file_name
+from regard.files.reading import check_file_name
 from regard.models.checkpoint.tensors import INDEX, SINGLE, describe_other_weights, read_index
 from regard.models.sentence_settings import MODEL_FILE, TRANSFORMER_FILES
 from regard.units import plural

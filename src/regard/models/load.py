@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from functools import partial
@@ -13,11 +13,12 @@ from typing import Any, Literal, NamedTuple, TypeVar, overload
 import torch
 from torch import nn
 
+from regard.configs import quantization_settings
 from regard.configs.base import Raw
 from regard.configs.reader import is_harmless
 from regard.errors import ArgumentError, ArgumentTypeError, FileError
 from regard.files.named_packages import NAMED_PACKAGES, packaged_source
-from regard.files.regular_files import checked_path_or_none, open_regular
+from regard.files.reading import checked_path_or_none, open_regular
 from regard.files.safetensors_files import identify_format
 from regard.freed_memory import give_back_freed_memory
 from regard.models import hub
@@ -216,6 +217,8 @@ def load(
                 max_seq_length=config.max_position_embeddings,
                 **record,
             )
+        elif isinstance(network, EncoderDecoder):
+            model = _seq2seq(network, tokenizer, config, gguf_eos_ids(gguf.header), record)
         else:
             assert isinstance(network, Decoder)
             model = Model(
@@ -284,9 +287,10 @@ def _open_folder(
     """Check the files of a folder with config.json and safetensors."""
     its_family, raw = _family(folder, kind)
     stored = CheckpointTensors.open(folder)
-    store, records = take_records(stored, raw.get("quantization_config"))
+    settings = quantization_settings(raw)
+    store, records = take_records(stored, settings)
     if records is None:
-        store = dequantized(store, raw.get("quantization_config"))
+        store = dequantized(store, settings)
     elif form is not None:
         raise ArgumentError(
             f"weights is {form.name!r}, and the weights in {folder} are {records.form} already; "
@@ -515,19 +519,30 @@ def _model(
         return _text_encoder(network, tokenizer, config, root, load_record)
     eos_ids = read_eos_ids(folder, raw, tokenizer)
     if isinstance(network, EncoderDecoder):
-        start = config.decoder_start_token_id
-        its_class = SpeechToText if isinstance(network.encoder, SpeechEncoder) else Seq2Seq
-        return its_class(
-            network,
-            tokenizer,
-            config,
-            start=config.pad_token_id if start is None else start,
-            eos_ids=eos_ids or {config.eos_token_id},
-            **load_record,
-        )
+        return _seq2seq(network, tokenizer, config, eos_ids, load_record)
     assert isinstance(network, Decoder)
     template = read_chat_template(folder)
     return Model(network, tokenizer, config, eos_ids=eos_ids, chat_template=template, **load_record)
+
+
+def _seq2seq(
+    network: EncoderDecoder,
+    tokenizer: Tokenizer | None,
+    config: Any,
+    eos_ids: Collection[int] | None,
+    load_record: dict[str, Any],
+) -> Seq2Seq:
+    """Combine an encoder-decoder with its tokenizer, and with the ids that begin and end a text."""
+    start = config.decoder_start_token_id
+    its_class = SpeechToText if isinstance(network.encoder, SpeechEncoder) else Seq2Seq
+    return its_class(
+        network,
+        tokenizer,
+        config,
+        start=config.pad_token_id if start is None else start,
+        eos_ids=eos_ids or {config.eos_token_id},
+        **load_record,
+    )
 
 
 def _dtype(folder: Path, raw: Raw, store: CheckpointTensors) -> torch.dtype:

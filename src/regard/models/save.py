@@ -91,6 +91,18 @@ def _record_tensors(
     return {name: x for tensors in named for name, x in tensors.items()}
 
 
+def write_files(folder: Path, tokenizer: Tokenizer | None, files: Mapping[str, Any]) -> None:
+    """Write a tokenizer and further files, of JSON or of tensors, into a folder that exists."""
+    if tokenizer is not None:
+        tokenizer.save(folder)
+    for name, content in files.items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        if name.endswith(".safetensors"):
+            save_file(content, folder / name, metadata={"format": "pt"})
+            continue
+        (folder / name).write_text(json.dumps(content, indent=2) + "\n", "utf-8")
+
+
 def save_model(
     network: nn.Module,
     config: object,
@@ -111,14 +123,7 @@ def save_model(
         folder.parent.mkdir(parents=True, exist_ok=True)
         with temporary_folder(folder, alone=True) as staging:
             save(network, config, staging, dtype)
-            if tokenizer is not None:
-                tokenizer.save(staging)
-            for name, content in files.items():
-                (staging / name).parent.mkdir(exist_ok=True)
-                if name.endswith(".safetensors"):
-                    save_file(content, staging / name, metadata={"format": "pt"})
-                    continue
-                (staging / name).write_text(json.dumps(content, indent=2) + "\n", "utf-8")
+            write_files(staging, tokenizer, files)
             for path in staging.rglob("*"):
                 sync_to_disk(path)
             sync_to_disk(staging)

@@ -12,8 +12,8 @@ from typing import Any, Literal, TypeAlias, get_args
 
 from regard.did_you_mean import suggest
 from regard.errors import ArgumentError, FileError
-from regard.files.regular_files import checked_path_or_none, read_bytes
-from regard.files.strict_json import read_json as read_list
+from regard.files.reading import checked_path_or_none, read_bytes
+from regard.files.reading import read_json as read_list
 from regard.models.checkpoint.config import read_json
 from regard.untrusted_text import escape_controls, short_repr
 

@@ -40,12 +40,12 @@ from regard.nn.module_calls import why_not_as_written
 from regard.nn.projections.fused import ClippedQKV
 from regard.nn.projections.steps import Clip
 from regard.nn.weights import Linear, plain_class
-from regard.ops.cpu import launch
+from regard.ops.cpu import arguments
 from regard.ops.cpu.step import ACTIVATIONS, NORM_KINDS, Fields, StepLayer
-from regard.ops.gemv import MAX_VECTORS, MIN_WEIGHT_SIZE
 from regard.ops.softmax.cpu import MAX_ROWS
 from regard.ops.stored_linear import MAX_VECTORS as MAX_STORED_VECTORS
 from regard.ops.stored_weights import StoredWeight
+from regard.ops.tokenwise import MAX_VECTORS, MIN_WEIGHT_SIZE
 from regard.positions import Rotary
 from regard.units import plural
 
@@ -303,6 +303,10 @@ class DecoderReader:
             fields["gate"] = self._map(network.gate, F)
         if not isinstance(network, ClippedSwiGLU):
             return {**fields, "activation": _activation(network.activation)}
+        if network.offset != 1:
+            raise Unsupported(f"{network} adds {network.offset:g} to its linear half, not 1")
+        if network.after:
+            raise Unsupported(f"{network} clips its gate after the activation, not before")
         fields |= {"limit": float(network.limit), "alpha": float(network.alpha)}
         return {**fields, "activation": ACTIVATIONS.index("clipped_silu")}
 
@@ -394,7 +398,7 @@ def _checked(name: str, module: object, *allowed: type[Part]) -> Part:
 def _alibi(bias: object, H: int) -> Fields:
     """Return the slopes of ALiBi, and whether it is symmetric; other biases are not supported."""
     if bias is None:
-        return {"slopes": launch.NO_SLOPES}
+        return {"slopes": arguments.NO_SLOPES}
     if type(bias) is not ALiBi:
         raise Unsupported(f"the attention has a bias, {type(bias).__name__}")
     if isinstance(bias.slopes, Tensor):

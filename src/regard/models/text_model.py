@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from regard.errors import ArgumentError, ArgumentTypeError, FileError
 from regard.models.checkpoint.tensors import Conversion
-from regard.models.save import save_model
+from regard.models.save import save_model, write_files
 from regard.models.tokenizer import Tokenizer
 from regard.nn.weights import device_of, stored_modules
 from regard.span import Positions, as_tensor
@@ -138,6 +138,10 @@ class TextModel:
             tokenizer=self._tokenizer,
             files=self._files(),
         )
+
+    def write_text_files(self, folder: Path) -> None:
+        """Write what `save` writes beside weights and config into a folder that exists."""
+        write_files(folder, self._tokenizer, self._files())
 
     def taps(self, *, patterns: bool = True) -> tuple[str, ...]:
         """List the taps of the model for `regard.Trace`, by a run on two tokens."""

@@ -16,13 +16,14 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 
 from regard.errors import ArgumentError, ArgumentTypeError, FileError
 from regard.files.atomic_write import write_atomically
-from regard.files.regular_files import read_bytes
-from regard.files.strict_json import parse_json
+from regard.files.reading import parse_json, read_bytes
 from regard.units import plural
 from regard.untrusted_text import error_text, short_repr
 
 _SPACE_SYMBOL = "▁"
 """What sentencepiece writes for a space."""
+MAX_RUN = 16
+"""Tokens, each with parts of two characters, whose characters are shown together."""
 _BYTE_TOKEN = re.compile("<0x[0-9A-F]{2}>")
 _DISPLAY_SYMBOLS = {" ": "·", "\n": "⏎", "\t": "⇥", "\r": "␍", "\x7f": "␡"}
 
@@ -53,6 +54,19 @@ def _byte_alphabet() -> dict[str, int]:
 BYTE_OF = _byte_alphabet()
 """Character of the byte-level alphabet -> byte."""
 LETTER_OF = {byte: letter for letter, byte in BYTE_OF.items()}
+
+
+def _shares_of(text: str, parts: Sequence[bytes]) -> list[str]:
+    """Return a visible string for each part of the bytes of a text."""
+    owners = [n for n, part in enumerate(parts) for _ in part]  # byte -> the part that has it
+    shown, begin = ["" for _ in parts], 0
+    for letter in text:
+        own = list(dict.fromkeys(owners[begin : begin + len(letter.encode())]))
+        for k, n in enumerate(own, 1):
+            shown[n] += display_text(letter) + (f"‹{k}/{len(own)}›" if len(own) > 1 else "")
+        begin += len(letter.encode())
+    return shown
+
 
 _CHINESE = re.compile(
     # punctuation and kana, Han characters in three blocks, wide forms
@@ -366,8 +380,32 @@ class Tokenizer:
         return [i for i in ids if i not in hidden]
 
     def pieces(self, ids: Iterable[int]) -> list[str]:
-        """Return a visible string per token: spaces as symbols, half characters ‹E4 BD›."""
-        return [self._piece(index) for index in ids]
+        """Return a visible string per token: spaces as symbols, and a token that has a part of a
+        character as the character and its part, 字‹2/3›; where the rest is not there, its bytes,
+        ‹E4 BD›.
+        """
+        ids = list(ids)
+        pieces = [self._piece(index) for index in ids]
+        run: list[int] = []  # tokens whose last character is still incomplete
+        for i, piece in enumerate(pieces):
+            raw = self.token_bytes(ids[i]) if run or piece.startswith("‹") else None
+            for start in ([*run, i], [i]) if raw is not None else ():
+                parts = [self.token_bytes(ids[n]) or b"" for n in start]
+                try:
+                    shown = _shares_of(b"".join(parts).decode("utf-8"), parts)
+                except UnicodeDecodeError as error:
+                    is_open = error.reason == "unexpected end of data" and len(start) < MAX_RUN
+                    run = start if is_open else []
+                    if run:
+                        break
+                else:
+                    for n, share in zip(start, shown, strict=True):
+                        pieces[n] = share
+                    run = []
+                    break
+            else:
+                run = []
+        return pieces
 
     def stream(self, after: Sequence[int] = ()) -> StreamDecoder:
         """Return a decoder that takes one id at a time, after the given ids."""

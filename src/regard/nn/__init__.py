@@ -21,12 +21,13 @@ from regard.nn.attention.compressed import BlockPooling, CompressedAttention, En
 from regard.nn.attention.cross import AdditiveAttention, CrossAttention
 from regard.nn.attention.evicting import EvictingAttention
 from regard.nn.attention.infini import InfiniAttention
-from regard.nn.attention.multi_axis import MultiAxisAttention, MultiAxisProjection
 from regard.nn.attention.nsa import NSA
 from regard.nn.attention.remapped import (
     DistanceMap,
     DualChunk,
     LMInfinite,
+    MultiAxisAttention,
+    MultiAxisProjection,
     RemappedAttention,
     ReRoPE,
     SelfExtend,
@@ -54,15 +55,6 @@ from regard.nn.blocks.norms import HeadNorm, OffsetRMSNorm, RMSNorm
 from regard.nn.blocks.routers import ExpertGroups, Router, SigmoidRouter, SoftmaxRouter
 from regard.nn.projections.dynamic_rotary import PrefixRecomputer, rotary_projection
 from regard.nn.projections.factored import KeysAsValues, SharedKeyValue
-from regard.nn.projections.finishes import (
-    DifferentialProjection,
-    FinishedProjection,
-    GatedProjection,
-    HeadGate,
-    InverseRotary,
-    OwnValueRemoval,
-    PairDifference,
-)
 from regard.nn.projections.fused import (
     ClippedQKV,
     EncoderStateProjection,
@@ -72,7 +64,19 @@ from regard.nn.projections.fused import (
 )
 from regard.nn.projections.heads import HeadProjection, Projection, SeparateQKV
 from regard.nn.projections.latent import LatentProjection
-from regard.nn.projections.steps import L2Clip, QueryTemperature, UnitNorm, WeightlessRMSNorm
+from regard.nn.projections.steps import (
+    DifferentialProjection,
+    FinishedProjection,
+    GatedProjection,
+    HeadGate,
+    InverseRotary,
+    L2Clip,
+    OwnValueRemoval,
+    PairDifference,
+    QueryTemperature,
+    UnitNorm,
+    WeightlessRMSNorm,
+)
 from regard.nn.recurrence.projections import CausalConvolution, ConvolvedQKV, GroupedValueQKV
 from regard.nn.recurrence.recurrent import Recurrent
 from regard.nn.weights import Linear, set_fp32_product

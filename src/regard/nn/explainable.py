@@ -59,7 +59,7 @@ class InputSteps(NamedTuple):
 
     Attributes:
         q, k, v: the steps of queries [H,T,D], keys [G,S,D] and values [G,S,E]; () if unknown.
-        rotary_start: the first dim that the rotary embedding rotates.
+        rotary: the rotary embedding of queries and keys, or of their last dims.
         keys_are_blocks: whether a key is a block of tokens, at the position of its last.
     """
 
@@ -67,7 +67,6 @@ class InputSteps(NamedTuple):
     k: MechanismSteps = ()
     v: MechanismSteps = ()
     rotary: Rotary | None = None
-    rotary_start: int = 0
     keys_are_blocks: bool = False
 
 

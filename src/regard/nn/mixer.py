@@ -16,7 +16,7 @@ from regard.cost import Description, Spec
 from regard.cost.spec import ParameterCounts
 from regard.errors import ArgumentError
 from regard.masks import Causal, Full, Mask, reach
-from regard.masks.pair_counts import count_pairs
+from regard.masks.patterns import count_pairs
 from regard.nn.explainable import Explainable
 from regard.nn.module_calls import call_as_leaf, is_proxy
 from regard.nn.recurrence.projections import CausalConvolution
@@ -58,7 +58,7 @@ class Mixer(Explainable, nn.Module):
 
     @property
     def carries_values(self) -> bool:
-        """Whether the mechanism gives or reads the values of the first layer."""
+        """Whether it gives or reads the values of the first layer, or a choice of keys."""
         return False
 
     @property

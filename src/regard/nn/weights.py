@@ -19,17 +19,22 @@ from regard.errors import ArgumentError, ArgumentTypeError
 from regard.freed_memory import give_back_freed_memory
 from regard.huge_pages import HUGE_PAGE, HugePageBlock, aligned_bytes, empty_like
 from regard.nn.module_calls import call_as_leaf, is_proxy
-from regard.ops.gemv import check_linear_map, compiled_kernel_applies, try_gemv
 from regard.ops.onednn import onednn_linear
 from regard.ops.stored_linear import stored_linear
 from regard.ops.stored_weights import StoredWeight
+from regard.ops.tokenwise import (
+    check_linear_map,
+    compiled_kernel_applies,
+    multiplies_in_fp32,
+    try_gemv,
+)
 
-FP16_MATMUL_ROWS = 16
-"""The least number of rows of x for which an fp16 product is computed in fp32 on a CPU."""
+FP32_MATMUL_ROWS = 16
+"""The least number of rows of x whose products are computed in fp32 where torch is slow."""
 Fp32Product: TypeAlias = Literal["torch", "onednn"]
 """Which library multiplies fp32 matrices with many rows on a CPU."""
 CONVERTED_BLOCK = 1 << 21
-"""How many elements of an fp16 weight are converted to fp32 at a time: 8 MiB in fp32. From 32 MiB
+"""How many elements of a weight are converted to fp32 at a time: 8 MiB in fp32. From 32 MiB
 on the C library asks the operating system for new memory each time, which takes longer than a
 product of few rows.
 """
@@ -46,8 +51,9 @@ def linear(
 ) -> Float[Tensor, "*L N"]:
     """Compute y = W x + b.
 
-    On a CPU, `regard.ops.gemv` computes a few rows. From `FP16_MATMUL_ROWS` rows on, torch is slow
-    in fp16 (LOG.md): the weight is converted to fp32 block by block.
+    On a CPU, `regard.ops.tokenwise` computes a few rows. From `FP32_MATMUL_ROWS` rows on, a weight
+    in fp16, or in bf16 on a processor without instructions for it, is converted to fp32 block by
+    block, because torch is slow there (LOG.md).
     """
     y = try_gemv(x, weight, bias)
     return _linear_by_matmul(x, weight, bias, block) if y is None else y
@@ -61,7 +67,8 @@ def _linear_by_matmul(
     if product == "onednn" and (y := onednn_linear(x, weight, bias)) is not None:
         return y
     rows = x.numel() // max(1, x.shape[-1])
-    if x.dtype != torch.float16 or x.device.type != "cpu" or rows < FP16_MATMUL_ROWS:
+    # the dtype first: a graph would be specialized on the number of rows
+    if not multiplies_in_fp32(x) or rows < FP32_MATMUL_ROWS:
         return _torch_linear(x, weight, bias)
     x32 = x.float()
     step = max(1, block // max(1, weight.shape[1]))

@@ -12,6 +12,7 @@ from torch import Tensor
 from regard.argument_checks import (
     check_device,
     check_groups,
+    check_int,
     check_positions,
     check_query_key_value,
     check_sizes,
@@ -19,7 +20,6 @@ from regard.argument_checks import (
 )
 from regard.errors import ArgumentError, ArgumentTypeError
 from regard.masks import Causal, Chunk
-from regard.masks.base import check_int
 from regard.ops.softmax import attend
 from regard.process_state import is_compiling
 from regard.span import Positions, Span, as_tensor, slice_positions, slot_count

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from regard.argument_checks import check_device, check_tensor
 from regard.errors import ArgumentError, ArgumentTypeError
-from regard.ops.gemv import check_linear_map
+from regard.ops.tokenwise import check_linear_map
 from regard.process_state import is_compiling, is_transformed
 from regard.units import plural
 

@@ -13,12 +13,13 @@ from jaxtyping import Float
 from torch import Tensor
 
 from regard.errors import ArgumentError, ArgumentTypeError
-from regard.ops.cpu import launch, threads
+from regard.ops.cpu import arguments, threads
 from regard.ops.cpu.arguments import MAX_RUNS, struct_layout
 from regard.ops.cpu.instruction_sets import why_none
 from regard.ops.cpu.library import DTYPES, entry, has_kernels, why_not_dtype
 from regard.ops.onednn import onednn_linear
 from regard.ops.stored_weights import FORMS, NUMBERS_OF_DTYPES, StoredWeight
+from regard.ops.tokenwise import multiplies_in_fp32
 from regard.process_state import is_compiling, is_transformed
 from regard.units import plural
 
@@ -73,16 +74,16 @@ def _try_compiled(x: object, weight: StoredWeight, bias: Tensor | None) -> Tenso
     matrix = weight.matrix_struct
     assert matrix is not None
     x = x.contiguous()
-    y = launch.empty(*x.shape[:-1], N, dtype=dtype)
+    y = arguments.empty(*x.shape[:-1], N, dtype=dtype)
     workers = min(threads.thread_count(), 1 + N * row_bytes // BYTES_PER_THREAD)
     record = _LINEAR.pack_numbers(
         elements // M,
         M,
         N,
-        launch.address(x, dtype),
+        arguments.address(x, dtype),
         matrix.buffer_info()[0],
-        0 if bias is None else launch.address(bias, dtype),
-        launch.address(y, dtype),
+        0 if bias is None else arguments.address(bias, dtype),
+        arguments.address(y, dtype),
         min(workers, MAX_RUNS),
     )
     threads.run_entry(entry("stored_linear", dtype), record, workers)
@@ -130,10 +131,10 @@ def why_not_compiled(x: Tensor, weight: StoredWeight, bias: Tensor | None) -> li
 
 
 def _by_panels(x: Tensor, weight: StoredWeight, bias: Tensor | None) -> Tensor:
-    """Compute W x + b by panels of dequantized rows; fp16 in fp32 on a CPU."""
+    """Compute W x + b by panels of dequantized rows, in fp32 where torch is slow in the dtype."""
     N, M = weight.shape
     step = max(1, PANEL_ELEMENTS // max(1, M))
-    wide = torch.float32 if x.dtype == torch.float16 and x.is_cpu else x.dtype
+    wide = torch.float32 if multiplies_in_fp32(x) else x.dtype
     factors = x.to(wide)
     parts = []
     for first in range(0, N, step):
@@ -159,10 +160,10 @@ def _dequantize_rows(weight: StoredWeight, first: int, last: int, dtype: torch.d
     ):
         return part.dequantize(dtype)
     _, M, _, group, row_bytes, row_scales, codes, scales = layout
-    y = launch.empty(last - first, M, dtype=dtype)
+    y = arguments.empty(last - first, M, dtype=dtype)
     numbers = FORMS.index(weight.form), NUMBERS_OF_DTYPES[part.scale_dtype], last - first, M
     record = _DEQUANTIZE.pack_numbers(
-        *numbers, group, row_bytes, row_scales, codes, scales, launch.address(y, dtype)
+        *numbers, group, row_bytes, row_scales, codes, scales, arguments.address(y, dtype)
     )
     workers = min(threads.thread_count(), 1 + (last - first) * row_bytes // BYTES_PER_THREAD)
     threads.run_entry(entry("dequantize", dtype), record, workers)

@@ -1,7 +1,9 @@
-"""The forms in which the weight of a linear map may be stored with fewer bits.
+"""The forms in which weights of linear maps, and the slots of caches, may be stored with fewer
+bits.
 
-Each form is a frozen record of tensors, defined by `dequantize`. Its zero points must not change
-after its first product (`regard.ops.stored_linear.stored_linear`).
+The form of a weight is a frozen record of tensors, defined by `dequantize`. Its zero points must
+not change after its first product (`regard.ops.stored_linear.stored_linear`). A tensor of stored
+slots computes values on demand; `coded`, `float8` or `paged` has the form.
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ from array import array
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, ClassVar, Self, TypeVar
+from typing import Any, ClassVar, NamedTuple, Protocol, Self, TypeVar
 from weakref import ref
 
 import torch
@@ -21,7 +23,7 @@ from torch import Tensor
 
 from regard.errors import ArgumentError, ArgumentTypeError
 from regard.huge_pages import empty_like
-from regard.ops.cpu import launch
+from regard.ops.cpu import arguments
 from regard.ops.cpu.arguments import struct_layout
 from regard.ops.cpu.library import DTYPES
 
@@ -348,7 +350,7 @@ def fitting_form(form: str, dtype: torch.dtype, scales: Tensor, group: int, widt
 
 def _addresses(*tensors: Tensor) -> tuple[int, ...]:
     """Return the addresses of tensors in their own dtypes."""
-    return tuple(launch.address(x, x.dtype) for x in tensors)
+    return tuple(arguments.address(x, x.dtype) for x in tensors)
 
 
 def _is_part(x: Tensor) -> bool:
@@ -410,3 +412,118 @@ def _half_scales(scales: Tensor) -> Tensor:
 def _safe(scales: Tensor) -> Tensor:
     """Return scales in fp32 with 1 in place of 0, whose codes are 0 then."""
     return scales.float().masked_fill(scales == 0, 1.0)
+
+
+class QuantizedCodes(Protocol):
+    """Protocol of the codes of quantized keys or values: x = zero + code * scale of a line.
+
+    For keys, R counts groups of tokens, and a line is one channel of a group. For values, R counts
+    tokens, and a line is one group of channels of a token.
+    """
+
+    @property
+    def codes(self) -> Tensor:
+        """The codes, uint8 `[B, G, R, lines, bytes]`, the first of a byte in its lowest bits."""
+
+    @property
+    def scale(self) -> Tensor:
+        """The scale of each line `[B, G, R, lines, 1]`, in the dtype of the numbers."""
+
+    @property
+    def zero(self) -> Tensor:
+        """The number that the code 0 stands for in each line, in the shape of the scale."""
+
+
+class QuantizedSlots(Protocol):
+    """Protocol of quantized keys or values: codes, then recent slots in full precision."""
+
+    @property
+    def groups(self) -> QuantizedCodes:
+        """The groups of codes of the earlier slots."""
+
+    @property
+    def axis(self) -> str:
+        """Whether the numbers that share a scale belong to one "channel" or to one "token"."""
+
+    @property
+    def bits(self) -> int:
+        """The number of bits of a code: 8, 4 or 2."""
+
+    @property
+    def recent(self) -> Tensor:
+        """The recent slots `[B, G, l, d]` in full precision."""
+
+
+class Float8Slots(Protocol):
+    """Protocol of keys or values as 8-bit floats, with a scale for each slot of a head."""
+
+    @property
+    def codes(self) -> Tensor:
+        """The bytes of the numbers, uint8 `[B, G, S, d]`."""
+
+    @property
+    def scale(self) -> Tensor:
+        """The scales, powers of two, `[B, G, S, 1]` in the dtype of the numbers."""
+
+    @property
+    def format(self) -> str:
+        """The format of the numbers: "e4m3" or "e5m2"."""
+
+
+class PagedSlots(Protocol):
+    """Protocol of the keys or values of a paged cache."""
+
+    @property
+    def pages(self) -> Tensor:
+        """The pages of the pool `[pages, page size, G, d]`."""
+
+    @property
+    def table(self) -> Tensor:
+        """The page of each page-sized run of slots of a row, int32 `[B, columns]`."""
+
+
+class CodedMemory(NamedTuple):
+    """Keys and values whose first `slots` slots are stored as codes."""
+
+    keys: QuantizedSlots
+    values: QuantizedSlots
+    slots: int
+
+
+def coded_memory(k: Tensor, v: Tensor) -> CodedMemory | None:
+    """Return keys and values of a quantized cache as their codes."""
+    keys: QuantizedSlots | None = getattr(k, "coded", None)
+    values: QuantizedSlots | None = getattr(v, "coded", None)
+    if keys is None or values is None or keys.axis != "channel" or values.axis != "token":
+        return None
+    if keys.groups.scale.dtype != values.groups.scale.dtype:
+        return None
+    slots = k.shape[2] - keys.recent.shape[2]
+    if slots != v.shape[2] - values.recent.shape[2]:  # a loop reads the codes of both together
+        return None
+    return CodedMemory(keys, values, slots)
+
+
+def paged_memory(k: Tensor, v: Tensor) -> tuple[PagedSlots, PagedSlots] | None:
+    """Return keys and values of a paged cache as their pages."""
+    keys: PagedSlots | None = getattr(k, "paged", None)
+    values: PagedSlots | None = getattr(v, "paged", None)
+    if keys is None or values is None or keys.table is not values.table:
+        return None
+    return (keys, values) if keys.pages.shape[:3] == values.pages.shape[:3] else None
+
+
+class Float8Memory(NamedTuple):
+    """Keys and values whose slots are stored as 8-bit floating-point numbers of one format."""
+
+    keys: Float8Slots
+    values: Float8Slots
+
+
+def float8_memory(k: Tensor, v: Tensor) -> Float8Memory | None:
+    """Return keys and values of an fp8 cache as it stores them."""
+    keys: Float8Slots | None = getattr(k, "float8", None)
+    values: Float8Slots | None = getattr(v, "float8", None)
+    if keys is None or values is None or keys.format != values.format:
+        return None
+    return Float8Memory(keys, values)

@@ -15,7 +15,7 @@ from regard.cost import machine_of
 from regard.cost.roofline import LINKS
 from regard.errors import ArgumentError
 from regard.masks import Full, Mask
-from regard.parallel.head_exchange import why_not_heads
+from regard.parallel.exchange import why_not_heads
 from regard.parallel.shards import Shards, needed_keys
 from regard.text_table import format_table
 from regard.units import plural

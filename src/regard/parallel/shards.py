@@ -10,9 +10,9 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from regard.argument_checks import check_int
 from regard.errors import ArgumentError, ArgumentTypeError
 from regard.masks import Full, Mask
-from regard.masks.base import check_int
 from regard.span import Span
 from regard.units import plural
 

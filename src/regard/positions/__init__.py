@@ -5,7 +5,15 @@ from regard.positions.multi_axis import (
     multi_axis_positions,
     next_text_positions,
 )
-from regard.positions.rotary import Rotary, rope_frequencies, rotate
+from regard.positions.rotary import (
+    Rotary,
+    TrailingRotary,
+    XPos,
+    rope_frequencies,
+    rotate,
+    xpos_reach,
+    xpos_zeta,
+)
 from regard.positions.scalings import (
     NTK,
     DynamicNTK,
@@ -26,7 +34,6 @@ from regard.positions.scalings import (
     yarn_mscale,
 )
 from regard.positions.sinusoidal import LearnedPositions, sinusoidal
-from regard.positions.xpos import XPos, xpos_reach, xpos_zeta
 
 __all__ = [
     "NTK",
@@ -40,6 +47,7 @@ __all__ = [
     "RopeFrequencies",
     "Rotary",
     "Scaling",
+    "TrailingRotary",
     "XPos",
     "YaRN",
     "base_reaches",

@@ -9,8 +9,15 @@ from regard.registry import import_all
 from regard.scores.base import SCORES, Chain, PairRule, ScoreBlock, ScoreRule
 from regard.scores.convert import from_score_mod, to_score_mod
 from regard.scores.normalizers import Entmax, ReLU, Sigmoid, SignedSoftmax, Softpick, StickBreaking
-from regard.scores.pairs import FnScore, ScalableSoftmax, SoftClamp, Temperature
-from regard.scores.rows import CoPE, TalkingHeads, TopK
+from regard.scores.rules import (
+    CoPE,
+    FnScore,
+    ScalableSoftmax,
+    SoftClamp,
+    TalkingHeads,
+    Temperature,
+    TopK,
+)
 
 __all__ = [
     "SCORES",

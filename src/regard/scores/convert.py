@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from regard.errors import ArgumentError, ArgumentTypeError
 from regard.scores.base import PairRule, ScoreRule
-from regard.scores.pairs import FnScore
+from regard.scores.rules import FnScore
 from regard.span import Positions, as_tensor
 
 ScoreMod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]

@@ -23,13 +23,11 @@ from torch import Tensor, nn
 from regard.errors import ArgumentError, FileError
 from regard.files.atomic_write import (
     WRITING_PREFIX,
-    delete_abandoned,
     sync_to_disk,
     temporary_folder,
 )
-from regard.files.regular_files import checked_path, open_regular
+from regard.files.reading import checked_path, open_regular, read_json
 from regard.files.safetensors_files import load_tensors
-from regard.files.strict_json import read_json
 from regard.train.batches import BatchSource
 from regard.train.settings import Settings
 from regard.untrusted_text import short_repr
@@ -165,11 +163,6 @@ def latest(folder: str | Path) -> TrainingCheckpoint | None:
                 problem = str(error)
         log_warning("%s is ignored: %s", path, problem)
     return None
-
-
-def remove_leftovers(folder: str | Path) -> int:
-    """Delete the temporary folders of killed writers, but none that a process is writing."""
-    return delete_abandoned(Path(folder))
 
 
 def free_bytes(folder: Path) -> int:

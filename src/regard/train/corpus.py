@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from regard.errors import ArgumentError, FileError
-from regard.files.regular_files import read_bytes
+from regard.files.reading import read_bytes
 from regard.process_state import ignore_warnings
 
 MAX_BYTES = 1 << 33

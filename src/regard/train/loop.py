@@ -303,7 +303,7 @@ class _TrainingLoop:
         """Restore the state of the newest valid checkpoint, if there is one."""
         if self.folder is not None:
             if self.writes:
-                self.clean_folder(self.folder)
+                self.check_space(self.folder)
             if self.parallel is not None:
                 self.parallel.wait()
             checkpoint = checkpoints.latest(self.folder)
@@ -319,13 +319,12 @@ class _TrainingLoop:
                 }
             )
 
-    def clean_folder(self, folder: str | Path) -> None:
-        """Check the space for checkpoints, and remove what a killed run left."""
+    def check_space(self, folder: str | Path) -> None:
+        """Check the space for checkpoints; locking has removed what a killed run left."""
         # AdamW has two moments per weight. The old checkpoint is deleted only after the new one is
         # verified, so that there must be space for two.
         size = checkpoints.EXTRA_BYTES + 2 * 3 * sum(p.nbytes for p in self.parameters)
         checkpoints.check_free_space(folder, size)
-        checkpoints.remove_leftovers(folder)
 
     def restore_from(self, checkpoint: checkpoints.TrainingCheckpoint) -> None:
         """Restore the state of a checkpoint."""

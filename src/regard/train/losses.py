@@ -16,7 +16,7 @@ from regard.errors import ArgumentError
 from regard.models.decoder import Decoder
 from regard.nn.module_calls import why_not_as_written
 from regard.nn.weights import Linear
-from regard.ops.gemv import check_linear_map
+from regard.ops.tokenwise import check_linear_map
 from regard.process_state import is_compiling, is_transformed
 from regard.sequence_scope import current_scope
 from regard.span import Positions

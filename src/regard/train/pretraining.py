@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from regard.argument_checks import check_usable_device
 from regard.configs.base import ModelConfig
 from regard.configs.llama import LlamaConfig
+from regard.configs.suggested_sizes import DecoderSizes
 from regard.errors import ArgumentError, FileError
 from regard.files.atomic_write import folder_locked, sync_to_disk, temporary_folder, write_user_file
 from regard.models.assembly.catalogue_mixer import decoder_variants, find_decoder_variant
@@ -27,7 +28,13 @@ from regard.models.model import Model
 from regard.models.save import save
 from regard.models.tokenizer import Tokenizer
 from regard.nn.variants import VARIANTS
-from regard.nn.variants.registry import option_names, parse_options, required_options
+from regard.nn.variants.registry import (
+    named_options,
+    option_names,
+    required_options,
+    sized_options,
+    written,
+)
 from regard.nn.weights import stored_modules
 from regard.process_state import seeded
 from regard.train import checkpoints
@@ -41,8 +48,6 @@ from regard.train.settings import Settings
 from regard.units import plural
 from regard.untrusted_text import MULTILINE, error_text, escape_controls
 
-KV_HEADS = 2
-"""The default number of key/value heads."""
 VOCAB = 4096
 """The default number of tokens of a new tokenizer."""
 MODEL_OPTIONS = (
@@ -83,15 +88,13 @@ def make_config(options: Mapping[str, Any], vocab_size: int) -> Any:
                 raise ArgumentError(
                     f"{flag} needs a mechanism of the catalogue; give one, such as --attention gqa"
                 )
-        groups = options.get("kv_heads") or KV_HEADS
-        return LlamaConfig(
-            **sizes, num_key_value_heads=groups, head_dim=options["dim"] // options["heads"]
-        )
-    attention_options, window = _attention_options(options)
+        D, groups = options["dim"] // options["heads"], _sizes(options).groups
+        return LlamaConfig(**sizes, num_key_value_heads=groups, head_dim=D)
+    name, attention_options, window = _attention_options(options)
     position = options.get("position") or "catalogue"
     return regard.Config(
         **sizes,
-        attention=options["attention"],
+        attention=name,
         attention_options=attention_options,
         position=position,
         window=window,
@@ -119,11 +122,16 @@ def parameters_without_gradient(model: nn.Module, vocab_size: int, length: int) 
     return untrained
 
 
-def _attention_options(options: Mapping[str, Any]) -> tuple[dict[str, object], int | None]:
-    """Return the mechanism's own options, and the window that the mask adds to it."""
-    name = options["attention"]
-    entry = find_decoder_variant(name)
-    known_options, chosen = option_names(entry), parse_options(options.get("set") or (), entry)
+def _sizes(options: Mapping[str, Any]) -> DecoderSizes:
+    """Return the sizes from which those of a mechanism follow that are not given."""
+    return DecoderSizes.of(options["dim"], options["heads"], options.get("kv_heads"))
+
+
+def _attention_options(options: Mapping[str, Any]) -> tuple[str, dict[str, object], int | None]:
+    """Return the mechanism, its own options, and the window that the mask adds to it."""
+    settings = options.get("set") or ()
+    entry, chosen = named_options(options["attention"], settings, find_decoder_variant)
+    name, known_options = entry.name, option_names(entry)
     for key, flag, value in (
         ("groups", "--kv-heads", options.get("kv_heads")),
         ("window", "--window", options.get("window")),
@@ -140,14 +148,13 @@ def _attention_options(options: Mapping[str, Any]) -> tuple[dict[str, object], i
                 f"{flag} is not an option of {name}, whose number of key/value heads is fixed; "
                 f"mechanisms that have it are {', '.join(supporting)}"
             )
-    if "groups" in required_options(entry):
-        chosen.setdefault("groups", KV_HEADS)
+    chosen = sized_options(entry, chosen, _sizes(options))
     if missing_options := [n for n in required_options(entry) if n not in chosen]:
         raise ArgumentError(
             f"{name} needs {', '.join(missing_options)}: give "
             f"{' '.join(f'--set {n}=...' for n in missing_options)}"
         )
-    return chosen, None if "window" in known_options else options.get("window")
+    return name, chosen, None if "window" in known_options else options.get("window")
 
 
 class PretrainingRun:
@@ -160,7 +167,7 @@ class PretrainingRun:
             for name in MODEL_OPTIONS:
                 self.options[name] = None  # the model has them
         elif options["attention"] is None and options["kv_heads"] is None:
-            self.options["kv_heads"] = KV_HEADS  # for command.txt
+            self.options["kv_heads"] = _sizes(options).groups  # for command.txt
         self.out: Path = options["out"]
         # the ranks of the run; None is one process
         self.parallel = ContextParallel.from_environment() if options.get("parallel") else None
@@ -187,6 +194,8 @@ class PretrainingRun:
         model, config = self.model(tokenizer.vocab_size)
         parameters = sum(p.numel() for p in model.parameters())
         self.print_status(f"model: {model_type_of(config)}, {plural(parameters, 'parameter')}")
+        if self.options["attention"] is not None:
+            self.print_status(f"attention: {written(config.attention, config.attention_options)}")
         if untrained := parameters_without_gradient(
             model, config.vocab_size, self.options["context"]
         ):

@@ -14,7 +14,7 @@ from rich.console import Console
 
 from regard.errors import FileError
 from regard.files.atomic_write import write_atomically
-from regard.files.regular_files import read_text
+from regard.files.reading import read_text
 from regard.language import translate
 from regard.untrusted_text import error_text, parse_integer
 

@@ -77,7 +77,7 @@ TITLES = (
     "experts",
     "norms",
     "head",
-    "in layers that keep all tokens",
+    "that no layer drops",
     "of which states",
     "prompt",
     "one token",
@@ -181,8 +181,8 @@ def training_page(report: TrainingReport, machine: Machine | None) -> str:
             translate(
                 "at best {n} tokens/s, {each} on each card; published trainings of dense models on "
                 "A100 reach 50 to 63 % of that",
-                n=f"{report.tokens_per_second(machine):,.4g}",
-                each=f"{report.tokens_per_second(machine) / run.cards:,.4g}",
+                n=units.per_second(report.tokens_per_second(machine)),
+                each=units.per_second(report.tokens_per_second(machine) / run.cards),
             )
         )
     lines.append(
@@ -267,14 +267,14 @@ def _costs(report: CostReport) -> str:
     if model.decodes:
         cache = [("cache, for each token", report.kv_bytes_per_token)]
         if report.kv_growth != report.kv_bytes_per_token:
-            cache.append(("  in layers that keep all tokens", report.kv_growth))
+            cache.append(("  that no layer drops", report.kv_growth))
         cache.append(("cache, all", report.kv_bytes))
         if report.state_bytes:
             cache.append(("  of which states", report.state_bytes))
         rows += [(translate_title(name), units.size(n), "") for name, n in cache]
-    work = [("prompt", report.prefill_flops, report.prefill_bytes)]
+    work = [("prompt", report.prefill_flops, report.prefill_bytes())]
     if model.decodes:
-        work.append(("one token", report.decode_flops, report.decode_bytes))
+        work.append(("one token", report.decode_flops, report.decode_bytes()))
     rows += [
         (_work_title(name, setting.batch), units.count(n, "FLOP"), _bytes_and_intensity(n, moved))
         for name, n, moved in work
@@ -334,7 +334,7 @@ def _bounds(report: CostReport, machine: Machine, speculation: DraftCost | None)
             by=translate_title(bound.by),
         )
         tokens = report.setting.batch if what == "decode" else report.prompt_tokens
-        line += translate(", {n} tokens/s", n=f"{tokens / bound.seconds:,.4g}")
+        line += translate(", {n} tokens/s", n=units.per_second(tokens / bound.seconds))
         work: Work = "decode" if what == "decode" else "prefill"
         lines += [line, *_reached(reached(report, machine, work), tokens / bound.seconds)]
     if speculation is not None:
@@ -394,7 +394,7 @@ def _reached(measured: Reached | None, most: float) -> list[str]:
     low, high = measured.low, measured.high
     kind, n = translate_title(measured.kind), len(measured.measurements)
     share = _span(f"{100 * low:.0f}", f"{100 * high:.0f}") + " %"
-    speeds = _span(f"{low * most:,.3g}", f"{high * most:,.3g}")
+    speeds = _span(units.digits(low * most), units.digits(high * most))
     engines = ", ".join(sorted({x.source.partition(",")[0] for x in measured.measurements}))
     if measured.same_machine:
         line = translate(
@@ -435,7 +435,7 @@ def _speculation(speculation: DraftCost, machine: Machine) -> str:
         a=f"{speculation.accepted:g}",
         expected=f"{speculation.tokens_a_pass:.3g}",
         seconds=units.seconds(seconds),
-        n=f"{speculation.target.setting.batch / seconds:,.4g}",
+        n=units.per_second(speculation.target.setting.batch / seconds),
     )
 
 
@@ -484,8 +484,8 @@ def _limits(report: CostReport, machine: Machine) -> list[str]:
         lines.append(
             translate(
                 "with that batch at best {each} tokens/s for each sequence, {all} in all",
-                each=f"{rate / batch:,.3g}",
-                all=f"{rate:,.4g}",
+                each=units.digits(rate / batch),
+                all=units.per_second(rate),
             )
         )
     return lines
@@ -676,9 +676,9 @@ def mechanism_tables(
             (
                 row.label,
                 units.count(report.prefill_flops, "FLOP"),
-                units.size(report.prefill_bytes),
+                units.size(report.prefill_bytes()),
                 units.count(report.decode_flops, "FLOP"),
-                units.size(report.decode_bytes),
+                units.size(report.decode_bytes()),
             )
         )
     if machine is not None:
@@ -701,7 +701,9 @@ def _limit(n: int | None, most: int) -> str:
 
 
 def suggested_sizes(rows: Sequence[MechanismCost], model_sizes: str = "") -> list[tuple[str, str]]:
-    """Return the sizes that were not given and their sources, by the mechanism that has them."""
+    """Return the mechanisms with the sizes that were not given, as commands read them, and the
+    sources of these sizes.
+    """
     lines = []
     if model_sizes:
         source, _, sizes = model_sizes.removeprefix("as ").partition(": ")
@@ -710,12 +712,13 @@ def suggested_sizes(rows: Sequence[MechanismCost], model_sizes: str = "") -> lis
     for row in rows:
         by_source: dict[str, list[str]] = {}
         for option, source in row.suggested.items():
-            by_source.setdefault(source, []).append(f"{option} {row.options[option]:,}")
+            by_source.setdefault(source, []).append(option)
         texts = [
-            translate("as {source}: {sizes}", source=source, sizes=", ".join(sizes))
+            translate("{sizes} as {source}", source=source, sizes=", ".join(sizes))
             for source, sizes in by_source.items()
         ]
-        lines += [(row.label, translate("; ").join(texts))] if texts else []
+        values = (f"{option}={row.options[option]}" for option in row.suggested)
+        lines += [(":".join([row.label, *values]), translate("; ").join(texts))] if texts else []
     return lines
 
 

@@ -37,7 +37,7 @@ class AlignmentMap:
     title: str = "alignment: rows are the answer, columns are the source"
 
     def draw(self) -> Drawing:
-        """Return the figure, in which darker cells have larger weights, logarithmically."""
+        """Return the figure, in which the darkness of a cell is linear in its weight."""
         rows, columns = self.weights.shape
         predicted, source = (
             [escape_controls(word) for word in words] for words in (self.predicted, self.source)
@@ -60,7 +60,7 @@ class AlignmentMap:
         cells = axes.pcolormesh(
             np.clip(self.weights, 0, 1),
             cmap=plotting.weight_colours(),
-            norm=plotting.weight_scale(columns),
+            norm=plotting.linear_scale(),
             edgecolors=palette.LIGHT["card"],
             linewidth=2,
             gid="cells",
@@ -78,7 +78,7 @@ class AlignmentMap:
         )
         axes.set_yticks(np.arange(rows) + 0.5, predicted, color=palette.LIGHT["q"], fontsize=13)
         axes.tick_params(pad=5)
-        self._scale(figure, left, plotting.lowest_weight(columns))
+        self._scale(figure, left)
         hints = [
             f"{word} ← {other}: {terminal.weight(float(weight))}"
             for word, row in zip(predicted, self.weights, strict=True)
@@ -88,12 +88,10 @@ class AlignmentMap:
         return Drawing(figure, {"cells": hints})
 
     @staticmethod
-    def _scale(figure: Figure, left: float, lowest: float) -> None:
-        """Draw the logarithmic colour scale below the chart."""
+    def _scale(figure: Figure, left: float) -> None:
+        """Draw the linear colour scale below the chart."""
         wide, high = (72 * x for x in figure.get_size_inches())
-        plotting.write_at(
-            figure, left, high - 14, f"weight {plotting.power_of_two(lowest)}", size=12
-        )
+        plotting.write_at(figure, left, high - 14, translate("weight {p}", p=0), size=12)
         bar = figure.add_axes(((left + 72) / wide, 12 / high, 160 / wide, 14 / high))
         shades = np.linspace(0, 1, plotting.NUM_SHADES)[None]
         bar.pcolormesh(shades, cmap=plotting.weight_colours(), vmin=0, vmax=1)
@@ -156,7 +154,8 @@ class HeadWeights:
             axes.text(
                 j + 0.5,
                 i + 0.5,
-                f"{cells[i, j]:.2f}",
+                # a small weight is no 0.00, and its digits differ by processor
+                f"{w:.2f}" if (w := cells[i, j]) >= 0.005 or w == 0 else "<0.01",
                 ha="center",
                 va="center",
                 fontsize=12,
@@ -190,10 +189,11 @@ class EffectMap:
             [escape_controls(word) for word in words] for words in (self.rows, self.columns)
         )
         text_wide = max((cell_len(word) for row in self.cells for word in row), default=0)
-        wide_cell = max(26, min(90, int(plotting.LETTER_WIDTH * text_wide) + 8))
+        left = 20 + max(map(cell_len, names), default=0) * plotting.LETTER_WIDTH
+        room = (plotting.PAGE - 20 - left) / max(wide_count, 1)
+        wide_cell = max(16, min(26, room), min(90, plotting.LETTER_WIDTH * text_wide + 8))
         long_columns = max(map(cell_len, columns), default=0) > wide_cell / plotting.LETTER_WIDTH
         side = 26
-        left = 20 + max(map(cell_len, names), default=0) * plotting.LETTER_WIDTH
         below = 46 + (max(map(cell_len, columns)) * 6.6 if long_columns else 0)
         finite = self.values[np.isfinite(self.values)]
         largest = float(np.abs(finite).max()) if finite.size else 0.0
@@ -204,20 +204,23 @@ class EffectMap:
             low="0" if (finite >= 0).all() else translate("{low} (orange)", low=low),
             high=f"{largest:.3g}",
         )
-        heading = max(cell_len(escape_controls(x)) for x in (self.title, scale))
+        lines = [x for text in (self.title, scale) for x in textwrap.wrap(text, 80) or [text]]
+        heading = max(cell_len(escape_controls(x)) for x in lines)
         wide = max(left + wide_count * wide_cell + 20, 40 + plotting.LETTER_WIDTH * heading)
-        figure = plotting.new_figure(wide, 62 + count * side + below)
-        axes = plotting.new_axes(figure, left, wide - left - wide_count * wide_cell, 62, below)
+        top = 22 + 20 * len(lines)
+        figure = plotting.new_figure(wide, top + count * side + below)
+        axes = plotting.new_axes(figure, left, wide - left - wide_count * wide_cell, top, below)
         axes.grid(visible=False)
-        plotting.write_at(figure, 16, 24, self.title, role="ink", size=14)
-        plotting.write_at(figure, 16, 44, scale, size=12)
+        for n, line in enumerate(lines):
+            role, size = ("soft", 12) if n else ("ink", 14)
+            plotting.write_at(figure, 16, 24 + 20 * n, line, role=role, size=size)
         self._draw_cells(axes, largest or 1.0)
         axes.set_xlabel(
             escape_controls(self.across), fontsize=13, color=palette.LIGHT["soft"], labelpad=4
         )
         axes.set_yticks(np.arange(count) + 0.5, names, fontsize=12)
         axes.set_xticks(
-            np.arange(wide_count) + 0.5, columns, rotation=90 if long_columns else 0, fontsize=11
+            np.arange(wide_count) + 0.5, columns, rotation=90 if long_columns else 0, fontsize=12
         )
         shown = [(i, j) for i, j in np.ndindex(*self.values.shape)]
         hints = [
@@ -252,7 +255,7 @@ class EffectMap:
                     escape_controls(self.cells[i][j]),
                     ha="center",
                     va="center",
-                    fontsize=10,
+                    fontsize=12,
                     color=palette.LIGHT["card" if dark else "ink"],
                 )
 
@@ -389,9 +392,8 @@ def _label(piece: str) -> str:
     return cell(piece, 10).rstrip()
 
 
-MAX_DRAWN_HEADS = 8
-"""More query heads are drawn in proportion."""
-PANEL, HIGH = 236, 300
+PANEL, HIGH = 330, 232
+"""Width and height of the panel of one mechanism; two stand side by side."""
 
 
 @dataclass(frozen=True)
@@ -404,16 +406,10 @@ class CachedHeads:
     values: int
     latent: str = ""
 
-    @property
-    def drawn(self) -> tuple[int, int]:
-        """The numbers of query heads and of key/value heads in the drawing."""
-        heads = min(self.heads, MAX_DRAWN_HEADS)
-        return heads, max(1, round(heads * self.groups / self.heads)) if self.groups else 0
-
 
 @dataclass(frozen=True)
 class HeadsFigure:
-    """Several mechanisms side by side: query heads above, cached keys and values below."""
+    """Several mechanisms, two side by side: query heads above, cached keys and values below."""
 
     mechanisms: Sequence[CachedHeads]
     bytes_per_value: int = 2
@@ -429,53 +425,57 @@ class HeadsFigure:
 
     def draw(self) -> Drawing:
         """Return the figure, with a tooltip for each panel."""
-        wide = PANEL * len(self.mechanisms) + 24
-        figure = plotting.new_figure(wide, HIGH)
+        count = len(self.mechanisms)
+        wide, high = PANEL * min(count, 2) + 24, 54 + HIGH * -(-count // 2)
+        figure = plotting.new_figure(wide, high)
         plotting.write_at(figure, 16, 30, self.title, role="ink", size=15)
         for i, (one, caption) in enumerate(zip(self.mechanisms, self.captions, strict=True)):
-            left = 12 + i * PANEL
-            axes = plotting.new_axes(figure, left, wide - left - PANEL, 52, 44)
+            left, top = 12 + i % 2 * PANEL, 46 + i // 2 * HIGH
+            axes = plotting.new_axes(figure, left, wide - left - PANEL, top, high - top - HIGH + 24)
             axes.set_axis_off()
             axes.set_xlim(0, 1)
             axes.set_ylim(0, 1)
-            _panel(axes, one)
-            plotting.write_at(figure, left + 12, HIGH - 18, caption)
+            _panel(axes, one, caption)
         return Drawing(figure)
 
 
-def _panel(axes: Axes, one: CachedHeads) -> None:
-    """Draw one mechanism: query heads, lines, and what is cached."""
-    heads, groups = one.drawn
-    columns = [(h + 0.5) / heads * 0.9 + 0.05 for h in range(heads)]
-    axes.text(0.05, 0.97, one.name, color=palette.LIGHT["ink"], fontsize=14, va="center")
+def _panel(axes: Axes, one: CachedHeads, caption: str) -> None:
+    """Draw one mechanism: every query head, lines, and what is cached."""
+    columns = [0.12 + (h + 0.5) / one.heads * 0.83 for h in range(one.heads)]
+    places = [0.12 + (g + 0.5) / one.groups * 0.83 for g in range(one.groups)] or [0.535]
+    soft, narrow = palette.LIGHT["soft"], 0.6 / one.heads
+    axes.text(0.05, 0.95, one.name, color=palette.LIGHT["ink"], fontsize=14, va="center")
     label = translate_count(one.heads, "query head")
-    axes.text(0.05, 0.86, label, color=palette.LIGHT["soft"], fontsize=12, va="center")
-    for x in columns:
-        _box(axes, x, 0.74, 0.7 / heads, 0.10, "q")
-    if groups:
-        places = [(g + 0.5) / groups * 0.9 + 0.05 for g in range(groups)]
-        for h, x in enumerate(columns):
-            axes.plot((x, places[h * groups // heads]), (0.68, 0.44), color=palette.LIGHT["soft"])
-        for x in places:
-            _box(axes, x, 0.38, 0.7 / heads, 0.10, "k")
-            _box(axes, x, 0.24, 0.7 / heads, 0.10, "v")
-        heads_kept = translate_count(one.groups, "key/value head")
-        below = translate("cached: {what}", what=heads_kept)
+    axes.text(0.95, 0.95, label, color=soft, fontsize=13, va="center", ha="right")
+    style: Any = "-" if one.groups else (0, (4, 3))
+    for h, x in enumerate(columns):
+        end = places[h * len(places) // one.heads]
+        axes.plot((x, end), (0.74, 0.52), color=soft, linewidth=1, linestyle=style, zorder=0)
+    _boxes(axes, "q", columns, 0.80, narrow)
+    if one.groups:
+        _boxes(axes, "k", places, 0.46, narrow)
+        _boxes(axes, "v", places, 0.32, narrow)
+        cached = translate_count(one.groups, "key/value head")
     else:
-        for x in columns:
-            axes.plot((x, 0.5), (0.68, 0.38), color=palette.LIGHT["soft"], linestyle=(0, (4, 3)))
-        _box(axes, 0.5, 0.32, 0.7, 0.12, "s")
-        below = translate("cached: {what}", what=one.latent)
-    axes.text(0.05, 0.06, below, color=palette.LIGHT["soft"], fontsize=12, va="center")
+        _boxes(axes, "s", places, 0.42, 0.5)
+        axes.text(
+            0.535, 0.42, translate("latent"), color="#ffffff", fontsize=13, ha="center", va="center"
+        )
+        cached = one.latent
+    for y, line in ((0.18, translate("cached: {what}", what=cached)), (0.07, caption)):
+        axes.text(0.05, y, line, color=soft, fontsize=13, va="center")
 
 
-def _box(axes: Axes, x: float, y: float, wide: float, high: float, role: str) -> None:
+def _boxes(axes: Axes, role: str, places: Sequence[float], y: float, wide: float) -> None:
+    """Draw a row of boxes, with the letter of their role before it."""
     from matplotlib.patches import Rectangle
 
-    corner = (x - wide / 2, y - high / 2)
-    axes.add_patch(Rectangle(corner, wide, high, color=palette.LIGHT[role], linewidth=0))
-    text = role if role in "qkv" else translate("latent")
-    axes.text(x, y, text, color="#ffffff", fontsize=11, ha="center", va="center")
+    colour = palette.LIGHT[role]
+    if role in "qkv":
+        axes.text(0.05, y, role, color=colour, fontsize=14, va="center")
+    for x in places:
+        corner = (x - wide / 2, y - 0.05)
+        axes.add_patch(Rectangle(corner, wide, 0.10, color=colour, linewidth=0))
 
 
 @dataclass(frozen=True)
@@ -486,6 +486,7 @@ class MaskFigure:
     title: str
     q_start: int = 0
     k_start: int = 0
+    note: str = ""
 
     def draw(self) -> Drawing:
         """Return the figure; visible pairs are dark."""
@@ -496,8 +497,8 @@ class MaskFigure:
         plotting.write_at(figure, 16, 28, self.title, role="ink", size=15)
         axes = plotting.new_axes(figure, 66, wide - 66 - columns * side, 62, 48)
         self.fill(axes, lines=side > 6)
-        axes.set_ylabel(translate("query"), color=palette.LIGHT["soft"])
-        axes.set_xlabel(translate("key"), color=palette.LIGHT["soft"])
+        axes.set_ylabel(translate("query"), color=palette.LIGHT["soft"], fontsize=13)
+        axes.set_xlabel(translate("key"), color=palette.LIGHT["soft"], fontsize=13)
         return Drawing(figure)
 
     def fill(self, axes: Axes, *, lines: bool = True) -> None:
@@ -520,16 +521,17 @@ class MaskFigure:
 
 @dataclass(frozen=True)
 class MaskPanels:
-    """Several masks side by side, each with its number of visible pairs."""
+    """Several masks, two or three side by side, each with its number of visible pairs."""
 
     masks: Sequence[MaskFigure]
     title: str
 
     @property
     def captions(self) -> list[str]:
-        """The line below each panel: how many pairs are visible."""
+        """The line below each panel: its note, or how many pairs are visible."""
         return [
-            translate(
+            x.note
+            or translate(
                 "{n} of {all} pairs", n=f"{int(x.visible.sum()):,}", all=f"{x.visible.size:,}"
             )
             for x in self.masks
@@ -537,16 +539,17 @@ class MaskPanels:
 
     def draw(self) -> Drawing:
         """Return the figure; rows are queries, columns are keys."""
-        side, gap = 190, 34
-        wide, high = len(self.masks) * (side + gap) + 20, side + 132
+        side, gap, count = 186, 36, len(self.masks)
+        across = 3 if count % 3 == 0 else min(count, 2)
+        wide, high = across * (side + gap) + 20, -(-count // across) * (side + 64) + 52
         figure = plotting.new_figure(wide, high)
         plotting.write_at(figure, 16, 28, self.title, role="ink", size=15)
         for i, (one, caption) in enumerate(zip(self.masks, self.captions, strict=True)):
-            left = 20 + i * (side + gap)
-            plotting.write_at(figure, left, 66, one.title)
-            axes = plotting.new_axes(figure, left, wide - left - side, 82, 50)
+            left, top = 20 + i % across * (side + gap), 78 + i // across * (side + 64)
+            plotting.write_at(figure, left, top - 12, one.title)
+            axes = plotting.new_axes(figure, left, wide - left - side, top, high - top - side)
             one.fill(axes)
             axes.set_xticks([])
             axes.set_yticks([])
-            plotting.write_at(figure, left, high - 22, caption, size=12)
+            plotting.write_at(figure, left, top + side + 18, caption, size=12)
         return Drawing(figure)

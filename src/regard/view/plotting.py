@@ -43,6 +43,8 @@ FORMATS = (".svg", ".png", ".pdf")
 SVG = "http://www.w3.org/2000/svg"
 LETTER_WIDTH = 7.9
 """Approximate width of a letter of a name, in pixels."""
+PAGE = 688
+"""Width in pixels at which a page of the documentation shows a picture."""
 NUM_SHADES = 16
 """Number of shades of a weight; each has a colour for light pages and one for dark pages."""
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from regard.compare.experiment import Experiment, ExperimentStore, Numbers
-from regard.timing.machine import describe_machine
+from regard.timing import describe_machine
 
 DOCS = Path(__file__).parents[3] / "docs"
 QUALITY, SPEED = DOCS / "mechanisms-quality.jsonl", DOCS / "mechanisms-speed.jsonl"

@@ -52,6 +52,8 @@ SMALL: dict[str, dict[str, object]] = {
     "quest": {"page": 16, "topk": SEEN // 16},
     "msa": {"block": 64, "topk": 4, "index_dim": 64, "rotary_dim": 32},
     "dsa": {"topk": SEEN, "index_heads": 8, "index_dim": 64, "rotary_dim": 32},
+    "qsa": {"topk": SEEN // 4, "index_heads": 4, "index_dim": 64, "rotary_dim": 32},
+    "dsa_pools": {"topk": SEEN // 4, "index_heads": 8, "index_dim": 64},
     "hca": {"block": 8, "window": SEEN // 2},
     "csa": {
         "block": 4,

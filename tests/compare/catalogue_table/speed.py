@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from regard.compare.experiment import ReportProgress
 from regard.nn.variants import VARIANTS
-from regard.timing.measurement import interleaved, median, quartiles
+from regard.timing import interleaved, median, quartiles
 from tests.compare.catalogue_table.kept import SPEED, append, machine, read
 from tests.compare.catalogue_table.sizes import DIM, GROUPS, HEADS, TOKENS, decodes, small_layer
 

@@ -144,6 +144,53 @@ def test_what_an_edit_does_not_reach_is_computed_once() -> None:
     assert last == [whole + 6 + cached + i + 1 for i in range(3)], "one token for each row"
 
 
+def foreign() -> Any:
+    """A small model of transformers with two query heads for each key."""
+    transformers: Any = pytest.importorskip("transformers")
+    torch.manual_seed(3)
+    config = transformers.LlamaConfig(
+        vocab_size=50, hidden_size=32, intermediate_size=48, num_hidden_layers=3,
+        num_attention_heads=4, num_key_value_heads=2, initializer_range=0.2,
+        attn_implementation="sdpa",
+    )  # fmt: skip
+    return transformers.LlamaForCausalLM(config).double().eval()
+
+
+@pytest.mark.parametrize("reads", [False, True], ids=["alone", "rows read one another"])
+def test_edits_of_a_foreign_model_are_rows(reads: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where rows read one another, runs are made one at a time, and the numbers are the same."""
+    network, times = foreign(), []
+    if reads:
+        network.model.norm.register_forward_hook(lambda _m, _x, y: y + 0.01 * y.mean(0))
+    network.register_forward_pre_hook(
+        lambda _m, _x, named: times.append(len(named["input_ids"])), with_kwargs=True
+    )
+    run = prepare_run(network, CLEAN)
+    edits = [{f"model.layers.{i}.self_attn.z": head(h, 0.0)} for i in range(3) for h in range(4)]
+    found = dict(run_edited(run, [EditedRun(each) for each in edits]))
+    assert times == ([13, 13] + 12 * [1] if reads else [13, 13])
+    for n, each in enumerate(edits):
+        alone = run.run(each).output
+        torch.testing.assert_close(found[n], alone, rtol=1e-12, atol=1e-12)
+    assert float((found[0] - found[1]).abs().max()) > 1e-3
+
+
+def test_the_key_of_a_head_is_that_of_its_group() -> None:
+    """Heads 0 and 1 read one key, also where transformers repeats it for each head."""
+    network = foreign()
+    for receiver_tap in ("k", "q"):
+        tables = [
+            patch(network, CLEAN, CORRUPT, (3, 4), what="paths",
+                  receiver=("model.layers.1.self_attn", h, receiver_tap))
+            for h in range(3)
+        ]  # fmt: skip
+        shared = receiver_tap == "k"
+        assert np.array_equal(tables[0].values, tables[1].values) == shared
+        assert not np.array_equal(tables[0].values, tables[2].values)
+        note = "the heads 0 to 1 of model.layers.1.self_attn read one k, so that it changes"
+        assert any(note in str(x) for x in tables[1].notes) == shared
+
+
 def test_a_trace_of_the_caller_sees_runs_as_they_are() -> None:
     small, shapes = model(), []
 

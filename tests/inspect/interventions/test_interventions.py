@@ -32,9 +32,11 @@ from regard.inspect import (
     record,
     rollout,
 )
-from regard.inspect.interventions.residual_terms import FrozenNorm
+from regard.inspect.interventions.residual_terms import FrozenNorm, decompose
 from regard.inspect.interventions.rollout import flows
-from regard.integrations.pytorch.module_taps import find_feed_forward
+from regard.inspect.model_run import prepare_run
+from regard.integrations.pytorch.watch import find_feed_forward
+from regard.language import use_language
 from regard.models import Model, Seq2Seq
 from regard.models.encoder_decoder import transformer
 from regard.models.families import family
@@ -43,7 +45,7 @@ from regard.tolerance import allowed_error
 from tests.cost.tiny import TINY
 from tests.inspect.planted import INDUCTION_HEAD, PREVIOUS_HEAD, planted_model
 from tests.inspect.small_model import model
-from tests.rules import assert_close_rule
+from tests.rules import assert_close_rule, in_orders
 
 CLEAN, CORRUPT = torch.tensor([[5, 9, 2, 31, 9]]), torch.tensor([[5, 7, 2, 31, 9]])
 PAIR = (11, 40)
@@ -196,7 +198,10 @@ def test_the_planted_circuit_is_found() -> None:
     assert terms.top(1)[0]["term"] == "layers.1.head.0"
 
 
-DECODERS = ("llama", "gemma2", "olmo2", "gpt_neox", "gpt2", "bloom", "mpt", "qwen3")
+DECODERS = (
+    *("llama", "gemma2", "olmo2", "gpt_neox", "gpt2", "bloom", "mpt", "qwen3"),
+    *("gemma4_text", "falcon_h1", "nemotron_h"),
+)
 
 
 def shaken(network: nn.Module) -> nn.Module:
@@ -223,10 +228,10 @@ def assert_sums(
     pair = list(PAIR)
     assert table.baseline is not None
     assert abs(float(table.values.sum()) - table.baseline) < 1e-12
-    plain = forward()[0, -1].detach()
+    plains = [plain.detach() for plain in in_orders(lambda: forward()[0, -1, pair])]
     small.double()
     exact = forward()[0, -1].detach()
-    allowed = 2 * allowed_error([plain[pair]], exact[pair])
+    allowed = 2 * allowed_error(plains, exact[pair])
     if cap:  # the terms sum to the logit before the cap
         exact = cap * torch.atanh(exact / cap)
         allowed *= 2
@@ -235,13 +240,17 @@ def assert_sums(
     assert abs(without - table.baseline) > allowed, "negative control: a missing term is seen"
 
 
-@pytest.mark.full(keep=["llama", "gemma2", "gpt_neox"])
+@pytest.mark.full(keep=["llama", "gemma2", "gpt_neox", "gemma4_text", "falcon_h1"])
 @pytest.mark.parametrize("name", DECODERS)
 def test_direct_attribution_sums_to_the_logit(name: str) -> None:
+    """Also with layer inputs (Gemma 4), parallel mechanisms and layers of one sublayer."""
     small = decoder_of(name)
     table = attribute(small, CLEAN, PAIR)
     assert table.rows[-1] == "rounding of the run"
-    without, cap = float(table.values[1:-1].sum()), 30.0 * (name == "gemma2")
+    own = {"gemma4_text": "1.layer_input", "falcon_h1": "1.mixers.0.head.1", "nemotron_h": "1.mlp"}
+    assert f"layers.{own.get(name, '1.head.1')}" in table.rows
+    assert np.isfinite(logit_lens(small, CLEAN).values).all()
+    without, cap = float(table.values[1:-1].sum()), getattr(small.decoder.head, "cap", 0.0)
     assert_sums(table, small.decoder, lambda: small.forward(CLEAN), without, cap)
 
 
@@ -557,6 +566,72 @@ def test_the_terms_of_a_foreign_model_are_those_of_the_same_model_here(
     )
 
 
+def foreign(name: str) -> Any:
+    """A random model of transformers whose residual stream or logits are not plain sums."""
+    transformers: Any = pytest.importorskip("transformers")
+    sizes = {"vocab_size": 50, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+    ends = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 1}
+    wide = {"intermediate_size": 32, "num_key_value_heads": 1}
+    kinds: dict[str, dict[str, Any]] = {
+        "Falcon": {},
+        "Cohere": wide | {"logit_scale": 0.25},
+        "Granite": wide | {"residual_multiplier": 0.5, "logits_scaling": 2.0},
+        "GPTNeoX": {"intermediate_size": 32, "use_parallel_residual": True},
+        "Phi": {"intermediate_size": 32},
+        "OPT": {"ffn_dim": 32, "word_embed_proj_dim": 16, "do_layer_norm_before": False},
+    }
+    config = getattr(transformers, f"{name}Config")(**sizes, **ends, **kinds[name])
+    torch.manual_seed(4)
+    found = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
+    with torch.no_grad():
+        for parameter in found.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    return found.eval()
+
+
+@pytest.mark.full(keep=["Falcon", "Granite", "OPT"])
+@pytest.mark.parametrize("name", ["Falcon", "Cohere", "Granite", "GPTNeoX", "Phi", "OPT"])
+def test_streams_that_scale_norm_or_add_in_place(name: str) -> None:
+    """The terms sum to the last state and to the logits, and the rounding of the run is small."""
+    network = foreign(name)
+    table = attribute(network, CLEAN, PAIR)
+    logits = network(CLEAN).logits[0, -1].double().detach()
+    wanted = float(logits[PAIR[0]] - logits[PAIR[1]])
+    rounding = 2**-20 * float(np.abs(table.values).max())
+    assert abs(float(table.values.sum()) - wanted) < rounding
+    assert table.rows[-1] == "rounding of the run"
+    assert abs(table.values[-1, 0]) < rounding
+    lens = logit_lens(network, CLEAN)
+    assert np.isfinite(lens.values).all()
+    run = prepare_run(network, CLEAN)
+    found = decompose(run, -1)
+    total = torch.stack([term.vector for term in found.terms.terms]).sum(0).detach()
+    last = found.terms.vector_of(found.states[-1])
+    assert float((total - last).abs().max()) < 2**-20 * float(last.abs().max())
+    if name == "Granite":  # half of what the output map makes of the head
+        attention = network.model.layers[1].self_attn
+        z = found.terms.taps["model.layers.1.self_attn.z"][0, 1, -1].double()
+        (head,) = (x for x in found.terms.terms if x.name.endswith("layers.1.self_attn.head.1"))
+        map_of_head = attention.o_proj.weight.detach().double()[:, 8:]
+        torch.testing.assert_close(
+            head.vector.detach(), 0.5 * map_of_head @ z, rtol=1e-6, atol=1e-9
+        )
+
+
+def test_a_stream_with_another_part_is_refused() -> None:
+    network = foreign("Granite")
+    block = network.model.layers[0]
+    plain = block.forward
+    block.forward = lambda x, *args, **named: plain(x, *args, **named) + x.roll(1, -1)
+    with pytest.raises(ArgumentError, match="another part adds to the residual stream"):
+        attribute(network, CLEAN, PAIR)
+
+
+def test_streams_that_are_no_sum_are_refused() -> None:
+    with pytest.raises(ArgumentError, match="AltUpBlock, which keeps more in its residual stream"):
+        attribute(decoder_of("gemma3n_text"), CLEAN, PAIR)
+
+
 def test_an_adapter_is_one_map() -> None:
     block = nn.ModuleDict({"attention": nn.Linear(4, 4), "out": Adapter(nn.Linear(4, 4))})
     assert find_feed_forward(block) is block["out"]
@@ -634,6 +709,12 @@ def test_tables_in_files(tmp_path: Any) -> None:
     pytest.importorskip("matplotlib")
     assert table.to(tmp_path / "t.png").read_bytes()[:4] == b"\x89PNG"
     assert "layer 0, head 0: 0.5" in table.to(tmp_path / "t.svg").read_text()
+    ablated = ablate(model(), CLEAN, 3, layers=[0])
+    with use_language("zh"):
+        drawn = ablated.to(tmp_path / "zh.svg").read_text()
+    assert "对各头做置零消融" in drawn
+    assert ">头<" in drawn
+    assert "ablation" not in drawn
     with pytest.raises(FileError, match=r"the name must end in \.csv"):
         table.to(tmp_path / "t.xls")
 

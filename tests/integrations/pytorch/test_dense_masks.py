@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from regard import masks
-from regard.integrations.pytorch.dense_masks import RecognizedMaskCache
+from regard.integrations.pytorch.torch_calls import RecognizedMaskCache
 from regard.masks import Causal, Dense, Mask, Window
-from regard.masks.recognition import RecognizedMask, recognize_mask
+from regard.masks.convert import RecognizedMask, recognize_mask
 from regard.span import Span
 
 B, T, S = 2, 7, 11

@@ -27,6 +27,7 @@ import regard
 from regard.errors import ArgumentTypeError
 from regard.inspect import watch
 from regard.integrations.pytorch.torch_calls import as_attn_mask, mask_cache
+from regard.ops.softmax import gemm
 from tests.kernels import require_kernels
 from tests.rules import GRADIENT, assert_close_rule
 
@@ -314,7 +315,9 @@ def test_only_calls_that_pay_are_taken() -> None:
     assert counts(half["q"], half["k"][:, :, :256]) == ({}, {"it is small": 1})
 
 
-def test_a_bias_is_not_read_and_padding_is_left_to_torch() -> None:
+def test_a_bias_is_not_read_and_padding_is_left_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gemm, "_measured_sizes", lambda: gemm.MEASURED["AVX512"])
+    monkeypatch.setattr(gemm, "_processor_has_amx", lambda: False)
     torch.manual_seed(0)
     q = torch.randn(4, 8, 384, 64)
     bias = torch.randn(1, 8, 384, 384)

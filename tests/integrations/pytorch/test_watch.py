@@ -610,6 +610,54 @@ class TestRefusals:
         data = regard.inspect.report(found)
         assert data["meta"]["sources"][0]["metadata"]["not recorded"] == "0.call2"
 
+    @pytest.mark.parametrize("kind", ["CaiT", "CaiT, class", "XCiT"])
+    def test_attention_that_is_written_out_beside_recorded_one(self, kind: str) -> None:
+        """Talking heads mix weights, class attention has one query, cross-covariance attends over
+        channels; a router is none of them, and an empty place of a list of modules is skipped.
+        """
+
+        class Attend(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.mix = nn.Linear(2, 2)
+
+            def forward(self, x: Tensor) -> Tensor:
+                heads = x.unflatten(-1, (2, 4)).transpose(1, 2)  # [B,H,N,D]
+                if kind == "XCiT":
+                    normed = nn.functional.normalize(heads.mT, dim=-1)  # [B,H,D,N]
+                    z = ((normed @ normed.mT).softmax(-1) @ heads.mT).mT
+                elif kind == "CaiT, class":
+                    first = (heads[:, :, :1] @ heads.mT).softmax(dim=-1) @ heads  # [B,H,1,D]
+                    z = torch.cat([first, heads[:, :, 1:]], 2)
+                else:
+                    weights = (heads @ heads.mT).softmax(-1)
+                    z = self.mix(weights.movedim(1, -1)).movedim(-1, 1) @ heads
+                return z.transpose(1, 2).flatten(2)
+
+        class Model(nn.Module):
+            def __init__(self, written_out: bool) -> None:
+                super().__init__()
+                attention = Attend() if written_out else None
+                self.blocks = nn.ModuleList([attention, None])
+                self.router = nn.Linear(8, 3)
+                self.token_only = Calls(F.scaled_dot_product_attention)
+
+            def forward(self, x: Tensor) -> Tensor:
+                for block in self.blocks:
+                    x = x if block is None else x + block(x)
+                x = x * self.router(x).softmax(-1)[..., :1]
+                heads = x[:, None]
+                return self.token_only(heads, heads, heads)
+
+        found, *_ = recorded(Model(written_out=True), torch.randn(1, 5, 8))
+        assert list(found.places) == ["token_only"]
+        assert not found.sound
+        (call,) = found.unrecorded
+        assert (call.place, call.count) == ("blocks.0", 1)
+        assert "its attention may be written out" in call.reason
+        plain, *_ = recorded(Model(written_out=False), torch.randn(1, 5, 8))
+        assert plain.sound
+
     def test_what_is_no_module(self) -> None:
         refused = pytest.raises(ArgumentTypeError, match=r"model is str; it must be an nn\.Module")
         with refused, watch("model"):  # type: ignore[arg-type]

@@ -3,19 +3,25 @@
 `python llama_cpp.py FILE VOCABULARY ID ID ...`: the log probabilities after some ids, by ids.
 `python llama_cpp.py FILE text TOKENS PROMPT ...`: the ids of each prompt, and the most likely ones
 that follow.
+`python llama_cpp.py FILE encoder VOCABULARY ID ... - ID ...`: the logits of an encoder-decoder
+after ids of its target, which stand behind those of its source.
 """
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import sys
 import urllib.request
+from pathlib import Path
 from typing import Any
 
 
 def start(path: str) -> Any:
-    """Start a server on a file, in fp32 and with one thread."""
+    """Start a server on a file, in fp32 and with one thread; flash attention, which rounds to 16
+    bits, only where llama.cpp would see all blocks of keys without it.
+    """
     import xllamacpp
 
     settings = xllamacpp.CommonParams()
@@ -24,7 +30,10 @@ def start(path: str) -> Any:
     settings.verbosity = -1
     settings.cpuparams.n_threads = settings.cpuparams_batch.n_threads = 1
     settings.cache_type_k = settings.cache_type_v = xllamacpp.ggml_type.GGML_TYPE_F32
-    settings.flash_attn_type = xllamacpp.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_DISABLED
+    with Path(path).open("rb") as file:
+        kind = "ENABLED" if b"minimax-m3" in file.read(1024) else "DISABLED"
+    kinds = xllamacpp.llama_flash_attn_type
+    settings.flash_attn_type = getattr(kinds, f"LLAMA_FLASH_ATTN_TYPE_{kind}")
     return xllamacpp.Server(settings)
 
 
@@ -57,10 +66,60 @@ def continuations(server: Any, tokens: int, prompts: list[str]) -> list[list[lis
     return found
 
 
+class Settings(ctypes.Structure):
+    """Settings of llama.cpp by value, whose fields are not known here; there is room for more."""
+
+    _fields_ = [("bytes", ctypes.c_uint8 * 1024)]
+
+
+class Batch(ctypes.Structure):
+    """`llama_batch`: ids, and what is derived from them where it is null."""
+
+    _fields_ = [
+        ("count", ctypes.c_int32),
+        ("ids", ctypes.POINTER(ctypes.c_int32)),
+        *((name, ctypes.c_void_p) for name in ("embeddings", "positions", "n", "texts", "logits")),
+    ]
+
+
+def encoder_decoder(
+    path: str, vocabulary: int, source: list[int], target: list[int]
+) -> list[float]:
+    """Return the logits after a target, by the functions of the library, because its server runs no
+    encoder.
+    """
+    import xllamacpp
+
+    file = next(Path(xllamacpp.__file__).parent.glob("xllamacpp*.so"))
+    library, pointer = ctypes.CDLL(str(file)), ctypes.c_void_p
+    for name, result, *arguments in (
+        ("llama_model_default_params", Settings),
+        ("llama_context_default_params", Settings),
+        ("llama_model_load_from_file", pointer, ctypes.c_char_p, Settings),
+        ("llama_init_from_model", pointer, pointer, Settings),
+        ("llama_encode", ctypes.c_int32, pointer, Batch),
+        ("llama_decode", ctypes.c_int32, pointer, Batch),
+        ("llama_get_logits_ith", ctypes.POINTER(ctypes.c_float), pointer, ctypes.c_int32),
+    ):
+        function: Any = getattr(library, name)
+        function.restype, function.argtypes = result, arguments
+    library.llama_backend_init()
+    settings = library.llama_model_default_params()
+    model = library.llama_model_load_from_file(path.encode(), settings)
+    context = library.llama_init_from_model(model, library.llama_context_default_params())
+    for run, ids in ((library.llama_encode, source), (library.llama_decode, target)):
+        assert run(context, Batch(len(ids), (ctypes.c_int32 * len(ids))(*ids))) == 0
+    return list(library.llama_get_logits_ith(context, -1)[:vocabulary])
+
+
 if __name__ == "__main__":
     path, what, *rest = sys.argv[1:]
     if what == "text":
         answer: Any = continuations(start(path), int(rest[0]), rest[1:])
+    elif what == "encoder":
+        middle = rest.index("-")
+        source, target = ([int(x) for x in ids] for ids in (rest[1:middle], rest[middle + 1 :]))
+        answer = encoder_decoder(path, int(rest[0]), source, target)
     else:
         answer = probabilities(start(path), int(what), [int(x) for x in rest])
     print(json.dumps(answer), flush=True)

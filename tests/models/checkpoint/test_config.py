@@ -11,7 +11,7 @@ import pytest
 
 import regard
 from regard import FileError
-from regard.files.strict_json import MAX_BYTES
+from regard.files.reading import MAX_BYTES
 from regard.models.checkpoint.config import read_json
 from tests.models import small
 

@@ -106,7 +106,7 @@ def test_codes_of_other_formats_have_the_numbers_of_the_library(kind: str) -> No
 def test_every_format_of_the_library_is_read_or_named() -> None:
     read = {block.name for block in block_formats().values()}
     assert {kind.name for kind in GGML_QUANT_SIZES} - read == {
-        *("Q1_0", "Q8_1", "Q8_K", "I8", "I16", "I32", "I64", "F64")
+        *("Q1_0", "Q8_1", "Q8_K", "I8", "I16", "I64", "F64")
     }
     for block in block_formats().values():
         if block.elements > 1:

@@ -111,6 +111,59 @@ def test_sentencepiece(tmp_path: Path) -> None:
     assert bare.decode(bare.encode(" key")) == " key"
 
 
+def test_unigram(tmp_path: Path) -> None:
+    """XLM-RoBERTa: the most likely pieces, with a table of spellings that changes no letter."""
+    words = ["<s>", "<pad>", "</s>", "<unk>", "▁the", "▁key", "▁", "k", "e", "y", "s", "▁ke", "ys"]
+    scores = [0.0, 0.0, 0.0, 0.0, -2.0, -3.0, -5.0, -6.0, -6.0, -6.0, -6.0, -4.0, -4.5]
+    table = [*(1024).to_bytes(4, "little"), *([0] * 1024)]
+    keys: dict[str, Any] = {
+        "model": "t5",
+        "tokens": words,
+        "scores": scores,
+        "token_type": [3, 3, 3, 2, *[1] * 9],
+        "precompiled_charsmap": table,
+    }
+    keys |= {"bos_token_id": 0, "eos_token_id": 2, "add_bos_token": True, "add_eos_token": True}
+    made = read(tmp_path, keys)
+    assert made is not None
+    # "▁ke" and "ys" have the sum -8.5, "▁key" and "s" -9
+    assert made.encode("the  keys", template=True) == [0, 4, 11, 12, 2]
+    assert made.decode(made.encode("the keys")) == "the keys"
+    assert made.encode("中") == [6, 3]
+    keys["scores"] = [*scores[:10], -5.0, *scores[11:]]
+    other = read(tmp_path, keys)
+    assert other is not None
+    assert other.encode("keys") == [5, 10]
+    ends = {k: x for k, x in keys.items() if not k.endswith("_token_id")}
+    named = read(tmp_path, {**ends, "cls_token_id": 0, "seperator_token_id": 2})
+    assert named is not None
+    assert named.encode("key", template=True) == [0, 5, 2]
+    with pytest.raises(FileError, match="no token of type 2"):
+        read(tmp_path, {**keys, "token_type": [3, 3, 3, *[1] * 10]})
+    with pytest.raises(FileError, match="tokens are refused"):
+        read(tmp_path, {**keys, "precompiled_charsmap": [9, 9]})
+
+
+def test_pieces_by_merges(tmp_path: Path) -> None:
+    """Gemma 4: SentencePiece's pieces, whose merges the file lists."""
+    own, keys = sentencepiece()
+    merges = json.loads(own._backend.to_str())["model"]["merges"]
+    listed = {"merges": [" ".join(pair) for pair in merges], "add_space_prefix": False}
+    without_scores = {k: x for k, x in keys.items() if k != "scores"} | listed
+    made = read(tmp_path, {**without_scores, "model": "gemma4"})
+    assert made is not None
+    for text in TEXTS:
+        assert made.decode(made.encode(text)) == text
+    same = read(tmp_path, {**keys, "add_space_prefix": False})
+    assert same is not None
+    assert [made.encode(x, template=True) for x in TEXTS] == [
+        same.encode(x, template=True) for x in TEXTS
+    ]
+    fewer = read(tmp_path, {**without_scores, "model": "gemma4", "merges": listed["merges"][:9]})
+    assert fewer is not None
+    assert fewer.encode(TEXTS[0]) != made.encode(TEXTS[0])
+
+
 TEXT = "It's 12345 DON'T aBC\n\n   x=½é;  中文字\u0e01\r\n/`"
 WORDS = {
     "It|'s| 12345| DON|'|T| aBC|\n\n  | x|=|½|é|;| | 中文字\u0e01|\r|\n|/`": (
@@ -250,8 +303,8 @@ def test_no_tokenizer(tmp_path: Path) -> None:
 
 BAD: dict[str, tuple[dict[str, Any], str]] = {
     "a kind": (
-        {"model": "t5"},
-        "its tokenizer is of the kind 't5'; built are gpt2, llama and bert",
+        {"model": "rwkv"},
+        "its tokenizer is of the kind 'rwkv'; built are gpt2, llama, gemma4, t5 and bert",
     ),
     "no rule": ({"pre": 3}, "splits words by the rule 3"),
     "tokens": ({"tokens": [1, 2]}, "tokenizer.ggml.tokens must be a list of strings"),

@@ -401,7 +401,7 @@ def test_what_is_not_supported_is_refused(tmp_path: Path) -> None:
         ({"quant_method": "awq", "bits": 4, "zero_point": False}, "the zero_point False"),
         ({"quant_method": "awq", "bits": 4, "backend": "llm-awq"}, "the layout 'llm-awq'"),
         ({**FP8, "fmt": "e5m2"}, "the fmt 'e5m2'"),
-        ({**FP8, "expert_dtype": "fp4"}, "the expert_dtype 'fp4'"),
+        ({**FP8, "expert_dtype": "fp6"}, "the expert_dtype 'fp6'"),
         (scheme(4, "pack-quantized") | {"moe_sparsity_config": {"a": 1}}, "moe_sparsity_config"),
         (scheme(4, "pack-quantized") | {"sparsity_config": {"format": "2:4"}}, "sparsity_config"),
         (scheme(4, "pack-quantized", strategy="token"), "the strategy 'token'"),

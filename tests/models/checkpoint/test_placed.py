@@ -30,7 +30,8 @@ from tests.models import small
 gpt_neox = family("gpt_neox")
 
 NAMED = [name for name in FAMILIES if name != "regard"]
-WITH_PREFIX = [name for name in NAMED if name != "t5"]
+WITH_PREFIX = [name for name in NAMED if name not in ("t5", "deepseek_v4")]
+"""The tables of the two others, in the makers' spelling, have no prefix."""
 
 
 @pytest.fixture

@@ -19,7 +19,6 @@ from regard.errors import ArgumentError
 from regard.models.checkpoint.family import bind_names
 from regard.models.checkpoint.stored_sizes import stored_size
 from regard.models.families import family
-from tests.cost.tiny import COUNTED
 
 SIZES: dict[str, Any] = {
     "vocab_size": 40,
@@ -272,7 +271,7 @@ def test_what_is_not_known_is_refused(settings: Any, word: str) -> None:
 def test_families_and_tensors_that_are_not_known() -> None:
     for raw, settings, word in (
         (GPT_OSS, FORMS["awq"][0], "all experts in one tensor"),
-        (COUNTED["glm_moe_dsa"], FORMS["awq"][0], "tensors of glm_moe_dsa"),
+        (LLAMA | {"model_type": "lama"}, FORMS["awq"][0], "'lama' is not supported"),
         (LLAMA | {"torch_dtype": "int8"}, FORMS["awq"][0], "dtype"),
     ):
         with pytest.raises(ArgumentError, match=word):

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from regard.errors import ArgumentError, FileError
 from regard.files import safetensors_files
-from regard.files.regular_files import checked_path, open_regular, read_bytes, read_exactly
+from regard.files.reading import checked_path, open_regular, read_bytes, read_exactly
 from regard.files.safetensors_files import DTYPES, ReadBuffering
 from regard.models.checkpoint.tensors import CheckpointTensors, check_finite
 

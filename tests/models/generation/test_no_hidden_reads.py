@@ -21,7 +21,7 @@ from regard.models.generation.cache_config import CacheConfig
 from regard.models.generation.sampling import Sampler, SamplingParams
 from regard.nn import stack_experts
 from regard.positions import LearnedPositions
-from regard.positions.constant_tensor import ConstantTensor
+from regard.process_state import ConstantTensor
 from tests.cost.tiny import TINY
 from tests.models import small
 from tests.pretended_device import HiddenRead, PretendedTensor, SelectingKernel, pretended_cuda

@@ -22,12 +22,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from regard.caches.quantization import quantize
-from regard.ops.cpu import launch, threads
+from regard.ops.cpu import arguments, threads
 from regard.ops.cpu.arguments import MAX_RUNS, PackedStruct, struct_layout
-from regard.ops.cpu.decode import quantized_numbers
+from regard.ops.cpu.attention import PrefillArgs, prefill, prefill_gradient, quantized_numbers
 from regard.ops.cpu.instruction_sets import instruction_set
 from regard.ops.cpu.library import DTYPES, entry
-from regard.ops.cpu.prefill import PrefillArgs, prefill, prefill_gradient
 from regard.ops.stored_weights import (
     FORMS,
     GROUPS,
@@ -97,7 +96,7 @@ class Draw:
     def run(self, name: str, struct: str, *numbers: float | Tensor | None) -> None:
         """Call an entry of the dtype with the fields of its struct in order."""
         given = [
-            launch.address(x, self.dtype) if isinstance(x, Tensor) else x or 0 for x in numbers
+            arguments.address(x, self.dtype) if isinstance(x, Tensor) else x or 0 for x in numbers
         ]
         record = struct_layout(struct).pack_numbers(*given)
         threads.run_entry(entry(name, self.dtype), record, self.workers)
@@ -245,19 +244,19 @@ def _alibi(draw: Draw, q: Tensor, keys: Tensor, n: Sizes) -> tuple[Tensor, bool,
 
 def _decode_terms(draw: Draw, n: Sizes) -> Attention:
     """Random positions, visibility, softcap and bias of decoding."""
-    origin, k_positions = draw.random.choice((0, 3)), launch.NO_POSITIONS
+    origin, k_positions = draw.random.choice((0, 3)), arguments.NO_POSITIONS
     keys = torch.arange(origin, origin + n.S)[None]
     if draw.random.random() < 0.4:
         keys = k_positions = draw.integers(-1, n.S, draw.random.choice((1, n.B)), n.S)
-    starts = stops = launch.NO_RANGES
-    visible = launch.NO_VISIBLE
+    starts = stops = arguments.NO_RANGES
+    visible = arguments.NO_VISIBLE
     if draw.random.random() < 0.2:
         seen = visible = draw.placed(draw.integers(0, 3, *draw.some(n.B, n.H, n.T), n.S) > 0)
     else:
         starts, stops = _ranges(draw, n)
         seen = _inside(keys, starts, stops)
     q_positions = draw.integers(0, n.S, draw.random.choice((1, n.B)), n.T)
-    slopes, table, symmetric, bias = launch.NO_SLOPES, launch.NO_BIAS, False, None
+    slopes, table, symmetric, bias = arguments.NO_SLOPES, arguments.NO_BIAS, False, None
     kind = draw.random.choice(("none", "none", "alibi", "table"))
     if kind == "alibi":
         slopes, symmetric, bias = _alibi(draw, q_positions, keys, n)
@@ -360,7 +359,7 @@ def _run_decode(
 def decode(draw: Draw) -> None:
     n = _decode_sizes(draw)
     k, v = draw.strided(n.B, n.G, n.S, n.D), draw.strided(n.B, n.G, n.S, n.E)
-    pages, size, seen = launch.NO_POSITIONS, 1, (k, v)
+    pages, size, seen = arguments.NO_POSITIONS, 1, (k, v)
     if draw.random.random() < 0.3:
         size = draw.random.choice((1, 4, 16))
         columns = -(-n.S // size)
@@ -369,9 +368,9 @@ def decode(draw: Draw) -> None:
         places = (pages[..., None] * size + torch.arange(size)).flatten(1)[:, : n.S]
         seen = tuple(x[0][:, places].transpose(0, 1).expand(n.B, -1, -1, -1) for x in (k, v))  # type: ignore[assignment]
     steps = [x.stride()[:3] for x in (k, v)]
-    if size > 1 or pages is not launch.NO_POSITIONS:
+    if size > 1 or pages is not arguments.NO_POSITIONS:
         steps = [(0, *x[1:]) for x in steps]
-    addresses = [launch.row_address(x, draw.dtype) for x in (k, v)]
+    addresses = [arguments.row_address(x, draw.dtype) for x in (k, v)]
     memory = {"k": (addresses[0], *steps[0]), "v": (addresses[1], *steps[1])}
     memory |= {"pages": pages, "page_size": size}  # type: ignore[dict-item]
     _run_decode(draw, "decode", "DecodePlain", n, seen[0].double(), seen[1].double(), memory)
@@ -418,7 +417,7 @@ def _prefill_args(draw: Draw) -> tuple[PrefillArgs, dict[str, Any]]:
     if draw.random.random() < 0.5:
         k_positions = draw.placed(torch.arange(n.S)[None])
     starts, stops = _ranges(draw, n)
-    slopes, symmetric, bias = launch.NO_SLOPES, False, None
+    slopes, symmetric, bias = arguments.NO_SLOPES, False, None
     if draw.random.random() < 0.3:
         slopes, symmetric, bias = _alibi(draw, q_positions, k_positions, n)
     scale, softcap = draw.random.choice((1.0, n.D**-0.5, -0.1)), draw.random.choice((0.0, 3.0))

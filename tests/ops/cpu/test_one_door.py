@@ -1,5 +1,5 @@
-"""Compiled code gets the address of a tensor through `regard.ops.cpu.launch` only, which checks its
-dtype, layout and device. Other modules compare where tensors are, and read nothing there.
+"""Compiled code gets the address of a tensor through `regard.ops.cpu.arguments` only, which checks
+its dtype, layout and device. Other modules compare where tensors are, and read nothing there.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ import pytest
 import torch
 
 import regard
-from regard.ops.cpu import launch
+from regard.ops.cpu import arguments
 
 PACKAGE = Path(regard.__file__).parent
-DOOR = "ops/cpu/launch.py"
+DOOR = "ops/cpu/arguments.py"
 COMPARED = {
     "audit/adapters/projections.py": "whether parameters are views of one storage",
-    "audit/checks/numerics.py": "whether two parameters are one",
+    "audit/checks/calls.py": "whether two parameters are one",
     "caches/lazy_tensor.py": "a tensor that makes its numbers when asked: it has the method",
     "inspect/record/recorder.py": "whether values are the first part of keys",
     "integrations/pytorch/module_places.py": "whether keys are those of the last call",
@@ -62,14 +62,14 @@ def test_another_door_is_noticed() -> None:
 
 def test_the_door_is_closed_to_other_tensors() -> None:
     x = torch.ones(4, 6)
-    assert launch.address(x, torch.float32) == x.data_ptr()
-    assert launch.row_address(x[:, 2:], torch.float32) == x.data_ptr() + 8
+    assert arguments.address(x, torch.float32) == x.data_ptr()
+    assert arguments.row_address(x[:, 2:], torch.float32) == x.data_ptr() + 8
     wrong = [x.double(), x[:, ::2], x.T, x.to("meta"), x.to_sparse(), x.half()]
     for y in wrong:
         with pytest.raises(regard.KernelRefusal, match="compiled code was given a"):
-            launch.address(y, torch.float32)
+            arguments.address(y, torch.float32)
         with pytest.raises(regard.KernelRefusal, match="it reads float32 on a CPU"):
-            launch.row_address(y, torch.float32)
+            arguments.row_address(y, torch.float32)
 
 
 def test_memory_that_is_not_aligned_is_refused() -> None:
@@ -77,6 +77,6 @@ def test_memory_that_is_not_aligned_is_refused() -> None:
     x = torch.frombuffer(memory, dtype=torch.uint8)
     start = next(i for i in range(1, 8) if (x.data_ptr() + i) % 4)
     y = torch.frombuffer(memory, dtype=torch.float32, offset=start, count=8)
-    for ask in (launch.address, launch.row_address):
+    for ask in (arguments.address, arguments.row_address):
         with pytest.raises(regard.KernelRefusal, match="contiguous"):
             ask(y, torch.float32)

@@ -67,9 +67,9 @@ def test_a_wrong_number_is_noticed(tmp_path: Path) -> None:
     text, right = source.read_text("utf-8"), "silu(load(gate + i))"
     assert text.count(right) == 1
     source.write_text(text.replace(right, f"2.0f * {right}"))
-    flags = BUILD.INSTRUCTION_SETS[BUILD.machine()]
+    flags = next(iter(BUILD.INSTRUCTION_SETS[BUILD.machine()].values()))  # every processor has them
     with pytest.raises(AssertionError, match="gated_product_f32: number"):
-        run(driver(compiler(), [*flags.values()][len(flags) // 2], tmp_path, copy))
+        run(driver(compiler(), flags, tmp_path, copy))
 
 
 def test_every_set_has_a_name_and_a_compiler() -> None:

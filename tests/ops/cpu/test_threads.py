@@ -138,7 +138,7 @@ def test_each_task_of_the_runs_is_taken_once(runs: int, tasks: Any) -> None:
 
 OTHER_PROCESS = """
 import multiprocessing, sys, torch
-from regard.ops.gemv import gemv
+from regard.ops.tokenwise import gemv
 
 X = torch.arange(3 * 300.0).view(3, 300) / 300
 W = torch.arange(600 * 300.0).view(600, 300).sin()

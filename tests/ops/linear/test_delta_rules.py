@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from regard.linear import delta_product, delta_rule, gated_delta_rule, generalized_delta_rule
-from regard.ops.linear.chunks import decayed_products, split_into_chunks
+from regard.ops.linear.linear_recurrence import decayed_products, split_into_chunks
 from regard.span import Span
 from tests.fixture_f import decays, example, strengths, vectors
 from tests.oracles.delta import delta, delta_plain, delta_plain_matrices, onnx_gated_delta

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from regard.ops.softmax import dispatch, mask_lowering, sdpa, tiled
+from regard.ops.softmax import dispatch, lowering, sdpa, tiled
 from regard.ops.softmax.call import Call
 from regard.ops.softmax.kernel import Kernel
 from tests.kernels import require_backend
@@ -30,7 +30,7 @@ KERNELS = [
     # the kernel "triton" needs a GPU, or an interpreter in a process of its own: tests/.../triton
     *((kernel, False) for kernel in dispatch.KERNELS if kernel.name != "triton"),
     (tiled.TiledKernel(tiled.TileSizes(8, 4, 512)), True),
-    (sdpa.SdpaKernel(mask_lowering.BlockSizes(8, 4, 2, 2)), True),
+    (sdpa.SdpaKernel(lowering.BlockSizes(8, 4, 2, 2)), True),
 ]
 IDS = [kernel.name + "-small-tiles" * small for kernel, small in KERNELS]
 SLOW = {"flex": 8}  # torch traces each call anew on CPU: every eighth case there

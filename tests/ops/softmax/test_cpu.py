@@ -17,7 +17,7 @@ from torch import Tensor
 
 import regard
 from regard import biases, masks
-from regard.ops.cpu import decode, launch, threads
+from regard.ops.cpu import arguments, attention, threads
 from regard.ops.softmax import cpu
 from regard.ops.softmax.call import Call, make_call
 from regard.span import Span
@@ -161,18 +161,24 @@ def test_a_query_that_sees_nothing() -> None:
     assert nothing.isfinite().all(), "what a slot without a token holds is not looked at"
 
 
-@pytest.mark.parametrize("workers", [1, 2, 5])
-def test_parts_and_threads_change_roundings_only(
-    workers: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(threads, "thread_count", lambda: workers)
-    S = 64 * 90 + 5
-    assert 2 * S * (40 + 24) >= 5 * decode.ELEMENTS_PER_THREAD, "work for 5 threads"
-    q, k, v = inputs(S, B=1)
-    call = make_call(q, k, v, mask=masks.Causal() & masks.Window(3000), wants_lse=True)
-    splits = 1 if workers == 1 else min(4 * workers, 22)
-    assert decode.split_count(2, S, 40 + 24, workers) == (workers, splits)
-    assert_right(call, f"{workers} workers")
+@pytest.mark.parametrize("S", [300, 64 * 90 + 5])
+def test_batch_and_threads_change_no_bit(S: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    q, k, v = inputs(S, B=3)
+    options: dict[str, Any] = {"mask": masks.Causal() & masks.Window(3000), "wants_lse": True}
+    whole = make_call(q, k, v, **options)
+    assert_right(whole, f"{S} keys")
+    split_count = attention.split_count
+    right, splits = KERNEL.run(whole), split_count(S)
+    assert splits == {300: 1, 64 * 90 + 5: 11}[S]
+    for workers in (1, 2, 5):
+        monkeypatch.setattr(threads, "thread_count", lambda workers=workers: workers)
+        for rows in (slice(0, 1), slice(1, 3)):
+            found = KERNEL.run(make_call(q[rows], k[rows], v[rows], **options))
+            assert torch.equal(found.out, right.out[rows])
+            assert torch.equal(found.lse, right.lse[rows])
+    if splits > 1:  # the broken form: another division
+        monkeypatch.setattr(attention, "split_count", lambda keys: split_count(keys) - 1)
+        assert not torch.equal(KERNEL.run(whole).lse, right.lse)
 
 
 def test_memory_is_read_where_it_lies() -> None:
@@ -180,11 +186,11 @@ def test_memory_is_read_where_it_lies() -> None:
     q, _, _ = inputs(1)
     buffer = torch.randn(2, 2, 500, 64)
     k, v = buffer[:, :, 100:300, :40], buffer[:, :, 100:300, 40:]
-    assert launch.with_rows(k).data_ptr() == k.data_ptr()
+    assert arguments.with_rows(k).data_ptr() == k.data_ptr()
     call = make_call(q, k, v, wants_lse=True)
     assert_right(call, "a view")
     turned = torch.randn(2, 2, 40, 200).transpose(2, 3)
-    copy = launch.with_rows(turned)
+    copy = arguments.with_rows(turned)
     assert torch.equal(copy, turned)
     assert copy.is_contiguous()
     call = make_call(q, turned, v, wants_lse=True)
@@ -218,7 +224,7 @@ def _child(queue: Any, q: Tensor, k: Tensor, v: Tensor) -> None:
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 def test_after_a_fork(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(threads, "thread_count", lambda: 2)
-    q, k, v = inputs(2 * decode.ELEMENTS_PER_THREAD // 128, B=1)  # work for two threads
+    q, k, v = inputs(2 * attention.ELEMENTS_PER_THREAD // 128, B=1)  # work for two threads
     here = regard.attend(q, k, v, backend="cpu")  # the parent's threads are there now
     context = multiprocessing.get_context("fork")
     queue = context.Queue()
@@ -231,7 +237,7 @@ def test_after_a_fork(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_threads_of_our_own_where_torch_has_no_team(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(threads, "thread_count", lambda: 3)
-    q, k, v = inputs(3 * decode.ELEMENTS_PER_THREAD // 128, B=1)  # work for three threads
+    q, k, v = inputs(3 * attention.ELEMENTS_PER_THREAD // 128, B=1)  # work for three threads
     with_team = regard.attend(q, k, v, backend="cpu")
     monkeypatch.setattr(threads, "torch_openmp", lambda: None)
     assert torch.equal(regard.attend(q, k, v, backend="cpu"), with_team)

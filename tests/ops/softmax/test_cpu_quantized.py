@@ -16,7 +16,7 @@ import regard
 from regard import biases, masks
 from regard.caches import Growing, Quantized, quantization
 from regard.nn import Attention, HeadProjection, SeparateQKV
-from regard.ops.cpu import decode, launch, threads
+from regard.ops.cpu import arguments, attention, threads
 from regard.ops.softmax import cpu
 from regard.ops.softmax.call import Call, make_call
 from regard.span import Positions, Span
@@ -129,7 +129,7 @@ def assert_right(wide: list[Tensor], calls: Call | list[Call], what: str) -> Non
         }
         if call.bias is not None:
             options["bias"] = call.bias.block(*where, dtype=torch.float64)
-        assert decode.quantized_segment(call.k, call.v) is not None
+        assert attention.quantized_segment(call.k, call.v) is not None
         found.append(KERNEL.run(call))
         exact.append(plain_attention(call.q.double(), *wide, **options))
         rounded = (x.to(call.q.dtype) for x in wide)
@@ -250,7 +250,7 @@ def test_slots_that_hold_nothing(opened: list[str]) -> None:
 def test_threads_and_memory_in_any_order(monkeypatch: pytest.MonkeyPatch) -> None:
     """Parts for several threads, rows that were chosen, a fork, and codes that lie otherwise."""
     S = 1600
-    assert 2 * S * (64 + 64) >= 3 * decode.ELEMENTS_PER_THREAD, "work for 3 threads"
+    assert 2 * S * (64 + 64) >= 3 * attention.ELEMENTS_PER_THREAD, "work for 3 threads"
     k, v = tokens(S, B=1, D=64, E=64)
     cache = Quantized(4, residual=20)
     filled(cache, k, v)
@@ -370,24 +370,24 @@ def test_codes_of_every_form(bits: int, rows: int, group: int, D: int, dtype: to
     k = random_codes(bits, 1, 1, S // group, D, group, dtype=dtype)
     v = random_codes(bits, 1, 1, S, E // group, group, dtype=dtype)
     q = torch.randn(1, 1, rows, D) / D**0.5
-    nothing = launch.NO_POSITIONS, 0
-    args = decode.DecodeArgs(
+    nothing = arguments.NO_POSITIONS, 0
+    args = attention.DecodeArgs(
         q,
         1.0,
         rows,
         *nothing,
         torch.zeros(1, 1, 1, 1, dtype=torch.int64),
         torch.full((1, 1, 1, 1), S, dtype=torch.int64),
-        launch.NO_VISIBLE,
+        arguments.NO_VISIBLE,
         0.0,
         symmetric=False,
-        slopes=launch.NO_SLOPES,
-        bias=launch.NO_BIAS,
+        slopes=arguments.NO_SLOPES,
+        bias=arguments.NO_BIAS,
         q_positions=torch.full((1, rows), S),
     )
-    numbers = [decode.quantized_numbers(*x, bits) for x in (k, v)]
-    segment = decode.QuantizedSegment(*numbers, dtype, S, (q, q), (*k, *v))
-    out, lse = decode.decode_quantized(args, segment, E)
+    numbers = [attention.quantized_numbers(*x, bits) for x in (k, v)]
+    segment = attention.QuantizedSegment(*numbers, dtype, S, (q, q), (*k, *v))
+    out, lse = attention.decode_quantized(args, segment, E)
     keys = numbers_of(k, bits).transpose(-1, -2).reshape(S, D)
     values = numbers_of(v, bits).reshape(S, E)
     scores = q[0, 0].double() @ keys.T
@@ -405,9 +405,9 @@ def scores_of(q: Tensor, codes: Tensor, scale: Tensor, zero: Tensor, bits: int) 
     values = torch.zeros(1, 1, n, 1, 1, dtype=torch.uint8)
     of_values = torch.ones(1, 1, n, 1, 1, dtype=scale.dtype)
     keys = (codes[None, None, None], *(x[None, None, None, :, None] for x in (scale, zero)))
-    segment = decode.QuantizedSegment(
-        decode.quantized_numbers(*keys, bits),
-        decode.quantized_numbers(values, of_values, of_values, 8),
+    segment = attention.QuantizedSegment(
+        attention.quantized_numbers(*keys, bits),
+        attention.quantized_numbers(values, of_values, of_values, 8),
         scale.dtype,
         n,
         (q[:0], q[:0]),
@@ -417,22 +417,22 @@ def scores_of(q: Tensor, codes: Tensor, scale: Tensor, zero: Tensor, bits: int) 
     for c in range(n):
         visible = torch.zeros(1, 1, 1, n, dtype=torch.bool)
         visible[..., c] = True
-        args = decode.DecodeArgs(
+        args = attention.DecodeArgs(
             q=q[None, None].contiguous(),
             scale=1.0,
             T=R,
-            k_positions=launch.NO_POSITIONS,
+            k_positions=arguments.NO_POSITIONS,
             origin=0,
-            starts=launch.NO_RANGES,
-            stops=launch.NO_RANGES,
+            starts=arguments.NO_RANGES,
+            stops=arguments.NO_RANGES,
             visible=visible,
             softcap=0.0,
             symmetric=False,
-            slopes=launch.NO_SLOPES,
-            bias=launch.NO_BIAS,
+            slopes=arguments.NO_SLOPES,
+            bias=arguments.NO_BIAS,
             q_positions=torch.zeros(1, R, dtype=torch.int64),
         )
-        found[:, c] = decode.decode_quantized(args, segment, 1)[1][0, 0]
+        found[:, c] = attention.decode_quantized(args, segment, 1)[1][0, 0]
     return found
 
 
@@ -504,14 +504,14 @@ def coded(axis: str, *, slots: int = 16, kind: torch.dtype = torch.float32) -> A
 
 
 def test_which_codes_one_loop_reads() -> None:
-    found = decode.quantized_segment(coded("channel"), coded("token"))
+    found = attention.quantized_segment(coded("channel"), coded("token"))
     assert found is not None
     assert (found.slots, found.dtype) == (16, torch.float32)
     half = coded("token", kind=torch.float16)
-    assert decode.quantized_segment(coded("channel"), half) is None, "two dtypes of scales"
+    assert attention.quantized_segment(coded("channel"), half) is None, "two dtypes of scales"
     longer = coded("token", slots=24)
-    assert decode.quantized_segment(coded("channel"), longer) is None, "of two memories"
-    assert decode.quantized_segment(coded("token"), coded("channel")) is None
+    assert attention.quantized_segment(coded("channel"), longer) is None, "of two memories"
+    assert attention.quantized_segment(coded("token"), coded("channel")) is None
 
 
 def test_scales_and_zeros_are_read_by_the_same_steps() -> None:
@@ -519,7 +519,7 @@ def test_scales_and_zeros_are_read_by_the_same_steps() -> None:
     keys = coded("channel")
     zero = torch.randn(8, 2, 2, 1).permute(3, 1, 2, 0)[..., None]
     keys.coded.groups.zero = zero
-    found = decode.quantized_segment(keys, coded("token"))
+    found = attention.quantized_segment(keys, coded("token"))
     assert found is not None
     _, scale, read = found.owners[:3]
     assert torch.equal(read, zero)

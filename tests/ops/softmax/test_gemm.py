@@ -12,7 +12,7 @@ from torch import Tensor
 import regard
 from regard import biases, masks
 from regard.errors import KernelRefusal
-from regard.ops.cpu.prefill import PrefillArgs, prefill
+from regard.ops.cpu.attention import PrefillArgs, prefill
 from regard.ops.softmax import gemm
 from regard.ops.softmax.call import make_call
 from regard.ops.softmax.gemm import GemmKernel
@@ -351,7 +351,7 @@ def test_it_is_the_first_choice_where_it_pays(monkeypatch: pytest.MonkeyPatch) -
         x = torch.zeros(1, 1, 1, 1).expand(*shape).to(options.pop("dtype", torch.bfloat16))
         return regard.plan(x, x, x, **options).kernel
 
-    monkeypatch.setattr(gemm, "_processor_suits", lambda: True)
+    monkeypatch.setattr(gemm, "_measured_sizes", lambda: gemm.MEASURED["AVX512"])
     monkeypatch.setattr(gemm, "_processor_has_amx", lambda: False)
     assert first(1, 8, 512, 64) == "gemm"
     assert first(1, 8, 256, 64) == "sdpa"
@@ -373,8 +373,34 @@ def test_it_is_the_first_choice_where_it_pays(monkeypatch: pytest.MonkeyPatch) -
     assert first(4, 8, 512, 64, dtype=torch.float32, mask=masks.Causal() & padding) == "gemm", (
         "torch's flag is_causal does not express padding"
     )
-    monkeypatch.setattr(gemm, "_processor_suits", lambda: False)
+    monkeypatch.setattr(gemm, "_measured_sizes", lambda: None)
     assert first(1, 8, 512, 64) == "sdpa"
+
+
+@pytest.mark.parametrize("trained", [False, True])
+def test_with_avx2_alone_torch_is_first_only_without_a_mask(
+    trained: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def first(*shape: int, dtype: torch.dtype, **options: Any) -> str:
+        x = torch.zeros(1, 1, 1, 1, dtype=dtype).expand(*shape).requires_grad_(trained)
+        return regard.plan(x, x, x, **options).kernel
+
+    monkeypatch.setattr(gemm, "_measured_sizes", lambda: gemm.MEASURED["AVX2"])
+    monkeypatch.setattr(gemm, "_processor_has_amx", lambda: False)
+    window = masks.Causal() & masks.Window(64)
+    for dtype in DTYPES:
+        assert first(1, 4, 256, 64, dtype=dtype, mask=masks.Causal()) == "gemm"
+        assert first(1, 8, 256, 64, dtype=dtype, mask=window) == "gemm"
+        assert first(1, 4, 128, 64, dtype=dtype, mask=masks.Causal()) == "sdpa", "too little"
+    of_all_keys = {dtype: first(1, 8, 1024, 64, dtype=dtype) for dtype in DTYPES}
+    only = {torch.float16} | ({torch.bfloat16} if trained else set())
+    assert {dtype for dtype, kernel in of_all_keys.items() if kernel == "gemm"} == only
+    padding = masks.Padding.right([1024, 700])
+    assert first(2, 8, 1024, 64, dtype=torch.float32, mask=padding) == (
+        "sdpa" if trained else "gemm"
+    )
+    narrow = first(1, 8, 1024, 32, dtype=torch.float32, mask=masks.Causal())
+    assert narrow == ("gemm" if trained else "sdpa")
 
 
 def test_beside_amx_it_is_the_first_choice_where_torch_computes_more(
@@ -384,7 +410,7 @@ def test_beside_amx_it_is_the_first_choice_where_torch_computes_more(
         x = torch.zeros(1, 1, 1, 1).expand(*shape).to(dtype)
         return regard.plan(x.requires_grad_(options.pop("trained", False)), x, x, **options).kernel
 
-    monkeypatch.setattr(gemm, "_processor_suits", lambda: True)
+    monkeypatch.setattr(gemm, "_measured_sizes", lambda: gemm.MEASURED["AVX512"])
     monkeypatch.setattr(gemm, "_processor_has_amx", lambda: True)
     window = masks.Causal() & masks.Window(64)
     for dtype in (torch.bfloat16, torch.float32):

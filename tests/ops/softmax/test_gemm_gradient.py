@@ -15,7 +15,7 @@ from torch import Tensor
 import regard
 from regard import biases, masks
 from regard.errors import KernelRefusal
-from regard.ops.cpu import prefill
+from regard.ops.cpu import attention
 from regard.ops.softmax import gemm
 from regard.ops.softmax.call import make_call
 from regard.ops.softmax.gemm import GemmKernel
@@ -286,12 +286,12 @@ def test_a_wrong_gradient_would_be_found(monkeypatch: pytest.MonkeyPatch) -> Non
     tensors, (i, j) = qkv(), grid(70, 70)
     with pytest.raises(AssertionError, match="gradient of q error"):
         assert_right(tensors, j < i + 2, mask=masks.Causal())
-    real = prefill.prefill_gradient
+    real = attention.prefill_gradient
 
     def without_the_shift(args: Any, out: Tensor, *rest: Any) -> Any:
         return real(args, torch.zeros_like(out), *rest)
 
-    monkeypatch.setattr(prefill, "prefill_gradient", without_the_shift)
+    monkeypatch.setattr(attention, "prefill_gradient", without_the_shift)
     with pytest.raises(AssertionError, match="gradient of q error"):
         assert_right(tensors, j <= i, mask=masks.Causal())
 
@@ -332,15 +332,15 @@ def test_panels_that_nobody_sees_are_not_multiplied(dtype: torch.dtype) -> None:
     q, k, v = qkv(T=100, S=400, dtype=dtype)
     mask = masks.Causal() & masks.Window(40)
     call = make_call(q, k, v, mask=mask)
-    out, top, total = prefill.prefill(gemm.prefill_args(call))
+    out, top, total = attention.prefill(gemm.prefill_args(call))
     rest = (out, (top, total), out, torch.zeros_like(top))
-    right = prefill.prefill_gradient(gemm.prefill_args(call), *rest)
+    right = attention.prefill_gradient(gemm.prefill_args(call), *rest)
 
     def with_nan(first: int, last: int) -> tuple[Tensor, ...]:
         k_bad, v_bad = k.clone(), v.clone()
         k_bad[:, :, first:last], v_bad[:, :, first:last] = math.nan, math.nan
         bad = gemm.prefill_args(make_call(q, k_bad, v_bad, mask=mask))
-        return prefill.prefill_gradient(bad, *rest)
+        return attention.prefill_gradient(bad, *rest)
 
     # queries 300 to 399 see keys 261 to 399; 256 is where a panel begins
     assert all(torch.equal(x, y) for x, y in zip(with_nan(0, 256), right, strict=True))
@@ -420,7 +420,7 @@ def test_it_trains_where_it_pays(monkeypatch: pytest.MonkeyPatch) -> None:
         x = torch.zeros(1, 1, 1, 1, dtype=dtype).expand(*shape).requires_grad_()
         return regard.plan(x, x, x, **options).kernel
 
-    monkeypatch.setattr(gemm, "_processor_suits", lambda: True)
+    monkeypatch.setattr(gemm, "_measured_sizes", lambda: gemm.MEASURED["AVX512"])
     monkeypatch.setattr(gemm, "_processor_has_amx", lambda: False)
     window = masks.Causal() & masks.Window(64)
     assert first(1, 8, 512, 64) == "gemm"
@@ -431,5 +431,5 @@ def test_it_trains_where_it_pays(monkeypatch: pytest.MonkeyPatch) -> None:
     assert first(4, 8, 512, 32, mask=masks.Causal()) == "sdpa", "heads too narrow"
     assert first(4, 8, 512, 32, mask=padded) == "sdpa", "torch leaves out as much"
     assert first(4, 8, 512, 32, mask=window) == "gemm"
-    monkeypatch.setattr(gemm, "_processor_suits", lambda: False)
+    monkeypatch.setattr(gemm, "_measured_sizes", lambda: None)
     assert first(1, 8, 512, 64) == "sdpa"

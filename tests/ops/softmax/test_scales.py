@@ -142,10 +142,12 @@ def test_torchs_own_gradient_of_large_scores_fails_the_rule() -> None:
             assert_close_rule(found[i], [x[i] for x in usual], right[i], GRADIENT, name)
 
 
-def test_where_the_borders_lie() -> None:
+def test_where_the_borders_lie(monkeypatch: pytest.MonkeyPatch) -> None:
     """Small scores stay with torch's kernel; larger ones go to compiled products, the largest to
     tiles.
     """
+    monkeypatch.setattr(gemm, "_measured_sizes", lambda: gemm.MEASURED["AVX512"])
+    monkeypatch.setattr(gemm, "_processor_has_amx", lambda: False)
 
     def chosen(largest: float, T: int = 256) -> str:
         q = torch.zeros(2, 8, T, 64)

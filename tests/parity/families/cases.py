@@ -44,6 +44,10 @@ class Case(NamedTuple):
         for name, buffer in model.named_buffers():
             if name.endswith(("e_score_correction_bias", "expert_bias", "layer_scalar")):
                 buffer.add_(0.3 * torch.randn(buffer.shape, generator=make))
+            if name.endswith("tid2eid"):  # the experts of each token id, all different
+                experts = self.keys["n_routed_experts"]
+                order = torch.rand(len(buffer), experts, generator=make).argsort(-1)
+                buffer.copy_(order[:, : buffer.shape[1]])
         return model
 
     def load(self, folder: Path) -> tuple[Any, Model]:
@@ -63,7 +67,8 @@ def assert_case(case: Case, folder: Path) -> Model:
     """Prefill, chunks, decoding, left padding, rows alone, and a saved folder read by both."""
     model = case.model()
     mine = assert_decoder(model, folder, start=case.start, length=case.length)
-    assert_saved(mine, model, folder, start=case.start)
+    if case.head != "ForConditionalGeneration":  # what sees is not saved
+        assert_saved(mine, model, folder, start=case.start)
     return mine
 
 

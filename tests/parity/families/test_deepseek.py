@@ -4,6 +4,7 @@ published files.
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -12,15 +13,18 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import regard
-from regard.configs.reader import parse
+from regard.configs.published import PUBLISHED_MODELS
+from regard.configs.reader import parse, read_sizes
 from regard.errors import ArgumentError, FileError
 from regard.models.families import family
+from regard.models.model import Model
 from regard.models.save import save
 from regard.nn import QueryTemperature
 from regard.nn.blocks.routers import ExpertGroups
 from tests.parity.families import changes
 from tests.parity.families.cases import Case, parity_tests
 from tests.parity.families.changes import put, zeros
+from tests.parity.families.harness import ids_of, saved
 from tests.parity.families.published import build, count, layer, placed, published
 
 H, NOPE, ROPE, V, RANK = 5, 8, 6, 10, 12
@@ -399,4 +403,51 @@ def test_the_layer_that_predicts_a_second_token_is_left_out(tmp_path: Path) -> N
         tensors | {"model.layers.60.eh_proj.weight": torch.ones(2)}, tmp_path / "model.safetensors"
     )
     with pytest.raises(FileError, match="1 unexpected"):
+        regard.load(tmp_path)
+
+
+def test_all_parameters_of_kimi() -> None:
+    """K2.5 without what sees: 1.03 trillion, counted and built."""
+    text = dict(PUBLISHED_MODELS["kimi-k2.5"].config) | {"n_group": 1, "topk_group": 1}
+    raw = {"model_type": "kimi_k25", "text_config": text, "tie_word_embeddings": False}
+    _, network = build(raw | {"text_config": text | {"num_hidden_layers": 2}})
+    each = sum(p.numel() for p in network.layers[1].parameters())
+    assert count(network) + 59 * each == read_sizes(raw, "").parameters == 1_026_408_232_448
+
+
+def test_kimi_as_its_makers_write_it(tmp_path: Path) -> None:
+    """Keys and quantization inside text_config, names with a prefix, and what sees beside them."""
+    model = CASES["deepseek_v3"].model()
+    tensors = load_file(saved(model, tmp_path) / "model.safetensors")
+    plain = regard.load(tmp_path, kind=Model)
+    name = "model.layers.1.self_attn.o_proj.weight"
+    narrow = (tensors[name] / 2**-6).to(torch.float8_e4m3fn)
+    plain.decoder.layers[1].attention.output.weight.data = narrow.float() * 2**-6
+    tensors |= {name: narrow, f"{name}_scale_inv": torch.full((1, 1), 2**-6)}
+    stored = {f"language_model.{k}": v for k, v in tensors.items()}
+    stored |= {f"{k}.weight": torch.zeros(2) for k in ("mm_projector.pre_norm", "vision_tower.x")}
+    raw = json.loads((tmp_path / "config.json").read_text())
+    fp8 = {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}
+    text = {**raw, "model_type": "kimi_k2", "quantization_config": fp8}
+    whole = {
+        "architectures": ["KimiK25ForConditionalGeneration"],
+        "model_type": "kimi_k25",
+        "text_config": text,
+        "vision_config": {},
+        "tie_word_embeddings": False,
+        "ignore_index": -100,
+        "media_placeholder_token_id": 5,
+        "use_unified_vision_chunk": True,
+        "video_placeholder": "<video>",
+    }
+    save_file(stored, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps(whole))
+    ids = ids_of(model)
+    assert torch.equal(regard.load(tmp_path, kind=Model)(ids), plain(ids))
+    with pytest.raises(ArgumentError, match="only the language models deepseek_v3 and kimi_k2 are"):
+        parse(type(plain.config), whole | {"text_config": text | {"model_type": "llama"}})
+    # transformers ties what says nothing
+    del whole["tie_word_embeddings"]
+    (tmp_path / "config.json").write_text(json.dumps(whole))
+    with pytest.raises(regard.FileError, match="lm_head"):
         regard.load(tmp_path)

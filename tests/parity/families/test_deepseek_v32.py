@@ -1,5 +1,5 @@
-"""DeepSeek-V3.2 of transformers, saved by it and loaded here: latent attention to the keys that an
-indexer selects; wrong ones must be far.
+"""DeepSeek-V3.2 and GLM-5 of transformers, saved by it and loaded here: latent attention to the
+keys that an indexer selects; wrong ones must be far.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 import regard
+from regard.configs.deepseek import GlmMoeDsaConfig
+from regard.configs.reader import parse
 from regard.errors import ArgumentError, FileError
 from regard.inspect import explain, record
 from regard.models.families import family
@@ -50,9 +52,27 @@ def neighbours(network: Any) -> None:
             part.steps[-1] = Rotary(WIDTH, 1e4, rotary_dim=6, layout="interleaved")
 
 
+def halves_in_the_indexer(network: Any) -> None:
+    """Rotary pairs in two halves, as in DeepSeek-V3.2."""
+    for selector in selectors(network):
+        for part in (selector.q, selector.k):
+            part.steps[-1] = Rotary(WIDTH, 1e4, rotary_dim=6)
+
+
 def weights_of_other_heads(network: Any) -> None:
     for selector in selectors(network):
         selector.weight.weight.data = selector.weight.weight.data.roll(1, 0)
+
+
+def an_indexer_in_each_layer(network: Any) -> None:
+    """Index heads of the layer before, with another hidden state, in place of its choice."""
+    for i in (1, 3):
+        network.layers[i].attention.selector = network.layers[i - 1].attention.selector
+
+
+def the_first_choice(network: Any) -> None:
+    """The choice of the first layer in all layers."""
+    network.layers[2].attention.selector = network.layers[1].attention.selector
 
 
 CASES: dict[str, Case] = {
@@ -67,6 +87,31 @@ CASES: dict[str, Case] = {
             weights_of_other_heads,
             put("layers.*.attention.selector.k", flat=nn.Identity()),
             changes.each("no mscale", scale=None),
+        ),
+        start=1000,
+        corrections=8,
+    ),
+    "glm_moe_dsa": Case(
+        "GlmMoeDsa",
+        {k: v for k, v in SPARSE.items() if k != "rope_parameters"},
+        (
+            put("layers.*.attention.selector", topk=TOPK - 1),
+            halves_in_the_indexer,
+            changes.halves,
+            weights_of_other_heads,
+            put("layers.*.attention.selector.k", flat=nn.Identity()),
+        ),
+        start=1000,
+        corrections=8,
+    ),
+    "glm_moe_dsa, shared choices": Case(
+        "GlmMoeDsa",
+        {k: v for k, v in SPARSE.items() if k != "rope_parameters"}
+        | {"num_hidden_layers": 4, "indexer_types": ["full", "shared", "full", "shared"]},
+        (
+            an_indexer_in_each_layer,
+            the_first_choice,
+            put("layers.2.attention.selector", topk=TOPK - 1),
         ),
         start=1000,
         corrections=8,
@@ -89,7 +134,9 @@ CASES: dict[str, Case] = {
 }
 
 
-test_every_family, test_wrong_variants_are_far = parity_tests(CASES, keep=1, keep_wrong=1)
+test_every_family, test_wrong_variants_are_far = parity_tests(
+    CASES, keep=["deepseek_v32", "glm_moe_dsa"], keep_wrong=1
+)
 
 
 def test_loading_is_strict(tmp_path: Path) -> None:
@@ -147,6 +194,49 @@ def test_recording_explaining_and_training_the_indexer() -> None:
     indexer_losses(layer, x).sum().backward()
     trained = {name for name, p in layer.named_parameters() if p.grad is not None}
     assert trained == {name for name, _ in layer.named_parameters() if "selector" in name}
+
+
+def test_which_layers_share_a_choice() -> None:
+    """By letters, and by every n-th layer behind an offset, as transformers counts them."""
+    import transformers
+
+    sizes = {k: v for k, v in SPARSE.items() if k != "rope_parameters"}
+    sizes |= {"model_type": "glm_moe_dsa", "num_hidden_layers": 7}
+    for keys in (
+        {"index_topk_pattern": "FSSFSFS"},
+        {"index_topk_freq": 3},
+        {"index_topk_freq": 2, "index_skip_topk_offset": 3},
+        {"index_topk_freq": 1},
+    ):
+        theirs = transformers.GlmMoeDsaConfig(**sizes | keys).indexer_types
+        read: Any = parse(GlmMoeDsaConfig, sizes | keys)
+        assert [read.shares_choice(i) for i in range(7)] == [x == "shared" for x in theirs]
+
+
+def test_a_shared_choice_without_the_layer_that_chose() -> None:
+    _, network = glm_network()
+    with pytest.raises(ArgumentError, match="call the Decoder, whose first such layer must have"):
+        network.layers[1].attention(torch.zeros(1, 3, network.embed.embedding.embedding_dim))
+
+
+def test_a_recording_shows_the_choice_of_the_earlier_layer() -> None:
+    tokenizer = regard.load("tiny").tokenizer
+    config, network = glm_network(vocab_size=tokenizer.vocab_size, index_topk=3)
+    make = torch.Generator().manual_seed(5)
+    for parameter in network.parameters():
+        parameter.data.normal_(generator=make).mul_(parameter.shape[-1] ** -0.5)
+    model = Model(network.eval().requires_grad_(False), tokenizer, config, eos_ids=[0])
+    text = "to be or not to be that is"
+    first, second = (record(model, text).weights(layer, 1) > 0 for layer in (0, 1))
+    assert first.equal(second)
+    assert int(first.sum(-1).max()) == 3
+    assert explain(model, text, layer=1, head=2).check < 1e-3
+
+
+def glm_network(**changes: Any) -> tuple[Any, Any]:
+    sizes = {k: v for k, v in SPARSE.items() if k != "rope_parameters"}
+    config = family("glm_moe_dsa").config(**sizes | {"indexer_types": ("full", "shared")} | changes)
+    return config, family("glm_moe_dsa").build(config)
 
 
 def test_other_parts_are_refused() -> None:

@@ -24,6 +24,7 @@ from tests.parity.families import (
     test_gemma,
     test_gemma4,
     test_llama4,
+    test_step,
 )
 from tests.parity.families.harness import assert_near, ids_of, saved, theirs
 from tests.parity.families.test_llama_relatives import HEAD_DIM, MINISTRAL, SIZES
@@ -108,6 +109,27 @@ CASES = {
         SIGHT | {"model_type": "pixtral", "head_dim": 8},
         "mistral4",
     ),
+    "kimi k2.5": Seeing(
+        "Kimi_K25",
+        {"model_type": "deepseek_v3", **test_deepseek.SMALL},
+        {
+            **{k: v for k, v in SIGHT.items() if k != "image_size"},
+            **dict.fromkeys(("pos_emb_height", "pos_emb_width", "pos_emb_time"), 2),
+        },
+        "deepseek_v3",
+        keys={"tie_word_embeddings": False, "projection_hidden_size": 16},
+    ),
+    "kimi k2.5, tied": Seeing(
+        "Kimi_K25",
+        {"model_type": "deepseek_v3", **test_deepseek.SMALL},
+        {
+            **{k: v for k, v in SIGHT.items() if k != "image_size"},
+            **dict.fromkeys(("pos_emb_height", "pos_emb_width", "pos_emb_time"), 2),
+        },
+        "deepseek_v3",
+        keys={"projection_hidden_size": 16},
+    ),
+    "step3p7": Seeing("Step3p7", test_step.TEXT, SIGHT, "step3p5", "vision_model"),
     "qwen3_5": Seeing(
         "Qwen3_5",
         QWEN["qwen3_5_text"] | {"rope_parameters": AXES},

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from regard.argument_checks import check_int
 from regard.masks import Intervals, Mask, Reach
-from regard.masks.base import check_int
 
 
 @dataclass(frozen=True, eq=False)

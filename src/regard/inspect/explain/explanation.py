@@ -12,6 +12,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from regard.untrusted_text import tuple_repr
+
 EQUATIONS: dict[str, str] = {
     "tokens": "text → token ids, and their positions",
     "hidden": "x_i = norm(h_i),  h_i = embedding + outputs of the earlier layers",
@@ -48,6 +50,9 @@ class ComputationStep(NamedTuple):
     name: str
     equation: str
     values: Array
+
+    def __repr__(self) -> str:
+        return tuple_repr(self)
 
 
 class TensorSummary(NamedTuple):

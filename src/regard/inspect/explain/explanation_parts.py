@@ -129,8 +129,7 @@ def _rotary_angles(
     for pair in range(count):
         both = (pair, pair + count) if rotary.layout == "half" else (2 * pair, 2 * pair + 1)
         for dim in both:
-            if described.rotary_start + dim < D:
-                pairs[described.rotary_start + dim] = pair
+            pairs[D - rotary.dim + dim] = pair
     return RotaryAngles(rotary.layout, angles, angle, tuple(pairs)), error
 
 

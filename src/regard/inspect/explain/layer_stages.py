@@ -20,12 +20,13 @@ from torch import Tensor, nn
 from regard import Trace, attend, attention_weights
 from regard.caches import Parts
 from regard.caches.cross_layer import FirstValues
+from regard.configs.suggested_sizes import DecoderSizes
 from regard.errors import ArgumentError, ArgumentTypeError
 from regard.inspect.explain.explanation import TensorSummary, to_json_value
 from regard.masks import Mask
 from regard.nn import Attention
 from regard.nn.blocks.blocks import PostNorm
-from regard.nn.variants.registry import find_variant
+from regard.nn.variants.registry import named_options, sized_options
 from regard.process_state import seeded
 from regard.span import Span
 
@@ -240,20 +241,6 @@ class LayerStages:
         }
 
 
-def default_options(name: str, dim: int, heads: int) -> dict[str, object]:
-    """Return the options of a mechanism for a size: those that `regard compare` uses, or those of
-    its small example.
-
-    >>> default_options("mla", 512, 8)
-    {'kv_rank': 128, 'nope_dim': 64, 'rope_dim': 32, 'value_dim': 64}
-    """
-    entry = find_variant(name)
-    if name == "mla":
-        D = dim // heads
-        return {"kv_rank": 2 * D, "nope_dim": D, "rope_dim": max(2, D // 4 * 2), "value_dim": D}
-    return dict(entry.example_options)
-
-
 def run_layers(
     names: Sequence[str],
     *,
@@ -281,8 +268,9 @@ def run_layer(
     device: torch.device | str | None = None,
 ) -> LayerStages:
     """Run one layer of a mechanism on tokens x `[B, T, M]`; it raises what `run_layers` raises."""
-    entry, dim = find_variant(name), x.shape[2]
-    own = default_options(name, dim, heads) if options is None else dict(options)
+    entry, named = named_options(name)
+    dim = x.shape[2]
+    own = sized_options(entry, {**named, **(options or {})}, DecoderSizes.of(dim, heads))
     with seeded(seed):
         module = entry.build(dim, heads, **own)
     if type(module) is not Attention:

@@ -31,6 +31,7 @@ from regard.inspect.model_run import (
     Input,
     ModelRun,
     check_passed,
+    passed_once,
     prepare_run,
 )
 from regard.language import Phrase
@@ -119,7 +120,7 @@ def attribute(
         )
     run = prepare_run(model, text)
     if method == "direct":
-        return _direct(run, metric, by_key=by_key)
+        return attribute_run(run, metric, by_key=by_key)
     if method == "gradient":
         return _gradient(run, None if corrupt is None else prepare_run(model, corrupt), metric)
     return _integrated(run, metric, steps)
@@ -151,7 +152,7 @@ def answer_direction(
     return Direction(vector[0, 0].double().cpu(), float(constant.detach()), logit, name)
 
 
-def _direct(run: ModelRun, metric: Metric, *, by_key: bool) -> EffectTable:
+def attribute_run(run: ModelRun, metric: Metric, *, by_key: bool) -> EffectTable:
     """Attribute a logit of the last token to the terms of its hidden state."""
     if callable(metric):
         raise ArgumentError(
@@ -223,7 +224,7 @@ def _gradient(run: ModelRun, corrupt: ModelRun | None, metric: Metric) -> Effect
     other = None
     if corrupt is not None:
         clean = run.run(capture=["z"])
-        other, target = clean.trace, float(measured.measure(clean.output))
+        other, target = passed_once(clean.trace), float(measured.measure(clean.output))
     names = list(trace)
     values = np.full((len(names), max(trace[name].shape[1] for name in names)), np.nan)
     for i, name in enumerate(names):
@@ -264,7 +265,7 @@ def _with_gradients(
             "tensor that was computed from the model's output, and do not detach it"
         )
     trace = result.trace
-    wanted = [trace[name] for name in trace]
+    wanted = list(passed_once(trace).values())
     check_passed(wanted, name)
     gradients = torch.autograd.grad(value, wanted, allow_unused=True)
     for x, gradient in zip(wanted, gradients, strict=True):
@@ -278,7 +279,7 @@ def _integrated(run: ModelRun, metric: Metric, steps: int) -> EffectTable:
         raise ArgumentError(f"steps is {steps}; it must be at least 1", argument="steps")
     measured = metric_of(run, metric)
     plain = run.run(capture=["pattern"])
-    names = list(plain.trace)
+    names = list(passed_once(plain.trace))
     check_passed(names, "pattern")
     points, weights = np.polynomial.legendre.leggauss(steps)  # on (-1, 1)
     values = np.full((len(names), max(plain.trace[name].shape[1] for name in names)), np.nan)

@@ -1,14 +1,19 @@
-"""Many edited runs of one input: as rows of one batch where the model is a stack of blocks.
+"""Many edited runs of one input: as rows of one batch where the model is a stack of blocks, or a
+model of transformers.
 
 A row joins the batch at the first layer that its edits change, with the state that the unchanged
 run has there, so that the layers below are computed once. If a row also names the first token that
 its edits change, the tokens before it are read from the caches of the unchanged run.
+
+Nothing is known of the code of a model of transformers, so that its rows run from the first layer.
+One row of each batch is not edited: if it is not, bit for bit, what it is in a batch without edits,
+then rows read one another, and the runs are made one at a time.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple, TypeAlias
 
@@ -68,9 +73,21 @@ def fill_table(
     report: ReportCell | None = None,
 ) -> EffectTable:
     """Measure the change of the metric by each cell's edits, and write it into the table."""
-    places, done = list(cells), 0
+    outputs = run_edited(run, list(cells.values()), last_only=metric.last_only)
+    return measure_cells(table, outputs, metric, list(cells), report)
+
+
+def measure_cells(
+    table: EffectTable,
+    outputs: Iterable[tuple[int, Tensor]],
+    metric: NamedMetric,
+    places: Sequence[tuple[int, int]],
+    report: ReportCell | None = None,
+) -> EffectTable:
+    """Write the change of the metric in each numbered output into the cell of that number."""
+    done = 0
     try:
-        for n, output in run_edited(run, list(cells.values()), last_only=metric.last_only):
+        for n, output in outputs:
             place = places[n]
             table.values[place] = float(metric.measure(output)) - (table.baseline or 0.0)
             done += 1
@@ -101,6 +118,9 @@ def run_edited(
     decoder = run.network
     firsts = [_first_layer(each.edits) for each in runs]
     if run.decoder_inputs is None or not _is_plain(decoder) or None in firsts:
+        if run.rows is not None and len(runs) > 1 and not is_tracing():
+            yield from _rows_of_module(run, runs)
+            return
         for n, each in enumerate(runs):
             yield n, run.run(each.edits).output
         return
@@ -121,6 +141,35 @@ def run_edited(
         yield from zip(chunk, batches.run(rows, start), strict=True)
 
 
+def _rows_of_module(run: ModelRun, runs: Sequence[EditedRun]) -> Iterator[tuple[int, Tensor]]:
+    """Generate the outputs of edited runs of a module, many as rows of one batch."""
+    assert run.tokens is not None, "rows are repeated by their ids"
+    most = max(1, COMPUTED_TOKENS // len(run.tokens.ids))
+    times = min(len(runs), most) + 1
+    unchanged = run.run(times=times).output
+    B, alone = len(unchanged) // times, len(unchanged) % times > 0
+    for begin in range(0, len(runs), times - 1):
+        chunk = range(begin, min(begin + times - 1, len(runs)))
+        edits: dict[str, list[tuple[int, Edit]]] = {}
+        for row, n in enumerate(chunk, 1):
+            for name, edit in runs[n].edits.items():
+                edits.setdefault(name, []).append((row, edit))
+        if not alone:
+            edited = {name: _edit_rows(each, times=times) for name, each in edits.items()}
+            try:
+                output = run.run(edited, times=times).output
+            except _NoRows:
+                alone = True
+            else:
+                alone = not torch.equal(output[:B], unchanged[:B])
+        for row, n in enumerate(chunk, 1):
+            yield n, run.run(runs[n].edits).output if alone else output[row * B : (row + 1) * B]
+
+
+class _NoRows(Exception):
+    """A tensor of an edited run has no rows for the runs of a batch."""
+
+
 def _first_layer(edits: Mapping[str, Edit]) -> int | None:
     """Return the first layer whose input or steps are edited; None if a name is no full one."""
     layers = []
@@ -136,8 +185,9 @@ def _is_plain(network: object) -> bool:
     """Return whether the layers of a decoder pass nothing but their states to one another, and no
     trace of the caller would see the rows of a batch.
     """
-    alone = isinstance(network, Decoder) and not network.shares_between_layers
-    return alone and not is_tracing()
+    if not isinstance(network, Decoder) or network.shares_between_layers or network.reads_ids:
+        return False
+    return not is_tracing()
 
 
 def _is_causal(decoder: Decoder) -> bool:
@@ -212,11 +262,17 @@ def _repeated(cache: Cache, B: int, times: int) -> Cache:
     return other
 
 
-def _edit_rows(edits: Sequence[tuple[int, Edit]], B: int) -> Edit:
-    """Return the edit of a batch that applies each edit to its own row, B rows of the input."""
+def _edit_rows(
+    edits: Sequence[tuple[int, Edit]], own_rows: int | None = None, *, times: int = 1
+) -> Edit:
+    """Return the edit of a batch that applies each edit to its own row: some rows of the input, or
+    one of `times` equal parts of a tensor.
+    """
 
     def edit(x: Tensor) -> Tensor:
-        x = x.clone()
+        if len(x) % times:
+            raise _NoRows
+        x, B = x.clone(), own_rows or len(x) // times
         for row, change in edits:
             own = slice(row * B, (row + 1) * B)
             x[own] = change(x[own])

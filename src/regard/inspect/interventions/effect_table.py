@@ -162,6 +162,11 @@ ENDINGS = (".csv", ".json", ".npy", ".png", ".svg", ".pdf")
 """The endings of files that `EffectTable.to` writes."""
 
 
+def _axis(name: str) -> str:
+    """Return the name of an axis in the language of the user."""
+    return name if translate(name) == name else translate(AXES.get(name, name))
+
+
 @dataclass(frozen=True, eq=False)
 class EffectTable:
     """Numbers by row and column, such as the effect of each head of each layer.
@@ -315,12 +320,13 @@ class EffectTable:
         """
         from regard.view.heatmaps import EffectMap
 
+        down, across = _axis(self.row_axis), _axis(self.column_axis)
         return EffectMap(
             self.values,
-            [f"{self.row_axis} {name}" if name.isdigit() else name for name in self.rows],
+            [f"{down} {name}" if name.isdigit() else name for name in self.rows],
             list(self.columns),
-            self.title,
-            self.column_axis,
+            translate(self.title),
+            across,
             self.quantity,
             self.cells,
         )
@@ -415,7 +421,8 @@ class EffectTable:
             f"<tr>{''.join(f'<td>{html.escape(escape_controls(x))}</td>' for x in line)}</tr>"
             for line in [top, *lines]
         )
-        title = html.escape(escape_controls(f"{self.title}: {self.quantity}"))
+        texts = (translate(self.title), translate(self.quantity))
+        title = html.escape(escape_controls(": ".join(texts)))
         return f"<table><caption>{title}</caption>{rows}</table>"
 
     def _repr_mimebundle_(

@@ -14,7 +14,13 @@ from torch import Tensor
 
 from regard.did_you_mean import suggest
 from regard.errors import ArgumentError
-from regard.inspect.interventions.edited_runs import EditedRun, ReportCell, fill_table
+from regard.inspect.interventions.edges import EdgeRuns
+from regard.inspect.interventions.edited_runs import (
+    EditedRun,
+    ReportCell,
+    fill_table,
+    measure_cells,
+)
 from regard.inspect.interventions.effect_table import EffectTable, Metric, NamedMetric, metric_of
 from regard.inspect.model_run import (
     AnyModel,
@@ -23,13 +29,22 @@ from regard.inspect.model_run import (
     ModelRun,
     check_index,
     check_passed,
+    passed_once,
     prepare_run,
+    repeat_notes,
 )
 from regard.language import Phrase
+from regard.tracing import Trace
 from regard.units import plural
 
 Ablation = Literal["zero", "mean", "resample"]
 """What takes the place of a head's output."""
+ABLATIONS: dict[Ablation, str] = {
+    "zero": "zero ablation of heads",
+    "mean": "mean ablation of heads",
+    "resample": "resample ablation of heads",
+}
+"""The titles of tables of ablation."""
 
 
 def ablate(
@@ -95,11 +110,10 @@ def ablate(
     run = prepare_run(model, text)
     measured = metric_of(run, metric)
     unchanged = run.run(capture=["z"])
-    z = {name: unchanged.trace[name] for name in unchanged.trace}
-    source = z
+    z = unchanged.trace
+    source: Mapping[str, Tensor] | Trace = z if method == "zero" else passed_once(z)
     if reference is not None:
-        other = prepare_run(model, reference).run(capture=["z"]).trace
-        source = {name: other[name] for name in other}
+        source = passed_once(prepare_run(model, reference).run(capture=["z"]).trace)
     chosen = chosen_places(list(z), layers)
     most = max(z[name].shape[1] for name in chosen)
     selected = check_heads(heads, most)
@@ -112,7 +126,7 @@ def ablate(
                 new = replacement(method, source[name][:, head], generator)
                 cells[i, j] = EditedRun({name: replace_head(head, new)})
     table = EffectTable(
-        Phrase("{method} ablation of heads", method=Phrase(method)),
+        ABLATIONS[method],
         Phrase("change of {name}", name=measured.name),
         np.full((len(chosen), len(selected)), np.nan),
         "layer",
@@ -120,6 +134,7 @@ def ablate(
         tuple(name.removesuffix(".z") for name in chosen),
         tuple(map(str, selected)),
         baseline=before,
+        notes=repeat_notes(unchanged.trace),
     )
     return fill_table(table, run, measured, cells, report)
 
@@ -205,8 +220,12 @@ def check_heads(heads: Collection[int] | None, count: int) -> list[int]:
     return [head % count for head in heads]
 
 
-What = Literal["residual", "mlp", "out", "heads", "paths"]
+What = Literal["residual", "mlp", "out", "heads", "paths", "edges"]
 """What is patched."""
+
+
+Tap = Literal["q", "k", "v", "mlp"]
+"""The input of a receiver."""
 
 
 class Receiver(NamedTuple):
@@ -215,7 +234,8 @@ class Receiver(NamedTuple):
     Args:
         layer: name of the place, such as "layers.3"; "logits" for the logits.
         head: the query head; it is not used for the logits.
-        tap: "q", "k" or "v", the input through which the head is reached.
+        tap: "q", "k" or "v", the input through which the head is reached; "mlp" for the
+            feed-forward layer, as the end of an edge.
 
     >>> Receiver("layers.1", 0, "k").tap
     'k'
@@ -223,7 +243,7 @@ class Receiver(NamedTuple):
 
     layer: str = "logits"
     head: int = 0
-    tap: Literal["q", "k", "v"] = "k"
+    tap: Tap = "k"
 
 
 @dataclass(frozen=True, eq=False)
@@ -262,20 +282,22 @@ def patch(
     "residual", "mlp" and "out" (the output of attention) are tables of layers and positions;
     "heads" is the output z of each head at all positions, a table of layers and heads; "paths" is
     the direct path from each head to one receiver, with all other heads kept at their values of the
-    corrupt run, while norms and feed-forward layers are computed anew (path patching).
+    corrupt run, while norms and feed-forward layers are computed anew (path patching); "edges" is
+    the edge from each head, feed-forward layer or the embedding to one receiver alone, of a `Model`
+    (see `EdgeRuns`).
 
     Args:
         model: a `Model`, a `TextEncoder`, a `Seq2Seq`, or any module (see `watch`).
         clean: the input with the activations to put in, as for `ablate`.
         corrupt: another input with the same number of tokens.
         metric: what is measured, as for `ablate`; None is the most likely token of the clean run.
-        what: "residual", "mlp", "out", "heads" or "paths".
+        what: "residual", "mlp", "out", "heads", "paths" or "edges".
         receiver: the end of the paths: a `Receiver` or (layer, head, "q", "k" or "v"); None is the
-            logits. Only for "paths".
+            logits. Only for "paths" and "edges", which may also end at "mlp".
         restore: True starts from the corrupt run and puts clean activations in (denoising); False
             starts from the clean run and puts corrupt ones in (noising).
         layers: names of places ("layers.3", "embed") or indices of layers; None is all.
-        heads: query heads, for "heads" and "paths"; None is all.
+        heads: query heads, for "heads", "paths" and "edges"; None is all.
         positions: positions of tokens, negative from the end, for the others; None is all.
         report: called after each effect, as in `ablate`.
 
@@ -302,11 +324,11 @@ def patch(
             f"what is {what!r}; it must be one of {', '.join(known)}{suggest(what, known)}",
             argument="what",
         )
-    if receiver is not None and what != "paths":
+    if receiver is not None and what not in ("paths", "edges"):
         raise ArgumentError(
             f"a receiver ends paths; what is {what!r}: use what='paths'", argument="receiver"
         )
-    by_head = what in ("heads", "paths")
+    by_head = what in ("heads", "paths", "edges")
     unused, other = ("positions", positions) if by_head else ("heads", heads)
     if other is not None:
         raise ArgumentError(
@@ -314,6 +336,11 @@ def patch(
             f"{'heads' if by_head else 'positions'}; leave them out",
             argument=unused,
         )
+    end = Receiver() if receiver is None else Receiver(*receiver)  # type: ignore[arg-type]
+    if what == "edges":
+        pair = (clean, corrupt) if not restore else (corrupt, clean)
+        measured = metric_of(prepare_run(model, clean), metric)
+        return _patch_edges(EdgeRuns(model, *pair), measured, end, layers, heads, report)
     names = {"heads": ["z"], "paths": ["z", "q", "k", "v"], "residual": ["embed", "residual"]}.get(
         what, [what]
     )
@@ -321,7 +348,6 @@ def patch(
     if what == "heads":
         return _patch_heads(both, layers, heads)
     if what == "paths":
-        end = Receiver() if receiver is None else Receiver(*receiver)  # type: ignore[arg-type]
         return _patch_paths(both, end, layers, heads)
     return _patch_positions(both, what, layers, positions)
 
@@ -340,7 +366,7 @@ def _two_runs(
     runs = {"clean": prepare_run(model, clean), "corrupt": prepare_run(model, corrupt)}
     measured = metric_of(runs["clean"], metric)
     results = {name: run.run(capture=names) for name, run in runs.items()}
-    traces = {name: {tap: r.trace[tap] for tap in r.trace} for name, r in results.items()}
+    traces = {name: passed_once(r.trace) for name, r in results.items()}
     for tap, x in traces["clean"].items():
         other = traces["corrupt"].get(tap)
         if other is None or other.shape != x.shape:
@@ -391,7 +417,7 @@ def _patch_heads(
     names = chosen_places(list(both.source), layers)
     selected = check_heads(heads, max(both.source[name].shape[1] for name in names))
     cells = {
-        (i, j): EditedRun({name: _take_head(both.source[name], head)})
+        (i, j): EditedRun({name: _take_heads(both.source[name], slice(head, head + 1))})
         for i, name in enumerate(names)
         for j, head in enumerate(selected)
         if head < both.source[name].shape[1]
@@ -427,28 +453,114 @@ def _patch_paths(
             frozen[sender] = _sender(both, sender, head)
             if end is not None:
                 received = both.run.run(frozen, capture=[end.name]).trace[end.name]
-                frozen = {end.name: _take_head(received, end.head)}
+                frozen = {end.name: _take_heads(received, end.heads)}
             cells[i, j] = EditedRun(frozen)
     rows = tuple(name.removesuffix(".z") for name in reached)
-    aim = (
-        Phrase("the logits")
-        if end is None
-        else Phrase(
-            "{tap} of {layer} head {head}",
-            tap=receiver.tap,
-            layer=receiver.layer,
-            head=receiver.head,
-        )
+    title = Phrase("patching of the direct paths to {aim}", aim=_aim_of(receiver))
+    notes = () if end is None else _shared_by(end.readers, receiver)
+    return _fill(both, title, "head", rows, tuple(map(str, selected)), cells, notes)
+
+
+def _shared_by(readers: range, receiver: Receiver) -> tuple[str, ...]:
+    """Return the note which query heads a change of a key or value reaches, if they are several."""
+    if len(readers) == 1:
+        return ()
+    note = Phrase(
+        "the heads {first} to {last} of {layer} read one {tap}, so that it changes for all of them",
+        first=readers[0],
+        last=readers[-1],
+        layer=receiver.layer,
+        tap=receiver.tap,
     )
-    title = Phrase("patching of the direct paths to {aim}", aim=aim)
-    return _fill(both, title, "head", rows, tuple(map(str, selected)), cells)
+    return (note,)
+
+
+def _aim_of(receiver: Receiver) -> Phrase:
+    """Return the words for the end of a path."""
+    if receiver.layer == "logits":
+        return Phrase("the logits")
+    if receiver.tap == "mlp":
+        return Phrase("the feed-forward layer of {layer}", layer=receiver.layer)
+    tap, layer, head = receiver.tap, receiver.layer, receiver.head
+    return Phrase("{tap} of {layer} head {head}", tap=tap, layer=layer, head=head)
+
+
+def _patch_edges(
+    runs: EdgeRuns,
+    metric: NamedMetric,
+    receiver: Receiver,
+    layers: Collection[str | int] | None,
+    heads: Collection[int] | None,
+    report: ReportCell | None,
+) -> EffectTable:
+    """Patch the edge from each sender to the receiver, with the rest of the model as it is."""
+    layer, head, tap = receiver
+    known = [f"layers.{i}" for i in range(len(runs.layers))]
+    if layer != "logits" and (layer not in known or tap not in get_args(Tap)):
+        raise ArgumentError(
+            f"there is no receiver {layer}:{head}:{tap}; it must be 'logits', or q, k, v or mlp of "
+            f"one of {', '.join(known)}{suggest(layer, known)}",
+            argument="receiver",
+        )
+    places = ["embed", *(f"{place}.z" for place in known)]
+    chosen = [name.removesuffix(".z") for name in chosen_places(places, layers)]
+    most = max(each.heads for each in runs.layers)
+    columns = [*map(str, check_heads(heads, most)), "mlp", "embed"]
+    notes: tuple[str, ...] = ()
+    if layer == "logits":
+        received = runs.received_logits()
+    else:
+        reader = runs.layers[known.index(layer)]
+        own, group = reader.heads, reader.heads // reader.groups
+        head = 0 if tap == "mlp" else check_index("receiver", head, own, "head", "heads")
+        received = runs.received(known.index(layer), head, tap)
+        if tap in ("k", "v"):
+            first = head // group * group
+            notes = _shared_by(range(first, first + group), receiver)
+    cells: dict[tuple[int, int], Tensor] = {}
+    for name, value in zip(runs.senders, received, strict=False):
+        place, _, last = name.partition(".head.")
+        place, last = (place, last) if last else (name.removesuffix(".mlp"), "mlp")
+        last = "embed" if name == "embed" else last
+        if place in chosen and last in columns:
+            cells[chosen.index(place), columns.index(last)] = value
+    table = EffectTable(
+        Phrase("patching of the edges to {aim}", aim=_aim_of(receiver)),
+        Phrase("change of {name}", name=metric.name),
+        np.full((len(chosen), len(columns)), np.nan),
+        "layer",
+        "sending part",
+        tuple(chosen),
+        tuple(columns),
+        baseline=float(metric.measure(runs.start.logits)),
+        target=float(metric.measure(runs.other.logits)),
+        notes=notes,
+    )
+    if layer == "logits":
+        return measure_cells(table, enumerate(cells.values()), metric, list(cells), report)
+
+    def edit_of(value: Tensor) -> EditedRun:
+        if tap == "mlp":
+            return EditedRun({f"{layer}.mlp": _keep(value)})
+
+        def replaced(x: Tensor) -> Tensor:
+            group = head * x.shape[1] // own  # heads [B,H,L,D], or G of keys and values
+            return replace_head(group, lambda _: value)(x)
+
+        return EditedRun({f"{layer}.{tap}": replaced})
+
+    edits = {cell: edit_of(value) for cell, value in cells.items()}
+    return fill_table(table, runs.run, metric, edits, report)
 
 
 class _ReceivingTap(NamedTuple):
-    """The tap at the end of a path, and the head (or key/value head) there."""
+    """The tap at the end of a path, the heads there that are changed, and the query heads that read
+    them.
+    """
 
     name: str
-    head: int
+    heads: slice
+    readers: range
 
 
 def _receiving_tap(both: _TwoRuns, receiver: Receiver) -> _ReceivingTap | None:
@@ -470,7 +582,23 @@ def _receiving_tap(both: _TwoRuns, receiver: Receiver) -> _ReceivingTap | None:
             f"{plural(heads, 'head')}",
             argument="receiver",
         )
-    return _ReceivingTap(name, receiver.head * own // heads)
+    # the key of a query head is that of its group, also where the model repeats it for each head
+    group = heads // own if own < heads else _repeats(both.source[name], both.start[name])
+    first = receiver.head // group * group
+    changed = (
+        slice(first, first + group) if own == heads else slice(first // group, first // group + 1)
+    )
+    return _ReceivingTap(name, changed, range(first, first + group))
+
+
+def _repeats(*tensors: Tensor) -> int:
+    """Return how many heads in a row are copies of one, the same number in all of `[B, H, ...]`."""
+    H = tensors[0].shape[1]
+    for n in range(H, 1, -1):
+        groups = [x.unflatten(1, (-1, n)) for x in tensors] if H % n == 0 else []
+        if groups and all(torch.equal(x, x[:, :, :1].expand_as(x)) for x in groups):
+            return n
+    return 1
 
 
 def _replace_position(source: Tensor, position: int) -> Edit:
@@ -485,9 +613,15 @@ def _replace_position(source: Tensor, position: int) -> Edit:
     return edit
 
 
-def _take_head(source: Tensor, head: int) -> Edit:
-    """Return the edit that takes one head `[B, H, ...]` from another run."""
-    return replace_head(head, lambda _: source[:, head])
+def _take_heads(source: Tensor, heads: slice) -> Edit:
+    """Return the edit that takes some heads `[B, H, ...]` from another run."""
+
+    def edit(x: Tensor) -> Tensor:
+        x = x.clone()
+        x[:, heads] = source[:, heads]
+        return x
+
+    return edit
 
 
 def _keep(values: Tensor) -> Edit:
@@ -508,6 +642,7 @@ def _fill(
     rows: tuple[str, ...],
     columns: tuple[str, ...],
     cells: Mapping[tuple[int, int], EditedRun],
+    notes: tuple[str, ...] = (),
 ) -> EffectTable:
     """Measure all cells of a table of both runs."""
     table = EffectTable(
@@ -520,5 +655,6 @@ def _fill(
         columns,
         baseline=both.baseline,
         target=both.target,
+        notes=notes,
     )
     return fill_table(table, both.run, both.metric, cells, both.report)

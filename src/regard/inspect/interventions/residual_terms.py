@@ -21,8 +21,8 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from regard.errors import ArgumentError
-from regard.inspect.model_run import ModelRun
-from regard.integrations.pytorch.module_taps import (
+from regard.inspect.model_run import ModelRun, passed_once
+from regard.integrations.pytorch.watch import (
     find_stacks,
     is_norm,
     linear_maps,
@@ -41,13 +41,22 @@ from regard.nn.blocks.blocks import (
     Residual,
     SandwichNorm,
     ScaledPreNorm,
+    SharedNormBlock,
 )
 from regard.nn.blocks.embedding import CappedLogits
-from regard.nn.blocks.mixer_block import MixerBlock
+from regard.nn.blocks.mixer_block import MixerBlock, ParallelMixers, Tokenwise
+from regard.nn.blocks.residual_streams import AltUpMerge, LayerInputBlock
+from regard.nn.recurrence.rwkv import TwoMixerBlock
 from regard.tolerance import allowed_error
 
 _PROBE = 2.0**12
 """The size of the probes, at which the epsilon of a norm has no influence."""
+
+KNOWN_BLOCKS = (
+    *(Block, DecoderBlock, LayerInputBlock, MixerBlock, ParallelBlock, SharedNormBlock),
+    TwoMixerBlock,
+)
+"""Blocks whose results are sums that `_decompose_blocks` makes again."""
 
 _NUDGE = 2.0**-20
 """The relative change of states which shows how a norm rounds."""
@@ -114,7 +123,7 @@ def _apply(norm: nn.Module, x: Tensor) -> Tensor:
     return result[0, 0].double()
 
 
-CAPTURED = ("embed", "z", "v", "out", "mlp", "norm", "residual", "logits")
+CAPTURED = ("embed", "z", "v", "out", "mlp", "residual", "logits")
 """The taps that are needed to take a hidden state apart."""
 
 
@@ -126,12 +135,13 @@ class Term(NamedTuple):
 
 
 class OutputMap(NamedTuple):
-    """The map from a state to logits `[V]`: head(norm(x)), or cap tanh(head(norm(x)) / cap)."""
+    """The map from a state to logits `[V]`: y = scale head(norm(x)), or cap tanh(y / cap)."""
 
     norm: nn.Module
     head: nn.Module
     logits: Tensor
     cap: float | None = None
+    scale: float = 1.0
 
     @classmethod
     def of(cls, norm: nn.Module, head: nn.Module, logits: Tensor) -> OutputMap:
@@ -146,7 +156,7 @@ class OutputMap(NamedTuple):
         if isinstance(self.head, CappedLogits):
             return nn.Linear.forward(self.head, x)
         y: Tensor = self.head(x)
-        return y
+        return y if self.scale == 1 else y * self.scale
 
     def __call__(self, x: Tensor) -> Tensor:
         """Return the logits of hidden states."""
@@ -163,7 +173,7 @@ class ResidualTerms:
     """The terms of the hidden state of one token before the last norm; of heads also by key."""
 
     position: int
-    taps: Mapping[str, Tensor]
+    taps: dict[str, Tensor]
     by_key: bool
     terms: list[Term] = field(default_factory=list)
 
@@ -179,6 +189,16 @@ class ResidualTerms:
     def add(self, name: str, vector: Tensor) -> None:
         """Add one term under a name."""
         self.terms.append(Term(name, vector))
+
+    def total(self) -> Tensor:
+        """Return the sum of the terms `[1, 1, M]`, in fp64."""
+        each_term = [x.vector if x.vector.ndim == 1 else x.vector.sum(0) for x in self.terms]
+        return torch.stack(each_term).sum(0)[None, None]
+
+    def scale(self, factor: float) -> None:
+        """Multiply the terms so far by a factor."""
+        if factor != 1:
+            self.terms = [Term(each.name, factor * each.vector) for each in self.terms]
 
     def add_heads(self, place: str, output: nn.Module, change: Callable[[Tensor], Tensor]) -> None:
         """Add the term of each head of a place, and that of the bias of its output map."""
@@ -248,8 +268,7 @@ def decompose(run: ModelRun, position: int, *, by_key: bool = False) -> Decompos
             "the logit lens need a decoder, or an encoder-decoder: measure its vector with ablate, "
             "patch, or attribute(method='integrated_gradients')"
         )
-    trace = run.run(capture=captured).trace
-    terms = ResidualTerms(position, {name: trace[name] for name in trace}, by_key)
+    terms = ResidualTerms(position, passed_once(run.run(capture=captured).trace), by_key)
     if isinstance(run.model, Seq2Seq):
         network = run.model.network
         output = OutputMap.of(network.norm, network.head, terms.taps["logits"])
@@ -264,17 +283,46 @@ def _decompose_blocks(
 ) -> Decomposition:
     """Take the state of a decoder of this package apart, with self- and cross-attention."""
     states = [f"{prefix}embed"]
+    for_layers = terms.vector_of(states[0])
+    if isinstance(blocks[0], LayerInputBlock) and isinstance(output.norm, AltUpMerge):
+        # states [B, T, M + L P] with the embeddings for the layers; the norm reads the first M dims
+        output, sizes = output._replace(norm=output.norm.norm), blocks[0].sizes
+        for_layers = for_layers[sizes.dim :]
+        wide = [name for name in terms.taps if name.endswith(("embed", ".residual"))]
+        terms.taps |= {name: terms.taps[name][..., : sizes.dim] for name in wide}
     terms.add(states[0], terms.vector_of(states[0]))
     for i, block in enumerate(blocks):
         place = f"{prefix}layers.{i}"
         assert isinstance(block, (Block, DecoderBlock))
+        if type(block) not in KNOWN_BLOCKS:
+            raise ArgumentError(
+                f"{place} is of the class {type(block).__name__}, which keeps more in its "
+                "residual stream than one sum of the outputs of its attention and its feed-forward "
+                "layer; ablate and patch measure the model all the same"
+            )
         for sublayer in _attention_layers(block, place):
             _add_attention(terms, sublayer)
         if not isinstance(block, MixerBlock):
             _add_feed_forward(terms, place, block)
+        if isinstance(block, LayerInputBlock):
+            if block.layer_input is not None:
+                _add_layer_input(terms, place, block, for_layers)
+            terms.scale(float(block.scale))
         states.append(f"{place}.residual")
     is_post_norm = any(isinstance(block.feed_forward_residual, PostNorm) for block in blocks)
     return Decomposition(terms, output, tuple(states), is_post_norm)
+
+
+def _add_layer_input(
+    terms: ResidualTerms, place: str, block: LayerInputBlock, for_layers: Tensor
+) -> None:
+    """Add what a block computes from its state and the embedding `[L P]` for the layers."""
+    P, x = block.sizes.layer_dim, terms.state("embed")
+    own = for_layers[block.index * P : (block.index + 1) * P][None, None]
+    assert block.layer_input is not None
+    with torch.no_grad():
+        added = block.layer_input(terms.total().to(x), own.to(x))
+    terms.add(f"{place}.layer_input", added[0, 0].double().cpu())
 
 
 class _AttentionLayer(NamedTuple):
@@ -284,22 +332,26 @@ class _AttentionLayer(NamedTuple):
     attention: nn.Module
     residual: Residual
     norm: str
+    factor: float = 1.0
 
 
 def _attention_layers(block: Block | DecoderBlock, place: str) -> list[_AttentionLayer]:
     """Return the attention layers of a block, in the order of the computation."""
     norm = f"{place}.attention.norm"
     if isinstance(block, Block):
-        return [_AttentionLayer(place, block.attention, block.attention_residual, norm)]
+        mixers, around = block.attention, block.attention_residual
+        if isinstance(mixers, ParallelMixers) and type(around) in (PreNorm, ScaledPreNorm):
+            each = zip(mixers.mixers, mixers.out_scales, strict=True)
+            return [
+                _AttentionLayer(f"{place}.mixers.{i}", mixer, around, norm, factor)
+                for i, (mixer, factor) in enumerate(each)
+            ]
+        return [_AttentionLayer(place, block.attention, around, norm)]
     own, cross = f"{place}.attention", f"{place}.cross"
     return [
         _AttentionLayer(own, block.attention, block.attention_residual, norm),
         _AttentionLayer(cross, block.cross, block.cross_residual, f"{cross}.norm"),
     ]
-
-
-def _unchanged(x: Tensor) -> Tensor:
-    return x
 
 
 def _frozen(norm: nn.Module, x: Tensor) -> FrozenNorm:
@@ -316,13 +368,15 @@ def _term_norm(residual: Residual, raw: Tensor) -> FrozenNorm | None:
     return None
 
 
-def _on_output(residual: Residual, norm: FrozenNorm | None) -> Callable[[Tensor], Tensor]:
+def _on_output(
+    residual: Residual, norm: FrozenNorm | None, factor: float = 1.0
+) -> Callable[[Tensor], Tensor]:
     """Return the norm or factor of a sublayer's output as a linear function of `[..., M]`."""
     if isinstance(residual, ScaledPreNorm):
-        return lambda x: x * residual.scale
+        factor = factor * residual.scale
     if isinstance(residual, NormedResidual):
-        return lambda x: x * residual.beta
-    return _unchanged if norm is None else _through(norm)
+        factor = residual.beta
+    return (lambda x: x * factor) if norm is None else _through(norm)
 
 
 def _through(norm: FrozenNorm) -> Callable[[Tensor], Tensor]:
@@ -334,17 +388,25 @@ def _add_attention(terms: ResidualTerms, layer: _AttentionLayer) -> None:
     """Add the terms of the heads of one attention layer of one of our blocks."""
     place, residual = layer.place, layer.residual
     output = getattr(layer.attention, "output", None)
-    if not isinstance(output, nn.Module) or f"{place}.z" not in terms.taps:
+    whole = f"{place}.mlp" if isinstance(layer.attention, Tokenwise) else f"{place}.out"
+    if whole not in terms.taps:
         raise ArgumentError(
-            f"{type(layer.attention).__name__} at {place} has no heads with an output map, so that "
-            "its output cannot be split; ablate and patch can still replace it"
+            f"{type(layer.attention).__name__} at {place} passes no tap 'out', so that what it "
+            "adds is not known; ablate and patch measure the model all the same"
         )
-    norm = _term_norm(residual, terms.state(f"{place}.out"))
+    norm = _term_norm(residual, terms.state(whole))
     if isinstance(residual, NormedResidual):
         _norm_stream(terms, residual.norm, f"{layer.norm}.bias", residual.alpha)
     elif not isinstance(residual, (PreNorm, PostNorm, OutputNorm, SandwichNorm)):
-        raise ArgumentError(f"{place} adds by {type(residual).__name__}, which is not known here")
-    terms.add_heads(place, output, _on_output(residual, norm))
+        raise ArgumentError(
+            f"{place} adds by {type(residual).__name__}, which is not "
+            "known here; ablate and patch can still replace what it adds"
+        )
+    change = _on_output(residual, norm, layer.factor)
+    if isinstance(output, nn.Module) and f"{place}.z" in terms.taps:
+        terms.add_heads(place, output, change)
+    else:  # a mechanism without heads is one term
+        terms.add(whole, change(terms.vector_of(whole)))
     if norm is not None and bool(norm.bias.any()):
         terms.add(f"{layer.norm}.bias", norm.bias)
     if isinstance(residual, PostNorm):
@@ -369,12 +431,8 @@ def _add_feed_forward(terms: ResidualTerms, place: str, block: Block | DecoderBl
 
 def _norm_stream(terms: ResidualTerms, norm: nn.Module, name: str, factor: float = 1.0) -> None:
     """Pass the sum of the terms through a norm with its scale for this sum, times a factor."""
-    total = torch.stack(
-        [each.vector if each.vector.ndim == 1 else each.vector.sum(0) for each in terms.terms]
-    ).sum(0)
     parameter = next(norm.parameters(), None)
-    x = total[None, None] if parameter is None else total[None, None].to(parameter)
-    frozen = _frozen(norm, x)
+    frozen = _frozen(norm, terms.total() if parameter is None else terms.total().to(parameter))
     change = _through(frozen)
     terms.terms = [Term(each.name, factor * change(each.vector)) for each in terms.terms]
     if bool(frozen.bias.any()):
@@ -408,7 +466,8 @@ def _decompose_module(
     def noting(into: list[_ModuleCall]) -> Callable[[nn.Module, tuple[Any, ...], Any], None]:
         def note(module: nn.Module, inputs: tuple[Any, ...], y: Any) -> None:
             if inputs and isinstance(inputs[0], Tensor) and isinstance(y, Tensor):
-                into.append(_ModuleCall(module, inputs[0].detach(), y.detach()))
+                # a copy, because a block may add to y in place
+                into.append(_ModuleCall(module, inputs[0].detach(), y.detach().clone()))
 
         return note
 
@@ -417,8 +476,7 @@ def _decompose_module(
             stack.callback(module.register_forward_hook(noting(calls.maps)).remove)
         for module in filter(is_norm, model.modules()):
             stack.callback(module.register_forward_hook(noting(calls.norms)).remove)
-        trace = run.run(capture=captured).trace
-    taps = {name: trace[name] for name in trace}
+        taps = passed_once(run.run(capture=captured).trace)
     stacks = find_stacks(model)
     if len(stacks) != 1 or "logits" not in taps or "embed" not in taps:
         raise ArgumentError(
@@ -442,32 +500,37 @@ def _output_of(
     """Return how a foreign module computes its logits from the state that leaves its last block."""
     logits, name = taps["logits"], type(model).__name__
     cap = getattr(getattr(model, "config", None), "final_logit_softcapping", None)
+    scale = 1.0
     head = _first_equal(calls.maps, "y", logits)
     if head is not None:
         cap = None
-    elif cap is not None:
-        head = next(
-            (
-                call
-                for call in calls.maps
-                if call.y.shape == logits.shape and torch.equal(_capped(call.y, cap), logits)
-            ),
-            None,
-        )
+    for call in calls.maps if head is None else ():
+        if call.y.shape != logits.shape:
+            continue
+        if cap is not None and torch.equal(_capped(call.y, cap), logits):
+            head = call
+            break
+        factors = _factors(logits, call.y)
+        if factors is not None:
+            head, cap, scale = call, None, factors[0]
+            break
     if head is None:
         raise ArgumentError(
-            f"the logits of {name} are not the result of one of its linear maps, nor that with the "
-            "cap of its config (they may be scaled); load the checkpoint with regard.load"
+            f"the logits of {name} are not the result of one of its linear maps, nor that times a "
+            "factor or with the cap of its config; does another layer compute them? ablate and "
+            "patch measure them all the same"
         )
-    norm = _first_equal(calls.norms, "y", head.x)
-    read = head.x if norm is None else norm.x
+    norm, read = None, head.x
+    if not (read.shape == taps[last].shape and torch.equal(read, taps[last])):
+        norm = _first_equal(calls.norms, "y", read)
+        read = read if norm is None else norm.x
     if not (read.shape == taps[last].shape and torch.equal(read, taps[last])):
         raise ArgumentError(
             f"the head of {name} does not read {last}, or a norm of it: something else changes the "
-            "hidden states in between; load the checkpoint with regard.load"
+            "hidden states in between; ablate and patch measure the model all the same"
         )
     last_norm = nn.Identity() if norm is None else norm.module
-    return OutputMap(last_norm, head.module, head.y[0, -1].double().cpu(), cap)
+    return OutputMap(last_norm, head.module, scale * head.y[0, -1].double().cpu(), cap, scale)
 
 
 class _ForeignSublayer(NamedTuple):
@@ -505,28 +568,87 @@ def _add_block(terms: ResidualTerms, block: str, entering: str, calls: _ModuleCa
         norm = _first_equal(calls.norms, "x", mlp)
         sublayers.append(_ForeignSublayer(f"{block}.mlp", mlp, norm))
     x, y = taps[entering], taps[f"{block}.residual"]
-    total = x.double().cpu() + sum(each.added.double().cpu() for each in sublayers)
-    plain = x
-    for each in sublayers:
-        plain = plain + each.added
-    if not _agrees(y, total, plain):
-        raise ArgumentError(
-            f"{block} does not add the outputs of its attention and its feed-forward layer, or "
-            "norms of them, to its input (it may scale them, or norm the sum, or add another "
-            "part); load the checkpoint with regard.load, which knows the residual connections of "
-            "its families"
-        )
+    sublayers = [each._replace(y=each.y.view_as(x)) for each in sublayers]  # some join B and T
+    steps = _steps_of(y, x, sublayers, calls.norms)
+    if steps is None:
+        # the last norm made what leaves the block
+        last = next((c for c in calls.norms if c.x.shape == y.shape and torch.equal(c.y, y)), None)
+        steps = None if last is None else _steps_of(last.x, x, sublayers, calls.norms)
+        if steps is None:
+            raise ArgumentError(
+                f"what leaves {block} is not its input plus multiples of the outputs of its "
+                "attention and its feed-forward layer, or of norms of them, nor a norm of such a "
+                "sum: another part adds to the residual stream, or changes it; ablate and patch "
+                "measure the model all the same"
+            )
+        assert last is not None
+        steps.append(_Step([], [1.0], last.module))
     i = terms.position % x.shape[1]
-    for each in sublayers:
-        norm = each.norm
-        frozen = None if norm is None else _frozen(norm.module, norm.x[:1, i : i + 1])
-        change = _unchanged if frozen is None else _through(frozen)
-        if each.output is None:
-            terms.add(each.name, change(each.y[0, i].double().cpu()))
-        else:
-            terms.add_heads(each.name, each.output, change)
-        if frozen is not None and bool(frozen.bias.any()):
-            terms.add(f"{each.name}.norm.bias", frozen.bias)
+    for step in steps:
+        terms.scale(step.factors[0])
+        for each, factor in zip(step.sublayers, step.factors[1:], strict=True):
+            _add_sublayer(terms, each, factor, i)
+        if step.norm is not None:
+            _norm_stream(terms, step.norm, f"{block}.norm.bias")
+
+
+class _Step(NamedTuple):
+    """A part of a block: factors of the stream and of sublayers, and a norm of their sum."""
+
+    sublayers: list[_ForeignSublayer]
+    factors: list[float]
+    norm: nn.Module | None = None
+
+
+def _steps_of(
+    y: Tensor, x: Tensor, sublayers: list[_ForeignSublayer], norms: list[_ModuleCall]
+) -> list[_Step] | None:
+    """Find how a block makes y of x: by one sum, or by sums of which a norm is taken."""
+    factors = _factors(y, x, *(each.added for each in sublayers))
+    if factors is not None:
+        return [_Step(sublayers, factors)]
+    for n in range(1, len(sublayers)):
+        first, rest = sublayers[:n], sublayers[n:]
+        for call in norms:
+            if call.x.shape != x.shape or call.y.shape != x.shape:
+                continue
+            after = _factors(y, call.y, *(each.added for each in rest))
+            before = None if after is None else _factors(call.x, x, *(s.added for s in first))
+            if after is not None and before is not None:
+                return [_Step(first, before, call.module), _Step(rest, after)]
+    return None
+
+
+def _factors(y: Tensor, *parts: Tensor) -> list[float] | None:
+    """Return the factors with which parts add up to y under the error rule, or None: ones where
+    they do, else those of least squares.
+    """
+    wide = torch.stack([part.double().cpu().flatten() for part in parts], 1)
+    reference = y.double().cpu().flatten()
+    ones = torch.ones(len(parts), dtype=torch.float64)
+    fitted = torch.linalg.lstsq(wide, reference[:, None], driver="gelsd").solution[:, 0]
+    for factors in (ones, fitted):
+        plain = sum(part * float(c) for part, c in zip(parts, factors, strict=True))
+        assert isinstance(plain, Tensor), "there are parts"
+        if _agrees(y, (wide @ factors).view_as(y), plain):
+            return [float(c) for c in factors]
+    return None
+
+
+def _add_sublayer(terms: ResidualTerms, part: _ForeignSublayer, factor: float, i: int) -> None:
+    """Add the terms of a sublayer of a foreign block at token i, with a norm and a factor."""
+    norm = part.norm
+    frozen = None if norm is None else _frozen(norm.module, norm.x[:1, i : i + 1])
+
+    def change(x: Tensor) -> Tensor:
+        return factor * (x if frozen is None else _through(frozen)(x))
+
+    if part.output is None:
+        terms.add(part.name, change(part.y[0, i].double().cpu()))
+    else:
+        terms.add_heads(part.name, part.output, change)
+    if frozen is not None and bool(frozen.bias.any()):
+        terms.add(f"{part.name}.norm.bias", factor * frozen.bias)
 
 
 def _first_equal(

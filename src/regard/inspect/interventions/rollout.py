@@ -93,6 +93,8 @@ def rollout(
             argument="query",
         )
     values = rolled_out(layers) if method == "rollout" else flows(layers, query)
+    places = ", ".join(call.place or "the model" for call in recording.unrecorded)
+    missing = (Phrase("not recorded, and missing here: {places}", places=places),) if places else ()
     labels = recording.labels(0)[0]
     names = tuple(f"{i} {x}" for i, x in enumerate(labels)) or tuple(map(str, range(T)))
     rows = names if query is None else (names[query],)
@@ -106,7 +108,7 @@ def rollout(
         "token",
         rows,
         names,
-        notes=(CAUTION,),
+        notes=(CAUTION, *missing),
     )
 
 

@@ -30,6 +30,7 @@ from regard.inspect.record.tiles import TILE_SIZE, Tile, iterate_tiles
 from regard.language import Phrase, counted
 from regard.models.model import Model
 from regard.units import plural
+from regard.untrusted_text import tuple_repr
 
 if TYPE_CHECKING:
     from regard.inspect.model_run import AnyModel
@@ -401,6 +402,9 @@ class Sampled(NamedTuple):
 
     values: Tensor
     rows: int
+
+    def __repr__(self) -> str:
+        return tuple_repr(self)
 
 
 def keys_for(

@@ -40,7 +40,8 @@ def export(
 
     - "numpy": the weights `[h, T, N]` of every place, by name; a file that ends in .npz has the
       same arrays;
-    - "bertviz": the arguments of `bertviz.head_view` and `bertviz.model_view`;
+    - "bertviz": the arguments of `bertviz.head_view` and `bertviz.model_view`, also of an
+      encoder-decoder;
     - "circuitsvis": the arguments of `circuitsvis.attention.attention_heads`, for one layer;
     - a file that ends in .csv: one line per weight that is not masked;
     - a file that ends in .png, .svg or .pdf: the pattern of one head.
@@ -120,15 +121,35 @@ def _bertviz(recording: Recording, batch: int) -> dict[str, Any]:
     """Return the arguments of `bertviz.head_view` and `bertviz.model_view`."""
     import torch
 
-    sizes = {(place.T, place.N) for place in recording.places.values()}
-    if len(sizes) != 1 or any(t != n for t, n in sizes):
-        raise ArgumentError(
-            f"bertviz draws layers of self-attention over the same tokens, and the places have the "
-            f"sizes {sorted(sizes)}; record one pass, and select places"
-        )
+    kinds: dict[str, list[str]] = {}
+    for name in recording.places:
+        kind = "encoder" if name.startswith("encoder.") else "decoder"
+        kinds.setdefault("cross" if ".cross" in name else kind, []).append(name)
+    is_pair = len(kinds) > 1
+    tokens: dict[str, list[str]] = {}
+    for kind, names in kinds.items():
+        sizes = {(recording[name].T, recording[name].N) for name in names}
+        if len(sizes) != 1 or (kind != "cross" and any(t != n for t, n in sizes)):
+            raise ArgumentError(
+                f"bertviz draws layers of self-attention over the same tokens, with the "
+                f"cross-attention of an encoder-decoder, and the places have the sizes "
+                f"{sorted(sizes)}; record one pass, and select places"
+            )
+        rows, columns = _tokens(recording, names[0])
+        tokens |= {"decoder": rows} if kind != "encoder" else {}
+        tokens |= {"encoder": columns} if kind != "decoder" else {}
     patterns = dense_patterns(recording, batch)
-    attention = [torch.from_numpy(x).float()[None] for x in patterns.values()]
-    return {"attention": attention, "tokens": _tokens(recording, 0)[0]}
+    drawn = {
+        kind: [torch.from_numpy(patterns[name]).float()[None] for name in names]
+        for kind, names in kinds.items()
+    }
+    if not is_pair and "cross" not in kinds:
+        (attention,), (own,) = drawn.values(), tokens.values()
+        return {"attention": attention, "tokens": own}
+    return {
+        **{f"{kind}_attention": x for kind, x in drawn.items()},
+        **{f"{kind}_tokens": x for kind, x in tokens.items()},
+    }
 
 
 def _circuitsvis(recording: Recording, layer: int | str, batch: int) -> dict[str, Any]:

@@ -16,18 +16,23 @@ from regard.errors import ArgumentError, ArgumentTypeError
 from regard.inspect.model_run import encode_ids
 from regard.inspect.record.recorder import OPTIONAL_PARTS, Recorder, RecordingOptions
 from regard.inspect.record.recording import Labels, Recording, UnrecordedCall, label_places
-from regard.integrations.pytorch.module_places import ModulePlaces
+from regard.integrations.pytorch.module_places import COMPILED_PREFIX, ModulePlaces
 from regard.integrations.pytorch.watch import watch
 from regard.models.model import Model
 from regard.models.prompts import Prompt, encode_prompt, is_single_prompt
 from regard.models.seq2seq import Seq2Seq
 from regard.models.text_encoder import TextEncoder
 from regard.span import Positions, slice_positions
+from regard.tracing import requested_taps
 from regard.units import plural
 
 NO_SUPPORTED_CALL = (
     "it made no call of F.scaled_dot_product_attention, nn.MultiheadAttention, "
     "nn.TransformerEncoderLayer, flex_attention or regard.attend"
+)
+WRITTEN_OUT = (
+    "computed a softmax of shape {shape}, so that its attention may be written out: call "
+    "F.scaled_dot_product_attention there"
 )
 RECORDED_IMPLEMENTATIONS = ("regard", "sdpa", "flex_attention")
 """The attention implementations of transformers that can be recorded."""
@@ -39,10 +44,21 @@ class WatchedCalls(NamedTuple):
     places: ModulePlaces
 
     def unrecorded_calls(self) -> tuple[UnrecordedCall, ...]:
-        """Return the calls that could not be recorded."""
-        return tuple(
+        """Return the calls that could not be recorded, and the attention that is written out: a
+        softmax of four axes, or of three in a module that is attention by its name or class.
+        """
+        calls = [
             UnrecordedCall(place, why, n) for (place, why), n in self.places.unrecorded.items()
-        )
+        ]
+        modules = {
+            path.replace(COMPILED_PREFIX, ""): type(module).__name__
+            for path, module in self.places.model.named_modules()
+        }
+        for (place, shape), n in self.places.written_out.items():
+            name = f"{place} {modules[place]}".lower()
+            if len(shape) > 3 or "attn" in name or "attention" in name:
+                calls.append(UnrecordedCall(place, WRITTEN_OUT.format(shape=shape), n))
+        return tuple(calls)
 
     def nothing_recorded(self) -> str:
         """Say why the recording is empty, and what may be done."""
@@ -52,12 +68,9 @@ class WatchedCalls(NamedTuple):
             )
         if not self.places.written_out:
             return NO_SUPPORTED_CALL
-        place, shape = next(iter(self.places.written_out.items()))
-        return (
-            f"{NO_SUPPORTED_CALL}; {place or 'the model itself'} computed a softmax of shape "
-            f"{shape}, so that its attention may be written out: call "
-            "F.scaled_dot_product_attention there"
-        )
+        place, shape = next(iter(self.places.written_out))
+        why = WRITTEN_OUT.format(shape=shape)
+        return f"{NO_SUPPORTED_CALL}; {place or 'the model itself'} {why}"
 
 
 def run_module(
@@ -227,7 +240,17 @@ def record(
     [1, 1]
     """
     options: RecordingOptions = {"places": places, "heads": heads, "rows": rows, "keep": keep}
-    recorder = Recorder(**options)
+    return record_with(Recorder(**options), model, *inputs, labels=labels, **arguments)
+
+
+def record_with(
+    recorder: Recorder,
+    model: Model | TextEncoder | Seq2Seq | nn.Module,
+    *inputs: object,
+    labels: Labels | None = None,
+    **arguments: object,
+) -> Recording:
+    """Run a model, and return what a recorder recorded of it, as `record` does."""
     recorder.missing = "ignore"  # an empty recording raises an error below
     runner = _runner(model)
     if runner is None:
@@ -246,10 +269,10 @@ def record(
             run_facts = run(model, **named)
         nothing, unrecorded = "no module of it calls that of regard", ()
     recording = replace(
-        recorder.recording(), metadata=_metadata(model), unrecorded=unrecorded, **run_facts
+        recorder.recording(), metadata=describe_model(model), unrecorded=unrecorded, **run_facts
     )
     if not recording.places:
-        selected = {name: x for name, x in options.items() if x not in (None, OPTIONAL_PARTS)}
+        selected = recorder.selected
         raise ArgumentError(
             f"no attention was recorded: the run of {type(model).__name__} called no softmax "
             "attention "
@@ -305,7 +328,7 @@ def _runner(model: object) -> tuple[Run, tuple[str, ...]] | None:
     return None
 
 
-def _metadata(model: object) -> dict[str, str]:
+def describe_model(model: object) -> dict[str, str]:
     """Return type, dtype, device, and training mode of the model as text."""
     inner = getattr(model, "decoder", getattr(model, "network", model))
     parameter = next(inner.parameters(), None) if isinstance(inner, nn.Module) else None
@@ -341,11 +364,13 @@ def _run_decoder(
     if positions is not None and not isinstance(text, Tensor):
         raise ArgumentError("positions can be given only with a tensor of ids")
     positions = own if positions is None else positions
-    # a base model without a head has attention, but no logits
-    run = model.forward if model.has_head else model.hidden
+    # a base model without a head has attention, but no logits; and logits of all tokens, if
+    # no tap reads them, would take a sixth of the run
+    wanted = model.has_head and "logits" in requested_taps()
+    run = model.forward if wanted else model.hidden
     if chunk is None:
         run(ids, positions)
-        return _token_facts(model, ids)
+        return token_facts(model, ids)
     if chunk < 1:
         raise ArgumentError(f"chunk is {chunk}; it must be at least 1")
     caches = model.new_caches()
@@ -356,7 +381,7 @@ def _run_decoder(
             None if positions is None else slice_positions(positions, chunk_slice),
             caches,
         )
-    return _token_facts(model, ids)
+    return token_facts(model, ids)
 
 
 def _run_generation(
@@ -383,7 +408,7 @@ def _run_generation(
     )
     for _ in generation:
         pass
-    return _token_facts(model, torch.tensor([prompt_ids + generation.ids]))
+    return token_facts(model, torch.tensor([prompt_ids + generation.ids]))
 
 
 def _run_text_encoder(
@@ -392,10 +417,10 @@ def _run_text_encoder(
     """Run a text encoder on ids or texts."""
     if isinstance(text, Tensor):
         model.hidden(text, positions)
-        return _token_facts(model, text)
+        return token_facts(model, text)
     encoded = model.encode(text)
     model.hidden(*encoded)
-    return _token_facts(model, encoded.ids)
+    return token_facts(model, encoded.ids)
 
 
 def _are_texts(text: object) -> bool:
@@ -416,12 +441,12 @@ def _run_seq2seq(model: Seq2Seq, text: Text, target: str | None, tokens: int) ->
         answers = [model.tokenizer.encode(target)] * len(source)
         ids = torch.tensor([[model.start, *row] for row in answers], device=source.device)
         model.forward(source, ids, positions)
-    facts = _token_facts(model, torch.tensor([[model.start, *answers[0]]]))
+    facts = token_facts(model, torch.tensor([[model.start, *answers[0]]]))
     names = tuple(model.tokenizer.pieces(source[0].tolist()))
     return facts | {"source_ids": source.cpu(), "source_pieces": names}
 
 
-def _token_facts(model: Model | TextEncoder | Seq2Seq, ids: Tensor) -> dict[str, object]:
+def token_facts(model: Model | TextEncoder | Seq2Seq, ids: Tensor) -> dict[str, object]:
     """Return the ids, and the texts of the first row if the model has a tokenizer."""
     known = model._tokenizer
     pieces = () if known is None else tuple(known.pieces(ids[0].tolist()))

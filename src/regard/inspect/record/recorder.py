@@ -488,6 +488,7 @@ class Recorder(Trace):
     def __init__(self, **select: Unpack[RecordingOptions]) -> None:
         super().__init__()
         check_keyword_names(type(self).__name__, select, RecordingOptions.__annotations__)
+        self.selected = {n: x for n, x in select.items() if x not in (None, OPTIONAL_PARTS)}
         self._places, self._heads = select.get("places"), select.get("heads")
         self._rows, self._keep = select.get("rows"), frozenset(select.get("keep", OPTIONAL_PARTS))
         if self._rows is not None and self._rows < 1:
@@ -508,7 +509,28 @@ class Recorder(Trace):
             self.seen_places[place] = None
             if self._places is not None and not matches_place(place, self._places):
                 return
-            self._builder(place, call).add(call, result, kernel)
+            name = self._name(place, call)
+            self._builders[name].add(call, result, kernel)
+            self.on_place(name)
+
+    def on_place(self, name: str) -> None:
+        """Do something with a place whenever a call of it was recorded.
+
+        Args:
+            name: the name of the place.
+        """
+
+    def place(self, name: str) -> Place | None:
+        """Return a place as far as it was recorded.
+
+        Args:
+            name: the name of the place.
+
+        Returns:
+            The place, or None if none of its heads is kept.
+        """
+        builder = self._builders[name]
+        return None if builder.empty else builder.place(name)
 
     def recording(
         self, *, ids: Tensor | None = None, pieces: tuple[str, ...] = (), **metadata: str
@@ -524,9 +546,7 @@ class Recorder(Trace):
             The recording.
         """
         with self._lock:
-            places = {
-                n: builder.place(n) for n, builder in self._builders.items() if not builder.empty
-            }
+            places = {n: place for n in self._builders if (place := self.place(n)) is not None}
         return Recording(places, ids, pieces, metadata)
 
     def missing_selection(self) -> str:
@@ -574,8 +594,8 @@ class Recorder(Trace):
         elif missing := self.missing_selection():
             warnings.warn(missing, stacklevel=3)
 
-    def _builder(self, place: str, call: Call) -> PlaceBuilder:
-        """Return the builder of the calls that this call continues, or a new one."""
+    def _name(self, place: str, call: Call) -> str:
+        """Return the name of the calls that this call continues, or a new one."""
         name, part = place, 1
         while name in self._builders and not self._builders[name].follows(call):
             part += 1
@@ -583,7 +603,7 @@ class Recorder(Trace):
         if name not in self._builders:
             kept_parts = KeptParts(self._keep, self._heads_at(place), self._rows)
             self._builders[name] = PlaceBuilder(kept_parts, self._originals)
-        return self._builders[name]
+        return name
 
     def _heads_at(self, here: str) -> Collection[int] | None:
         if not isinstance(self._heads, Mapping):

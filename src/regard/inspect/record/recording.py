@@ -24,6 +24,7 @@ from regard.inspect.record.recorded_place import PatternBlock, Place
 from regard.inspect.record.row_sums import RowSums, row_sums
 from regard.inspect.record.tiles import Pooled, pool_pattern
 from regard.units import plural
+from regard.untrusted_text import tuple_repr
 
 Axes: TypeAlias = Sequence[str] | tuple[Sequence[str], Sequence[str]]
 """The texts of tokens, or a pair: those of the queries and those of the keys."""
@@ -138,6 +139,9 @@ class TopKeys(NamedTuple):
     rest: float
     others: int
 
+    def __repr__(self) -> str:
+        return tuple_repr(self)
+
 
 @dataclass(frozen=True)
 class UnrecordedCall:
@@ -163,8 +167,8 @@ class Recording:
         metadata: model, dtype, device and other facts, as text.
         source_ids: token ids that the encoder read, where there are two texts.
         token_labels: the texts of rows and columns that the caller gave, by place.
-        unrecorded: the calls of torch's attention functions that were not recorded: `place`,
-            `reason` and `count` of each.
+        unrecorded: the attention that was not recorded, of torch's functions or written out:
+            `place`, `reason` and `count` of each.
 
     >>> import regard
     >>> recording = regard.inspect.record(regard.load("tiny"), "to be or not to be")
@@ -387,8 +391,8 @@ class Recording:
 
     @property
     def sound(self) -> bool:
-        """Return whether the audits of all places found no fault."""
-        return all(audit.sound for audit in self.row_sums.values())
+        """Return whether the audits of all places found no fault, and no attention is missing."""
+        return not self.unrecorded and all(audit.sound for audit in self.row_sums.values())
 
     def _repr_mimebundle_(
         self, include: object = None, exclude: object = None

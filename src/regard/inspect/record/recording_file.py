@@ -23,8 +23,8 @@ from regard import masks
 from regard.biases import BIASES, Bias
 from regard.errors import ArgumentError, FileError
 from regard.files.atomic_write import write_atomically
+from regard.files.reading import parse_json
 from regard.files.safetensors_files import load_tensors as read_tensors
-from regard.files.strict_json import parse_json
 from regard.inspect.record.recorded_place import KeyValuePool, Place, RecordedStep
 from regard.inspect.record.recording import PlaceLabels, Recording, UnrecordedCall
 from regard.masks import MASKS, Mask

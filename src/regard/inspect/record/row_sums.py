@@ -31,6 +31,7 @@ from regard.masks import And, Mask
 from regard.span import as_tensor
 from regard.tolerance import two_roundings
 from regard.units import plural
+from regard.untrusted_text import short_repr
 
 PLAIN_ORDERS = 4
 """Number of orders in which plain arithmetic sums; a single order may be accurate by chance."""
@@ -494,6 +495,10 @@ class RowSums:
     def sound(self) -> bool:
         """Return whether the audit found nothing wrong."""
         return not self.findings
+
+    def __repr__(self) -> str:
+        verdict = short_repr("; ".join(self.findings), 80) if self.findings else "sound"
+        return f"RowSums({self.place}, {self.rows} of {plural(self.of, 'row')}: {verdict})"
 
     def __str__(self) -> str:
         out = (

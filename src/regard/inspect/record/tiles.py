@@ -14,6 +14,7 @@ from torch import Tensor
 
 from regard.errors import ArgumentError
 from regard.inspect.record.recorded_place import ALL, Place
+from regard.untrusted_text import tuple_repr
 
 TILE_SIZE = 256
 """Rows and columns of a tile."""
@@ -38,6 +39,9 @@ class Tile(NamedTuple):
     columns: slice
     scores: Tensor
     weights: Tensor
+
+    def __repr__(self) -> str:
+        return tuple_repr(self)
 
     def keep_rows(self, rows: Tensor) -> Tile:
         """Return the tile with all rows masked except some.

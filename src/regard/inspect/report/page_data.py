@@ -5,6 +5,7 @@ of every head, and the exact tensors of some heads.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, replace
 from itertools import zip_longest
@@ -133,7 +134,9 @@ def source_facts(recording: Recording) -> dict[str, object]:
     if recording.unrecorded:
         names = dict.fromkeys(call.place for call in recording.unrecorded)
         metadata["not recorded"] = ", ".join(names)
-    text = "".join(recording.pieces).replace("·", " ").strip()
+    # a character of several tokens stands once in the title
+    text = re.sub(r"‹1/\d+›|(‹U\+\w+›|.)‹[2-9]/\d+›", "", "".join(recording.pieces))
+    text = text.replace("·", " ").strip()
     return {"title": text[:80], "model": metadata.get("model", ""), "metadata": metadata}
 
 

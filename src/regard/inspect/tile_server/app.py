@@ -6,11 +6,6 @@ and Sec-Fetch-Site (other pages), and, except for the empty page itself, a token
 only the printed link contains, in its fragment, which browsers send to no server. No path of a
 request reaches the file system, indices are checked against the recording, and requests that a
 browser has given up are dropped before they are computed.
-
-A connection that sends nothing, or a request that never ends, would stay for ever and keep a file
-descriptor of the process. So a request must be complete, and an answer must be read, within a time.
-Where there are as many connections as are allowed, the one that has waited longest without a
-request is closed for the new one, so that no number of silent connections locks the reader out.
 """
 
 from __future__ import annotations
@@ -29,7 +24,6 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import Route
-from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from regard.inspect.tile_server.head_overviews import METRICS
 from regard.inspect.tile_server.page_answers import (
@@ -42,87 +36,11 @@ from regard.inspect.tile_server.page_answers import (
     encode_tile,
     encode_weights,
     page_facts,
+    progress_facts,
     row_weights,
 )
 from regard.inspect.tile_server.session import ViewSession
 from regard.view.page import to_page_value
-
-
-class Limits(NamedTuple):
-    """How many connections a server holds, and for how long it waits.
-
-    Args:
-        request_seconds: time from the connection, or from the answer before, to a whole request; a
-            browser keeps idle connections for about the default.
-        answer_seconds: time from a request until its answer is read.
-    """
-
-    connections: int = 64
-    request_seconds: float = 75.0
-    answer_seconds: float = 120.0
-
-
-class BoundedProtocol(H11Protocol):
-    """A connection with a deadline, one of a limited number."""
-
-    def __init__(self, limits: Limits, **options: Any) -> None:
-        super().__init__(**options)
-        self._limits = limits
-        self._deadline: asyncio.TimerHandle | None = None
-
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Take a connection; one too many replaces the one that has waited longest."""
-        super().connection_made(transport)
-        self._expect(self._limits.request_seconds)
-        others = [x for x in self.connections if isinstance(x, BoundedProtocol) and x is not self]
-        if len(others) < self._limits.connections:
-            return
-        waiting = [x for x in others if not x._is_answering]
-        oldest = min(waiting, key=BoundedProtocol._due, default=self)
-        oldest._end()
-
-    def data_received(self, data: bytes) -> None:
-        """Take a part of a request; the deadline of the answer begins when it is complete."""
-        was_answering = self._is_answering
-        super().data_received(data)
-        if self._is_answering and not was_answering:
-            self._expect(self._limits.answer_seconds)
-
-    def on_response_complete(self) -> None:
-        """Wait for the next request."""
-        self._expect(self._limits.request_seconds)
-        super().on_response_complete()
-        if self._is_answering:  # it was in the buffer already
-            self._expect(self._limits.answer_seconds)
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        """Take a connection that has ended off the list."""
-        if self._deadline is not None:
-            self._deadline.cancel()
-        super().connection_lost(exc)
-
-    @property
-    def _is_answering(self) -> bool:
-        """Whether a request is being answered."""
-        cycle: Any = self.cycle
-        return cycle is not None and not cycle.response_complete
-
-    def _due(self) -> float:
-        """Return the time at which the connection is closed."""
-        assert self._deadline is not None, "it is set when the connection is made"
-        return self._deadline.when()
-
-    def _expect(self, seconds: float) -> None:
-        """Close the connection after some seconds, unless something else is expected before."""
-        if self._deadline is not None:
-            self._deadline.cancel()
-        self._deadline = self.loop.call_later(seconds, self._end)
-
-    def _end(self) -> None:
-        """Close the connection at once, and leave its place to others."""
-        self.connections.discard(self)
-        self.transport.abort()
-
 
 MAX_QUEUE = 64
 """Requests that may wait or be computed at once; more are answered with 429."""
@@ -215,7 +133,7 @@ class Endpoints:
         self._session, self._page, self._max_queue = session, page, max_queue
         self._pool = ThreadPoolExecutor(THREADS, "regard-view", self._begin_thread)
         self._queued = 0
-        self._facts: bytes | None = None
+        self._facts: tuple[int, bytes] | None = None
         self._making_facts = threading.Lock()
         self.dropped = 0
 
@@ -232,6 +150,7 @@ class Endpoints:
         return [
             Route("/", self._answer_page),
             Route("/meta", self._meta),
+            Route("/progress", self._progress),
             Route(f"/tile/{tile}", self._answer_tile),
             Route(f"/row/{one}", self._row),
             Route(f"/column/{one}", self._column),
@@ -248,16 +167,16 @@ class Endpoints:
 
     def prepare(self) -> None:
         """Compute what a page asks for first, before it asks."""
-        self._pool.submit(self._session.prepare)
-        self._pool.submit(self._make_facts)
+        for work in (self._make_facts, self._session.prepare):
+            self._pool.submit(work)
 
     def _make_facts(self) -> bytes:
-        """Return the facts about the recording as JSON; they are made once."""
+        """Return the facts about the recording as JSON; they are made once a version."""
         with self._making_facts:
-            if self._facts is None:
-                facts = to_page_value(page_facts(self._session))
-                self._facts = json.dumps(facts, allow_nan=False).encode()
-            return self._facts
+            version = self._session.version
+            if self._facts is None or self._facts[0] != version:
+                self._facts = version, _json(page_facts(self._session))
+            return self._facts[1]
 
     async def _answer_page(self, request: Request) -> Response:
         """Answer with the page, which contains no data."""
@@ -266,6 +185,12 @@ class Endpoints:
     async def _meta(self, request: Request) -> Response:
         """Answer with the places, heads and texts of the recording."""
         return await self._answer(request, self._make_facts, "application/json")
+
+    async def _progress(self, request: Request) -> Response:
+        """Answer with the number of places, what is still to come, and the most notable weight."""
+        return await self._answer(
+            request, lambda: _json(progress_facts(self._session)), "application/json"
+        )
 
     async def _answer_tile(self, request: Request) -> Response:
         """Answer with a tile: exact, or the best that is known so far."""
@@ -304,7 +229,7 @@ class Endpoints:
     async def _heads(self, request: Request) -> Response:
         """Answer with the overviews of some heads: their number, and each as `encode_overview`."""
         first = request.path_params["first"]
-        keys = list(all_heads(self._session))[first : first + HEADS_AT_ONCE]
+        keys = self._session.all_heads()[first : first + HEADS_AT_ONCE]
         if not keys:
             raise HTTPException(404, f"there is no head number {first}")
 
@@ -391,11 +316,6 @@ def application(
         exception_handlers={HTTPException: _error, Exception: _failure},
     )
     return guarded(app, policy), endpoints
-
-
-def all_heads(session: ViewSession) -> list[tuple[int, int]]:
-    """Return (index of the place, query head) of every recorded head, in the order of the page."""
-    return [(p, h) for p, place in enumerate(session.places) for h in place.heads]
 
 
 def _index(name: str, index: int, count: int) -> int:

@@ -17,21 +17,39 @@ from torch import Tensor
 from regard.inspect.metrics.head_metrics import VALUES, MeasuredPlace
 from regard.inspect.record.recorded_place import KeyValuePool, Place, RecordedStep
 from regard.inspect.record.tiles import Tile
-from regard.inspect.tile_server.exact_tiles import MASKED, HeadTiles, Observer, TileData
+from regard.inspect.tile_server.exact_tiles import (
+    MASKED,
+    HeadTiles,
+    Observer,
+    Peak,
+    TileData,
+)
+from regard.timing import torch_threads
 from regard.tracing import Trace
 
 SIDE = 64
 """Rows of a head that are computed, and blocks of columns to which they are pooled."""
+NEIGHBOURS = 8
+"""Positions around a query that count as its neighbours, where there are more than twice as many;
+otherwise only the next ones do.
+"""
 METRICS = ("entropy", "effective_keys", "sink", "previous_token", "local", "distance")
 """Metrics of a head that are sent, in this order; `regard.inspect.measure` defines them."""
 
 
 @dataclass(frozen=True, eq=False)
 class HeadOverview:
-    """The pooled weights of the sampled rows of one head, and its metrics (NaN for none)."""
+    """The pooled weights of the sampled rows of one head, and its metrics (NaN for none).
+
+    Args:
+        blocks: 64 x 64 blocks; its one peak is the largest far weight.
+        notable: mean over the rows of the largest weight on a key that is neither the first one nor
+            a neighbour of the query.
+    """
 
     blocks: TileData
     metrics: tuple[float, ...]
+    notable: float
 
 
 def head_overview(tiles: HeadTiles) -> HeadOverview:
@@ -42,12 +60,31 @@ def head_overview(tiles: HeadTiles) -> HeadOverview:
     rows = tokens[(torch.arange(r) + 1) * len(tokens) // r - 1]
     size = max(1, -(-tiles.N // SIDE))
     observe, metrics = measuring(tiles, rows)
-    mass, largest, pairs = tiles.row_blocks(rows, 0, tiles.N, size, observe)
+    asked = tiles.place.row_positions[tiles.batch][rows, None]
+    keys = tiles.place.column_positions[tiles.batch]
+    neighbours = NEIGHBOURS if tiles.N > 2 * NEIGHBOURS else 1
+    far, column = torch.zeros(r, dtype=tiles.dtype), torch.zeros(r, dtype=torch.int64)
+
+    def watch(which: Tensor, start: int, p: Tensor) -> None:
+        observe(which, start, p)
+        own = keys[start : start + p.shape[1]]
+        left_out = ((asked[which] - own).abs() <= neighbours) | (own <= 0)
+        best, index = p.masked_fill(left_out, 0).max(1)
+        larger = best > far[which]
+        far[which] = torch.where(larger, best, far[which])
+        column[which] = torch.where(larger, start + index, column[which])
+
+    mass, largest, pairs = tiles.row_blocks(rows, 0, tiles.N, size, watch)
     mass = mass.masked_fill(pairs == 0, MASKED)
-    values = metrics()
+    values, visible = metrics(), tiles.keys_seen[rows]
+    peaks: tuple[Peak, ...] = ()
+    if bool((far > 0).any()):
+        n = int(far.argmax())
+        peaks = (Peak(int(rows[n]), int(column[n]), float(far[n]), float(visible[n])),)
     return HeadOverview(
-        TileData(mass.float(), largest.float(), None, tiles.keys_seen[rows].float(), ()),
+        TileData(mass.float(), largest.float(), None, visible.float(), peaks),
         tuple(values.get(name, math.nan) for name in METRICS),
+        float(far.mean()) if r else 0.0,
     )
 
 
@@ -118,7 +155,8 @@ class OverviewRecorder(Trace):
         lse = result.lse
         if call.q.shape[2] < 2 or lse is None or name in self.overviews.sizes or call.score:
             return
-        with torch.no_grad():
+        # more threads would wait for each other longer than they compute
+        with torch.no_grad(), torch_threads(1):
             place = _place_of(call, lse, name, kernel)
             self.overviews.sizes[name] = (place.T, place.N)
             like: HeadTiles | None = None

@@ -51,6 +51,17 @@ def page_facts(session: ViewSession) -> dict[str, Any]:
         "places": [_place(session, n, texts) for n in range(len(session.places))],
         "metrics": list(METRICS),
         "not_kept": len(reduced),
+        "progress": progress_facts(session),
+    }
+
+
+def progress_facts(session: ViewSession) -> dict[str, Any]:
+    """Return the version of the places, the work that goes on, and where the page may open."""
+    return {
+        "version": session.version,
+        "expected": session.expected,
+        "measuring": session.unmeasured is not None,
+        "notable": session.notable(),
     }
 
 
@@ -61,7 +72,7 @@ def _place(session: ViewSession, number: int, texts: list[list[str]]) -> dict[st
         "q_positions": _positions(place.row_positions[session.batch].tolist()),
         "k_positions": _positions(place.column_positions[session.batch].tolist()),
         "source": session.sources[number],
-        "top": session.head(number, place.heads[0]).top_level,
+        "top": HeadTiles(place, place.heads[0], session.batch).top_level,
         "rule": _rule(place),
         "kernel": ", ".join(dict.fromkeys(step.kernel for step in place.steps)),
     }

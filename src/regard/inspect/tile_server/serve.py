@@ -10,16 +10,17 @@ import time
 import webbrowser
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from regard.errors import ArgumentError
 from regard.inspect.record.recording import Recording
 from regard.inspect.record.recording_file import load
 from regard.inspect.tile_server.head_overviews import Overviews
+from regard.inspect.tile_server.running import RunningRecording
 from regard.view.page import content_policy, tile_page
 
 if TYPE_CHECKING:
-    from regard.inspect.tile_server.app import Limits
+    from regard.inspect.tile_server.connections import Limits
     from regard.inspect.tile_server.session import ViewSession
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
@@ -35,14 +36,18 @@ class Server:
         session: ViewSession,
         host: str,
         port: int,
-        lang: str,
+        lang: str | None,
         limits: Limits | None = None,
+        running: RunningRecording | None = None,
     ) -> None:
         import uvicorn
 
-        from regard.inspect.tile_server.app import BoundedProtocol, Limits, Policy, application
+        from regard.inspect.tile_server.app import Policy, application
+        from regard.inspect.tile_server.connections import BoundedProtocol, Limits, bounded_log
 
-        self.session, limits = session, limits or Limits()
+        self.session, self._limits = session, (limits or Limits()).for_this_process()
+        self._log = bounded_log()
+        self._running = running
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._socket = socket.socket(family)
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -68,35 +73,50 @@ class Server:
             log_level="error",
             access_log=False,
             server_header=False,
-            http=partial(BoundedProtocol, limits),  # type: ignore[arg-type]
+            http=partial(BoundedProtocol, self._limits, self._log),  # type: ignore[arg-type]
             ws="none",
             lifespan="off",
-            timeout_keep_alive=int(limits.request_seconds),
+            timeout_keep_alive=int(self._limits.idle_seconds),
             h11_max_incomplete_event_size=16384,
+            backlog=1,  # so that one connection is accepted at a time; see `BoundedProtocol`
         )
         self._server = uvicorn.Server(config)
         self._thread: threading.Thread | None = None
+        # not `Thread.join`: interrupted by Ctrl-C, it takes a running thread for one that has ended
+        self._ended = threading.Event()
 
     def start(self) -> Self:
         """Serve in a thread, until `close`."""
 
+        async def serve() -> None:
+            asyncio.get_running_loop().set_exception_handler(self._log_error)
+            await self._server.serve(sockets=[self._socket])
+
         def run() -> None:
-            asyncio.run(self._server.serve(sockets=[self._socket]))
+            try:
+                asyncio.run(serve())
+            finally:
+                self._ended.set()
 
         self._thread = threading.Thread(target=run, daemon=True)
         self._thread.start()
         self.endpoints.prepare()
         # so that the link answers when it is printed, and `close` finds a server that has begun
         until = time.monotonic() + START_SECONDS
-        while not self._server.started and self._thread.is_alive() and time.monotonic() < until:
+        while not self._server.started and not self._ended.is_set() and time.monotonic() < until:
             time.sleep(0.005)
+        self._socket.listen(self._limits.waiting)
         return self
+
+    def _log_error(self, _loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        """Write an error of the event loop to the bounded log."""
+        self._log.error(context["message"], exc_info=context.get("exception"))
 
     def wait(self) -> None:
         """Wait until the server ends, or Ctrl-C is pressed."""
         try:
-            while self._thread is not None and self._thread.is_alive():
-                self._thread.join(0.5)
+            while self._thread is not None and not self._ended.wait(0.5):
+                pass
         except KeyboardInterrupt:
             pass
         finally:
@@ -104,9 +124,11 @@ class Server:
 
     def close(self) -> None:
         """End the server and its threads."""
+        if self._running is not None:
+            self._running.end()
         self._server.should_exit = True
         if self._thread is not None:
-            self._thread.join(10)
+            self._ended.wait(10)
         self.endpoints.close()
         self.session.close()
         self._socket.close()
@@ -119,7 +141,7 @@ class Server:
 
 
 def view(
-    recording: Recording | str | Path,
+    recording: Recording | RunningRecording | str | Path,
     b: Recording | str | Path | None = None,
     *,
     overviews: Overviews | None = None,
@@ -127,7 +149,7 @@ def view(
     host: str = "127.0.0.1",
     port: int = 0,
     allow_remote: bool = False,
-    lang: str = "en",
+    lang: str | None = None,
     open_browser: bool = False,
 ) -> Server:
     """Serve a recording to a browser on this machine, with exact tiles at any length.
@@ -137,14 +159,15 @@ def view(
     link. It runs in threads of this process until `close`.
 
     Args:
-        recording: a recording, or the path of one that was saved.
+        recording: a recording; one whose model still runs, as `regard view` starts it; or the path
+            of one that was saved.
         b: a second one to compare with, of another text, model, checkpoint or kernel.
         overviews: overviews of more heads than the recording keeps (`OverviewRecorder`).
         host: the address to listen on.
         port: the port; 0 lets the system choose a free one.
         allow_remote: whether an address other than the loopback is allowed. The connection is not
             encrypted: whoever can read it reads the token.
-        lang: language in which the page opens.
+        lang: language in which the page opens; None is that of the browser.
         open_browser: whether to open the link in the default browser.
 
     Returns:
@@ -177,10 +200,19 @@ def view(
         ) from error
     from regard.inspect.tile_server.session import ViewSession
 
-    first = recording if isinstance(recording, Recording) else load(recording)
+    running = None
     second = b if b is None or isinstance(b, Recording) else load(b)
+    if isinstance(recording, RunningRecording):
+        running = recording
+        # two recordings are shown one after the other, so the first one must be whole
+        first = running.first() if second is None else running.follow()
+        overviews = running.overviews
+    else:
+        first = recording if isinstance(recording, Recording) else load(recording)
     session = ViewSession(first, overviews, b=second, batch=batch)
-    server = Server(session, host, port, lang).start()
+    if running is not None:
+        running.serve(session)
+    server = Server(session, host, port, lang, running=running).start()
     if open_browser:
         webbrowser.open(server.url)
     return server

@@ -73,12 +73,16 @@ TRIM_AFTER = 32
 """Number of tiles after which freed memory is given back to the system: the products of a tile take
 many times its size, and pieces of them would stay between the tiles that are kept.
 """
+PREPARED_HEADS = 16
+"""Number of heads of the first place that are compared before the first answer."""
 OPEN_HEADS = 4
 """Number of heads whose keys are kept in the dtype of the products."""
 
 
 class ViewSession:
-    """What is served: the places and heads of a recording."""
+    """What is served: the places and heads of a recording; while its model still runs, `expected`
+    is the number of places at the end, and 0 afterwards.
+    """
 
     def __init__(
         self,
@@ -90,31 +94,66 @@ class ViewSession:
         cache_bytes: int = CACHE_BYTES,
     ) -> None:
         self.recordings, self.batch = [recording] if b is None else [recording, b], batch
+        self.expected = 0
         self.places: list[Place] = []
         self.names: list[str] = []
         self.sources: list[int] = []
+        self._lock = threading.RLock()
         for source, one in enumerate(self.recordings):
             if not one.places:
                 raise ArgumentError("the recording contains no attention call; record one first")
             for name, whole in one.places.items():
-                whole.check_batch(batch)
-                for place in split_by_pool(whole):
-                    self.places.append(place)
-                    self.names.append(name)
-                    self.sources.append(source)
+                self._add(name, whole, source)
         self.overviews = overviews or Overviews()
         self._overviews: dict[tuple[int, int], HeadOverview] = {}
+        self._like: HeadTiles | None = None
         self._heads: OrderedDict[tuple[int, int], HeadTiles] = OrderedDict()
         self._cache: OrderedDict[tuple[Any, ...], TileData | _Mosaic] = OrderedDict()
         self._cache_bytes, self._used = cache_bytes, 0
         self._new_mosaics: KeptResults[_Mosaic] = KeptResults(limit=2)
-        self._lock = threading.RLock()
         self._stored = 0
         self._parts: deque[tuple[int, int, int, int, int]] = deque()
         self._wake, self._idle, self._closed = threading.Event(), threading.Event(), False
         self._idle.set()
         self._waiting = 0
         self._worker: threading.Thread | None = None
+
+    # ---- places
+    def _add(self, name: str, whole: Place, source: int) -> None:
+        whole.check_batch(self.batch)
+        with self._lock:
+            for place in split_by_pool(whole):
+                self.places.append(place)
+                self.names.append(name)
+                self.sources.append(source)
+
+    def arrived(self, recording: Recording, expected: int) -> None:
+        """Serve what has arrived of the first recording, whose model still runs."""
+        with self._lock:
+            known = dict(zip(self.names, self.places, strict=True))
+            places = recording.places.items()
+            if any(n in known and len(x.steps) > len(known[n].steps) for n, x in places):
+                # a place went on after it was served: its tiles are others now
+                known = {}
+                for served in (self.places, self.names, self.sources):
+                    served.clear()
+                for results in (self._heads, self._cache, self._overviews, self._parts):
+                    results.clear()
+                self._used = 0
+            for name, whole in places:
+                if name not in known:
+                    self._add(name, whole, 0)
+            self.recordings[0], self.expected = recording, expected
+        self._wake.set()
+
+    @property
+    def version(self) -> int:
+        """Return a number that grows with everything that arrives."""
+        return sum(len(place.steps) for place in self.places)
+
+    def yield_to_requests(self) -> None:
+        """Wait while a request is being answered."""
+        self._idle.wait()
 
     # ---- heads
     def head(self, place: int, head: int) -> HeadTiles:
@@ -131,12 +170,39 @@ class ViewSession:
 
     def overview(self, place: int, head: int) -> HeadOverview:
         """Return the overview of a head: the one made while the model ran, or one computed now."""
-        overview = self.overviews.heads.get((self.names[place], head))
-        if overview is not None and self.sources[place] == 0:
-            return overview
-        if (place, head) not in self._overviews:
-            self._overviews[place, head] = head_overview(self.head(place, head))
-        return self._overviews[place, head]
+        overview = self._known(place, head)
+        if overview is None:
+            like = self._like
+            like = like if like is not None and like.place is self.places[place] else None
+            self._like = HeadTiles(self.places[place], head, self.batch, like=like)
+            overview = self._overviews[place, head] = head_overview(self._like)
+        return overview
+
+    def _known(self, place: int, head: int) -> HeadOverview | None:
+        reduced = self.overviews.heads.get((self.names[place], head))
+        own = self._overviews.get((place, head))
+        return own if reduced is None or self.sources[place] else reduced
+
+    def all_heads(self) -> list[tuple[int, int]]:
+        """Return (index of the place, query head) of every head, in the order of the page."""
+        return [(p, h) for p, place in enumerate(self.places) for h in place.heads]
+
+    def notable(self) -> tuple[int, int, int, int]:
+        """Return (place, head, row, column) of the most notable weight of the heads that have an
+        overview so far: `HeadOverview.notable` is largest.
+        """
+        for head in self.places[0].heads[:PREPARED_HEADS]:
+            self.overview(0, head)
+        known = [(x, *key) for key in self.all_heads() if (x := self._known(*key)) is not None]
+        best, place, head = max(known, key=lambda x: (x[0].notable, -x[1], -x[2]))
+        if not best.blocks.peaks:
+            return 0, self.places[0].heads[0], max(0, self.places[0].T - 1), 0
+        return place, head, best.blocks.peaks[0].row, best.blocks.peaks[0].column
+
+    @property
+    def unmeasured(self) -> tuple[int, int] | None:
+        """Return the first head without an overview, which the thread behind computes; or None."""
+        return next((key for key in self.all_heads() if self._known(*key) is None), None)
 
     # ---- tiles
     def tile(self, place: int, head: int, level: int, i: int, j: int) -> TileData | None:
@@ -166,14 +232,25 @@ class ViewSession:
         return mosaic
 
     def prepare(self) -> None:
-        """Compute the whole map of the first head, before a browser asks for it."""
-        place, head = 0, self.places[0].heads[0]
+        """Compute the map on which the page opens, before a browser asks for it, and then, while no
+        request waits, the overviews of all heads.
+        """
+        place, head, _, _ = self.notable()
         tiles = self.head(place, head)
         level = tiles.top_level
         if level <= EXACT_LEVEL:
             self.tile(place, head, level, 0, 0)
         elif not tiles.is_empty(tiles.range(level, 0, 0)):
             self._new_mosaic(tiles, (place, head, level, 0, 0))
+        self._begin()
+
+    def _begin(self) -> None:
+        """Start the thread behind, or wake it."""
+        with self._lock:
+            if self._worker is None and not self._closed:
+                self._worker = threading.Thread(target=self._work, daemon=True)
+                self._worker.start()
+        self._wake.set()
 
     def _fill(self, mosaic: _Mosaic, place: int, head: int) -> None:
         """Put known parts into a coarse tile, and ask for the others before anything else."""
@@ -190,10 +267,7 @@ class ViewSession:
         with self._lock:
             asked = set(missing)
             self._parts = deque([*missing, *(x for x in self._parts if x not in asked)])
-            if self._worker is None and not self._closed:
-                self._worker = threading.Thread(target=self._work, daemon=True)
-                self._worker.start()
-        self._wake.set()
+        self._begin()
 
     def _keep(self, key: tuple[Any, ...], tile: TileData | _Mosaic) -> None:
         """Store a tile, and drop the oldest ones beyond the bound."""
@@ -223,14 +297,19 @@ class ViewSession:
                 self._idle.set()
 
     def _work(self) -> None:
-        """Compute parts, one after another, while no request waits."""
+        """Compute parts, and then overviews, one after another, while no request waits."""
         torch.set_num_threads(1)
         while not self._closed:
             with self._lock:
                 part = self._parts.popleft() if self._parts else None
             if part is None:
                 self._wake.clear()
-                self._wake.wait()
+                unmeasured = self.unmeasured
+                if unmeasured is not None:
+                    self._idle.wait()
+                    self.overview(*unmeasured)
+                elif not self._closed:
+                    self._wake.wait()
                 continue
             place, head, level, i, j = part
             with self._lock:

@@ -19,8 +19,7 @@ from torch import Tensor
 from regard.integrations.pytorch.module_places import open_places
 from regard.integrations.pytorch.observed_call import leave_to_torch, observe_call
 from regard.integrations.pytorch.torch_functions import contexts, is_observed
-from regard.masks.block_mask import listed_blocks
-from regard.masks.recognition import RecognizedMask, recognize_mask
+from regard.masks.convert import RecognizedMask, listed_blocks, recognize_mask
 from regard.ops.softmax.call import Call, make_call
 from regard.ops.softmax.dispatch import choose_kernel, run_on_kernel
 from regard.scores import FnScore, from_score_mod

@@ -33,14 +33,14 @@ class ModulePlaces:
     Attributes:
         observed: the number of calls that were passed to the open traces.
         unrecorded: the number of calls that could not be, by place and reason.
-        written_out: for each place, the shape of a softmax that was computed there outside of any
-            attention function: attention may be written out there.
+        written_out: the number of softmaxes that were computed outside of any attention function,
+            by the path of the module and their shape: attention may be written out there.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self.observed = 0
         self.unrecorded: Counter[tuple[str, str]] = Counter()
-        self.written_out: dict[str, tuple[int, ...]] = {}
+        self.written_out: Counter[tuple[str, tuple[int, ...]]] = Counter()
         self.model = model
         self._thread = threading.get_ident()
         self._running: list[tuple[str, list[int]]] = []

@@ -34,7 +34,6 @@ from torch import Tensor, nn
 
 from regard.errors import ArgumentError, ArgumentTypeError
 from regard.integrations.pytorch.flex_calls import run_or_leave
-from regard.integrations.pytorch.graph_operator import LIBRARY, suits_graph, torch_attention
 from regard.integrations.pytorch.observed_call import (
     observe_attention,
     observe_fused_multi_head,
@@ -56,10 +55,13 @@ from regard.integrations.pytorch.torch_calls import (
 )
 from regard.integrations.pytorch.torch_functions import (
     FLEX_MODULE,
+    LIBRARY,
     TORCH,
     CallCounts,
     contexts,
     is_observed,
+    suits_graph,
+    torch_attention,
 )
 from regard.masks import Causal, Full, Window
 from regard.ops.softmax.dispatch import choose_kernel, run_on_kernel

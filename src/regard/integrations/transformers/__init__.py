@@ -58,13 +58,17 @@ for _function, _parameter in (
             f"has no {_parameter}; pip install -U transformers"
         )
 
-from regard.integrations.transformers.accelerated_model import AcceleratedModel, accelerate  # noqa: E402
 from regard.integrations.transformers.attention import name_taps, regard_attention  # noqa: E402
 from regard.integrations.transformers.cache import PreallocatedCache, PreallocatedLayer  # noqa: E402
-from regard.integrations.transformers.mask_functions import regard_mask  # noqa: E402
-from regard.integrations.transformers.mask_tensor import BoolMask, MaskRule  # noqa: E402
+from regard.integrations.transformers.masks import (  # noqa: E402
+    BoolMask,
+    MaskRule,
+    regard_mask,
+)
 from regard.integrations.transformers.supported_models import (  # noqa: E402
     IMPLEMENTATION,
+    AcceleratedModel,
+    accelerate,
     architectures,
     wrap_model_methods,
 )

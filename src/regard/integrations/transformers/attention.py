@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from regard import masks
 from regard.errors import ArgumentError, ArgumentTypeError
-from regard.integrations.transformers.mask_tensor import EMPTY_WINDOW, BoolMask, MaskRule
+from regard.integrations.transformers.masks import EMPTY_WINDOW, BoolMask, MaskRule
 from regard.masks import Causal, Mask, Selected
 from regard.ops.softmax import attend, attention_weights
 from regard.process_state import is_compiling

@@ -128,6 +128,7 @@ def rotary_heads(
     q_flat: nn.Module | None = None,
     k_flat: nn.Module | None = None,
     bias: bool = False,
+    value_dim: int | None = None,
 ) -> SeparateQKV:
     """Build the projection of queries, keys and values with rotary positions or none; where
     frequencies depend on the length, keys rotated with others raise when they are read
@@ -138,7 +139,7 @@ def rotary_heads(
     last = () if rotary is None or rotary.follows_length else (rotary,)
     q = HeadProjection(dim, H, head_dim, *q_steps, *last, flat=q_flat, bias=bias)
     k = HeadProjection(dim, G, head_dim, *k_steps, *last, flat=k_flat, bias=bias)
-    v = HeadProjection(dim, G, head_dim, bias=bias)
+    v = HeadProjection(dim, G, head_dim if value_dim is None else value_dim, bias=bias)
     return (
         RecomputedQKV(q, k, v, PerRowRotary(rotary))
         if rotary is not None and rotary.follows_length

@@ -15,15 +15,15 @@ from regard.errors import ArgumentError
 from regard.masks import Mask, Window
 from regard.nn.attention.attention import Attention
 from regard.nn.mixer import Mixer
-from regard.nn.projections.finishes import (
+from regard.nn.projections.fused import FusedQKV
+from regard.nn.projections.heads import HeadProjection, Projection, SeparateQKV
+from regard.nn.projections.steps import (
     DifferentialProjection,
     FinishedProjection,
     GatedProjection,
     HeadFinish,
     PairDifference,
 )
-from regard.nn.projections.fused import FusedQKV
-from regard.nn.projections.heads import HeadProjection, Projection, SeparateQKV
 from regard.nn.variants import VARIANTS, Variant
 from regard.nn.variants.registry import check_options, find_variant, option_names
 from regard.positions import Rotary

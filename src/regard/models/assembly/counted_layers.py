@@ -12,13 +12,12 @@ from regard.configs.suggested_sizes import (
     BaseModel,
     CountedLayer,
     MechanismChoice,
-    suggested_groups,
 )
 from regard.cost.mechanisms import OPTIONS_WITHOUT_COST
 from regard.did_you_mean import suggest
 from regard.errors import ArgumentError
 from regard.models.assembly.catalogue_mixer import build_mixer, find_decoder_variant
-from regard.nn.variants.registry import find_variant, option_names
+from regard.nn.variants.registry import find_variant, option_names, suggested_options
 
 WITHOUT_SIZE = OPTIONS_WITHOUT_COST | {"depth"}
 """Options whose value is no size of the layer."""
@@ -40,18 +39,13 @@ def count_layer(choice: MechanismChoice, base: BaseModel) -> CountedLayer:
             raise ArgumentError(
                 f"{entry.name} has no option {name}{hint} Its options are {', '.join(known)}"
             )
-    catalogue = f"regard describe {entry.name}"
     defaults = {
-        name: parameter.default
+        name: (parameter.default, f"regard describe {entry.name}")
         for name, parameter in inspect.signature(entry.build).parameters.items()
         if type(parameter.default) is int and name in known and name not in WITHOUT_SIZE
     }
-    published = {
-        name: (value, catalogue) for name, value in {**defaults, **entry.published_options}.items()
-    }
-    if "groups" in known:
-        published.update(suggested_groups(base.model.dim, base.heads, base.groups))
-    missing = {name: pair for name, pair in published.items() if name not in choice.sizes}
+    suggested = {**defaults, **suggested_options(entry, base.sizes)}
+    missing = {name: pair for name, pair in suggested.items() if name not in choice.sizes}
     options = {**{name: value for name, (value, _) in missing.items()}, **choice.sizes}
     with torch.device("meta"):
         mixer = build_mixer(entry.name, base.model.dim, base.heads, options)

@@ -49,12 +49,12 @@ from regard.nn import (
 from regard.nn.blocks.blocks import Residual
 from regard.nn.blocks.embedding import CappedLogits, ScaledLogits
 from regard.nn.blocks.experts import MoE
-from regard.nn.blocks.feed_forward import GatedFeedForward, GatedSharedExpert
+from regard.nn.blocks.feed_forward import ClippedSwiGLU, GatedFeedForward, GatedSharedExpert
 from regard.nn.blocks.norms import OffsetLayerNorm
 from regard.nn.blocks.routers import Router, SparseMixerRouter
 from regard.nn.mixer import Mixer
 from regard.nn.projections.steps import Clip
-from regard.nn.weights import Linear
+from regard.nn.weights import Linear, scaled_map
 from regard.positions import Rotary
 
 STORED_LAYER, MODEL_LAYER = "model.layers.{}.", "layers.{}."
@@ -187,6 +187,11 @@ def rename_language_model(name: str) -> str:
     return name.removeprefix("language_model.")
 
 
+def tower_tensors(towers: str) -> tuple[str, ...]:
+    """Return the pattern of the tensors of networks for images and sound, if there are any."""
+    return (rf"(model\.)?({'|'.join(towers.split())})\..*",) if towers else ()
+
+
 def family(
     config: type[RotaryDecoderConfig],
     layer: Layer | None = None,
@@ -198,19 +203,15 @@ def family(
     """
     experts = config.recipe.experts
     corrected = experts is not None and experts.router in ("sigmoid", "corrected softmax")
-    towers, buffers = (
-        "|".join(config.towers.split()),
-        [*BUFFERS, *config.buffers, *more.pop("buffers", ())],
-    )
-    if towers:
-        buffers.append(rf"(model\.)?({towers})\..*")
-        more["rename_stored"] = rename_language_model
+    buffers = (*BUFFERS, *config.buffers, *more.pop("buffers", ()), *tower_tensors(config.towers))
+    if config.towers:
+        more.setdefault("rename_stored", rename_language_model)
     build = more.pop("build", partial(decoder, layer=layer or recipe_layer))
     usual: dict[str, Any] = {
         "check": check,
         "prefixes": PREFIXES,
         "head": HEAD,
-        "buffers": tuple(buffers),
+        "buffers": buffers,
         # rounding this bias would change which experts are selected
         "keep_float32": ("*.router.correction",) if corrected else (),
     }
@@ -294,12 +295,8 @@ def attention(
 ) -> Attention:
     """Build causal grouped-query attention, with a window or another mask if there is one."""
     recipe, value = config.recipe, config.value
-    M, D, H, G = (
-        config.hidden_size,
-        config.head_dim,
-        config.num_attention_heads,
-        config.num_key_value_heads,
-    )
+    M, shape = config.hidden_size, config.head_shape(window)
+    H, G, D, E = shape.heads, shape.groups, shape.head_dim, shape.value_dim
     mask = mask if window is None else masks.Window(window)
     k_steps: Sequence[nn.Module] = ()
     q_flat, k_flat = None, None
@@ -324,7 +321,9 @@ def attention(
         q_flat=q_flat,
         k_flat=k_flat,
         bias=value(recipe.qkv_bias),
+        value_dim=E,
     )
+    project.v.linear = scaled_map(project.v.linear, value(recipe.value_scale) or 1)
     if limit is not None:
         project.v.flat = Clip(limit)
     if config.head_norms == "each head" and recipe.norm_rotated:
@@ -332,11 +331,11 @@ def attention(
             part.steps.append(norm(config, D))
     return Attention(
         project,
-        Linear(H * D, M, bias=value(recipe.output_bias)),
+        Linear(H * E, M, bias=value(recipe.output_bias)),
         mask=masks.Causal() if mask is None else masks.Causal() & mask,
         scale=value(recipe.score_scale),
         softcap=value(recipe.score_cap),
-        sink=nn.Parameter(torch.zeros(H)) if recipe.sinks else None,
+        sink=nn.Parameter(torch.zeros(H)) if config.has_sinks(window) else None,
     )
 
 
@@ -347,15 +346,29 @@ def feed_forward(config: RotaryDecoderConfig, layer: int = 0) -> nn.Module:
         shared: nn.Module | None = None
         router_module = router(config)
         if config.shared_width is not None:
-            shared = SwiGLU(M, config.shared_width, bias=config.value(recipe.ff_bias))
+            shared = _swiglu(config, layer, config.shared_width)
             shared = GatedSharedExpert(M, shared) if experts.shared_gate else shared
-        return mixture(M, config.value(experts.width), router_module, shared)
+        width = config.value(experts.width)
+        count = range(router_module.experts)
+        every = [_swiglu(config, layer, width, expert=True) for _ in count]
+        return MoE(router_module, every, shared)
     bias, name = config.value(recipe.ff_bias), getattr(config, "hidden_act", recipe.activation)
     width = config.value(recipe.width)
     if recipe.gated and name == "silu":
-        return SwiGLU(M, width, bias=bias)
+        return _swiglu(config, layer, width)
     kind = GatedFeedForward if recipe.gated else FeedForward
     return kind(M, width, activation(name), bias=bias)
+
+
+def _swiglu(
+    config: RotaryDecoderConfig, layer: int, width: int, *, expert: bool = False
+) -> nn.Module:
+    """Build a gated network of a layer, whose hidden numbers have the limits of the config."""
+    bias = False if expert else config.value(config.recipe.ff_bias)
+    limits = config.limits(layer, expert=expert)
+    if limits is None:
+        return SwiGLU(config.hidden_size, width, bias=bias)
+    return ClippedSwiGLU(config.hidden_size, width, bias=bias, **limits)
 
 
 def router(config: RotaryDecoderConfig) -> Router:

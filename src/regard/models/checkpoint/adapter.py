@@ -25,14 +25,13 @@ from torch import Tensor, nn
 
 from regard.did_you_mean import suggest
 from regard.errors import FileError
-from regard.files.regular_files import checked_path, checked_path_or_none
+from regard.files.reading import checked_path, checked_path_or_none, read_json
 from regard.files.safetensors_files import (
     DEFAULT_BUFFERING,
     ReadBuffering,
     StoredTensor,
     read_header,
 )
-from regard.files.strict_json import read_json
 from regard.models.checkpoint.family import (
     Family,
     TensorBinding,

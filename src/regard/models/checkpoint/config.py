@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
 
-from regard.configs import LOADABLE, read_as
+from regard.configs import CONFIGS, read_as
 from regard.configs.base import ModelConfig, Raw
 from regard.configs.reader import (
     check_dtypes,
@@ -16,8 +16,8 @@ from regard.configs.reader import (
 )
 from regard.did_you_mean import suggest
 from regard.errors import ArgumentError, FileError
-from regard.files import strict_json
-from regard.files.regular_files import checked_path, checked_path_or_none
+from regard.files import reading
+from regard.files.reading import checked_path, checked_path_or_none
 from regard.models.checkpoint.family import Family
 from regard.models.checkpoint.tensors import missing_config_error
 from regard.models.tokenizer import Tokenizer
@@ -36,11 +36,11 @@ def read_raw(folder: Path, family_of: Callable[[str], Family | None]) -> tuple[F
     name = read_as(raw)
     family = family_of(name) if isinstance(name, str) else None
     if family is None:
-        known = LOADABLE if isinstance(name, str) else ()
+        known = CONFIGS if isinstance(name, str) else ()
         hint = suggest(name, known, cutoff=0.75, otherwise=".")
         raise FileError(
             f"{path}: model_type {short_repr(name)} is not supported{hint} Supported: "
-            f"{', '.join(LOADABLE)}"
+            f"{', '.join(CONFIGS)}"
         )
     return family, raw
 
@@ -89,10 +89,10 @@ def _check_counts(raw: Raw, tensors: int) -> None:
             )
 
 
-def read_json(folder: Path, name: str, *, limit: int = strict_json.MAX_BYTES) -> dict[str, object]:
+def read_json(folder: Path, name: str, *, limit: int = reading.MAX_BYTES) -> dict[str, object]:
     """Read a file of a model folder that contains one JSON object."""
     path = checked_path(folder, name)
-    content: dict[str, object] = strict_json.read_json(path, limit=limit, infinity=True)
+    content: dict[str, object] = reading.read_json(path, limit=limit, infinity=True)
     return content
 
 
@@ -102,7 +102,7 @@ def read_eos_ids(folder: Path, raw: Raw, tokenizer: Tokenizer | None) -> frozens
     source = raw if checked_path_or_none(folder, name) is None else read_json(folder, name)
     value = source.get("eos_token_id", raw.get("eos_token_id"))
     ids = value if isinstance(value, list) else [value] if value is not None else []
-    if not all(type(i) is int and i >= 0 for i in ids):
+    if not all(type(i) is int and 0 <= i < 1 << 31 for i in ids):
         raise FileError(
             f"{folder}: eos_token_id is {short_repr(value)}; it must be a token id or a list of "
             "token ids"

@@ -266,6 +266,7 @@ class Family:
         rename_stored: an older spelling of a stored name -> the spelling of the table.
         keep_float32: patterns (`*`) of parameters that a narrower dtype would damage; they stay in
             float32 or better.
+        keep_int64: patterns of parameters that are whole numbers, such as a table of experts.
         check: raises for a config that only the parts of the network can refuse, such as numbers of
             a rotary scaling; it is called before weights are read or downloaded.
         architecture: the kind of network: "decoder", "encoder", "encoder-decoder", or
@@ -281,6 +282,7 @@ class Family:
     buffers: tuple[str, ...] = ()
     rename_stored: Callable[[str], str] = str
     keep_float32: tuple[str, ...] = ()
+    keep_int64: tuple[str, ...] = ()
     check: Callable[[Any], object] = _accept
     architecture: str = "decoder"
 
@@ -291,6 +293,8 @@ class Family:
 
     def dtype_of(self, parameter_name: str, dtype: torch.dtype) -> torch.dtype:
         """Return the dtype of one parameter in a network of this dtype."""
+        if any(fnmatchcase(parameter_name, pattern) for pattern in self.keep_int64):
+            return torch.int64
         keeps = any(fnmatchcase(parameter_name, pattern) for pattern in self.keep_float32)
         return torch.promote_types(dtype, torch.float32) if keeps else dtype
 

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from regard import huge_pages
+from regard.configs.deepseek import SHARED
 from regard.errors import FileError
 from regard.files.gguf_files import (
     GgufHeader,
@@ -34,7 +35,7 @@ from regard.files.gguf_files import (
     read_plain,
     read_rows,
 )
-from regard.files.regular_files import checked_path
+from regard.files.reading import checked_path
 from regard.files.safetensors_files import DEFAULT_BUFFERING, ReadBuffering, StoredTensor
 from regard.freed_memory import give_back_freed_memory
 from regard.huge_pages import empty_like
@@ -49,15 +50,11 @@ from regard.models.checkpoint.gguf_architectures import ARCHITECTURES, Architect
 from regard.models.checkpoint.gguf_blocks import (
     RECORD_FORMS,
     dequantize_gguf,
-    float_dtype,
     gguf_record,
+    plain_dtype,
 )
-from regard.models.checkpoint.gguf_config import (
-    LONG_FACTORS,
-    ROPE_FACTORS,
-    gguf_architecture,
-    gguf_config,
-)
+from regard.models.checkpoint.gguf_completions import ROPE_FACTORS
+from regard.models.checkpoint.gguf_config import LONG_FACTORS, gguf_architecture, gguf_config
 from regard.models.checkpoint.tensors import INDEX, SINGLE, CheckpointTensors
 from regard.models.families import family
 from regard.models.sentence_settings import PoolingMode
@@ -65,7 +62,7 @@ from regard.ops.stored_weights import INT4_BLOCK, StoredWeight
 from regard.units import plural, size
 from regard.untrusted_text import short_repr
 
-_LAYER = re.compile(r"blk\.([0-9]{1,4})\.")
+_LAYER = re.compile(r"(?:enc\.|dec\.)?blk\.([0-9]{1,4})\.")
 _POOLING: Mapping[object, PoolingMode] = {1: "mean", 2: "cls"}
 _SPELLINGS = {
     "e_score_correction_bias": "e_score_correction.bias",
@@ -73,8 +70,9 @@ _SPELLINGS = {
 }
 """A parameter of its own here, and there the bias of a module."""
 _PLAIN = (
-    *(".ffn_gate_inp", "position_embd.", "token_types.", ".shortconv.conv."),
-    *(".ssm_alpha.", ".ssm_ba.", ".ssm_beta.", ".ssm_conv1d."),
+    *(".attn_rel_b.", "compressor_ape.", ".ffn_gate_inp", "hc_attn_fn.", "hc_ffn_fn."),
+    *("output_hc_fn.", "position_embd.", ".shortconv.conv.", ".ssm_alpha.", ".ssm_ba."),
+    *(".ssm_beta.", ".ssm_conv1d.", "token_types."),
 )
 """Parts of the names of matrices that no map with stored weights has."""
 _LATER_PART = re.compile(r"-(?!00001)\d{5}-of-\d{5}\.gguf$")
@@ -127,9 +125,16 @@ class GgufModel:
         its_family, architecture = family(config["model_type"]), ARCHITECTURES[name]
         if architecture.names:
             its_family = replace(its_family, names=_name_table(its_family, architecture.names))
-        names = dict(_stored_names(header, name, its_family, layers))
+        kinds = config.get("indexer_types") or ()
+        shared = {i for i, kind in enumerate(kinds) if kind == SHARED}
+        copies = {x for x in header.tensors if ".indexer." in x and _layer_of(x) in shared}
+        named = _stored_names(header, name, its_family, layers)
+        names = {x: tensors for x, tensors in named if tensors[0].name not in copies}
+        integers = [x.name for x in header.tensors.values() if x.format.name == "I32"]
+        if wrong := [x for x in integers if not x.endswith(".ffn_gate_tid2eid.weight")]:
+            raise invalid_gguf(path, f"{short_repr(wrong[0])} is I32, which only tables are")
         used = {tensor.name for tensors in names.values() for tensor in tensors}
-        used |= {ROPE_FACTORS, *LONG_FACTORS}
+        used |= {ROPE_FACTORS, *LONG_FACTORS, *architecture.unused, *copies}
         unread = [x for x in header.tensors if x not in used]
         predicts = header.metadata.get(f"{name}.nextn_predict_layers", 0) != 0
         unknown = [x for x in unread if not (predicts and _layer_of(x) >= layers)] + unknown
@@ -147,13 +152,29 @@ class GgufModel:
     @property
     def pooling_mode(self) -> PoolingMode:
         """How an encoder's states become one vector."""
-        number = self.header.metadata.get("bert.pooling_type", 1)
+        key = f"{self.header.metadata['general.architecture']}.pooling_type"
+        number = self.header.metadata.get(key, 1)
         if type(number) is not int or number not in _POOLING:
             raise FileError(
-                f"{self.header.file}: bert.pooling_type is {short_repr(number)}; read are "
-                "1 (mean) and 2 (cls)"
+                f"{self.header.file}: {key} is {short_repr(number)}; read are 1 (mean) and 2 (cls)"
             )
         return _POOLING[number]
+
+    @property
+    def numbers(self) -> dict[str, Tensor]:
+        """The stored tensors of the family that the file has as numbers in its metadata."""
+        numbers: dict[str, Tensor] = {}
+        for end, (key, shape) in self.architecture.numbers.items():
+            values = self.header.metadata.get(key)
+            pattern = next(name for name in self.family.names if name.endswith(end))
+            layers = range(min(self.config["num_hidden_layers"], 1 << 12))
+            listed = values if isinstance(values, list) else []
+            if len(listed) != len(layers) or not all(isinstance(x, float) for x in listed):
+                raise invalid_gguf(self.header.file, f"{key} is no list of a number for each layer")
+            for i, value in zip(layers, listed, strict=True):
+                number = torch.tensor(value, dtype=torch.float32, device="cpu")
+                numbers[pattern.format(i)] = number.reshape(shape)
+        return numbers
 
     @property
     def dtype(self) -> torch.dtype:
@@ -162,10 +183,11 @@ class GgufModel:
         """
         bytes_of: dict[torch.dtype, int] = {}
         for tensor in self.header.tensors.values():
-            dtype = float_dtype(tensor.format.name)
+            dtype = plain_dtype(tensor.format.name)
             if dtype is None:
                 return torch.float32
-            bytes_of[dtype] = bytes_of.get(dtype, 0) + tensor.bytes
+            if dtype.is_floating_point:
+                bytes_of[dtype] = bytes_of.get(dtype, 0) + tensor.bytes
         return max(bytes_of, key=lambda d: bytes_of[d], default=torch.float32)
 
     def split(
@@ -174,9 +196,10 @@ class GgufModel:
         """Split the tensors into those that are dequantized and those that stay in few bits."""
         plain: dict[str, tuple[GgufTensor, ...]] = {}
         records: dict[str, str] = {}
+        by_pattern = {name_pattern(name): entry for name, entry in table.items()}
         for name, tensors in self.names.items():
             own = RECORD_FORMS.get(tensors[0].format.name)
-            parameters = self._parameters(name, table)
+            parameters = self._parameters(name, by_pattern)
             is_plain = any(x in tensors[0].name for x in _PLAIN)
             is_matrix = len(tensors) == 1 and len(tensors[0].shape) == 2 and not is_plain
             if self.columns(name) is not None:  # whole groups change places
@@ -188,11 +211,11 @@ class GgufModel:
         self._say_what_grows(plain, form, dtype)
         return GgufTensors.of(self, plain, dtype), GgufRecords(self, MappingProxyType(records))
 
-    def _parameters(self, name: str, table: NameTable) -> tuple[str, ...]:
+    def _parameters(self, name: str, by_pattern: NameTable) -> tuple[str, ...]:
         """Return the parameters that are the rows of a stored matrix, in their order; none if it
         has others.
         """
-        entry = table.get(name_pattern(name))
+        entry = by_pattern.get(name_pattern(name))
         numbers = [part for part in name.split(".") if part.isdigit()]
         if isinstance(entry, str):
             return (entry.format(*numbers),)
@@ -211,7 +234,7 @@ class GgufModel:
     ) -> None:
         """Warn of matrices whose blocks no loop knows, with the memory that they take instead."""
         tensors = [x for parts in plain.values() for x in parts if len(x.shape) > 1]
-        grown = [x for x in tensors if float_dtype(x.format.name) is None]
+        grown = [x for x in tensors if plain_dtype(x.format.name) is None]
         if form is None and grown:
             kinds = ", ".join(sorted({x.format.name for x in grown}))
             memory = sum(math.prod(x.shape) for x in grown) * dtype.itemsize
@@ -254,7 +277,7 @@ class GgufModel:
             return self._value_rows(name, count)
         if self.architecture.gated_queries and name.endswith("attn.q_proj.weight"):
             H = self.config["num_attention_heads"]
-            if count % (2 * H):
+            if H < 1 or count < 1 or count % (2 * H):
                 raise self._uneven(name, count, H)
             return torch.arange(count, device="cpu").view(H, 2, -1).transpose(0, 1).flatten()
         if not self.architecture.pairs:
@@ -263,7 +286,7 @@ class GgufModel:
         if part is None:
             return None
         heads = self.config[f"num_{'attention' if part == 'q_proj' else 'key_value'}_heads"]
-        if count % (2 * heads):
+        if heads < 1 or count < 1 or count % (2 * heads):
             raise self._uneven(name, count, heads)
         return torch.arange(count, device="cpu").view(heads, -1, 2).mT.flatten()
 
@@ -274,7 +297,7 @@ class GgufModel:
             return None
         N, width = self.config["linear_num_value_heads"], self._value_width()
         before = count - N * width if part.startswith(("in_proj_qkv", "conv1d")) else 0
-        if before < 0 or (count - before) % N:
+        if N < 1 or not 0 <= before < count or (count - before) % N:
             raise self._uneven(name, count, N)
         places = torch.arange(count - before, device="cpu").view(N, -1)
         order = before + places[self._value_heads()].flatten()
@@ -288,7 +311,7 @@ class GgufModel:
     def _value_heads(self) -> Tensor:
         """Return the places in the file of value heads in the order of their key heads."""
         N, G = (self.config[f"linear_num_{x}_heads"] for x in ("value", "key"))
-        if type(G) is not int or N % G:
+        if type(G) is not int or G < 1 or N < 1 or N % G:
             raise invalid_gguf(self.header.file, f"{N} value heads for {short_repr(G)} key heads")
         return torch.arange(N, device="cpu").view(-1, G).T.flatten()
 
@@ -299,7 +322,7 @@ class GgufModel:
     def _fused_rows(self, name: str, count: int) -> Tensor:
         """Return the order in which each key head follows its queries, and its value head it."""
         H, G = (self._heads(x) for x in ("attention.head_count", "attention.head_count_kv"))
-        if G < 1 or H % G or count % (H + 2 * G):
+        if G < 1 or H < 1 or H % G or count < 1 or count % (H + 2 * G):
             raise self._uneven(name, count, H)
         q, k, v = torch.arange(count, device="cpu").view(H + 2 * G, -1).split_with_sizes([H, G, G])
         parts = [q.unflatten(0, (G, H // G)), k[:, None], v[:, None]]
@@ -354,6 +377,8 @@ def _files_of(
         tensor_names = tuple(x.format(layer) for x in parts)
         if pattern.endswith(name_end) and tensor_names[0] in header.tensors:
             return tensor_names
+    if pattern in its.file_names:
+        return (its.file_names[pattern].format(layer),)
     for ours, theirs in _SPELLINGS.items():
         pattern = pattern.replace(ours, theirs)
     stem, _, end = pattern.replace(".experts.{}.", ".experts.").format(layer).rpartition(".")
@@ -373,13 +398,14 @@ def _stored_names(
     from gguf.constants import MODEL_ARCH_NAMES
     from gguf.tensor_mapping import get_tensor_name_map
 
-    number = next(key for key, name in MODEL_ARCH_NAMES.items() if name == architecture)
+    its = ARCHITECTURES[architecture]
+    known_as = its.library or architecture
+    number = next(key for key, name in MODEL_ARCH_NAMES.items() if name == known_as)
     most = len(header.tensors)
     if header.metadata.get(f"{architecture}.nextn_predict_layers", 0) != 0:
         most = min(most, count)  # the layers behind are not read
     layers = sorted({x for x in map(_layer_of, header.tensors) if 0 <= x < most})
     table = get_tensor_name_map(number, layers[-1] + 1 if layers else 0)
-    its = ARCHITECTURES[architecture]
     for pattern in its_family.names:
         is_expert = ".experts.{}." in pattern
         stem = pattern.rpartition(".")[0]
@@ -388,7 +414,8 @@ def _stored_names(
             if not files or any(x not in header.tensors for x in files):
                 continue
             other, needed = its.alternatives.get(stem.rpartition(".")[2], ("", False))
-            if (f"blk.{layer}.{other}" in header.tensors) != needed:
+            place = _LAYER.match(files[0])
+            if place and (f"{place[0]}{other}" in header.tensors) != needed:
                 continue
             tensors = tuple(header.tensors[x] for x in files)
             if is_expert and len(tensors[0].shape) < 2:
@@ -421,7 +448,7 @@ class GgufTensors(CheckpointTensors):
         entries = {
             name: StoredTensor(
                 name,
-                float_dtype(parts[0].format.name) or dtype,
+                plain_dtype(parts[0].format.name) or dtype,
                 model.shape(name),
                 parts[0].file,
                 parts[0].start,
@@ -429,8 +456,12 @@ class GgufTensors(CheckpointTensors):
             )
             for name, parts in tensors.items()
         }
-        total = sum(x.bytes for x in entries.values())
         file = model.header.file
+        entries |= {
+            name: StoredTensor(name, x.dtype, tuple(x.shape), file, 0, x.nbytes)
+            for name, x in model.numbers.items()
+        }
+        total = sum(x.bytes for x in entries.values())
         return cls(file, MappingProxyType(entries), total, model.header.marks, model, dtype)
 
     def read(
@@ -442,6 +473,8 @@ class GgufTensors(CheckpointTensors):
             yield name, self._read(name)
 
     def _read(self, name: str) -> Tensor:
+        if name not in self.model.names:
+            return self.model.numbers[name]
         architecture, rows = self.model.architecture, self.model.rows(name)
         parts = [self._numbers(x) for x in self.model.names[name]]
         whole = self.model.join(name, parts)
@@ -458,7 +491,7 @@ class GgufTensors(CheckpointTensors):
     def _numbers(self, tensor: GgufTensor) -> Tensor:
         """Return the numbers of a tensor of the file."""
         header, kind = self.model.header, tensor.format.name
-        if (plain := float_dtype(kind)) is not None:
+        if (plain := plain_dtype(kind)) is not None:
             return read_plain(header, tensor, plain)
         rows = math.prod(tensor.shape[:-1])
         whole = huge_pages.empty((rows, tensor.shape[-1]), dtype=self.dtype)

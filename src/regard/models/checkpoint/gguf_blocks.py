@@ -29,7 +29,12 @@ from regard.ops.stored_weights import INT4_BLOCK, Int4Weight, Int8Weight, Stored
 
 Raw = UInt8[np.ndarray, "N bytes"]
 _GROUP = 32
-_FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_PLAIN = {
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I32": torch.int32,
+}
 
 
 class _Factor(NamedTuple):
@@ -62,9 +67,9 @@ RECORD_FORMS = dict.fromkeys(("Q8_0", *_FACTORS), "int8") | {
 """Block format -> form of the stored weight with the same values."""
 
 
-def float_dtype(name: str) -> torch.dtype | None:
+def plain_dtype(name: str) -> torch.dtype | None:
     """Return the dtype of a format without blocks, or None."""
-    return _FLOATS.get(name)
+    return _PLAIN.get(name)
 
 
 def dequantize_gguf(name: str, raw: Raw) -> Float32[np.ndarray, "N M"]:

@@ -16,22 +16,23 @@ import torch
 from regard.configs import config_class
 from regard.errors import FileError
 from regard.files.gguf_files import GgufHeader, MetadataValue, invalid_gguf, read_plain
-from regard.models.checkpoint.gguf_architectures import (
-    ARCHITECTURES,
-    Architecture,
+from regard.models.checkpoint.gguf_architectures import ARCHITECTURES, REFUSED, Architecture
+from regard.models.checkpoint.gguf_completions import (
+    ROPE_FACTORS,
     Config,
     GgufKeys,
+    llama3_scaling,
 )
-from regard.positions import rope_frequencies
-from regard.positions.scalings import Llama3
 from regard.untrusted_text import short_repr
 
 _KEYS: Mapping[str, tuple[str, ...]] = {
-    "block_count": ("num_hidden_layers", "n_layer", "n_layers"),
+    "block_count": ("num_hidden_layers", "n_layer", "n_layers", "num_layers"),
+    "decoder_block_count": ("num_decoder_layers",),
+    "decoder_start_token_id": ("decoder_start_token_id",),
     "embedding_length": ("hidden_size", "n_embd", "d_model"),
-    "feed_forward_length": ("intermediate_size", "n_inner", "ffn_hidden_size"),
+    "feed_forward_length": ("intermediate_size", "n_inner", "ffn_hidden_size", "d_ff"),
     "context_length": ("max_position_embeddings", "n_positions", "max_seq_len"),
-    "attention.head_count": ("num_attention_heads", "n_head", "n_heads"),
+    "attention.head_count": ("num_attention_heads", "n_head", "n_heads", "num_heads"),
     "attention.head_count_kv": ("num_key_value_heads", "num_kv_heads"),
     "attention.layer_norm_rms_epsilon": ("rms_norm_eps", "norm_eps", "layer_norm_epsilon"),
     "attention.layer_norm_epsilon": (
@@ -42,6 +43,7 @@ _KEYS: Mapping[str, tuple[str, ...]] = {
     ),
     "attention.sliding_window": ("sliding_window",),
     "attention.clamp_kqv": ("clip_qkv",),
+    "attention.value_scale": ("attention_value_scale",),
     "attention.scale": ("attention_multiplier",),
     "attn_logit_softcapping": ("attn_logit_softcapping",),
     "final_logit_softcapping": ("final_logit_softcapping",),
@@ -53,7 +55,11 @@ _KEYS: Mapping[str, tuple[str, ...]] = {
     "expert_shared_count": ("n_shared_experts", "num_shared_experts", "moe_num_shared_experts"),
     "expert_group_count": ("n_group",),
     "expert_group_used_count": ("topk_group",),
-    "expert_weights_scale": ("routed_scaling_factor",),
+    "expert_weights_scale": (
+        "routed_scaling_factor",
+        "router_scaling_factor",
+        "moe_router_scaling_factor",
+    ),
     "leading_dense_block_count": (
         "first_k_dense_replace",
         "num_dense_layers",
@@ -62,17 +68,44 @@ _KEYS: Mapping[str, tuple[str, ...]] = {
     "interleave_moe_layer_step": ("interleave_moe_layer_step", "moe_layer_interval"),
     "attention.q_lora_rank": ("q_lora_rank",),
     "attention.kv_lora_rank": ("kv_lora_rank",),
+    "attention.compress_rope_freq_base": ("compress_rope_theta",),
+    "attention.indexer.head_count": ("index_n_heads",),
+    "attention.indexer.key_length": ("index_head_dim",),
+    "attention.indexer.top_k": ("index_topk", "index_topk_blocks"),
+    "attention.indexer.block_size": ("index_block_size",),
+    "attention.indexer.local_blocks": ("index_local_blocks",),
+    "attention.output_group_count": ("o_groups",),
+    "attention.output_lora_rank": ("o_lora_rank",),
+    "attention.relative_buckets_count": ("relative_attention_num_buckets",),
+    "attention.shared_kv_layers": ("num_kv_shared_layers",),
+    "embedding_length_per_layer_input": ("hidden_size_per_layer_input",),
+    "altup.num_inputs": ("altup_num_inputs",),
     "full_attention_interval": ("full_attention_interval",),
     "shortconv.l_cache": ("conv_L_cache",),
     "ssm.conv_kernel": ("conv_kernel", "linear_conv_kernel_dim", "mamba_d_conv"),
-    "ssm.state_size": ("state_size", "linear_key_head_dim", "mamba_d_state"),
+    "ssm.state_size": ("state_size", "ssm_state_size", "linear_key_head_dim", "mamba_d_state"),
     "ssm.group_count": ("n_groups", "linear_num_key_heads", "mamba_n_groups"),
-    "ssm.time_step_rank": ("time_step_rank", "linear_num_value_heads", "mamba_n_heads"),
+    "ssm.time_step_rank": (
+        "time_step_rank",
+        "linear_num_value_heads",
+        "mamba_n_heads",
+        "mamba_num_heads",
+        "mamba_dt_rank",
+    ),
     "expert_feed_forward_length": ("moe_intermediate_size", "intermediate_size"),
-    "expert_shared_feed_forward_length": ("shared_expert_intermediate_size",),
+    "expert_shared_feed_forward_length": (
+        "shared_expert_intermediate_size",
+        "shared_intermediate_size",
+        "share_expert_dim",
+    ),
     "expert_weights_norm": ("norm_topk_prob",),
     "rope.freq_base": ("rope_theta", "rotary_emb_base"),
     "rope.freq_base_swa": ("rope_local_base_freq",),
+    "hidden_activation": ("hidden_activation",),
+    "hyper_connection.count": ("hc_mult",),
+    "hyper_connection.epsilon": ("hc_eps",),
+    "hyper_connection.sinkhorn_iterations": ("hc_sinkhorn_iters",),
+    "swiglu_clamp_exp": ("swiglu_limit",),
     "token_type_count": ("type_vocab_size",),
     "use_parallel_residual": ("use_parallel_residual",),
 }
@@ -109,14 +142,15 @@ _SHOWN: Mapping[str, tuple[str, ...]] = {
     "bias": ("attn_qkv.bias",),
     "mlp_bias": ("ffn_up.bias",),
     "use_bias": ("attn_output.bias", "ssm_in.bias"),
+    "mamba_conv_bias": ("ssm_conv1d.bias",),
+    "mamba_proj_bias": ("ssm_in.bias",),
+    "mamba_rms_norm": ("ssm_norm.weight",),
     "use_conv_bias": ("ssm_conv1d.bias",),
     "use_qk_norm": ("attn_q_norm.weight",),
     "use_qkv_bias": ("attn_q.bias",),
 }
-"""Key of config.json -> the tensors of the first layer that show it."""
+"""Key of config.json -> the tensors of some layer that show it."""
 
-ROPE_FACTORS = "rope_freqs.weight"
-"""The tensor of factors by which the rotary frequencies are divided, float32 [D / 2]."""
 LONG_FACTORS = ("rope_factors_short.weight", "rope_factors_long.weight")
 """The same for texts within, and beyond, the length of the training: LongRoPE."""
 _ORIGINAL = "original_max_position_embeddings"
@@ -128,12 +162,6 @@ _YARN = {
     "llama_4_scaling_beta": "attention.temperature_scale",
 }
 """Key of a yarn scaling -> key of the file."""
-_LLAMA3_FACTORS = (8.0, 32.0)
-_LLAMA3_KEYS = {
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 8192,
-}
 
 
 def gguf_architecture(header: GgufHeader) -> str:
@@ -144,6 +172,11 @@ def gguf_architecture(header: GgufHeader) -> str:
             header.file, f"general.type is {short_repr(kind)}; only models are read, type 'model'"
         )
     name = header.metadata.get("general.architecture")
+    if isinstance(name, str) and name in REFUSED:
+        raise FileError(
+            f"{header.file}: general.architecture is {name!r}, which is not read, because "
+            f"{REFUSED[name]}. Load the model's safetensors instead"
+        )
     if not isinstance(name, str) or name not in ARCHITECTURES:
         raise FileError(
             f"{header.file}: general.architecture is {short_repr(name)}; of GGUF files these are "
@@ -173,11 +206,11 @@ def gguf_config(header: GgufHeader, architecture: str) -> tuple[Config, int, lis
     size = described.number("embedding_length")
     # the last layers predict further tokens, and are not loaded
     layers = described.number("block_count")
-    layers -= _following_layers(header, entries, layers)
+    layers -= _following_layers(header, architecture, layers)
     first |= {"num_hidden_layers": layers, "hidden_size": size}
     head_dim = 1
     if entries["attention.head_count"] != 0 or "ssm.inner_size" not in entries:
-        heads = described.number("attention.head_count")
+        heads = _heads(its, described)
         entries.setdefault("attention.head_count_kv", heads)
         head_dim = described.number("attention.key_length", size // heads)
         first |= {"num_attention_heads": heads, "head_dim": head_dim}
@@ -198,23 +231,30 @@ def gguf_config(header: GgufHeader, architecture: str) -> tuple[Config, int, lis
             config[ours] = layers if key == "block_count" else value
         elif key not in (*its.reads, *_READ) and not _says_nothing(its, key, value, entries):
             unknown.append(prefix + key)
+    of_layers = {name.split(".", 2)[-1] for name in header.tensors if name.startswith("blk.")}
     facts: Config = {
         "vocab_size": embedding.shape[0],
         "tie_word_embeddings": "output.weight" not in header.tensors,
         "head_dim": head_dim,
-        "rope_scaling": _rope_scaling(header, architecture, entries, config, head_dim),
     }
-    facts |= {
-        key: any(f"blk.0.{name}" in header.tensors for name in tensors)
-        for key, tensors in _SHOWN.items()
-    }
+    facts |= _rope_facts(header, architecture, entries, further, head_dim)
+    facts |= {key: any(name in of_layers for name in tensors) for key, tensors in _SHOWN.items()}
     facts |= {**its.constants, **further}
     config |= {k: x for k, x in facts.items() if k in names and x is not None}
-    config |= _rotary_dims(header, entries, names, head_dim) | _layer_types(entries, names)
+    config |= _rotary_dims(header, entries, names, head_dim)
+    if "layer_types" not in further:
+        config |= _layer_types(entries, names)
     if "original_max_position_embeddings" in names and LONG_FACTORS[0] in header.tensors:
         original = entries.get("rope.scaling.original_context_length")
         config["original_max_position_embeddings"] = original
     return config, layers, unknown
+
+
+def _heads(its: Architecture, described: GgufKeys) -> int:
+    """Return the number of query heads, of the layers without a window if it is not one for all."""
+    if "attention.head_count" in its.reads:
+        return described.by_kind("attention.head_count")[0]
+    return described.number("attention.head_count")
 
 
 def _names_of(model_type: str) -> frozenset[str]:
@@ -266,12 +306,15 @@ def _rotary_dims(
     """Return the part of a head that rotates, where the family has such a key."""
     if "qk_rope_head_dim" in names:
         return {}
-    if entries.get("attention.value_length", head_dim) != head_dim:
+    has_own_values = "v_head_dim" in names
+    if not has_own_values and entries.get("attention.value_length", head_dim) != head_dim:
         raise FileError(
             f"{header.file}: attention.value_length is "
             f"{short_repr(entries['attention.value_length'])} and heads have {head_dim} dims; "
             "other sizes are not supported"
         )
+    if "rope_parameters" in names:  # they have it for each kind of layer
+        return {}
     dims = entries.get("rope.dimension_count", head_dim)
     partial = next((x for x in ("partial_rotary_factor", "rotary_pct") if x in names), None)
     if partial is not None and type(dims) is int and 0 < dims <= head_dim:
@@ -284,11 +327,31 @@ def _rotary_dims(
     return {}
 
 
+def _rope_facts(
+    header: GgufHeader,
+    architecture: str,
+    entries: Mapping[str, Any],
+    further: Config,
+    head_dim: int,
+) -> Config:
+    """Return the rope_scaling, if the architecture has no rotary settings by kind of layer; without
+    a scaling there is none, and not that of the family.
+    """
+    if "rope_parameters" not in further:
+        scaling = _rope_scaling(header, architecture, entries, head_dim)
+        return {"rope_scaling": scaling or {"rope_type": "default"}}
+    if (kind := entries.get("rope.scaling.type", "none")) != "none":
+        raise FileError(
+            f"{header.file}: rope.scaling.type is {short_repr(kind)}, which is not read for the "
+            f"architecture {architecture!r}"
+        )
+    return {}
+
+
 def _rope_scaling(
     header: GgufHeader,
     architecture: str,
     entries: Mapping[str, Any],
-    config: Config,
     head_dim: int,
 ) -> dict[str, object] | None:
     kind = entries.get("rope.scaling.type", "none")
@@ -298,7 +361,7 @@ def _rope_scaling(
                 f"{header.file}: it has {ROPE_FACTORS} and rope.scaling.type {short_repr(kind)}; "
                 "both at once are not supported"
             )
-        return _llama3_scaling(header, config, head_dim)
+        return llama3_scaling(header, entries.get("rope.freq_base", 10000.0), head_dim)
     factor = entries.get("rope.scaling.factor")
     if all(name in header.tensors for name in LONG_FACTORS):
         tensors = [header.tensors[name] for name in LONG_FACTORS]
@@ -338,36 +401,20 @@ def _yarn(header: GgufHeader, architecture: str, entries: Mapping[str, Any]) -> 
             raise invalid_gguf(
                 header.file, f"rope.scaling.yarn_log_multiplier is {short_repr(log)}, no number"
             )
-        is_latent = architecture == "deepseek2"
+        is_latent = architecture in ("deepseek2", "deepseek32")
         scaling["mscale_all_dim"] = 10 * log if is_latent else log
         scaling["mscale"] = 10 * log if is_latent else 1.0
     return scaling
 
 
-def _following_layers(header: GgufHeader, entries: Mapping[str, Any], layers: int) -> int:
-    """Return how many layers behind the last one predict further tokens."""
-    count = entries.get("nextn_predict_layers", 0)
+def _following_layers(header: GgufHeader, architecture: str, layers: int) -> int:
+    """Return how many of the last layers predict further tokens; files of DeepSeek-V4 name some
+    that they do not have.
+    """
+    count = header.metadata.get(f"{architecture}.nextn_predict_layers", 0)
     if type(count) is not int or not 0 <= count < layers:
         raise invalid_gguf(
             header.file, f"nextn_predict_layers is {short_repr(count)}, and block_count {layers}"
         )
-    return count
-
-
-def _llama3_scaling(header: GgufHeader, config: Config, head_dim: int) -> dict[str, object]:
-    """Return the rope_scaling whose frequencies the factors of the file give."""
-    tensor = header.tensors[ROPE_FACTORS]
-    if tensor.format.name == "F32" and tensor.shape == (head_dim // 2,):
-        factors = read_plain(header, tensor, torch.float32)
-        base = config.get("rope_theta", 10000.0)
-        plain = rope_frequencies(head_dim, base).inv_freq
-        for factor in _LLAMA3_FACTORS:
-            scaling = Llama3(factor, 1.0, 4.0, 8192)
-            wanted = rope_frequencies(head_dim, base, scaling=scaling).inv_freq
-            # computed in fp32 by the program that wrote the file
-            if torch.allclose(plain / factors.double(), wanted, rtol=1e-5, atol=0):
-                return {"rope_type": "llama3", "factor": factor, **_LLAMA3_KEYS}
-    raise FileError(
-        f"{header.file}: {ROPE_FACTORS} is {tensor.format.name} {tensor.shape} and not one of the "
-        "factors of Llama 3.1 and 3.2, 8 and 32; load the model's safetensors instead"
-    )
+    has_none = f"blk.{layers - count}.nextn.eh_proj.weight" not in header.tensors
+    return 0 if architecture == "deepseek4" and has_none else count

@@ -1,6 +1,7 @@
 """The tokenizer in the metadata of a GGUF file: "gpt2" (byte-level BPE, whose pattern has one of
-the names in `PATTERNS`), "llama" (SentencePiece's BPE by scores) or "bert" (WordPiece). A
-tokenizer.json beside the file, with the same tokens, replaces it.
+the names in `PATTERNS`), "llama" (SentencePiece's BPE by scores), "gemma4" (the same by merges),
+"t5" (Unigram) or "bert" (WordPiece). A tokenizer.json beside the file, with the same tokens,
+replaces it.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tok
 from regard.did_you_mean import suggest
 from regard.errors import FileError
 from regard.files.gguf_files import GgufHeader, MetadataValue, invalid_gguf
-from regard.files.regular_files import checked_path_or_none
+from regard.files.reading import checked_path_or_none
 from regard.models.tokenizer import MAX_TOKEN_ID, Tokenizer
 from regard.units import plural
 from regard.untrusted_text import error_text, short_repr
@@ -173,6 +174,8 @@ _WHOLE_WORDS = _BEGINS - {"chameleon"} | {"youtu", "minicpm5", "granite-embed-mu
 
 UNKNOWN, CONTROL, USER_DEFINED, BYTE = 2, 3, 4, 6
 """Types of tokens in `tokenizer.ggml.token_type`."""
+_PIECES = ("llama", "gemma4")
+"""Kinds of tokenizers whose tokens have a mark for a space."""
 _SPACE = "\u2581"
 _END_KEYS = ("eos", "eot", "eom", "fim_pad", "fim_rep", "fim_sep")
 _ENDING = (
@@ -205,19 +208,22 @@ def gguf_tokenizer(header: GgufHeader) -> Tokenizer | None:
         return None
     if kind == "gpt2":
         backend = _byte_level(values, tokens)
-    elif kind == "llama":
-        backend = _sentencepiece(values, tokens)
+    elif kind in _PIECES:
+        backend = _sentencepiece(values, tokens, by_merges=kind == "gemma4")
+    elif kind == "t5":
+        backend = _unigram(values, tokens)
     elif kind == "bert":
         return Tokenizer(_word_pieces(values, tokens))
     else:
         raise _cannot_build(
-            header, f"is of the kind {short_repr(kind)}; built are gpt2, llama and bert"
+            header,
+            f"is of the kind {short_repr(kind)}; built are gpt2, llama, gemma4, t5 and bert",
         )
     types = values.numbers("token_type", len(tokens))
     backend.add_special_tokens(_added(tokens, types, CONTROL, special=True))
     backend.add_tokens(_added(tokens, types, USER_DEFINED, special=False))
-    begins = kind == "llama" or values.get("pre", None) in _BEGINS
-    _add_template(values, backend, tokens, default=begins)
+    begins = kind in _PIECES or values.get("pre", None) in _BEGINS
+    _add_template(values, backend, tokens, has_start=begins, has_end=kind == "t5")
     return Tokenizer(backend)
 
 
@@ -318,12 +324,7 @@ def _byte_level(values: _Values, tokens: Sequence[str]) -> tokenizers.Tokenizer:
             f"splits words by the rule {short_repr(name)}{hint} known are {', '.join(PATTERNS)}",
         )
     vocabulary = {token: i for i, token in enumerate(tokens)}
-    pairs: list[tuple[str, str]] = []
-    for merge in values.texts("merges"):
-        left, _, right = merge.partition(" ")
-        if not {left, right, left + right} <= vocabulary.keys():
-            raise values.invalid("merges", f"has {short_repr(merge)}, which are not two tokens")
-        pairs.append((left, right))
+    pairs = _listed_merges(values, vocabulary)
     backend = tokenizers.Tokenizer(
         _model(values, vocabulary, pairs, ignore_merges=name in _WHOLE_WORDS)
     )
@@ -336,11 +337,16 @@ def _byte_level(values: _Values, tokens: Sequence[str]) -> tokenizers.Tokenizer:
     return backend
 
 
-def _sentencepiece(values: _Values, tokens: Sequence[str]) -> tokenizers.Tokenizer:
-    scores = values.numbers("scores", len(tokens))
+def _sentencepiece(
+    values: _Values, tokens: Sequence[str], *, by_merges: bool
+) -> tokenizers.Tokenizer:
     types = values.numbers("token_type", len(tokens))
     vocabulary = {token: i for i, token in enumerate(tokens)}
-    pairs = _merges(vocabulary, scores)
+    pairs = (
+        _listed_merges(values, vocabulary)
+        if by_merges
+        else _merges(vocabulary, values.numbers("scores", len(tokens)))
+    )
     unknown = next(
         (token for token, kind in zip(tokens, types, strict=True) if kind == UNKNOWN), None
     )
@@ -364,6 +370,38 @@ def _sentencepiece(values: _Values, tokens: Sequence[str]) -> tokenizers.Tokeniz
         parts.append(decoders.Strip(" ", 1, 0))
     backend.decoder = decoders.Sequence(parts)
     return backend
+
+
+def _unigram(values: _Values, tokens: Sequence[str]) -> tokenizers.Tokenizer:
+    """Return the tokenizer that finds the most likely pieces, as of XLM-RoBERTa."""
+    scores = values.numbers("scores", len(tokens))
+    types = values.numbers("token_type", len(tokens))
+    if UNKNOWN not in types:
+        raise values.invalid("token_type", f"has no token of type {UNKNOWN}, for unknown letters")
+    pieces = [(token, float(score)) for token, score in zip(tokens, scores, strict=True)]
+    unknown, fallback = types.index(UNKNOWN), BYTE in types
+    steps: list[Any] = []
+    try:
+        backend = tokenizers.Tokenizer(models.Unigram(pieces, unknown, byte_fallback=fallback))
+        if table := values.get("precompiled_charsmap", None):
+            steps.append(normalizers.Precompiled(bytes(_bytes(table))))
+    except Exception as error:  # the package has no error class of its own
+        raise values.invalid("tokens", f"are refused: {error_text(error, 300)}") from error
+    if values.get("remove_extra_whitespaces", False) is True:
+        steps.append(normalizers.Replace(Regex(" {2,}"), " "))
+    backend.normalizer = normalizers.Sequence(steps)
+    scheme = "always" if values.get("add_space_prefix", True) is True else "never"
+    spaces = pre_tokenizers.Metaspace(_SPACE, prepend_scheme=scheme)
+    backend.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.WhitespaceSplit(), spaces])
+    backend.decoder = decoders.Metaspace(_SPACE, prepend_scheme=scheme)
+    return backend
+
+
+def _bytes(table: MetadataValue) -> list[int]:
+    """Return the numbers of a table of bytes, which some writers store as signed."""
+    if not isinstance(table, list):
+        raise ValueError("precompiled_charsmap is no list")
+    return [x % 256 for x in table if type(x) is int]
 
 
 def _word_pieces(values: _Values, tokens: Sequence[str]) -> tokenizers.Tokenizer:
@@ -398,6 +436,17 @@ def _word_pieces(values: _Values, tokens: Sequence[str]) -> tokenizers.Tokenizer
         special_tokens=[(x, vocabulary[x]) for x in ("[CLS]", "[SEP]")],
     )
     return backend
+
+
+def _listed_merges(values: _Values, vocabulary: Mapping[str, int]) -> list[tuple[str, str]]:
+    """Return the pairs of pieces that the file lists."""
+    pairs: list[tuple[str, str]] = []
+    for merge in values.texts("merges"):
+        left, _, right = merge.partition(" ")
+        if not {left, right, left + right} <= vocabulary.keys():
+            raise values.invalid("merges", f"has {short_repr(merge)}, which are not two tokens")
+        pairs.append((left, right))
+    return pairs
 
 
 def _merges(vocabulary: Mapping[str, int], scores: Sequence[float]) -> list[tuple[str, str]]:
@@ -436,13 +485,20 @@ def _added(
 
 
 def _add_template(
-    values: _Values, backend: tokenizers.Tokenizer, tokens: Sequence[str], *, default: bool
+    values: _Values,
+    backend: tokenizers.Tokenizer,
+    tokens: Sequence[str],
+    *,
+    has_start: bool,
+    has_end: bool,
 ) -> None:
     """Add the tokens that the file puts around a text."""
     parts: dict[str, str] = {}
     ids: dict[str, int] = {}
-    for key, wanted in (("bos", default), ("eos", False)):
+    for key, other, wanted in (("bos", "cls", has_start), ("eos", "seperator", has_end)):
         index = values.token_id(f"{key}_token_id", len(tokens))
+        if index is None:  # encoders name theirs otherwise
+            index = values.token_id(f"{other}_token_id", len(tokens))
         if values.get(f"add_{key}_token", wanted) is True and index is not None:
             parts[key], ids[tokens[index]] = f"{tokens[index]}:0", index
     if parts:

@@ -76,7 +76,7 @@ _GPTQ: Mapping[str, Values] = {
 _FP8: Mapping[str, Values] = {
     "weight_block_size": None,
     "fmt": ("e4m3", None),
-    "expert_dtype": ("fp8", None),
+    "expert_dtype": ("fp8", "fp4", None),
 }
 READ: Mapping[str, Mapping[str, Values]] = MappingProxyType(
     {

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from regard.errors import ArgumentError, FileError
+from regard.files.reading import parse_json
 from regard.files.safetensors_files import DEFAULT_BUFFERING, ReadBuffering, StoredTensor
-from regard.files.strict_json import parse_json
 from regard.models.checkpoint.float_quantized import (
     BITSANDBYTES_VALUES,
     FLOAT8,
@@ -183,25 +183,40 @@ def _mxfp4(store: CheckpointTensors, _: Settings) -> list[QuantizedMatrix]:
 
 
 def _fp8(store: CheckpointTensors, settings: Settings) -> list[QuantizedMatrix]:
-    """Read matrices of 8-bit floats with factors for blocks, rows or the whole."""
+    """Read matrices of 8-bit floats with factors for blocks, rows or the whole, and DeepSeek-V4's
+    experts of 4-bit floats: `X.weight`, two of int8, and `X.scale`, a power of two for 32.
+    """
     block = block_size(store.folder, settings.get("weight_block_size"))
-    return [
-        _float8(store, x, block, ("_scale_inv", "_scale"))
-        for x in store.tensors.values()
-        if x.dtype in FLOAT8
-    ]
+    matrices = []
+    for x in store.tensors.values():
+        beside = f"{x.name.removesuffix('.weight')}.scale"
+        if x.dtype in FLOAT8 and x.name != beside:
+            names = (f"{x.name}_scale_inv", f"{x.name}_scale", beside)
+            matrices.append(_float8(store, x, block, names))
+        elif x.dtype == torch.int8 and beside in store.tensors:
+            scales, (rows, columns) = store.tensors[beside], x.shape
+            if scales.dtype != torch.float8_e8m0fnu or scales.shape != (rows, columns // 16):
+                raise _mismatch_error(x, scales, "int8 [N, K / 2] and float8_e8m0fnu [N, K / 32]")
+            plain = _dequantized_entry(x, x.name, (rows, 2 * columns), torch.bfloat16)
+            matrices.append(QuantizedMatrix(x.name, (scales.name,), plain, _unpack_float4))
+    return matrices
+
+
+def _unpack_float4(values: Tensor, scales: Tensor) -> IntegerCodes:
+    blocks = values.view(torch.uint8).unflatten(-1, (-1, 16))
+    return unpack_mxfp4(blocks, scales.view(torch.uint8))
 
 
 def _float8(
     store: CheckpointTensors,
     x: StoredTensor,
     block: tuple[int, int] | None,
-    suffixes: tuple[str, ...],
+    names: tuple[str, ...],
 ) -> QuantizedMatrix:
     """Read a matrix of 8-bit floats; without blocks its factors are one, one for each row, or one
     for each group of a row.
     """
-    scales = _beside(store, x, *(x.name + end for end in suffixes))
+    scales = _beside(store, x, *names)
     grid: Any = scales.shape
     wanted = "a matrix and one factor, or one for each row"
     if len(x.shape) == 2 and block is not None:
@@ -310,7 +325,7 @@ def _compressed(store: CheckpointTensors, settings: Settings) -> list[QuantizedM
         if stored[0] == "int":
             matrices.append(_compressed_integers(store, x, base, bits, schemes[stored]))
         elif stored[1] == 8:
-            matrices.append(_float8(store, x, block, ("_scale",)))
+            matrices.append(_float8(store, x, block, (f"{x.name}_scale",)))
         else:
             matrices.append(_compressed_floats(store, x, base))
     return matrices

@@ -15,7 +15,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import nn
 
-from regard.configs import read_as
+from regard.configs import quantization_settings, read_as
 from regard.configs.base import Raw
 from regard.configs.reader import read_sizes, sizes_config
 from regard.cost.model import ModelSpec, StoredSize
@@ -23,7 +23,7 @@ from regard.errors import ArgumentError
 from regard.models.checkpoint.family import TensorBinding, bind_names
 from regard.models.checkpoint.gguf import GgufModel
 from regard.models.checkpoint.stored_forms import FORMS, METHOD, may_store
-from regard.models.families import find_family
+from regard.models.families import family
 from regard.nn import Linear
 from regard.ops.stored_weights import GROUPS, INT4_BLOCK
 from regard.untrusted_text import short_repr
@@ -67,14 +67,11 @@ def stored_size(raw: Raw, where: str) -> StoredSize:
     ("gemm"), "fp8" in blocks, "mxfp4", compressed-tensors, bitsandbytes (without the JSON of its
     4-bit matrices), and this package's.
     """
-    settings = raw.get("quantization_config")
+    settings = quantization_settings(raw)
     settings = settings if isinstance(settings, Mapping) else {}
-    model_type = str(read_as(raw))
-    its_family = find_family(model_type)
     try:
         form, count = METHODS[_setting(settings, "quant_method", tuple(METHODS))](settings)
-        if its_family is None:
-            raise ArgumentError(f"the tensors of {model_type} are not known")
+        its_family = family(str(read_as(raw)))
         config = sizes_config(raw)
         network = its_family.build_empty(config)
         dtype = _wide_dtype(raw)

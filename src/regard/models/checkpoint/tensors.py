@@ -14,8 +14,8 @@ from torch import Tensor
 
 from regard.did_you_mean import suggest
 from regard.errors import ArgumentError, FileError
-from regard.files import safetensors_files, strict_json
-from regard.files.regular_files import FileState, checked_path, read_bytes
+from regard.files import reading, safetensors_files
+from regard.files.reading import FileState, checked_path, read_bytes
 from regard.files.safetensors_files import (
     HEADER_LIMIT,
     PICKLE_ADVICE,
@@ -158,7 +158,7 @@ def read_index(folder: Path) -> Mapping[str, str]:
     path = checked_path(folder, INDEX)
     raw = read_bytes(path, HEADER_LIMIT)
     try:
-        index = strict_json.parse_json(raw)
+        index = reading.parse_json(raw)
     except ArgumentError as e:
         kind = "" if raw.lstrip().startswith(b"{") else identify_format(raw[:64])
         raise FileError(f"{path} {e}{f'; {kind}' if kind else ''}") from e

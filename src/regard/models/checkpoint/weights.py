@@ -156,10 +156,11 @@ def _check_shapes(
                 f"{entry.file}: {escape_controls(stored_name)} is {entry.shape}; the "
                 f"config requires {wanted}"
             )
-        if not entry.dtype.is_floating_point:
+        if entry.dtype.is_floating_point != meta[0].is_floating_point():
+            kind = "a floating-point number" if meta[0].is_floating_point() else "an integer"
             raise FileError(
                 f"{entry.file}: {escape_controls(stored_name)} is {entry.dtype}; a weight must be "
-                "a floating-point number"
+                f"{kind}"
             )
 
 

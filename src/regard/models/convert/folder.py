@@ -23,8 +23,7 @@ from regard.configs.reader import IGNORED_KEYS
 from regard.errors import ArgumentError, FileError
 from regard.files.atomic_write import sync_to_disk, temporary_folder
 from regard.files.named_packages import packaged_source
-from regard.files.regular_files import checked_path_or_none
-from regard.files.strict_json import read_json
+from regard.files.reading import checked_path_or_none, read_json
 from regard.language import Phrase, counted
 from regard.models.convert.attention_maps import (
     AttentionMaps,
@@ -45,7 +44,7 @@ from regard.models.convert.report import (
     evaluation_windows,
 )
 from regard.models.convert.rotary_positions import Extension, extend_context, to_layout
-from regard.models.convert.weight_forms import hidden_errors, is_stored, to_stored_weights
+from regard.models.convert.weight_forms import hidden_errors, is_stored, to_dense, to_stored_weights
 from regard.models.families import family
 from regard.models.load import gguf_file, load, resolve_source
 from regard.models.model import Model
@@ -339,17 +338,12 @@ def convert(
     (1024, 256)
     """
     source = packaged_source(source)
-    if (file := gguf_file(source, revision)) is not None:
-        raise FileError(
-            f"{file} is a GGUF file, and a conversion reads a folder with config.json and "
-            "safetensors; convert the checkpoint that the file was made from"
-        )
-    folder, target = resolve_source(source, revision), Path(out)
+    place, target = gguf_file(source, revision) or resolve_source(source, revision), Path(out)
     report_progress = report_progress or _ignore_line
-    with staging_folder(folder, target) as staging:
+    with staging_folder(place, target) as staging:
         return _convert(
             source,
-            folder,
+            place,
             target,
             staging,
             wanted,
@@ -363,7 +357,7 @@ def convert(
 
 def _convert(
     source: str | Path,
-    folder: Path,
+    place: Path,
     target: Path,
     staging: Path,
     wanted: ConversionOptions,
@@ -373,19 +367,21 @@ def _convert(
     ignore: Sequence[str],
     report_progress: Callable[[str], None],
 ) -> ConversionReport:
-    """Convert in a staging folder and rename it at the end."""
+    """Convert a folder or a GGUF file in a staging folder and rename it at the end."""
     tokens, length = size
     report_progress(f"reading {source}")
-    before = load(folder, kind=Model, ignore=ignore)
+    before = load(place, kind=Model, ignore=ignore)
     if not before.has_head:
         raise ArgumentError(
             f"{source} is a base model without a head, and a conversion is measured by logits; "
             "convert the checkpoint of the language model"
         )
-    if is_stored(before.decoder):
+    if wanted.weights is not None and is_stored(before.decoder):
         raise ArgumentError(
-            f"{source} has weights that are stored in fewer bits, and a conversion would round "
-            "them a second time; convert the checkpoint that it was made from"
+            f"{source} has weights that are stored in fewer bits, and weights='{wanted.weights}' "
+            "would round them a second time; leave weights out, or convert the checkpoint that it "
+            "was made from",
+            argument="weights",
         )
     first = Checkpoint(before.decoder, before.config)
     limit = min(512, before.config.max_position_embeddings) if length is None else length
@@ -408,7 +404,7 @@ def _convert(
         after = rebuild(after.config, after.weights())
         steps = (*steps, to_stored_weights(after, wanted.weights))
     report_progress(Phrase("writing {target}", target=target))
-    write_checkpoint(after, folder, read_json(folder / "config.json"), staging)
+    write_checkpoint(after, before, place, staging)
     again = load(staging, kind=Model)
     report_progress(Phrase("measuring on {tokens}", tokens=counted(ids.numel(), "token")))
     measured = compare_models(before.decoder, again.decoder, ids, text=source_text)
@@ -434,7 +430,9 @@ def apply_conversions(
     Poolings and latents are computed for the inputs that the layers have on the ids.
     """
     todo: list[Callable[[Checkpoint], tuple[Checkpoint, ConversionStep]]] = []
-    relayout = None
+    stored, relayout = is_stored(checkpoint.network), None
+    if stored:
+        todo.append(to_dense)
     if wanted.rotary_layout is not None:
         relayout = partial(to_layout, layout=wanted.rotary_layout, stored=wanted.stored_layout)
     if relayout is not None and wanted.stored_layout is not None:
@@ -450,7 +448,7 @@ def apply_conversions(
         todo.append(partial(extend_context, length=wanted.context, extension=wanted.scaling))
     if relayout is not None and wanted.stored_layout is None:
         todo.append(relayout)
-    if wanted.dtype is not None:
+    if wanted.dtype is not None and not (stored and wanted.dtype == "float32"):
         todo.append(partial(to_dtype, dtype=wanted.dtype))
     steps = []
     for step in todo:
@@ -533,8 +531,10 @@ def rename_to(folder: Path, out: Path) -> None:
     sync_to_disk(out.parent)
 
 
-def write_checkpoint(checkpoint: Checkpoint, source: Path, raw: Raw, folder: Path) -> None:
-    """Write a converted checkpoint, with every file of the source that is not a weight."""
+def write_checkpoint(checkpoint: Checkpoint, before: Model, source: Path, folder: Path) -> None:
+    """Write a converted checkpoint, with every file of the source folder that is not a weight, or
+    with what a GGUF file says beside its weights.
+    """
     assert checkpoint.network.head is not None  # `convert` raises for a model without one
     head = checkpoint.network.head
     record = getattr(head, "stored_weight", None)  # its weight would be dequantized to be read
@@ -543,6 +543,7 @@ def write_checkpoint(checkpoint: Checkpoint, source: Path, raw: Raw, folder: Pat
     save(checkpoint.network, checkpoint.config, folder, weight.dtype)
     config_path = folder / "config.json"
     config = read_json(config_path)
+    raw: Raw = read_json(source / "config.json") if source.is_dir() else {}
     copied_keys = {
         key: raw[key] for key in raw if key in IGNORED_KEYS - SOURCE_ONLY_KEYS and key not in config
     }
@@ -552,7 +553,9 @@ def write_checkpoint(checkpoint: Checkpoint, source: Path, raw: Raw, folder: Pat
     elif name in ARCHITECTURES:
         copied_keys["architectures"] = [ARCHITECTURES[name]]
     config_path.write_text(json.dumps({**config, **copied_keys}, indent=2) + "\n", "utf-8")
-    for file in COPIED_FILES:
+    if not source.is_dir():
+        before.write_text_files(folder)
+    for file in COPIED_FILES if source.is_dir() else ():
         if (path := checked_path_or_none(source, file)) is not None:
             shutil.copyfile(path, folder / file)
     for written_file in folder.iterdir():

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from regard.errors import ArgumentError
 from regard.language import Phrase, counted
 from regard.models.checkpoint.stored_forms import may_store, weight_form
-from regard.models.convert.attention_maps import Checkpoint, ConversionStep
+from regard.models.convert.attention_maps import Checkpoint, ConversionStep, rebuild
 from regard.nn.weights import store_weight, stored_modules
 from regard.units import size
 
@@ -53,6 +53,18 @@ def to_stored_weights(checkpoint: Checkpoint, form: str) -> ConversionStep:
     return ConversionStep(
         what, notes=(Phrase("{matrices} stored", matrices=counted(count, "matrix", "matrices")),)
     )
+
+
+def to_dense(checkpoint: Checkpoint) -> tuple[Checkpoint, ConversionStep]:
+    """Convert weights that are stored in fewer bits, and all others, to float32."""
+    records = checkpoint.records()
+    dense = {id(record): record.dequantize(torch.float32) for record in records.values()}
+    weights = {name: x.to(torch.float32) for name, x in checkpoint.weights().items()}
+    weights |= {name: dense[id(record)] for name, record in records.items()}
+    what = Phrase(
+        "{matrices} in fewer bits to float32", matrices=counted(len(dense), "matrix", "matrices")
+    )
+    return rebuild(checkpoint.config, weights), ConversionStep(what)
 
 
 @torch.inference_mode()

@@ -7,7 +7,7 @@ from __future__ import annotations
 import importlib
 from functools import cache
 
-from regard.configs import LOADABLE, config_class
+from regard.configs import CONFIGS, config_class
 from regard.configs.base import ModelConfig
 from regard.configs.rotary_decoder import RotaryDecoderConfig
 from regard.did_you_mean import suggest
@@ -15,7 +15,7 @@ from regard.errors import ArgumentError
 from regard.models.assembly import llama_like
 from regard.models.checkpoint.family import Family
 
-FAMILIES = LOADABLE
+FAMILIES = CONFIGS
 """Every `model_type` that can be loaded."""
 
 
@@ -34,7 +34,7 @@ def family(model_type: str) -> Family:
 def find_family(model_type: str) -> Family | None:
     """Return the family of a `model_type`, or None if it is not supported."""
     kind = config_class(model_type)
-    if kind is None or model_type not in FAMILIES:
+    if kind is None:
         return None
     name = kind.model_types[0]
     if kind.family_file is not None:

@@ -1,5 +1,5 @@
-"""DeepSeek-V2, V3 and V3.2, and Kimi Linear: latent attention, and dense layers, then mixtures of
-experts.
+"""DeepSeek-V2, V3 and V3.2, GLM-5, and Kimi Linear: latent attention, and dense layers, then
+mixtures of experts.
 
 The released code of V3.2 turns index queries and keys by a Hadamard matrix, which changes no score,
 and rounds them to 8 bits, which is not done here.
@@ -25,10 +25,12 @@ from regard.configs.deepseek import (
     DeepseekV3Config,
     DeepseekV32Config,
     Glm4MoeLiteConfig,
+    GlmMoeDsaConfig,
     KimiLinearConfig,
     LatentConfig,
     Mistral4Config,
 )
+from regard.configs.mistral import Ministral3Config
 from regard.configs.rotary_decoder import Experts
 from regard.errors import ArgumentError
 from regard.models.assembly import building_blocks, llama_like
@@ -50,7 +52,7 @@ from regard.nn import (
     RMSNorm,
     SwiGLU,
 )
-from regard.nn.attention.selected import IndexedLatentAttention, LatentIndexer
+from regard.nn.attention.selected import EarlierChoice, IndexedLatentAttention, LatentIndexer
 from regard.nn.blocks.experts import MoE
 from regard.nn.blocks.norms import L2Norm
 from regard.nn.blocks.routers import ExpertGroups, Router, SigmoidRouter, SoftmaxRouter
@@ -83,8 +85,10 @@ NAMES = (
     | llama_like.expert_names(Experts(""))
 )
 """Stored name -> parameter name; the first {} is the layer, a second one the expert."""
-BUFFERS = (*llama_like.BUFFERS, r"model\.layers\.61\..*")
-"""Patterns of stored tensors that are not loaded; layer 61 of V3 predicts a second token."""
+BUFFERS = (*llama_like.BUFFERS, r"model\.layers\.(61|78)\..*")
+"""Patterns of stored tensors that are not loaded; layer 61 of V3, or 78 of GLM-5, predicts a
+second token.
+"""
 
 
 def groups(n_group: int | None, topk_group: int | None, best: int) -> ExpertGroups:
@@ -94,14 +98,15 @@ def groups(n_group: int | None, topk_group: int | None, best: int) -> ExpertGrou
     return ExpertGroups(n_group, topk_group, best)
 
 
-def _check(config: DeepseekConfig, router: Callable[[], Router]) -> None:
+def _check(config: LatentConfig, router: Callable[[], Router]) -> None:
     """Check the numbers of the rotary scaling, and the sizes of the router."""
-    building_blocks.rotary_module(config.rope)
+    if isinstance(config, DeepseekConfig):
+        building_blocks.rotary_module(config.rope)
     with torch.device("meta"):  # only sizes are checked, and nothing is allocated
         router()
 
 
-def sigmoid_router(config: DeepseekV3Config) -> SigmoidRouter:
+def sigmoid_router(config: DeepseekV3Config | KimiLinearConfig) -> SigmoidRouter:
     """Build the router of V3 with sigmoid scores; groups are ranked by their best two experts."""
     return SigmoidRouter(
         config.hidden_size,
@@ -126,7 +131,7 @@ def mistral_router(config: Mistral4Config) -> SoftmaxRouter:
 
 
 def tempered_attention(
-    config: Mistral4Config, project: LatentProjection, output: nn.Module
+    config: Mistral4Config, project: LatentProjection, output: nn.Module, _: int
 ) -> Mixer:
     """Build latent attention whose queries have a temperature."""
     if config.temperature is not None:
@@ -142,18 +147,15 @@ def causal_attention(project: LatentProjection, output: nn.Module) -> Mixer:
 
 
 def _decoder(
-    config: DeepseekConfig,
-    router: Callable[[], Router],
-    attention: Callable[[LatentProjection, nn.Module], Mixer] = causal_attention,
+    config: LatentConfig, router: Callable[[], Router], mixer: Callable[[int], Mixer]
 ) -> Decoder:
     """Build a decoder with initial weights: the first layers are dense, the others have experts."""
     embedding, head = embedding_and_head(
         config.vocab_size, config.hidden_size, tied=config.tie_word_embeddings
     )
-    rotary = building_blocks.rotary_module(config.rope)
     layers = [
         Block(
-            attention(*_attention_parts(config, rotary)),
+            mixer(layer),
             _feed_forward(config, router, layer),
             PreNorm(_norm(config)),
             PreNorm(_norm(config)),
@@ -163,7 +165,7 @@ def _decoder(
     return initialize_weights(Decoder(InputEmbedding(embedding), layers, _norm(config), head))
 
 
-def _attention_parts(config: DeepseekConfig, rotary: Rotary) -> tuple[LatentProjection, nn.Module]:
+def _attention_parts(config: LatentConfig, rotary: Rotary) -> tuple[LatentProjection, nn.Module]:
     M, H, E = config.hidden_size, config.num_attention_heads, config.v_head_dim
     project = LatentProjection(
         M,
@@ -178,7 +180,7 @@ def _attention_parts(config: DeepseekConfig, rotary: Rotary) -> tuple[LatentProj
     return project, Linear(H * E, M, bias=config.attention_bias)
 
 
-def _feed_forward(config: DeepseekConfig, router: Callable[[], Router], layer: int) -> SwiGLU | MoE:
+def _feed_forward(config: LatentConfig, router: Callable[[], Router], layer: int) -> SwiGLU | MoE:
     M, width = config.hidden_size, config.moe_intermediate_size
     if layer < config.first_k_dense_replace:
         return SwiGLU(M, config.intermediate_size)
@@ -212,15 +214,25 @@ def softmax_router(config: DeepseekV2Config) -> SoftmaxRouter:
 
 
 def indexed_attention(
-    config: DeepseekV32Config, project: LatentProjection, output: nn.Module
+    config: DeepseekV32Config, project: LatentProjection, output: nn.Module, layer: int
 ) -> IndexedLatentAttention:
-    """Build latent attention with its indexer, whose rotary pairs are in two halves."""
+    """Build latent attention with its indexer, which has a layout of rotary pairs of its own, or to
+    the keys that an earlier layer chose.
+    """
+    passes = any(config.shares_choice(i) for i in range(config.num_hidden_layers))
+    if config.shares_choice(layer):
+        choice = EarlierChoice(config.index_topk)
+        return IndexedLatentAttention(project, choice, output, scale=project.scale)
     M, J, d = config.hidden_size, config.index_n_heads, config.index_head_dim
     latent = project.q
     assert isinstance(latent, LowRankProjection), "the config refuses q_lora_rank null"
     of_attention = building_blocks.rotary_module(config.rope)
     rotary = Rotary(
-        d, config.rope_theta, scaling=of_attention.scaling, rotary_dim=config.qk_rope_head_dim
+        d,
+        config.rope_theta,
+        scaling=of_attention.scaling,
+        rotary_dim=config.qk_rope_head_dim,
+        layout=config.indexer_layout,
     )
     selector = LatentIndexer(
         HeadProjection(latent.down.out_features, J, d, rotary),
@@ -229,7 +241,9 @@ def indexed_attention(
         latent,
         topk=config.index_topk,
     )
-    return IndexedLatentAttention(project, selector, output, scale=project.scale)
+    return IndexedLatentAttention(
+        project, selector, output, scale=project.scale, passes_choice=passes
+    )
 
 
 INDEXER, SELECTOR = STORED_LAYER + "self_attn.indexer.", MODEL_LAYER + "attention.selector."
@@ -246,31 +260,14 @@ V32_NAMES: NameTable = {
 
 def _build_kimi(config: KimiLinearConfig) -> Decoder:
     """Build the decoder of a config, with initial weights."""
-    M = config.hidden_size
-    embedding, head = embedding_and_head(config.vocab_size, M, tied=config.tie_word_embeddings)
-    layers = []
-    for layer, kind in enumerate(config.kinds()):
-        mixer: Mixer = latent_attention(config) if kind == FULL else delta_attention(config)
-        norms = (PreNorm(_norm(config)) for _ in range(2))
-        layers.append(Block(mixer, _kimi_feed_forward(config, layer), *norms))
-    return initialize_weights(Decoder(InputEmbedding(embedding), layers, _norm(config), head))
+    unrotated = Rotary(config.qk_rope_head_dim, rotary_dim=0)
 
+    def mixer(layer: int) -> Mixer:
+        if config.kinds()[layer] == FULL:
+            return causal_attention(*_attention_parts(config, unrotated))
+        return delta_attention(config)
 
-def latent_attention(config: KimiLinearConfig) -> Attention:
-    """Build latent attention; no dim of the keys is rotated."""
-    M, H, E = config.hidden_size, config.num_attention_heads, config.v_head_dim
-    project = LatentProjection(
-        M,
-        H,
-        Rotary(config.qk_rope_head_dim, rotary_dim=0),
-        kv_rank=config.kv_lora_rank,
-        nope_dim=config.qk_nope_head_dim,
-        value_dim=E,
-        q_rank=config.q_lora_rank,
-        bias=config.attention_bias,
-    )
-    output = Linear(H * E, M, bias=config.attention_bias)
-    return Attention(project, output, mask=masks.Causal(), scale=project.scale)
+    return _decoder(config, partial(sigmoid_router, config), mixer)
 
 
 def delta_attention(config: KimiLinearConfig) -> Recurrent:
@@ -291,32 +288,6 @@ def delta_attention(config: KimiLinearConfig) -> Recurrent:
         gate=BottleneckProjection(M, D, H, D),
         gate_activation="sigmoid",
     )
-
-
-def _kimi_feed_forward(config: KimiLinearConfig, layer: int) -> nn.Module:
-    M, hidden = config.hidden_size, config.moe_intermediate_size
-    if layer < config.first_k_dense_replace:
-        return SwiGLU(M, config.intermediate_size)
-    shared = SwiGLU(M, hidden * config.num_shared_experts)
-    return llama_like.mixture(M, hidden, _kimi_router(config), shared)
-
-
-def _kimi_router(config: KimiLinearConfig) -> SigmoidRouter:
-    n = config.num_expert_group
-    return SigmoidRouter(
-        config.hidden_size,
-        config.num_experts,
-        config.num_experts_per_token,
-        normalize=config.moe_renormalize,
-        groups=None if n == 1 else ExpertGroups(n, config.topk_group, 2),
-        scale=config.routed_scaling_factor,
-    )
-
-
-def _check_kimi(config: KimiLinearConfig) -> None:
-    """Check the sizes of the router."""
-    with torch.device("meta"):  # only sizes are checked, and nothing is allocated
-        _kimi_router(config)
 
 
 STORED, MIXER = STORED_LAYER + "self_attn.", MODEL_LAYER + "attention."
@@ -356,16 +327,27 @@ KIMI_NAMES: NameTable = {
 }
 
 
+def _rename(name: str) -> str:
+    """Return the name without prefix; transformers writes the layers of Kimi K2.5 as blocks."""
+    return llama_like.rename_language_model(name).replace("model.blocks.", "model.layers.")
+
+
 def _family(
     config: type[ModelConfig],
     router: Callable[[Any], Router],
     names: NameTable = NAMES,
     attention: Callable[..., Mixer] | None = None,
     keep_float32: tuple[str, ...] = (),
-    **more: Any,
+    towers: str = "",
 ) -> Family:
     def build(own: Any) -> Decoder:
-        mixer = causal_attention if attention is None else partial(attention, own)
+        parts = partial(_attention_parts, own, building_blocks.rotary_module(own.rope))
+
+        def mixer(layer: int) -> Mixer:
+            if attention is None:
+                return causal_attention(*parts())
+            return attention(own, *parts(), layer)
+
         return _decoder(own, partial(router, own), mixer)
 
     return Family(
@@ -376,7 +358,8 @@ def _family(
         prefixes=llama_like.PREFIXES,
         head=llama_like.HEAD,
         keep_float32=keep_float32,
-        **{"buffers": BUFFERS} | more,
+        buffers=(*BUFFERS, *llama_like.tower_tensors(towers)),
+        rename_stored=_rename if towers else str,
     )
 
 
@@ -384,7 +367,12 @@ CORRECTION = "*.router.correction"
 """The bias of the experts, which stays in float32: rounding it would change which are selected."""
 FAMILIES = {
     "deepseek_v2": _family(DeepseekV2Config, softmax_router),
-    "deepseek_v3": _family(DeepseekV3Config, sigmoid_router, keep_float32=(CORRECTION,)),
+    "deepseek_v3": _family(
+        DeepseekV3Config,
+        sigmoid_router,
+        keep_float32=(CORRECTION,),
+        towers="vision_tower mm_projector",
+    ),
     "mistral4": _family(
         Mistral4Config,
         mistral_router,
@@ -396,23 +384,25 @@ FAMILIES = {
             **NAMES,
         },
         tempered_attention,
-        buffers=(*BUFFERS, rf"(model\.)?({'|'.join(Mistral4Config.towers.split())})\..*"),
-        rename_stored=llama_like.rename_language_model,
+        towers=Ministral3Config.towers,
     ),
     "glm4_moe_lite": _family(Glm4MoeLiteConfig, sigmoid_router, keep_float32=(CORRECTION,)),
-    "deepseek_v32": _family(
-        DeepseekV32Config,
-        sigmoid_router,
-        V32_NAMES,
-        indexed_attention,
-        # rounding the weights of the indexer would change which keys are selected
-        keep_float32=(CORRECTION, "*.selector.weight.weight"),
-    ),
+    **{
+        name: _family(
+            config,
+            sigmoid_router,
+            V32_NAMES,
+            indexed_attention,
+            # rounding the weights of the indexer would change which keys are selected
+            keep_float32=(CORRECTION, "*.selector.weight.weight"),
+        )
+        for name, config in (("deepseek_v32", DeepseekV32Config), ("glm_moe_dsa", GlmMoeDsaConfig))
+    },
     "kimi_linear": Family(
         KimiLinearConfig,
         _build_kimi,
         KIMI_NAMES,
-        check=_check_kimi,
+        check=lambda own: _check(own, partial(sigmoid_router, own)),
         prefixes=llama_like.PREFIXES,
         head=llama_like.HEAD,
         keep_float32=(*DECAYS, CORRECTION),

@@ -18,7 +18,8 @@ from regard.models.checkpoint.family import NameTable
 from regard.models.decoder import Decoder
 from regard.nn import Attention, HeadProjection, RMSNorm, SandwichNorm, SeparateQKV
 from regard.nn.attention.cross import without_own_memory
-from regard.nn.blocks.altup import (
+from regard.nn.blocks.feed_forward import GatedFeedForward, GaussianTopK
+from regard.nn.blocks.residual_streams import (
     AltUp,
     AltUpBlock,
     AltUpEmbedding,
@@ -27,7 +28,6 @@ from regard.nn.blocks.altup import (
     LayerInput,
     LowRankResidual,
 )
-from regard.nn.blocks.feed_forward import GatedFeedForward, GaussianTopK
 from regard.nn.projections.steps import WeightlessRMSNorm
 from regard.nn.weights import Linear
 from regard.positions import Rotary

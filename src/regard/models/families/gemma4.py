@@ -19,15 +19,15 @@ from regard.models.checkpoint.family import NameTable, as_stored
 from regard.models.decoder import Decoder
 from regard.nn import Attention, HeadProjection, InputEmbedding, RMSNorm, SandwichNorm, SeparateQKV
 from regard.nn.attention.cross import without_own_memory
-from regard.nn.blocks.altup import (
+from regard.nn.blocks.experts import ExpertsBesideDense
+from regard.nn.blocks.feed_forward import GatedFeedForward
+from regard.nn.blocks.residual_streams import (
     AltUpEmbedding,
     AltUpMerge,
     AltUpSizes,
     LayerInput,
     LayerInputBlock,
 )
-from regard.nn.blocks.experts import ExpertsBesideDense
-from regard.nn.blocks.feed_forward import GatedFeedForward
 from regard.nn.blocks.routers import ScaledSoftmaxRouter
 from regard.nn.projections.steps import WeightlessRMSNorm
 from regard.nn.weights import Linear
@@ -80,7 +80,7 @@ def _block(
 def _attention(config: Gemma4Config, index: int, rotary: Rotary | None) -> Attention:
     M, eps, bias = config.hidden_size, config.rms_norm_eps, config.attention_bias
     kind, window = config.kinds()[index], config.windows()[index]
-    shape = config.heads(kind)
+    shape = config.head_shape(window)
     H, G, D = shape.heads, shape.groups, shape.head_dim
     assert rotary is not None, "every layer has rotary positions"
     q, k = (HeadProjection(M, n, D, RMSNorm(D, eps=eps), rotary, bias=bias) for n in (H, G))

@@ -23,8 +23,8 @@ from regard.positions import Rotary
 def _layer(config: GptOssConfig, _: int, rotary: Rotary | None, window: int | None) -> Block:
     M, n = config.hidden_size, config.num_local_experts
     attention = llama_like.attention(config, rotary, window)
-    clip = {"limit": config.swiglu_limit, "alpha": config.swiglu_alpha}
-    experts = [ClippedSwiGLU(M, config.intermediate_size, **clip) for _ in range(n)]
+    width, limit, alpha = config.intermediate_size, config.swiglu_limit, config.swiglu_alpha
+    experts = [ClippedSwiGLU(M, width, limit=limit, alpha=alpha) for _ in range(n)]
     router = SoftmaxRouter(M, n, config.num_experts_per_tok, normalize=True, bias=True)
     return llama_like.block(config, attention, MoE(router, experts))
 

@@ -41,7 +41,7 @@ from regard.nn.blocks.experts import MoE
 from regard.nn.blocks.feed_forward import ReLUSquared
 from regard.nn.blocks.mixer_block import MixerBlock, NarrowingRMSNorm, Tokenwise, WidePreNorm
 from regard.nn.mixer import Mixer
-from regard.nn.recurrence.mamba import SelectiveQKV, SelectiveScanRule
+from regard.nn.recurrence.decays import SelectiveQKV, SelectiveScanRule
 from regard.nn.weights import Linear
 
 STORED, OURS = "backbone.layers.{}.", "layers.{}."

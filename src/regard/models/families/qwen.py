@@ -24,7 +24,7 @@ from regard.models.checkpoint.family import (
     stacked_rows,
 )
 from regard.nn import Attention, Block, HeadProjection
-from regard.nn.projections.finishes import GatedProjection
+from regard.nn.projections.steps import GatedProjection
 from regard.positions import Rotary
 
 

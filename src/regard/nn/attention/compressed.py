@@ -21,6 +21,7 @@ from regard.nn.attention.attention import Attention
 from regard.nn.explainable import InputSteps, ProjectionQuery
 from regard.nn.mixer import count_weights
 from regard.nn.projections.heads import Projection
+from regard.nn.projections.latent import LowRankProjection
 from regard.nn.weights import Linear
 from regard.ops.selection.lightning_indexer import check_topk, index_mask
 from regard.ops.selection.position_blocks import BlockLayout, block_layout
@@ -44,19 +45,30 @@ class BlockPooling(nn.Module):
         block: m, the number of positions per block.
         *steps: modules called as step(entries [B,1,N,d], positions), such as a norm and a rotary.
         overlap: whether an entry also pools the block before its own.
+        gated: whether tokens have weights; without them an entry is their mean.
+        norm: a module on the contents y, or None.
 
     Source: DeepSeek-AI 2026, DeepSeek-V4, by its code in transformers.
     """
 
     def __init__(
-        self, dim: int, width: int, block: int, *steps: nn.Module, overlap: bool = False
+        self,
+        dim: int,
+        width: int,
+        block: int,
+        *steps: nn.Module,
+        overlap: bool = False,
+        gated: bool = True,
+        norm: nn.Module | None = None,
     ) -> None:
         super().__init__()
         check_positive_sizes("BlockPooling", dim=dim, width=width, block=block)
-        self.width, self.block, self.overlap = width, block, overlap
+        self.width, self.block, self.overlap, self.gated = width, block, overlap, gated
         rows = 2 * width if overlap else width
-        self.content, self.gate = Linear(dim, rows, bias=False), Linear(dim, rows, bias=False)
-        self.places = nn.Parameter(torch.zeros(block, rows))
+        self.content, self.norm = Linear(dim, rows, bias=False), norm
+        if gated:
+            self.gate = Linear(dim, rows, bias=False)
+            self.places = nn.Parameter(torch.zeros(block, rows))
         self.steps = nn.ModuleList(steps)
 
     def remember(self, x: Float[Tensor, "B T M"]) -> Parts:
@@ -66,15 +78,18 @@ class BlockPooling(nn.Module):
             x: hidden states [B,T,M].
 
         Returns:
-            The contents and the gates [B,1,T,d], or [B,1,T,2d] with overlap.
+            The contents and the gates, if there are any, [B,1,T,d], or [B,1,T,2d] with overlap.
         """
-        return self.content(x)[:, None], self.gate(x)[:, None]
+        y = self.content(x)[:, None]
+        y = y if self.norm is None else self.norm(y)
+        return (y, self.gate(x)[:, None]) if self.gated else (y,)
 
     def forward(self, tokens: Parts, layout: BlockLayout) -> Float[Tensor, "B 1 N d"]:
         """Pool what `remember` returned into an entry for each block of the layout [B,1,N,d]."""
-        y, z = (layout.to_blocks(part) for part in tokens)  # [B,1,N,m,d or 2d]
+        y, *gates = (layout.to_blocks(part) for part in tokens)  # [B,1,N,m,d or 2d]
         occupied = layout.occupied.unflatten(1, (layout.blocks, self.block))[:, None, ..., None]
-        z = torch.where(occupied, z + self.places.to(z.dtype), float("-inf"))
+        z = gates[0] + self.places.to(y.dtype) if gates else torch.zeros_like(y)
+        z = torch.where(occupied, z, float("-inf"))
         if self.overlap:
             before = (0, 0, 0, 0, 1, -1)  # moves each block to the next one
             d = self.width
@@ -91,7 +106,8 @@ class BlockPooling(nn.Module):
     def extra_repr(self) -> str:
         """Return the sizes of blocks and entries."""
         overlap = ", overlap=True" if self.overlap else ""
-        return f"blocks of {self.block} to {self.width}{overlap}"
+        mean = "" if self.gated else ", gated=False"
+        return f"blocks of {self.block} to {self.width}{overlap}{mean}"
 
 
 class EntryIndexer(nn.Module):
@@ -104,16 +120,25 @@ class EntryIndexer(nn.Module):
         pooling: the `BlockPooling` of index keys.
         weight: a linear map M -> J.
         topk: the number of entries per query.
+        latent: the low-rank projection of the attention whose latents `q` reads in place of hidden
+            states; it is not stored with the indexer.
 
     Source: DeepSeek-AI 2026, DeepSeek-V4, by its code in transformers.
     """
 
     def __init__(
-        self, q: nn.Module, pooling: BlockPooling, weight: nn.Linear, *, topk: int
+        self,
+        q: nn.Module,
+        pooling: BlockPooling,
+        weight: nn.Linear,
+        *,
+        topk: int,
+        latent: LowRankProjection | None = None,
     ) -> None:
         super().__init__()
         check_topk(topk)
         self.q, self.pooling, self.weight, self.topk = q, pooling, weight, topk
+        self._latent = (latent,)  # in a tuple, because a module would be registered here, too
 
     def choose(self, x: Tensor, positions: Positions, keys: Tensor, places: EntryPlaces) -> Mask:
         """Choose entries for each query.
@@ -129,8 +154,10 @@ class EntryIndexer(nn.Module):
         """
         if self.topk >= keys.shape[2]:
             return Causal()  # every entry
+        (latent,) = self._latent
         with torch.no_grad():
-            q = self.q(x, positions) * self.pooling.width**-0.5
+            read = x if latent is None else latent.latent(x)
+            q = self.q(read, positions) * self.pooling.width**-0.5
             weight = self.weight(x)
         options: Any = {"q_positions": places.queries, "k_positions": places.entries}
         return index_mask(q, keys, weight * weight.shape[-1] ** -0.5, topk=self.topk, **options)
@@ -207,10 +234,11 @@ class CompressedAttention(Attention):
                 f"have width {pooling.width}; keys and values must be one stored vector of "
                 f"{D}, as in SharedKeyValue, and entries as wide"
             )
-        if indexer is not None and indexer.pooling.block != pooling.block:
+        index = pooling if indexer is None else indexer.pooling
+        if index.block != pooling.block or not (index.gated and pooling.gated):
             raise ArgumentError(
-                f"the indexer has blocks of {indexer.pooling.block}, and the entries of "
-                f"{pooling.block}; both must have the same"
+                f"the indexer has {index.extra_repr()}, and the entries {pooling.extra_repr()}; "
+                "both must have the same blocks, and gates"
             )
         super().__init__(project, output, mask=Causal() & Window(window), scale=scale, sink=sink)
         self.pooling, self.indexer, self.window = pooling, indexer, window

@@ -1,4 +1,4 @@
-"""Attention to the keys that a selector chooses for each query: MoBA, Quest, MSA, DSA."""
+"""Attention to the keys that a selector chooses for each query: MoBA, Quest, MSA, DSA, QSA."""
 
 from __future__ import annotations
 
@@ -10,14 +10,16 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from regard.caches import BoundedPages, Cache, Growing, Parts
+from regard.caches.cross_layer import split_first_values
 from regard.cost import Description
-from regard.cost.latent import IndexedLatentSpec
+from regard.cost.latent import IndexedLatentSpec, index_parts
 from regard.cost.selected import (
     BlockMaximumSelection,
     BlockSelection,
     IndexSelection,
     KeySelection,
     PageSelection,
+    PooledSelection,
     SelectedSpec,
 )
 from regard.cost.softmax import ALL_EARLIER_KEYS
@@ -25,6 +27,7 @@ from regard.cost.spec import Spec
 from regard.errors import ArgumentError
 from regard.masks import Causal, Mask
 from regard.nn.attention.attention import Places
+from regard.nn.attention.compressed import BlockPooling
 from regard.nn.mixer import Mixer, count_weights
 from regard.nn.projections.heads import HeadProjection, Projection, check_adds_no_bias
 from regard.nn.projections.latent import LatentProjection, LowRankProjection
@@ -33,6 +36,7 @@ from regard.ops.selection.best_blocks import (
     block_maximum_mask,
     check_block_sizes,
     check_sizes,
+    closed_blocks_mask,
     moba_mask,
     quest_mask,
 )
@@ -42,6 +46,7 @@ from regard.ops.selection.lightning_indexer import (
     index_scores,
     indexer_loss,
 )
+from regard.ops.selection.position_blocks import block_layout
 from regard.ops.softmax import attend, attention_weights
 from regard.span import Positions, Span, slot_count
 from regard.tracing import tap
@@ -63,6 +68,34 @@ class KeySelector(nn.Module):
     @abstractmethod
     def spec(self) -> KeySelection:
         """The cost of the selection, and the number of selected keys."""
+
+
+class EarlierChoice(KeySelector):
+    """The `topk` keys that the last layer before with a selector of its own chose, in a `Decoder`.
+
+    Source: Zhipu AI 2026 (GLM-5.2), by its code in transformers, `indexer_types`.
+    """
+
+    def __init__(self, topk: int) -> None:
+        super().__init__()
+        check_topk(topk)
+        self.topk = topk
+
+    def choose(self, q: Tensor, k: Tensor, x: Tensor, memory: Parts, places: Places) -> Mask:
+        """Raise, because no earlier layer has chosen."""
+        raise ArgumentError(
+            "a layer reads the keys that an earlier one chose, and none has in this call; call "
+            "the Decoder, whose first such layer must have an indexer, with passes_choice=True"
+        )
+
+    @property
+    def spec(self) -> IndexSelection:
+        """The number of chosen keys, for the cost: no heads score them."""
+        return IndexSelection(0, 0, self.topk)
+
+    def extra_repr(self) -> str:
+        """Return the number of keys per query."""
+        return f"topk={self.topk}"
 
 
 class IndexHeads(KeySelector):
@@ -159,6 +192,7 @@ class SelectedAttention(Mixer):
         selector: a `KeySelector`, such as `MoBA` or `Indexer`.
         output: a module [B,T,H*E] -> [B,T,M].
         scale: the factor on the scores; None is 1/sqrt(D).
+        passes_choice: whether later layers of a `Decoder` may read the choice (`EarlierChoice`).
 
     >>> from regard.nn.variants.projections import separate_qkv
     >>> layer = SelectedAttention(separate_qkv(8, 4, 2, 2), MoBA(4, 2), nn.Linear(8, 8))
@@ -175,11 +209,18 @@ class SelectedAttention(Mixer):
         output: nn.Module,
         *,
         scale: float | None = None,
+        passes_choice: bool = False,
     ) -> None:
         check_adds_no_bias(project, "SelectedAttention")
         self._check_parts(project, selector)
         super().__init__()
         self.project, self.selector, self.output, self.scale = project, selector, output, scale
+        self.carries_choice = passes_choice or isinstance(selector, EarlierChoice)
+
+    @property
+    def carries_values(self) -> bool:
+        """Whether the layer gives its choice of keys to later ones, or reads one."""
+        return self.carries_choice
 
     @staticmethod
     def _check_parts(project: Projection, selector: KeySelector) -> None:
@@ -187,6 +228,7 @@ class SelectedAttention(Mixer):
 
     def mix(self, x: Tensor, positions: Positions, cache: Cache | None, backend: str) -> Tensor:
         """Attend from x [B,T,M] to the chosen tokens among its own and those in the cache."""
+        cache, carried = split_first_values(cache)
         memory, k_positions = self.project.remember(x, positions), positions
         n = len(memory)
         memory = (*memory, *self.selector.remember(x, positions))
@@ -201,7 +243,11 @@ class SelectedAttention(Mixer):
         k, v = tap("k", k), tap("v", v)
         chosen_by = self.selector_memory(memory[n:], cache)
         places = Places(positions, k_positions)
-        mask = self.selector.choose(q, k, x, chosen_by, places)
+        mask = carried.choice if carried is not None else None
+        if mask is None or not isinstance(self.selector, EarlierChoice):
+            mask = self.selector.choose(q, k, x, chosen_by, places)
+        if carried is not None:
+            carried.choice = mask
         z = attend(q, k, v, mask=mask, scale=self._scale, backend=backend, **places._asdict())
         z = tap("z", project.postprocess_at(z, x, positions))
         return tap("out", self.output(z.transpose(1, 2).flatten(2)))
@@ -422,6 +468,67 @@ class BlockMaximum(IndexHeads):
         return f"blocks of {self.size}, topk={self.topk}, local={self.local}"
 
 
+class PooledIndexer(KeySelector):
+    """The indexer of QSA and of DSA on pools: the best closed blocks by one pooled key of each, and
+    the tokens behind the last closed block (`regard.ops.selection.closed_blocks_mask`).
+
+    I_ti = sum_j w_tj relu(q_tj . e_i / sqrt(d));  w_t = W_w x_t / sqrt(J), or 1 without a weight
+
+    No gradient passes through the choice, so that the indexer is not trained. A cache stores what
+    keys are pooled from, because blocks become tokens again.
+
+    Args:
+        q: the index queries, J heads of size d.
+        pooling: the `BlockPooling` of index keys to size d.
+        weight: a linear map M -> J, or None.
+        topk: the number of closed blocks per query.
+
+    Source: Qwen Team 2026 (Qwen4-Exp) and Zhipu AI 2026 (GLM-5.3-Flash), by their code in
+    transformers.
+    """
+
+    def __init__(
+        self, q: HeadProjection, pooling: BlockPooling, weight: nn.Linear | None, *, topk: int
+    ) -> None:
+        super().__init__()
+        check_topk(topk)
+        out = q.heads if weight is None else weight.out_features
+        if q.head_dim != pooling.width or out != q.heads:
+            raise ArgumentError(
+                f"index q is {q.extra_repr()}, the pooling has {pooling.extra_repr()}, weight has "
+                f"out_features={out}; keys must be as wide as queries, and weight must have "
+                f"out_features={q.heads}"
+            )
+        self.q, self.pooling, self.weight, self.topk = q, pooling, weight, topk
+
+    def remember(self, x: Tensor, positions: Positions) -> Parts:
+        """Return the contents of index keys, and their gates beside them, [B,1,S,d or 2d]."""
+        return (torch.cat(self.pooling.remember(x), -1),)
+
+    def choose(self, q: Tensor, k: Tensor, x: Tensor, memory: Parts, places: Places) -> Mask:
+        """Return the mask of the chosen blocks and of the tokens behind them."""
+        with torch.no_grad():
+            layout = block_layout(places.k_positions, self.pooling.block, x.device)
+            keys = self.pooling(memory[0].split(self.pooling.width, -1), layout)
+            queries = self.q(x, places.q_positions) * self.q.head_dim**-0.5
+            w = x.new_ones(*x.shape[:2], self.q.heads)
+            if self.weight is not None:
+                w = self.weight(x) * self.q.heads**-0.5
+        return closed_blocks_mask(
+            queries, keys, w, layout, topk=self.topk, q_positions=places.q_positions
+        )
+
+    @property
+    def spec(self) -> PooledSelection:
+        """The sizes of the index heads and of the blocks, for the cost."""
+        stored = self.q.head_dim * (2 if self.pooling.gated else 1)
+        return PooledSelection(self.q.heads, self.q.head_dim, self.pooling.block, self.topk, stored)
+
+    def extra_repr(self) -> str:
+        """Return the number of blocks per query."""
+        return f"topk={self.topk}"
+
+
 class LatentIndexer(Indexer):
     """The lightning indexer whose queries come from the latent of latent attention.
 
@@ -448,7 +555,7 @@ class LatentIndexer(Indexer):
         """Compute the index queries from the latent, and their weights from x."""
         (latent,) = self._latent
         with torch.no_grad():  # the loss of the indexer trains only the indexer
-            c = latent.norm(latent.down(x))
+            c = latent.latent(x)
         q = self.q(c, positions) * self.q.head_dim**-0.5
         return q, self.weight(x.to(self.weight.weight.dtype)) * self.q.heads**-0.5
 
@@ -462,10 +569,13 @@ class IndexedLatentAttention(SelectedAttention):
     @staticmethod
     def _check_parts(project: Projection, selector: KeySelector) -> None:
         """Check that the projection and the selector are those of latent attention."""
-        if not isinstance(project, LatentProjection) or not isinstance(selector, Indexer):
+        if not isinstance(project, LatentProjection) or not isinstance(
+            selector, (Indexer, EarlierChoice)
+        ):
             raise ArgumentError(
                 f"project is {type(project).__name__} and selector {type(selector).__name__}; they "
-                "must be a LatentProjection and an Indexer: use SelectedAttention for others"
+                "must be a LatentProjection and an Indexer or an EarlierChoice: use "
+                "SelectedAttention for others"
             )
 
     @property
@@ -473,8 +583,8 @@ class IndexedLatentAttention(SelectedAttention):
         """The cost of this layer in the form "absorb"; a cache stores latents and index keys."""
         project, selector = self.project, self.selector
         assert isinstance(project, LatentProjection)
-        assert isinstance(selector, Indexer)
+        assert isinstance(selector, (Indexer, EarlierChoice))
         latent = project.spec(count_weights(self), ALL_EARLIER_KEYS)
-        parts = (*latent.parts, (1, selector.k.head_dim))
+        parts = (*latent.parts, *index_parts(selector.spec))
         own = {"parts": parts, "form": "absorb", "selection": selector.spec}
         return IndexedLatentSpec(**{**vars(latent), **own})

@@ -7,12 +7,12 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
+from regard.argument_checks import check_int
 from regard.biases import Bias
 from regard.caches import Cache, Growing, Parts
 from regard.cost.softmax import SoftmaxSpec
 from regard.errors import ArgumentError
 from regard.masks import Causal, Dilated, Global, Mask, Sinks, Window
-from regard.masks.base import check_int
 from regard.nn.attention.attention import Attention, Places
 from regard.nn.explainable import Explainable, InputSteps, MechanismStep, ProjectionQuery
 from regard.nn.mixer import MaskVisibility, Mixer, count_weights

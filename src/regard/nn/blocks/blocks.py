@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple, TypeAlias
 
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from regard.argument_checks import check_number
@@ -290,13 +291,18 @@ class Block(nn.Module):
         return tap("residual", self._traced_sublayers(x, positions, cache, backend))
 
     def _traced_sublayers(
-        self, x: Tensor, positions: Positions | None, cache: Cache | None, backend: str
+        self,
+        x: Tensor,
+        positions: Positions | None,
+        cache: Cache | None,
+        backend: str,
+        **options: Tensor,
     ) -> Tensor:
-        """Apply both sublayers, with the taps of the norms and of the feed-forward layer."""
+        """Apply both sublayers, with their taps; the feed-forward layer gets the options."""
         with named_scope("attention"):
             x = self.attention_residual(x, self._tapped_attention(positions, cache, backend))
         with named_scope("mlp"):
-            x = self.feed_forward_residual(x, self._tapped_feed_forward)
+            x = self.feed_forward_residual(x, partial(self._tapped_feed_forward, **options))
         return x
 
     def _tapped_attention(
@@ -311,10 +317,10 @@ class Block(nn.Module):
 
         return attend
 
-    def _tapped_feed_forward(self, normed: Tensor) -> Tensor:
+    def _tapped_feed_forward(self, normed: Tensor, **options: Tensor) -> Tensor:
         """Apply the feed-forward layer, with its tap in the scope of the block."""
         with parent_scope():
-            return tap("mlp", self.feed_forward(normed))
+            return tap("mlp", self.feed_forward(normed, **options))
 
     def new_cache(self) -> Cache:
         """Return an empty cache that suits the attention.
@@ -323,6 +329,24 @@ class Block(nn.Module):
             The cache of `attention.new_cache()`.
         """
         return self.attention.new_cache()
+
+
+class TokenIdBlock(Block):
+    """A block whose feed-forward layer also reads the token ids, such as an `MoE` with a
+    `HashRouter`. A `Decoder` passes them.
+    """
+
+    def forward(
+        self,
+        x: Float[Tensor, "B T M"],
+        positions: Positions | None = None,
+        cache: Cache | None = None,
+        backend: str = "auto",
+        ids: Int[Tensor, "B T"] | None = None,
+    ) -> Float[Tensor, "B T M"]:
+        """Apply the block to hidden states [B,T,M] of token ids [B,T], as in `Block.forward`."""
+        options = {} if ids is None else {"ids": ids}
+        return tap("residual", self._traced_sublayers(x, positions, cache, backend, **options))
 
 
 class ParallelBlock(Block):

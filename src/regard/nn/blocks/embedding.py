@@ -45,6 +45,12 @@ class SinusoidalPositions(nn.Module):
         return f"{self.dim}" + (f", layout={self.layout!r}" * (self.layout != "interleaved"))
 
 
+def without_empty_slots(ids: Tensor, positions: Positions) -> Tensor:
+    """Return token ids [B,T] with 0 in the slots that hold no token."""
+    empty = find_empty_slots(positions, ids.device)
+    return ids if empty is None else ids.masked_fill(empty, 0)
+
+
 class InputEmbedding(nn.Module):
     """Token, position and segment embeddings, then a norm and dropout; only the first are required.
 
@@ -113,9 +119,7 @@ class InputEmbedding(nn.Module):
         if segments is not None:
             self._check_ids("segments", segments)
             check_sizes(ids=(ids, "B T"), segments=(segments, "B T"))
-        if (empty := find_empty_slots(positions, ids.device)) is not None:
-            ids = ids.masked_fill(empty, 0)
-        x = self.embedding(ids)
+        x = self.embedding(without_empty_slots(ids, positions))
         if self.scale != 1:
             x = x * torch.full((), self.scale, dtype=x.dtype, device=x.device)
         if self.positional is not None:

@@ -70,15 +70,17 @@ class MoE(nn.Module):
             )
         self.router, self.experts, self.shared = router, nn.ModuleList(experts), shared
 
-    def forward(self, x: Float[Tensor, "*L M"]) -> Float[Tensor, "*L M"]:
-        """Map hidden states [..., M] to [..., M]."""
-        return self._mix(x, x)
+    def forward(
+        self, x: Float[Tensor, "*L M"], ids: Int[Tensor, "*L"] | None = None
+    ) -> Float[Tensor, "*L M"]:
+        """Map hidden states [..., M] to [..., M]; a `HashRouter` needs the token ids [...], too."""
+        return self._mix(x, x, *(() if ids is None else (ids.flatten(),)))
 
-    def _mix(self, x: Tensor, routed_by: Tensor) -> Tensor:
+    def _mix(self, x: Tensor, routed_by: Tensor, *ids: Tensor) -> Tensor:
         """Map hidden states [..., M] to [..., M], by the experts that others choose."""
         rows = x.reshape(-1, x.shape[-1])  # [N,M]
         y = torch.zeros_like(rows, dtype=torch.promote_types(x.dtype, torch.float32))
-        shares, chosen = self.router(routed_by.reshape(rows.shape))
+        shares, chosen = self.router(routed_by.reshape(rows.shape), *ids)
         stacked = self.stacked
         if stacked is not None and stacked.serve(self.experts, rows, chosen.numel()):
             for added in self._from_stacks(stacked, rows, shares, chosen):
@@ -231,8 +233,10 @@ class ExpertsBesideDense(MoE):
         self.dense = dense
         self.dense_norm, self.dense_after, self.norm, self.after = norms
 
-    def forward(self, x: Float[Tensor, "*L M"]) -> Float[Tensor, "*L M"]:
-        """Map hidden states [..., M] to [..., M]."""
+    def forward(
+        self, x: Float[Tensor, "*L M"], ids: Int[Tensor, "*L"] | None = None
+    ) -> Float[Tensor, "*L M"]:
+        """Map hidden states [..., M] to [..., M]; the router reads no ids."""
         dense: Tensor = self.dense_after(self.dense(self.dense_norm(x)))
         added: Tensor = self.after(self._mix(self.norm(x), x))
         return dense + added

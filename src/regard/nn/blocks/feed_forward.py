@@ -142,16 +142,19 @@ class SwiGLU(GatedFeedForward):
 
 
 class ClippedSwiGLU(nn.Module):
-    """The expert network of gpt-oss: a gated layer with clipped halves, 1 added to the linear one.
+    """A gated layer with clipped halves, as in gpt-oss, which adds 1 to the linear one.
 
-    y = W_down ((clip(u, -limit, limit) + 1) * g sigmoid(alpha g)) + b_down
+    y = W_down ((clip(u, -limit, limit) + offset) * g sigmoid(alpha g)) + b_down
     g = min(W_gate x + b_gate, limit),  u = W_up x + b_up
 
     Args:
         dim: the model dim M.
         hidden: the hidden size.
         limit: the clipping limit; the gate is clipped from above only.
-        alpha: the factor inside the sigmoid; 1.702 approximates GELU.
+        alpha: the factor inside the sigmoid; 1.702 approximates GELU, and 1 is SiLU.
+        offset: added to the linear half; 0 in DeepSeek-V4.
+        after: whether the gate is clipped after its activation, as in Step-3.7, not before.
+        bias: whether the three linear maps have a bias.
 
     Raises:
         ArgumentError: limit or alpha is not a positive number.
@@ -160,30 +163,42 @@ class ClippedSwiGLU(nn.Module):
     >>> layer(torch.zeros(1, 2, 8)).shape
     torch.Size([1, 2, 8])
 
-    Source: OpenAI 2025 (arXiv 2508.10925), section 2.2.
+    Source: OpenAI 2025 (arXiv 2508.10925), section 2.2; the code of DeepSeek-V4 in transformers.
     """
 
-    def __init__(self, dim: int, hidden: int, *, limit: float = 7.0, alpha: float = 1.702) -> None:
+    def __init__(
+        self,
+        dim: int,
+        hidden: int,
+        *,
+        limit: float = 7.0,
+        alpha: float = 1.702,
+        offset: float = 1.0,
+        after: bool = False,
+        bias: bool = True,
+    ) -> None:
         super().__init__()
         for name, value in (("limit", limit), ("alpha", alpha)):
             check_number(name, value, 0, float("inf"), "a finite number above 0")
-        self.limit, self.alpha = limit, alpha
-        self.gate = Linear(dim, hidden)
-        self.up = Linear(dim, hidden)
-        self.down = Linear(hidden, dim)
+        self.limit, self.alpha, self.offset, self.after = limit, alpha, offset, after
+        self.gate, self.up = (Linear(dim, hidden, bias=bias) for _ in range(2))
+        self.down = Linear(hidden, dim, bias=bias)
 
     def forward(self, x: Float[Tensor, "*L M"]) -> Float[Tensor, "*L M"]:
         """Map hidden states [..., M] to [..., M]."""
-        gate = self.gate(x).clamp(max=self.limit)
+        gate = self.gate(x)
+        gate = gate if self.after else gate.clamp(max=self.limit)
         up = self.up(x).clamp(-self.limit, self.limit)
-        result: Float[Tensor, "*L M"] = self.down(
-            (up + 1) * (gate * torch.sigmoid(self.alpha * gate))
-        )
+        active = gate * torch.sigmoid(self.alpha * gate)
+        active = active.clamp(max=self.limit) if self.after else active
+        result: Float[Tensor, "*L M"] = self.down((up + self.offset) * active)
         return result
 
     def extra_repr(self) -> str:
-        """Return the clipping limit and the factor inside the sigmoid."""
-        return f"limit={self.limit:g}, alpha={self.alpha:g}"
+        """Return the clipping limit, the factor inside the sigmoid, and what is not usual."""
+        offset = f", offset={self.offset:g}" * (self.offset != 1)
+        after = ", after=True" * self.after
+        return f"limit={self.limit:g}, alpha={self.alpha:g}{offset}{after}"
 
 
 class GatedSharedExpert(nn.Module):

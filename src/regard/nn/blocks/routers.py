@@ -4,16 +4,22 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import NamedTuple, TypedDict, Unpack
+from typing import Literal, NamedTuple, TypeAlias, TypedDict, Unpack, get_args
 
 import torch
 import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from regard.argument_checks import check_device, check_number, check_positive_sizes, check_tensor
+from regard.argument_checks import (
+    check_choice,
+    check_device,
+    check_number,
+    check_positive_sizes,
+    check_tensor,
+)
 from regard.errors import ArgumentError
-from regard.ops.gemv import check_linear_map
+from regard.ops.tokenwise import check_linear_map
 from regard.units import plural
 
 
@@ -78,6 +84,17 @@ class RouterOptions(TypedDict, total=False):
     bias: bool
     groups: ExpertGroups | None
     scale: float
+
+
+Scoring: TypeAlias = Literal["sigmoid", "sqrtsoftplus"]
+"""The function from logits to scores: s = sigmoid(l), or s = sqrt(ln(1 + exp(l)))."""
+
+
+class ScoreOptions(RouterOptions, total=False):
+    """The options of a `ScoreRouter`."""
+
+    eps: float
+    scoring: Scoring
 
 
 class Router(nn.Module, ABC):
@@ -245,10 +262,43 @@ class ScaledSoftmaxRouter(SoftmaxRouter):
         return Routing(weights * self.expert_scale[chosen], chosen)
 
 
-class SigmoidRouter(Router):
+class ScoreRouter(Router, ABC):
+    """Base class of routers with a score per expert, by which chosen experts are weighed.
+
+    s = f(W x);  w_e = scale s_e,  or with `normalize`  scale s_e / (sum_{j in C} s_j + eps)
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        experts: int,
+        k: int,
+        *,
+        eps: float = 1e-20,
+        scoring: Scoring = "sigmoid",
+        **options: Unpack[RouterOptions],
+    ) -> None:
+        super().__init__(dim, experts, k, **options)
+        check_choice("scoring", scoring, get_args(Scoring))
+        self.eps, self.scoring = eps, scoring
+
+    def scores(self, x: Float[Tensor, "N M"]) -> Float[Tensor, "N n"]:
+        """Return the scores of all experts [N,n] for tokens x [N,M]."""
+        logits = self.logits(x)
+        return logits.sigmoid() if self.scoring == "sigmoid" else F.softplus(logits).sqrt()
+
+    def weigh(self, scores: Float[Tensor, "N n"], chosen: Int[Tensor, "N k"]) -> Routing:
+        """Return the weights of the chosen experts [N,k], from their scores."""
+        weights = scores.gather(-1, chosen)
+        if self.normalize:
+            weights = weights / (weights.sum(-1, keepdim=True) + self.eps)
+        return Routing(weights * self.scale, chosen)
+
+
+class SigmoidRouter(ScoreRouter):
     """A router with a sigmoid score per expert, and a correction that affects the choice alone.
 
-    s = sigmoid(W x);  C = the k experts with the highest s + correction
+    s = f(W x);  C = the k experts with the highest s + correction
     w_e = scale s_e,  or with `normalize`  scale s_e / (sum_{j in C} s_j + eps)
 
     Training raises the correction of experts that are chosen too rarely, without a gradient; it
@@ -257,6 +307,7 @@ class SigmoidRouter(Router):
     Args:
         dim, experts, k, normalize, bias, groups, scale: as for `Router`.
         eps: added to the sum, which it keeps from being 0.
+        scoring: the function f: "sigmoid", or "sqrtsoftplus", sqrt(ln(1 + exp(.))).
 
     >>> router = SigmoidRouter(1, 2, 1)
     >>> _ = router.linear.weight.data.copy_(torch.tensor([[0.0], [1.0]]))
@@ -268,28 +319,50 @@ class SigmoidRouter(Router):
     Source: DeepSeek-AI 2024 (arXiv 2412.19437), equations 13 to 16.
     """
 
-    def __init__(
-        self,
-        dim: int,
-        experts: int,
-        k: int,
-        *,
-        eps: float = 1e-20,
-        **options: Unpack[RouterOptions],
-    ) -> None:
+    def __init__(self, dim: int, experts: int, k: int, **options: Unpack[ScoreOptions]) -> None:
         super().__init__(dim, experts, k, **options)
-        self.eps = eps
         self.correction = nn.Parameter(torch.zeros(experts), requires_grad=False)
 
     def forward(self, x: Float[Tensor, "N M"]) -> Routing:
         """Choose experts for tokens x [N,M]; return weights [N,k] and indices [N,k]."""
-        scores = self.logits(x).sigmoid()
+        scores = self.scores(x)
         corrected = scores.detach() + self.correction.detach()
-        chosen = self.choose(corrected, corrected)
-        weights = scores.gather(-1, chosen)
-        if self.normalize:
-            weights = weights / (weights.sum(-1, keepdim=True) + self.eps)
-        return Routing(weights * self.scale, chosen)
+        return self.weigh(scores, self.choose(corrected, corrected))
+
+
+class HashRouter(ScoreRouter):
+    """A router whose table names the experts of each token id; scores only weigh them.
+
+    C = table[id];  s = f(W x);  w_e as in `SigmoidRouter`
+
+    Args:
+        dim, experts, k, eps, scoring: as for `SigmoidRouter`, and the options of `Router`.
+        vocabulary: the number of token ids.
+
+    >>> router = HashRouter(1, 4, 2, vocabulary=3)
+    >>> router(torch.ones(1, 1), torch.tensor([1])).experts.tolist()
+    [[2, 3]]
+
+    Source: Roller et al. 2021 (arXiv 2106.04426), section 3; the code of DeepSeek-V4 in
+    transformers.
+    """
+
+    def __init__(
+        self, dim: int, experts: int, k: int, *, vocabulary: int, **options: Unpack[ScoreOptions]
+    ) -> None:
+        super().__init__(dim, experts, k, **options)
+        check_positive_sizes("HashRouter", vocabulary=vocabulary)
+        rows = torch.arange(vocabulary * k).view(vocabulary, k) % experts
+        self.table = nn.Parameter(rows, requires_grad=False)
+
+    def forward(self, x: Float[Tensor, "N M"], ids: Int[Tensor, " N"] | None = None) -> Routing:
+        """Look up the experts of token ids [N], and weigh them by the tokens x [N,M]."""
+        if ids is None:
+            raise ArgumentError(
+                "this router chooses experts by token ids, and got none; call the whole decoder, "
+                "or give a layer ids=..."
+            )
+        return self.weigh(self.scores(x), self.table[ids])
 
 
 def _check_topk(experts: int, k: int, groups: ExpertGroups | None) -> None:

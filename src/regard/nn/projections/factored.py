@@ -31,6 +31,7 @@ from regard.nn.projections.heads import (
     ProjectionShape,
     cache_unsafe_reason,
 )
+from regard.nn.projections.latent import LowRankProjection
 from regard.nn.weights import Linear
 from regard.positions import Rotary
 from regard.span import Positions
@@ -258,7 +259,6 @@ class TiedProjection(Projection, nn.Module):
             (k, half, MechanismStep("tied", "k_j = [first half of v_j; R(p) k_R]", joined)),
             (v,),
             self.rotary,
-            self.half_dim,
         )
 
     def _rotate_half(self, q: Tensor, positions: Positions) -> Tensor:
@@ -345,7 +345,7 @@ class SharedKeyValue(Projection, nn.Module):
     If a step rotates it, `InverseRotary` on the result makes it depend on distances only.
 
     Args:
-        q: a `HeadProjection` to H query heads of D.
+        q: a `HeadProjection` to H query heads of D, or a low-rank projection with one.
         kv: a `HeadProjection` to G heads of D.
 
     Raises:
@@ -357,7 +357,7 @@ class SharedKeyValue(Projection, nn.Module):
     Source: the code of DeepSeek-V4 in transformers.
     """
 
-    def __init__(self, q: HeadProjection, kv: HeadProjection) -> None:
+    def __init__(self, q: HeadProjection | LowRankProjection, kv: HeadProjection) -> None:
         super().__init__()
         _check_heads(q, kv)
         self.q, self.kv = q, kv
@@ -389,11 +389,40 @@ class SharedKeyValue(Projection, nn.Module):
             self.q.explain_steps(query.x, query.positions, "q"),
             kv.explain_steps(memory, k_positions, "k"),
             kv.explain_steps(memory, k_positions, "v"),
-            first_rotary(self.q.steps),
+            first_rotary(kv.steps),
         )
 
 
-def _check_heads(q: HeadProjection, k: HeadProjection) -> None:
+class GroupedOutput(nn.Module):
+    """An output map in two steps: each group of heads to a small vector, and these to the state.
+
+    y = W [A_1 z_1; ...; A_g z_g], where z_i are the concatenated heads of group i
+
+    Args:
+        width: H E, the size of all heads together.
+        dim: the model dim M.
+        groups: the number g of groups, which divides the width.
+        rank: the size of a group's small vector.
+
+    Source: the code of DeepSeek-V4 in transformers.
+    """
+
+    def __init__(self, width: int, dim: int, groups: int, rank: int) -> None:
+        super().__init__()
+        check_groups(width, groups)
+        self.groups = nn.ModuleList(
+            Linear(width // groups, rank, bias=False) for _ in range(groups)
+        )
+        self.down = Linear(groups * rank, dim, bias=False)
+
+    def forward(self, z: Float[Tensor, "B T HE"]) -> Float[Tensor, "B T M"]:
+        """Map the concatenated heads [B,T,H*E] to hidden states [B,T,M]."""
+        parts = zip(self.groups, z.chunk(len(self.groups), -1), strict=True)
+        y: Tensor = self.down(torch.cat([part(x) for part, x in parts], -1))
+        return y
+
+
+def _check_heads(q: HeadProjection | LowRankProjection, k: HeadProjection) -> None:
     """Check that the heads of queries and keys fit one another."""
     check_groups(q.heads, k.heads)
     if q.head_dim != k.head_dim:

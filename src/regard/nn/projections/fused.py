@@ -23,7 +23,7 @@ from regard.nn.explainable import (
 from regard.nn.projections.heads import HeadProjection, Projection, ProjectionShape
 from regard.nn.weights import Linear, linear
 from regard.ops.stored_linear import stored_linear
-from regard.positions.constant_tensor import ConstantTensor
+from regard.process_state import ConstantTensor
 from regard.span import Positions
 from regard.units import plural
 

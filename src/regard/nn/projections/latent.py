@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import get_args
+from typing import Literal, get_args
 
 import torch
 from jaxtyping import Float
@@ -24,6 +24,7 @@ from regard.nn.explainable import (
     InputSteps,
     LayerRun,
     MechanismStep,
+    MechanismSteps,
     MixTerm,
     ProjectionQuery,
 )
@@ -50,13 +51,32 @@ class LowRankProjection(nn.Module):
     ) -> None:
         super().__init__()
         self.down, self.norm, self.up = Linear(dim, rank, bias=bias), RMSNorm(rank, eps=eps), up
+        self.heads, self.head_dim = up.heads, up.head_dim
 
     def forward(
         self, x: Float[Tensor, "B L M"], positions: Positions | None
     ) -> Float[Tensor, "B n L d"]:
         """Map x [B,L,M] to heads [B,n,L,d]."""
-        q: Tensor = self.up(self.norm(self.down(x)), positions)
+        q: Tensor = self.up(self.latent(x), positions)
         return q
+
+    def latent(self, x: Float[Tensor, "B L M"]) -> Float[Tensor, "B L r"]:
+        """Return the latents norm(W x) [B,L,r]."""
+        c: Tensor = self.norm(self.down(x))
+        return c
+
+    def explain_steps(
+        self, x: Tensor, positions: Positions, letter: Literal["q", "k", "v"]
+    ) -> MechanismSteps:
+        """Compute the heads of the latent and each step on them, for an explanation."""
+        first, *others = self.up.explain_steps(self.latent(x), positions, letter)
+        index, upper = "i" if letter == "q" else "j", letter.upper()
+        equation = f"{letter}_{index} = W_U{upper} norm(W_D{upper} x_{index})"
+        return (first._replace(equation=equation), *others)
+
+    def extra_repr(self) -> str:
+        """Return the number of heads and the head dim."""
+        return self.up.extra_repr()
 
 
 class LatentHeads(Projection, nn.Module):
@@ -329,7 +349,7 @@ class LatentProjection(LatentHeads):
             equation = "q_i ← [W_UKᵀ q_C; q_R], a query for the latents"
             v = MechanismStep("latent", "v_j = norm(c_j), expanded by W_UV after the mix", latent)
             return InputSteps(
-                (*q, MechanismStep("absorbed", equation, absorbed)), k, (v,), self.rotary, r
+                (*q, MechanismStep("absorbed", equation, absorbed)), k, (v,), self.rotary
             )
         up = self.kv_up(latent, query.k_positions)[0]
         keys = torch.cat((up[..., :n], rotated.expand(self.heads, -1, -1)), -1)
@@ -338,7 +358,6 @@ class LatentProjection(LatentHeads):
             (*k, MechanismStep("expanded", "k_j = [W_UK c_j; k_R]", keys)),
             (MechanismStep("expanded", "v_j = W_UV c_j", up[..., n:]),),
             self.rotary,
-            n,
         )
 
     def extra_repr(self) -> str:
@@ -531,11 +550,11 @@ class GroupedLatentProjection(LatentHeads):
             key = MechanismStep("remembered", "m_j = [norm(c_j); R(p) k_R]", k[0])
             value = MechanismStep("latent", "v_j = norm(c_j), expanded by W_UV after the mix", v[0])
             steps = (q, MechanismStep("absorbed", equation, absorbed))
-            return InputSteps(steps, (latent, key), (value,), self.rotary, r)
+            return InputSteps(steps, (latent, key), (value,), self.rotary)
         k, v = self.recall(memory, query.k_positions)
         key = MechanismStep("expanded", "k_j = [W_UK c_j; R(p) k_R]", k[0])
         value = MechanismStep("expanded", "v_j = W_UV c_j", v[0])
-        return InputSteps((q,), (latent, key), (latent, value), self.rotary, n)
+        return InputSteps((q,), (latent, key), (latent, value), self.rotary)
 
     def explain_mix(
         self, run: LayerRun, calls: Sequence[CallWeights], call_index: int, head: int, row: int

@@ -24,8 +24,8 @@ from regard.nn.explainable import (
     run_steps,
 )
 from regard.nn.projections.heads import HeadProjection, Projection, ProjectionShape, SeparateQKV
-from regard.ops.gemv import check_linear_map
 from regard.ops.linear.short_convolution import Activation, short_convolution
+from regard.ops.tokenwise import check_linear_map
 from regard.span import Positions
 
 

@@ -12,9 +12,8 @@ from torch import nn
 from regard.nn.attention.compressed import BlockPooling, CompressedAttention, EntryIndexer
 from regard.nn.blocks.norms import RMSNorm
 from regard.nn.projections.factored import SharedKeyValue
-from regard.nn.projections.finishes import FinishedProjection, InverseRotary
 from regard.nn.projections.heads import HeadProjection
-from regard.nn.projections.steps import WeightlessRMSNorm
+from regard.nn.projections.steps import FinishedProjection, InverseRotary, WeightlessRMSNorm
 from regard.nn.variants.options import Base, HeadSize, Option
 from regard.nn.variants.projections import Start
 from regard.nn.variants.registry import variant

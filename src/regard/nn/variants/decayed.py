@@ -19,9 +19,10 @@ from regard.nn.recurrence.decays import (
     RetentionRule,
     RWKV4Rule,
     RWKV6Rule,
+    SelectiveQKV,
+    SelectiveScanRule,
     SlotRule,
 )
-from regard.nn.recurrence.mamba import SelectiveQKV, SelectiveScanRule
 from regard.nn.recurrence.projections import CausalConvolution, ConvolvedQKV, TokenShiftQKV
 from regard.nn.recurrence.recurrent import Recurrent
 from regard.nn.variants.options import HeadSize, Option, SharedHeads, Valued

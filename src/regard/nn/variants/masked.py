@@ -21,11 +21,12 @@ from regard.masks import (
     Window,
 )
 from regard.nn.attention.attention import Attention
-from regard.nn.attention.multi_axis import MultiAxisAttention, MultiAxisProjection
 from regard.nn.attention.remapped import (
     DistanceMap,
     DualChunk,
     LMInfinite,
+    MultiAxisAttention,
+    MultiAxisProjection,
     RemappedAttention,
     ReRoPE,
     SelfExtend,

@@ -11,15 +11,23 @@ import re
 import textwrap
 import types
 import typing
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from inspect import Parameter
-from typing import Any, Literal, ParamSpec, TypeAlias, TypeVar, cast
+from typing import Any, ParamSpec, TypeVar, cast
 
 from torch import nn
 
 from regard.argument_checks import check_keyword_names
-from regard.configs.suggested_sizes import ALIASES
+from regard.configs.catalogue import GROUPS, Group, VariantFamily
+from regard.configs.suggested_sizes import (
+    ALIASES,
+    MECHANISM_CHOICES,
+    DecoderSizes,
+    Suggestion,
+    split_mechanism,
+    suggested_groups,
+)
 from regard.did_you_mean import suggest
 from regard.errors import ArgumentError, ArgumentTypeError
 from regard.nn.variants.options import (
@@ -32,52 +40,6 @@ from regard.nn.variants.options import (
 
 P = ParamSpec("P")
 M = TypeVar("M", bound=nn.Module)
-
-VariantFamily: TypeAlias = Literal[
-    "softmax", "latent", "linear", "memory", "selected", "cross", "additive"
-]
-"""The kind of a mechanism, by its operation and the content of its cache."""
-
-
-@dataclass(frozen=True)
-class Group:
-    """Mechanisms of one family that have an idea in common."""
-
-    name: str
-    family: VariantFamily
-    title: str
-
-    def variants(self) -> Iterator[Variant]:
-        """Yield the mechanisms of the group in the order of their definition."""
-        return (entry for entry in VARIANTS.values() if entry.group is self)
-
-
-GROUPS = (
-    Group("translation", "additive", "recurrent encoders and decoders"),
-    Group("heads", "softmax", "one head, many heads, shared keys and values"),
-    Group("masks", "softmax", "sparse masks"),
-    Group("streaming", "softmax", "a cache of fixed size"),
-    Group("small_cache", "softmax", "fewer cached values per token"),
-    Group("head_steps", "softmax", "steps on queries, keys and values"),
-    Group("first_values", "softmax", "values of the first layer in every layer"),
-    Group("head_results", "softmax", "steps on the results of heads"),
-    Group("biases", "softmax", "biases on the scores"),
-    Group("weights", "softmax", "other steps from scores to weights"),
-    Group("coordinates", "softmax", "positions with several coordinates"),
-    Group("distances", "softmax", "other distances, for texts longer than in training"),
-    Group("cross", "cross", "two sequences"),
-    Group("latents", "latent", "keys and values computed from latents"),
-    Group("selection", "selected", "keys that each query chooses"),
-    Group("compression", "selected", "one entry for each block of tokens"),
-    Group("eviction", "selected", "tokens that a full cache keeps"),
-    Group("sums", "linear", "sums in a state of fixed size"),
-    Group("decays", "linear", "decays and gates"),
-    Group("delta_rules", "linear", "delta rules"),
-    Group("feature_maps", "linear", "feature maps instead of the exponential function"),
-    Group("regression", "linear", "regression while reading, and convolution"),
-    Group("memory", "memory", "a compressive memory"),
-)
-"""Every group, in the order in which they are taught, also by `regard describe`."""
 
 
 @dataclass(frozen=True)
@@ -148,7 +110,7 @@ class Variant:
         >>> [entry.name for entry in VARIANTS["infini"].relatives()]
         ['infini_delta']
         """
-        return [entry for entry in self.group.variants() if entry is not self]
+        return [x for x in VARIANTS.values() if x.group is self.group and x is not self]
 
     def papers(self) -> list[str]:
         """Return the numbers on arXiv that the source names.
@@ -347,7 +309,7 @@ def _values(options: Mapping[str, Option], use: str) -> dict[str, object]:
 
 def in_teaching_order() -> list[Variant]:
     """Return every mechanism of the catalogue in the order in which it is taught."""
-    return [entry for group in GROUPS for entry in group.variants()]
+    return [entry for group in GROUPS for entry in VARIANTS.values() if entry.group is group]
 
 
 def find_variant(name: str) -> Variant:
@@ -422,6 +384,40 @@ def parse_options(settings: Sequence[str], entry: Variant) -> dict[str, object]:
         except (ValueError, SyntaxError):
             options[name] = value
     return options
+
+
+def suggested_options(entry: Variant, sizes: DecoderSizes) -> Suggestion:
+    """Return the options that `regard cost --mechanisms` suggests for a mechanism, with sources."""
+    if entry.name in MECHANISM_CHOICES:
+        return sizes.suggest(entry.name)
+    known = suggested_groups(sizes) if "groups" in entry.example_options else {}
+    published = entry.published_options.items()
+    own = {k: (v, f"regard describe {entry.name}") for k, v in published if isinstance(v, int)}
+    return sizes.suggest(entry.name, {**own, **known})
+
+
+def named_options(
+    text: str, settings: Sequence[str] = (), find: Callable[[str], Variant] | None = None
+) -> tuple[Variant, dict[str, object]]:
+    """Return the mechanism that a text such as "mla:kv_rank=64" names, and the options of the text
+    and of settings as name=value.
+    """
+    name, values = split_mechanism(text)
+    entry = (find or find_variant)(name)
+    return entry, parse_options([*values, *settings], entry)
+
+
+def sized_options(
+    entry: Variant, options: Mapping[str, object], sizes: DecoderSizes
+) -> dict[str, object]:
+    """Return the options of a mechanism, those that are not given as suggested."""
+    suggested = suggested_options(entry, sizes)
+    return {**{name: value for name, (value, _) in suggested.items()}, **options}
+
+
+def written(name: str, options: Mapping[str, object]) -> str:
+    """Return a mechanism with its options as commands read it, such as "mla:kv_rank=64"."""
+    return ":".join([name, *(f"{option}={value}" for option, value in options.items())])
 
 
 def check_options(entry: Variant, options: Mapping[str, object]) -> dict[str, object]:
@@ -551,7 +547,7 @@ _ENGLISH = frozenset(
     | {"convolution", "first", "mixed"}
     | {"layer", "memory", "of", "or", "over", "query", "random", "rotated", "same", "segment"}
     | {"selected", "split", "th", "the", "then", "token", "tokens", "way", "window", "with"}
-    | {"any", "head", "page", "pages"}
+    | {"any", "head", "last", "page", "pages", "whole"}
     | {"are", "before", "bias", "blocks", "chunk", "floor", "half", "head", "number", "one"}
     | {"others", "pair", "pairs", "positions", "rotates", "without"}
 )

@@ -1,5 +1,5 @@
 """Attention to selected keys: native sparse attention, mixture of block attention, Quest, MiniMax's
-block maximum, and DeepSeek sparse attention.
+block maximum, DeepSeek sparse attention, and indexers of pooled keys.
 """
 
 from __future__ import annotations
@@ -8,11 +8,13 @@ from typing import Unpack
 
 from torch import nn
 
+from regard.nn.attention.compressed import BlockPooling
 from regard.nn.attention.nsa import NSA, BlockCompressor
 from regard.nn.attention.selected import (
     BlockMaximum,
     Indexer,
     MoBA,
+    PooledIndexer,
     Quest,
     QuestAttention,
     SelectedAttention,
@@ -233,3 +235,102 @@ def dsa(
         topk=topk,
     )
     return SelectedAttention(project, indexer, start.output())
+
+
+@variant(
+    "selection",
+    "z = softmax(q K[I]^T / sqrt(D)) V[I]; I = the tokens of the topk whole blocks with the "
+    "largest sum_j relu(q'_j . R norm(mean(k'))), and the tokens after the last whole block",
+    "Qwen Team 2026 (Qwen4-Exp), `Qwen4ExpTextQSAIndexer` of transformers; its attention also has "
+    "QK-norm and an output gate",
+    users="Qwen4-Exp, in one of four layers",
+    choose="a model is trained for a long context, and an indexer of all keys costs too much",
+    avoid="a model was trained without it: its index heads must be trained first",
+    where=(
+        "j: number of an indexer head; k': index keys of the tokens of a block; q': queries of the "
+        "indexer; R: rotation to the first position of the block"
+    ),
+    example={"block": 2, "topk": 3, "index_heads": 3, "index_dim": 8, "rotary_dim": 4},
+)
+def qsa(
+    dim: int,
+    heads: int,
+    *,
+    block: int = 4,
+    topk: int = 512,
+    index_heads: int = 4,
+    index_dim: int = 128,
+    rotary_dim: int | None = None,
+    **options: Unpack[Rotated],
+) -> SelectedAttention:
+    """Qwen sparse attention: the mean of the index keys of m tokens stands for them, and all heads
+    read the tokens of the best blocks, and the newest ones.
+
+    A cache stores 2 G D + d values per token, and a decoding step reads all index keys and at most
+    topk m + m - 1 tokens. A mean may hide the one key that matters.
+
+    Args:
+        block: the number m of positions in a block.
+        topk: the number of whole blocks per query.
+        index_heads: the number of index heads J.
+        index_dim: the size d of an index head.
+        rotary_dim: how many of the d dims have rotary positions, in the layout "half"; None is all.
+    """
+    start = Start(dim, heads, **options)
+    rotary = Rotary(index_dim, options["base"], rotary_dim=rotary_dim)
+    indexer = PooledIndexer(
+        HeadProjection(dim, index_heads, index_dim, RMSNorm(index_dim), rotary),
+        BlockPooling(dim, index_dim, block, RMSNorm(index_dim), rotary, gated=False),
+        None,
+        topk=topk,
+    )
+    return SelectedAttention(start.qkv(), indexer, start.output())
+
+
+@variant(
+    "selection",
+    "z = softmax(q K[I]^T / sqrt(D)) V[I]; I = the tokens of the topk whole blocks with the "
+    "largest sum_j w_j relu(q'_j . e_i), and the tokens after the last whole block; e_i = sum_t "
+    "softmax_t(W_z x_t + b_t) * k'_t",
+    "Zhipu AI 2026 (GLM-5.3-Flash), `Glm5NextTextIndexer` of transformers; its attention is MLA",
+    users="GLM-5.3-Flash, in one of four layers",
+    choose="a model is trained for a long context, and an indexer of all keys costs too much",
+    avoid="the cache is the limit: it keeps all keys, and two vectors of the indexer",
+    where=(
+        "b_t: learned bias of a place in the block; e: pooled key of a block; i: number of a "
+        "block; j: number of an indexer head; k': index keys; q': queries of the indexer; w: "
+        "learned weight of an indexer head; W_z: learned matrix of the gates"
+    ),
+    example={"block": 2, "topk": 3, "index_heads": 3, "index_dim": 8},
+)
+def dsa_pools(
+    dim: int,
+    heads: int,
+    *,
+    block: int = 4,
+    topk: int = 512,
+    index_heads: int = 32,
+    index_dim: int = 128,
+    **options: Unpack[Rotated],
+) -> SelectedAttention:
+    """DeepSeek sparse attention on pools: the index keys of m tokens are pooled with a weight for
+    each channel, and all heads read the tokens of the best pools, and the newest ones.
+
+    A cache stores 2 G D + 2 d values per token, and a decoding step reads what index keys are
+    pooled from and at most topk m + m - 1 tokens.
+
+    Args:
+        block: the number m of positions in a pool.
+        topk: the number of whole pools per query.
+        index_heads: the number of index heads J.
+        index_dim: the size d of an index head.
+    """
+    start = Start(dim, heads, **options)
+    norm = nn.LayerNorm(index_dim, eps=1e-6)
+    indexer = PooledIndexer(
+        HeadProjection(dim, index_heads, index_dim),
+        BlockPooling(dim, index_dim, block, norm=norm),
+        nn.Linear(dim, index_heads, bias=False),
+        topk=topk,
+    )
+    return SelectedAttention(start.qkv(), indexer, start.output())

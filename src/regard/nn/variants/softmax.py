@@ -14,9 +14,9 @@ from regard.biases import ALiBi, T5Relative
 from regard.masks import Causal
 from regard.nn.attention.attention import Attention
 from regard.nn.blocks.norms import RMSNorm
-from regard.nn.projections.finishes import DifferentialProjection, GatedProjection
 from regard.nn.projections.fused import FusedQKV, IdentityProjection, PerHeadProjection, QKVRowOrder
 from regard.nn.projections.heads import HeadProjection, SeparateQKV
+from regard.nn.projections.steps import DifferentialProjection, GatedProjection
 from regard.nn.variants.options import (
     Base,
     Bias,

@@ -13,18 +13,16 @@ from regard.nn.attention.attention import Attention
 from regard.nn.attention.cross import ValueResidualQKV
 from regard.nn.blocks.norms import RMSNorm
 from regard.nn.projections.factored import KeysAsValues, SharedKeyValue
-from regard.nn.projections.finishes import (
+from regard.nn.projections.fused import ClippedQKV
+from regard.nn.projections.heads import SeparateQKV
+from regard.nn.projections.steps import (
     FinishedProjection,
     HeadFinish,
     HeadGate,
     InverseRotary,
+    L2Clip,
     OwnValueRemoval,
     PairDifference,
-)
-from regard.nn.projections.fused import ClippedQKV
-from regard.nn.projections.heads import SeparateQKV
-from regard.nn.projections.steps import (
-    L2Clip,
     QueryTemperature,
     TemperatureForm,
     UnitNorm,

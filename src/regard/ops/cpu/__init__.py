@@ -5,7 +5,7 @@
     prefill, prefill_gradient      attention of many queries, by tiles, and its gradient
                                    (regard.ops.softmax.gemm)
     gemv, rms_norm, gated_product  a linear map, a norm, and silu(gate) up, of a few rows
-                                   (modules of these names in regard.ops)
+                                   (regard.ops.tokenwise)
     stored_linear, dequantize      linear maps with weights of few bits (regard.ops.stored_linear)
     step                           one decoded token through all layers of a model
                                    (regard.models.compiled_step)
@@ -14,9 +14,9 @@ The path of one call, `regard.attend(q, k, v)` for one query and 1,024 keys:
 
 1. `regard.ops.softmax.dispatch` asks the kernel "cpu", which supports the call and makes a
    `DecodeArgs` of it: plain contiguous tensors.
-2. `decode.decode` decides on the number of threads and the splits of the keys, allocates the output
-   (`launch`), and packs addresses and sizes into one struct (`arguments`, which reads
-   `csrc/arguments.h`). `launch` refuses a tensor of another dtype, device or layout.
+2. `attention.decode` decides on the number of threads and the splits of the keys, allocates the
+   output, and packs addresses and sizes into one struct, both by `arguments`, which reads
+   `csrc/arguments.h` and refuses a tensor of another dtype, device or layout.
 3. `library.entry("decode", dtype)` is the address of the function in the library of this
    processor's instruction set (`instruction_sets`).
 4. `threads.run_entry` lets torch's own OpenMP threads call it, all with the same struct.
@@ -30,6 +30,6 @@ sees), then a `.cpp` for each family of kernels, with the headers that it shares
 
 What a kernel promises: NaN in visible data propagates, and masked data is not read or not used; a
 sum has one order for an instruction set, whatever the number of threads; nothing outside of the
-given tensors is read or written. It checks no argument: callers and `launch` do. docs/cpu.md says
-how to build, force, debug and test them.
+given tensors is read or written. It checks no argument: callers and `arguments` do. docs/cpu.md
+says how to build, force, debug and test them.
 """

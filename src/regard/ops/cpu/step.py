@@ -16,12 +16,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from regard.ops.cpu import launch, threads
+from regard.ops.cpu import arguments, threads
 from regard.ops.cpu.arguments import MAX_RUNS, struct_layout
-from regard.ops.cpu.decode import quantized_numbers, split_count
+from regard.ops.cpu.attention import quantized_numbers, split_count
 from regard.ops.cpu.library import entry
-from regard.ops.stored_slots import QuantizedSlots
-from regard.ops.stored_weights import StoredWeight
+from regard.ops.stored_weights import QuantizedSlots, StoredWeight
 
 ACTIVATIONS = ("silu", "gelu_tanh", "relu", "clipped_silu", "gelu", "relu_squared")
 """The activations of networks, in the order of their numbers."""
@@ -76,10 +75,10 @@ class Records:
             name = prefix + short
             if isinstance(value, Tensor):
                 if (steps := columns.get(f"{name}_steps")) is not None:
-                    columns[name][where] = launch.row_address(value, value.dtype)
+                    columns[name][where] = arguments.row_address(value, value.dtype)
                     steps[where] = value.stride()[: steps.shape[1]]
                     continue
-                columns[name][where] = launch.address(value, value.dtype)
+                columns[name][where] = arguments.address(value, value.dtype)
                 if (shape := columns.get(f"{name}_shape")) is not None:
                     shape[where] = (*(1,) * (4 - value.ndim), *value.shape)
             elif isinstance(value, Mapping):
@@ -138,7 +137,6 @@ class DecodeStep:
         self._sizes = np.stack([columns[x] for x in ("q_n", "k_n", "k_size", "v_size")], 1)
         self._width = max(self._width, int((columns["q_n"] * columns["v_size"]).max()))
         self._rows = self._room = self._splits = 0
-        self._one_split_of = 0
         self._memory: list[Tensor] = []
         self._used: list[object] = []
         self.set(slice(None), _CONSTANTS)
@@ -155,14 +153,13 @@ class DecodeStep:
             numbers = quantized_numbers(groups.codes, groups.scale, groups.zero, x.bits)
             self._layers.put_numbers(layer, f"codes_{name}", numbers)
 
-    def run(self, x: Tensor, *, texts: int, has_codes: bool = True) -> Tensor:
+    def run(self, x: Tensor) -> Tensor:
         """Compute the logits of the embedded tokens `[B, 1, M]`, and write their keys and values
-        to the caches. The keys are divided as for one token of each of the `texts`.
+        to the caches.
         """
         B, workers = x.shape[0], threads.thread_count()
-        self._prepare_memory(B, texts, workers)
-        self._set_splits(texts, workers, has_codes=has_codes)
-        logits = launch.empty(B, 1, self._V, dtype=self._dtype)
+        self._prepare_memory(B)
+        logits = arguments.empty(B, 1, self._V, dtype=self._dtype)
         self._counters.zero_()
         for name in ("attention_taken", "attention_done", "codes_taken", "codes_done"):
             self._layers.columns[name].fill(0)
@@ -172,13 +169,23 @@ class DecodeStep:
         self._used.clear()
         return logits
 
-    def _prepare_memory(self, B: int, texts: int, workers: int) -> None:
-        """Allocate the memory for a number of rows and threads, if there is less."""
-        G = self._sizes[:, 1]
-        splits = max(-(-8 * workers // (texts * int(G.min()))), 1) if workers > 1 else 1
-        if self._room < B or splits > self._splits:
-            self._allocate(max(B, self._room), max(splits, self._splits))
-        elif self._rows == B:
+    def _prepare_memory(self, B: int) -> None:
+        """Allocate the memory for a number of rows, if there is less, and divide the keys into
+        splits, exactly as `regard.ops.cpu.attention` does.
+        """
+        columns = self._layers.columns
+        lengths = {kind: columns[f"{kind}_S"].tolist() for kind in ("attention", "codes")}
+        known = {S: split_count(S) for S in {*lengths["attention"], *lengths["codes"]}}
+        if self._room < B or max(known.values()) > self._splits:
+            self._allocate(max(B, self._room), max(*known.values(), self._splits))
+        self._shape(B)
+        for kind, counts in lengths.items():
+            of_layers = [known[S] for S in counts]
+            columns[f"{kind}_out_shape"][:, 1] = columns[f"{kind}_lse_shape"][:, 2] = of_layers
+
+    def _shape(self, B: int) -> None:
+        """Set the shapes of the memory for B rows, where they are others."""
+        if self._rows == B:
             return
         H, G, D, E = self._sizes.T
         one, columns = np.ones_like(H), self._layers.columns
@@ -190,7 +197,7 @@ class DecodeStep:
             ):
                 columns[f"{kind}_{name}_shape"][:] = np.stack(shape, 1)
         self._step.put(0, {"R": B})
-        self._rows, self._one_split_of = B, texts
+        self._rows = B
 
     def _allocate(self, B: int, splits: int) -> None:
         """Allocate the memory for at most B rows, whose keys are in so many splits."""
@@ -201,7 +208,7 @@ class DecodeStep:
         raw_width = int(((H + G) * D * flat).max())
 
         def numbers(*shape: int, dtype: torch.dtype = self._dtype) -> Tensor:
-            self._memory.append(launch.empty(*shape, dtype=dtype))
+            self._memory.append(arguments.empty(*shape, dtype=dtype))
             return self._memory[-1]
 
         fp32, self._memory = torch.float32, []
@@ -224,27 +231,11 @@ class DecodeStep:
             out = numbers(B, splits, int((H * E).max()), dtype=fp32)
             lse = numbers(B, splits, int(H.max()), dtype=fp32)
             self._layers.put(slice(None), {kind: {"q": q, "out": out, "lse": lse}})
-        self._room, self._splits = B, splits
-
-    def _set_splits(self, B: int, workers: int, *, has_codes: bool) -> None:
-        """Divide the keys into splits, exactly as `regard.ops.cpu.decode` does."""
-        if workers == 1 and self._one_split_of == B:
-            return
-        columns, known = self._layers.columns, {}
-        for kind in ("attention", "codes")[: 1 + has_codes]:
-            counts = []
-            for (_, G, D, E), S in zip(
-                self._sizes.tolist(), columns[f"{kind}_S"].tolist(), strict=True
-            ):
-                if (G, D, E, S) not in known:
-                    known[G, D, E, S] = split_count(B * G, S, D + E, workers)[1]
-                counts.append(known[G, D, E, S])
-            columns[f"{kind}_out_shape"][:, 1] = columns[f"{kind}_lse_shape"][:, 2] = counts
-        self._one_split_of = B if workers == 1 else 0
+        self._room, self._splits, self._rows = B, splits, 0
 
 
 _CONSTANTS = {
-    name: {"T": 1, "visible": launch.NO_VISIBLE, "bias": launch.NO_BIAS}
+    name: {"T": 1, "visible": arguments.NO_VISIBLE, "bias": arguments.NO_BIAS}
     for name in ("attention", "codes")
 }
 """What the calls of attention of all layers have in common."""

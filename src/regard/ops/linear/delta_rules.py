@@ -27,17 +27,17 @@ from regard.ops.linear.call import (
     split_value_heads,
     without_autocast,
 )
-from regard.ops.linear.chunks import (
+from regard.ops.linear.linear_recurrence import (
     decay_since_start,
     decay_until_end,
     decayed_products,
     finite_part,
     inverse_of_unit_triangle,
     pairwise_decay,
+    run_form,
     split_into_chunks,
     valid_decays,
 )
-from regard.ops.linear.linear_recurrence import run_form
 from regard.ops.shared_arguments import with_shared_arguments
 from regard.span import find_empty_slots
 

@@ -17,8 +17,7 @@ from torch import Tensor
 
 from regard.argument_checks import check_positions, check_tensor
 from regard.errors import ArgumentError, ArgumentTypeError
-from regard.positions.constant_tensor import ConstantTensor
-from regard.process_state import constant_in_graphs, is_compiling
+from regard.process_state import ConstantTensor, constant_in_graphs, is_compiling
 from regard.span import Positions, as_tensor
 
 

@@ -17,15 +17,15 @@ from regard.ops.linear.call import (
     without_autocast,
     zero_empty_slots,
 )
-from regard.ops.linear.chunks import (
+from regard.ops.linear.linear_recurrence import (
     decay_since_start,
     finite_part,
     inverse_of_unit_triangle,
+    linear_recurrence,
     pairwise_decay,
     split_into_chunks,
     valid_decays,
 )
-from regard.ops.linear.linear_recurrence import linear_recurrence
 from regard.ops.shared_arguments import with_shared_arguments
 
 

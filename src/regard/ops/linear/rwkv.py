@@ -18,8 +18,12 @@ from regard.ops.linear.call import (
     without_autocast,
     zero_empty_slots,
 )
-from regard.ops.linear.chunks import FLOOR, decayed_sum, running_maximum
-from regard.ops.linear.linear_recurrence import linear_recurrence
+from regard.ops.linear.linear_recurrence import (
+    FLOOR,
+    decayed_sum,
+    linear_recurrence,
+    running_maximum,
+)
 from regard.ops.shared_arguments import with_shared_arguments
 
 

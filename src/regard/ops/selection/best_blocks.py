@@ -1,4 +1,4 @@
-"""The choice of blocks by a score of each: MoBA, Quest, MiniMax-M3's sparse attention."""
+"""The choice of blocks by a score of each: MoBA, Quest, MSA of MiniMax-M3, QSA of Qwen4-Exp."""
 
 from __future__ import annotations
 
@@ -12,6 +12,11 @@ from torch import Tensor
 from regard.argument_checks import check_positions, check_query_key
 from regard.errors import ArgumentError
 from regard.masks import Causal, Mask, Selected
+from regard.ops.selection.lightning_indexer import (
+    check_index_sizes,
+    check_topk,
+    index_scores,
+)
 from regard.ops.selection.position_blocks import (
     MAX_CHUNK_BYTES,
     BlockLayout,
@@ -24,7 +29,8 @@ from regard.ops.selection.position_blocks import (
 )
 from regard.ops.shared_arguments import with_shared_arguments
 from regard.ops.softmax.call import default_query_positions
-from regard.span import Positions, Span
+from regard.span import Positions, Span, as_tensor
+from regard.units import plural
 
 SHARED_ARGUMENTS = {
     "q": "queries `[B, H, T, D]`, as the attention uses them (after rotary embedding).",
@@ -284,6 +290,69 @@ def block_maximum_mask(
         index_keys = blocks.to_position_order(k.detach().to(dtype))
         chosen = in_query_chunks(choose, T, B * J * L * 16, max_bytes)
     return call.mask(chosen.repeat_interleave(heads // J, 1))
+
+
+def closed_blocks_mask(
+    q: Float[Tensor, "B J T d"],
+    k: Float[Tensor, "B 1 N d"],
+    w: Float[Tensor, "B T J"],
+    blocks: BlockLayout,
+    *,
+    topk: int,
+    q_positions: Positions,
+    max_bytes: int = MAX_CHUNK_BYTES,
+) -> Mask:
+    """Select for each query the best closed blocks, and the tokens behind the last closed one.
+
+    I_ti = sum_j w_tj relu(q_tj . k_i) for the blocks i < floor((t + 1) / m), whose last token is no
+    later than t; among equal scores the earlier block is chosen, without a gradient.
+
+    Args:
+        q: index queries `[B, J, T, d]`.
+        k: one pooled index key per block `[B, 1, N, d]`.
+        w: the weight of each index head for each query `[B, T, J]`.
+        blocks: the arrangement of the keys in N blocks of m positions.
+        topk: the number of closed blocks per query.
+        q_positions: the positions of the queries.
+        max_bytes: the memory in bytes for the scores of a chunk of queries.
+
+    Returns:
+        A mask that is the same for all heads of the attention.
+
+    Raises:
+        ArgumentError: topk is below 1, or the shapes do not fit together.
+
+    >>> q, k, w = torch.randn(1, 2, 8, 4), torch.randn(1, 1, 4, 4), torch.ones(1, 8, 2)
+    >>> blocks = block_layout(Span(0, 8), 2)
+    >>> mask = closed_blocks_mask(q, k, w, blocks, topk=1, q_positions=Span(0, 8))
+    >>> mask.visible(Span(0, 8), Span(0, 8))[0, 0].tolist()
+    [1, 2, 3, 2, 3, 2, 3, 2]
+
+    Source: Qwen Team 2026 (Qwen4-Exp) and Zhipu AI 2026 (GLM-5.3-Flash), by their code in
+    transformers.
+    """
+    check_topk(topk)
+    J, T = check_index_sizes(q, k, w)
+    check_positions("q_positions", q_positions, len(q), T)
+    if k.shape[2] != blocks.blocks:
+        raise ArgumentError(
+            f"k has {plural(k.shape[2], 'key')}, and blocks {plural(blocks.blocks, 'block')}; give "
+            "one pooled key per block"
+        )
+    own = blocks.block_of(q_positions)[:, :, None]  # [B,T,1]
+    stop = torch.div(as_tensor(q_positions, q.device) + 1, blocks.size, rounding_mode="floor")
+    number, filled = blocks.block_numbers[:, None], (blocks.token_counts > 0)[:, None]
+    closed = (number < stop[:, :, None]) & filled  # [B,T,N]
+
+    def choose(rows: slice) -> Tensor:
+        scores = index_scores(q[:, :, rows], k, w[:, rows])
+        best = top_k_mask(scores.masked_fill(~closed[:, rows], -torch.inf), topk)
+        return (best | ((number == own[:, rows]) & ~closed[:, rows]))[:, None]
+
+    with without_gradient(q.device):
+        q, k, w = q.detach(), k.detach(), w.detach()
+        chosen = in_query_chunks(choose, T, len(q) * (J + 4) * blocks.blocks * 8, max_bytes)
+    return Selected(chosen, blocks.size, blocks.first) & Causal()
 
 
 def check_block_sizes(size: int, topk: int, local: int) -> None:

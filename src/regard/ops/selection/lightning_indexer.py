@@ -42,7 +42,7 @@ def index_scores(
 
     Source: DeepSeek-AI 2025 (DeepSeek-V3.2-Exp), equation 1.
     """
-    J, T = _check_sizes(q, k, w)
+    J, T = check_index_sizes(q, k, w)
     dtype = torch.float32
     for x in (q, k, w):  # their dtypes may differ under autocast
         dtype = torch.promote_types(dtype, x.dtype)
@@ -50,7 +50,7 @@ def index_scores(
     return (dots.relu() * w.to(dtype).transpose(1, 2)[..., None]).sum(1)
 
 
-def _check_sizes(q: Tensor, k: Tensor, w: Tensor) -> tuple[int, int]:
+def check_index_sizes(q: Tensor, k: Tensor, w: Tensor) -> tuple[int, int]:
     """Check that q, k and w fit together; return the number of index heads and of queries."""
     sizes = check_sizes(q=(q, "B J T d"), k=(k, "B 1 S d"), w=(w, "B T J"))
     for name, x in (("q", q), ("k", k), ("w", w)):
@@ -95,7 +95,7 @@ def index_mask(
     Source: DeepSeek-AI 2025 (DeepSeek-V3.2-Exp), equations 1 and 2.
     """
     check_topk(topk)
-    J, T = _check_sizes(q, k, w)
+    J, T = check_index_sizes(q, k, w)
     B, S = len(q), k.shape[2]
     check_positions("q_positions", q_positions, B, T)
     check_positions("k_positions", k_positions, B, S)

@@ -10,8 +10,8 @@ from torch import Tensor
 from regard import masks
 from regard.biases import ALiBi, Bias
 from regard.masks.tiling import UNBOUNDED
-from regard.ops.cpu import launch
-from regard.ops.cpu.decode import (
+from regard.ops.cpu import arguments
+from regard.ops.cpu.attention import (
     TILE_KEYS,
     DecodeArgs,
     apply_sinks,
@@ -29,7 +29,7 @@ from regard.span import Positions, Span, find_empty_slots
 from regard.units import plural
 
 _START_AT_ZERO, _STOP_NOWHERE = (
-    launch.constant((1, 1, 1, 1), x, dtype=torch.int64) for x in (0, UNBOUNDED)
+    arguments.constant((1, 1, 1, 1), x, dtype=torch.int64) for x in (0, UNBOUNDED)
 )
 
 
@@ -37,7 +37,7 @@ def decode_args(call: Call) -> DecodeArgs:
     """Convert a call to the arguments of the compiled decode loops."""
     q_positions, k_positions = call.q_positions, call.k_positions
     positions, causal_stops = causal_positions(q_positions)
-    key_positions, origin = launch.NO_POSITIONS, 0
+    key_positions, origin = arguments.NO_POSITIONS, 0
     if isinstance(k_positions, Span):
         origin = k_positions.start
     else:
@@ -49,7 +49,7 @@ def decode_args(call: Call) -> DecodeArgs:
         q = q.masked_fill(empty_queries[:, None, :, None], 0)
     q = q.reshape(call.B, call.G, call.H // call.G * call.T, call.D).contiguous()
     if isinstance(call.mask, masks.Causal):
-        starts, stops, visible = _START_AT_ZERO, causal_stops, launch.NO_VISIBLE
+        starts, stops, visible = _START_AT_ZERO, causal_stops, arguments.NO_VISIBLE
     else:
         starts, stops, visible = _visibility_arguments(call, empty_queries)
     symmetric, slopes, bias = (
@@ -75,7 +75,7 @@ def decode_args(call: Call) -> DecodeArgs:
 @lru_cache(maxsize=8)
 def _span_positions(positions: Span) -> tuple[Tensor, Tensor]:
     """Return the positions `[1, T]` of a span, and the causal ends `[1, 1, T, 1]`, cached."""
-    tensor, stops = (launch.arange(positions.start + i, positions.stop + i) for i in (0, 1))
+    tensor, stops = (arguments.arange(positions.start + i, positions.stop + i) for i in (0, 1))
     return tensor[None], stops[None, None, :, None]
 
 
@@ -93,12 +93,12 @@ def _visibility_arguments(call: Call, empty: Tensor | None) -> tuple[Tensor, Ten
         stops = (
             _STOP_NOWHERE if empty is None else torch.where(empty, 0, UNBOUNDED)[:, None, :, None]
         )
-        return _START_AT_ZERO, stops.contiguous(), launch.NO_VISIBLE
+        return _START_AT_ZERO, stops.contiguous(), arguments.NO_VISIBLE
     ranges = visible_ranges(call.mask, call.q_positions)
     if ranges is None:
         dense = call.mask.block(call.q_positions, call.k_positions, device="cpu")
-        return launch.NO_RANGES, launch.NO_RANGES, dense.contiguous()
-    return *ranges, launch.NO_VISIBLE
+        return arguments.NO_RANGES, arguments.NO_RANGES, dense.contiguous()
+    return *ranges, arguments.NO_VISIBLE
 
 
 def visible_ranges(mask: masks.Mask, q_positions: Positions) -> tuple[Tensor, Tensor] | None:
@@ -123,16 +123,16 @@ def causal_positions(q_positions: Positions) -> tuple[Tensor, Tensor]:
     return positions, (positions[:, None, :, None] + 1).contiguous()
 
 
-_NO_BIAS_ARGUMENTS = False, launch.NO_SLOPES, launch.NO_BIAS
+_NO_BIAS_ARGUMENTS = False, arguments.NO_SLOPES, arguments.NO_BIAS
 
 
 def _bias_arguments(call: Call, bias: Bias) -> tuple[bool, Tensor, Tensor]:
     """Return whether ALiBi is symmetric, its slopes, and any other bias as a table."""
     if isinstance(bias, ALiBi):
         slopes = bias.slopes_on(torch.device("cpu"), torch.float32).detach()
-        return bias.symmetric, slopes.contiguous(), launch.NO_BIAS
+        return bias.symmetric, slopes.contiguous(), arguments.NO_BIAS
     table = bias.block(call.q_positions, call.k_positions, dtype=torch.float32)
-    return False, launch.NO_SLOPES, table.detach().contiguous()
+    return False, arguments.NO_SLOPES, table.detach().contiguous()
 
 
 MAX_QUERIES, MAX_ROWS = 16, 64

@@ -15,7 +15,7 @@ from regard import units
 from regard.errors import KernelRefusal
 from regard.ops.softmax.call import Call, Partial
 from regard.ops.softmax.kernel import KernelResult, gradients_or_none
-from regard.ops.softmax.score_rules import change_pattern, score_block
+from regard.ops.softmax.lowering import change_pattern, score_block
 from regard.process_state import is_exporting, is_exporting_onnx
 from regard.scores.base import change_scores
 from regard.tracing import is_edited, tap

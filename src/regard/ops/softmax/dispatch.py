@@ -22,9 +22,9 @@ from regard.ops.softmax.definition import describe_second_derivatives
 from regard.ops.softmax.flex import FlexKernel
 from regard.ops.softmax.gemm import GemmKernel
 from regard.ops.softmax.kernel import Kernel, KernelResult, WorkEstimate
+from regard.ops.softmax.lowering import without_rule
 from regard.ops.softmax.packed_call import unpackable_parts
 from regard.ops.softmax.reference import ReferenceKernel
-from regard.ops.softmax.score_rules import without_rule
 from regard.ops.softmax.sdpa import SdpaKernel
 from regard.ops.softmax.tiled import TiledKernel
 from regard.ops.softmax.triton.kernel import TritonKernel

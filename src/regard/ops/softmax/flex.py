@@ -20,11 +20,10 @@ from torch import Tensor
 from regard import biases, masks, units
 from regard.biases import Bias
 from regard.masks import EMPTY
-from regard.ops.softmax.bias_gradient import bias_terms
 from regard.ops.softmax.call import Call
 from regard.ops.softmax.kernel import Kernel, KernelResult, WorkEstimate
+from regard.ops.softmax.lowering import bias_terms, why_not_pairs
 from regard.ops.softmax.merge import apply_sink
-from regard.ops.softmax.score_rules import why_not_pairs
 from regard.scores import PairRule, to_score_mod
 from regard.span import Span, as_tensor, slice_positions
 

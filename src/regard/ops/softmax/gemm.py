@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import math
-from dataclasses import replace
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from functools import cache, partial
 
 import torch
@@ -13,10 +13,10 @@ from regard import masks
 from regard.biases import ALiBi
 from regard.masks import Causal, Full, Mask, Padding
 from regard.masks.tiling import UNBOUNDED
-from regard.ops.cpu import launch
+from regard.ops.cpu import arguments
+from regard.ops.cpu.attention import PrefillArgs, prefill, prefill_gradient, prefill_with_gradient
 from regard.ops.cpu.instruction_sets import why_none
 from regard.ops.cpu.library import why_not_dtype
-from regard.ops.cpu.prefill import PrefillArgs, prefill, prefill_gradient, prefill_with_gradient
 from regard.ops.softmax.call import Call, Partial
 from regard.ops.softmax.definition import differentiable_gradients
 from regard.ops.softmax.kernel import (
@@ -30,17 +30,70 @@ from regard.ops.softmax.merge import apply_sink
 from regard.ops.softmax.packed_call import unpackable_parts
 from regard.span import as_tensor, slice_positions
 
-MIN_PRODUCTS = 2**28
-"""The fewest products B H T S (D + E) for which "auto" may choose it without a gradient."""
 
-MIN_HEAD_PRODUCTS = {torch.float32: 2**27, torch.bfloat16: 2**24, torch.float16: 2**24}
-"""The fewest products H/G T S (D + E) per key/value head, by dtype, that repay packing."""
+@dataclass(frozen=True)
+class MeasuredSizes:
+    """From which sizes this kernel was measured to be faster than torch's on a kind of processor.
 
-MIN_SKIPPING_PRODUCTS = {torch.float32: 2**25, torch.bfloat16: 2**24, torch.float16: 2**24}
-"""The same for masks of which this kernel skips hidden pairs, and torch's computes them."""
+    Attributes:
+        products: the fewest products B H T S (D + E) without a gradient.
+        head_products: dtype -> the fewest products H/G T S (D + E) per key/value head, which repay
+            packing.
+        skipping_products: the same for masks of which this kernel skips hidden pairs, and torch's
+            computes them.
+        training_products: dtype -> the fewest products with a gradient, in which torch's kernel is
+            slower compared with this one.
+        training_length: dtype -> the fewest rows H/G T, and keys S, in calls with a gradient, which
+            packs keys three times.
+        head_dims: dtype -> the smallest D + E where torch's kernel skips as many pairs.
+        training_head_dims: the same for calls with a gradient.
+        whole_panels: whether fp32 heads must fill whole panels of 64, too.
+        causal: the dtypes in which it is faster only if a mask hides keys.
+        training_causal: the same for calls with a gradient.
+    """
 
-MIN_TRAINING_PRODUCTS = {torch.float32: 2**28, torch.bfloat16: 2**28, torch.float16: 2**26}
-"""The same for calls with a gradient, in which torch's kernel is slower compared with this one."""
+    products: int
+    head_products: Mapping[torch.dtype, int]
+    skipping_products: Mapping[torch.dtype, int]
+    training_products: Mapping[torch.dtype, int]
+    training_length: Mapping[torch.dtype, int]
+    head_dims: Mapping[torch.dtype, int]
+    training_head_dims: Mapping[torch.dtype, int]
+    whole_panels: bool
+    causal: frozenset[torch.dtype] = frozenset()
+    training_causal: frozenset[torch.dtype] = frozenset()
+
+
+def _by_dtype(fp32: int, bf16: int, fp16: int) -> dict[torch.dtype, int]:
+    """Return a size for each dtype."""
+    return {torch.float32: fp32, torch.bfloat16: bf16, torch.float16: fp16}
+
+
+MEASURED = {
+    "AVX512": MeasuredSizes(
+        products=2**28,
+        head_products=_by_dtype(2**27, 2**24, 2**24),
+        skipping_products=_by_dtype(2**25, 2**24, 2**24),
+        training_products=_by_dtype(2**28, 2**28, 2**26),
+        training_length=_by_dtype(512, 128, 128),
+        head_dims=_by_dtype(128, 128, 0),
+        training_head_dims=_by_dtype(128, 128, 0),
+        whole_panels=True,
+    ),
+    "AVX2": MeasuredSizes(
+        products=2**25,
+        head_products=_by_dtype(2**23, 2**23, 2**21),
+        skipping_products=_by_dtype(2**22, 2**22, 2**21),
+        training_products=_by_dtype(2**25, 2**25, 2**25),
+        training_length=_by_dtype(256, 256, 256),
+        head_dims=_by_dtype(128, 64, 0),
+        training_head_dims=_by_dtype(0, 0, 0),
+        whole_panels=False,
+        causal=frozenset({torch.float32, torch.bfloat16}),
+        training_causal=frozenset({torch.float32}),
+    ),
+}
+"""What torch says of the processor's instructions -> what was measured with them (LOG.md)."""
 
 MAX_TRAINING_SCORE = 500.0
 """The largest |scale q . k| for gradients, which are inaccurate where a weight is nearly 1."""
@@ -50,16 +103,6 @@ MIN_ROWS = 64
 
 MIN_FULL_ROWS, MIN_FULL_KEYS = 128, 256
 """The smallest numbers of rows H/G T and of keys S where both kernels compute the same pairs."""
-
-MIN_TRAINING_LENGTH = {torch.float32: 512, torch.bfloat16: 128, torch.float16: 128}
-"""The fewest rows H/G T, and keys S, in calls with a gradient, which packs keys three times."""
-
-MIN_HEAD_DIMS = {torch.float32: 128, torch.bfloat16: 128, torch.float16: 0}
-"""The smallest D + E, by dtype, to be chosen where torch's kernel skips as many pairs."""
-
-MIN_TRAINING_HEAD_DIMS = {torch.float32: 128, torch.bfloat16: 128, torch.float16: 0}
-"""The same for calls with a gradient."""
-
 
 MIN_KEYS_WITH_AMX = 512
 """The fewest keys to be the first choice beside AMX, where torch's kernel is faster."""
@@ -172,12 +215,15 @@ class GemmKernel(Kernel):
 
 def prefer_gemm(call: Call) -> bool:
     """Return whether this kernel was measured to be faster on a processor like this."""
-    rows = call.H // call.G * call.T
-    if rows < MIN_ROWS or call.compiling or not _processor_suits():
+    rows, sizes = call.H // call.G * call.T, _measured_sizes()
+    if rows < MIN_ROWS or call.compiling or sizes is None:
+        return False
+    if call.q.dtype not in sizes.head_products:
         return False
     if _processor_has_amx() and not _prefer_beside_amx(call):
         return False
-    return _prefer_in_training(call, rows) if call.has_gradient else _prefer_forward(call, rows)
+    prefer = _prefer_in_training if call.has_gradient else _prefer_forward
+    return prefer(call, rows, sizes)
 
 
 def _prefer_beside_amx(call: Call) -> bool:
@@ -190,29 +236,38 @@ def _prefer_beside_amx(call: Call) -> bool:
     return call.S >= MIN_KEYS_WITH_AMX and (has_rule or skips)
 
 
-def _prefer_forward(call: Call, rows: int) -> bool:
+def _prefer_forward(call: Call, rows: int, sizes: MeasuredSizes) -> bool:
     """Return whether the kernel was measured to be faster than torch's without a gradient."""
     dtype, per_head = call.q.dtype, rows * call.S * (call.D + call.E)
-    if call.B * call.G * per_head < MIN_PRODUCTS or dtype not in MIN_HEAD_PRODUCTS:
+    if call.B * call.G * per_head < sizes.products:
         return False
     if _skips_pairs(call.mask) or _is_padded_causal(call.mask):
-        return per_head >= MIN_SKIPPING_PRODUCTS[dtype]
-    if rows < MIN_FULL_ROWS or call.S < MIN_FULL_KEYS or not _head_dims_suit(call, MIN_HEAD_DIMS):
+        return per_head >= sizes.skipping_products[dtype]
+    if rows < MIN_FULL_ROWS or call.S < MIN_FULL_KEYS:
+        return False
+    if not _head_dims_suit(call, sizes.head_dims[dtype], whole_panels=sizes.whole_panels):
         return False
     # torch's kernel reads a mask for padding, and computes the pairs that it hides
     hides_padding = any(isinstance(term, Padding) for term in call.mask.terms())
-    return per_head * (2 if hides_padding else 1) >= MIN_HEAD_PRODUCTS[dtype]
+    if dtype in sizes.causal and not (hides_padding or _is_causal(call.mask)):
+        return False
+    return per_head * (2 if hides_padding else 1) >= sizes.head_products[dtype]
 
 
-def _prefer_in_training(call: Call, rows: int) -> bool:
+def _prefer_in_training(call: Call, rows: int, sizes: MeasuredSizes) -> bool:
     """Return whether the kernel and its gradient were measured to be faster than torch's."""
     dtype = call.q.dtype
     products = call.B * call.H * call.T * call.S * (call.D + call.E)
-    if products < MIN_TRAINING_PRODUCTS.get(dtype, math.inf):
+    if products < sizes.training_products[dtype]:
         return False
-    if min(rows, call.S) < MIN_TRAINING_LENGTH[dtype]:
+    if min(rows, call.S) < sizes.training_length[dtype]:
         return False
-    return _skips_pairs(call.mask) or _head_dims_suit(call, MIN_TRAINING_HEAD_DIMS)
+    if _skips_pairs(call.mask):
+        return True
+    if dtype in sizes.training_causal and not _is_causal(call.mask):
+        return False
+    least = sizes.training_head_dims[dtype]
+    return _head_dims_suit(call, least, whole_panels=sizes.whole_panels)
 
 
 def _skips_pairs(mask: Mask) -> bool:
@@ -220,16 +275,20 @@ def _skips_pairs(mask: Mask) -> bool:
     return not all(isinstance(term, Full | Causal | Padding) for term in mask.terms())
 
 
+def _is_causal(mask: Mask) -> bool:
+    """Return whether one term of a mask is causal."""
+    return any(isinstance(term, Causal) for term in mask.terms())
+
+
 def _is_padded_causal(mask: Mask) -> bool:
     """Return whether a mask is causal with more terms, which is_causal cannot express."""
-    terms = mask.terms()
-    return len(terms) > 1 and any(isinstance(term, Causal) for term in terms)
+    return len(mask.terms()) > 1 and _is_causal(mask)
 
 
-def _head_dims_suit(call: Call, least: dict[torch.dtype, int]) -> bool:
-    """Return whether the heads have the least D + E of the dtype, and in fp32 fill whole panels."""
-    dims, fills_panels = call.D + call.E, call.q.dtype != torch.float32 or call.E % 64 == 0
-    return fills_panels and dims >= least[call.q.dtype]
+def _head_dims_suit(call: Call, least: int, *, whole_panels: bool) -> bool:
+    """Return whether the heads have the least D + E, and in fp32 fill panels if they must."""
+    fills = not whole_panels or call.q.dtype != torch.float32 or call.E % 64 == 0
+    return fills and least <= call.D + call.E
 
 
 def _bias_requires_grad(call: Call) -> bool:
@@ -244,9 +303,9 @@ def _inputs_to_check(call: Call) -> str:
 
 
 @cache
-def _processor_suits() -> bool:
-    """Return whether the processor has AVX-512, as on the machines of the measurements."""
-    return torch.backends.cpu.get_cpu_capability() == "AVX512"
+def _measured_sizes() -> MeasuredSizes | None:
+    """Return what was measured on processors like this; None if nothing was."""
+    return MEASURED.get(torch.backends.cpu.get_cpu_capability())
 
 
 @cache
@@ -265,10 +324,10 @@ def visible_position_ranges(call: Call, rows: slice) -> tuple[Tensor, Tensor] | 
     """Return the ranges of positions `[b, h, t, n]` that queries see, or None."""
     positions, zero = (
         slice_positions(call.q_positions, rows),
-        launch.full((1, 1, 1, 1), 0, dtype=torch.int64),
+        arguments.full((1, 1, 1, 1), 0, dtype=torch.int64),
     )
     if call.sees_everything:
-        return zero, launch.full((1, 1, 1, 1), UNBOUNDED, dtype=torch.int64)
+        return zero, arguments.full((1, 1, 1, 1), UNBOUNDED, dtype=torch.int64)
     if isinstance(call.mask, masks.Causal):
         return zero, as_tensor(positions).long()[:, None, :, None] + 1
     return call.mask.intervals(positions)
@@ -278,7 +337,7 @@ def prefill_args(call: Call) -> PrefillArgs:
     """Convert a call to the arguments of the compiled prefill loops."""
     ranges = visible_position_ranges(call, slice(0, call.T))
     assert ranges is not None, "why_not refuses masks without ranges"
-    symmetric, slopes = False, launch.NO_SLOPES
+    symmetric, slopes = False, arguments.NO_SLOPES
     if isinstance(call.bias, ALiBi):
         symmetric = call.bias.symmetric
         slopes = call.bias.slopes_on(torch.device("cpu"), torch.float32).detach()

@@ -26,8 +26,8 @@ from torch.utils.flop_counter import register_flop_formula
 
 from regard.cost import attention_flops
 from regard.cost.softmax import training_flops
+from regard.ops.cpu.attention import prefill, prefill_gradient
 from regard.ops.cpu.library import has_kernels_in_graph
-from regard.ops.cpu.prefill import prefill, prefill_gradient
 from regard.ops.softmax.call import Call
 from regard.ops.softmax.definition import differentiable_gradients
 from regard.ops.softmax.dispatch import choose_kernel, run_on_kernel

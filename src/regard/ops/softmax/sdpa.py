@@ -1,6 +1,6 @@
 """The kernel "sdpa": torch's scaled_dot_product_attention.
 
-For a mask that torch does not support, it is called for ranges of keys (`mask_lowering`).
+For a mask that torch does not support, it is called for ranges of keys (`lowering`).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from regard import masks
 from regard.ops.softmax.call import SMALL_SCORE_BOUND, Call, Partial
 from regard.ops.softmax.definition import differentiable_gradients
 from regard.ops.softmax.kernel import Kernel, KernelResult, WorkEstimate
-from regard.ops.softmax.mask_lowering import (
+from regard.ops.softmax.lowering import (
     ALL,
     BLOCK_QUERIES,
     DEFAULT_BLOCK_SIZES,

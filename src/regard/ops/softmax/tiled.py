@@ -28,13 +28,17 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from regard.ops.softmax.bias_gradient import BiasGradient
 from regard.ops.softmax.call import SMALL_SCORE_BOUND, Call, Partial
 from regard.ops.softmax.definition import differentiable_gradients
 from regard.ops.softmax.kernel import Kernel, KernelResult, WorkEstimate, maximum_and_sum
-from regard.ops.softmax.mask_lowering import visible_key_ranges
+from regard.ops.softmax.lowering import (
+    BiasGradient,
+    RuleOfTile,
+    TileGradient,
+    visible_key_ranges,
+    why_not_pairs,
+)
 from regard.ops.softmax.merge import apply_sink
-from regard.ops.softmax.score_rules import RuleOfTile, TileGradient, why_not_pairs
 
 
 class TileSizes(NamedTuple):

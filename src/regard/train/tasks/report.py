@@ -12,7 +12,7 @@ from rich.text import Text
 from torch import nn
 
 from regard.errors import FileError
-from regard.files.regular_files import read_text
+from regard.files.reading import read_text
 from regard.language import translate
 from regard.train.tasks.evaluate import (
     AccuracyBin,

@@ -7,14 +7,15 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from random import Random
-from typing import Any, Literal
-
-import torch
-from jaxtyping import Int
-from torch import Tensor
+from typing import TYPE_CHECKING, Any, Literal
 
 from regard.did_you_mean import suggest
 from regard.errors import ArgumentError
+
+if TYPE_CHECKING:
+    import torch
+    from jaxtyping import Int
+    from torch import Tensor
 
 PAD, BOS, EOS = 0, 1, 2
 """The token ids of padding, of the beginning of a target, and of the end of any sequence."""
@@ -379,6 +380,8 @@ class TaskBatches:
 
 def _pad_rows(rows: list[list[int]], filler: int) -> Tensor:
     """Return lists of ids as one tensor `[B, L]`, padded on the right."""
+    import torch
+
     width = max(map(len, rows))
     return torch.tensor([[*row, *[filler] * (width - len(row))] for row in rows])
 

@@ -23,9 +23,8 @@ from regard.argument_checks import check_usable_device
 from regard.did_you_mean import suggest
 from regard.errors import ArgumentError, FileError
 from regard.files.atomic_write import folder_locked, write_user_file
-from regard.files.regular_files import checked_path
+from regard.files.reading import checked_path, read_json
 from regard.files.safetensors_files import load_tensors
-from regard.files.strict_json import read_json
 from regard.models import recurrent, transformer
 from regard.models.families import family, model_type_of
 from regard.models.rnn import CELLS

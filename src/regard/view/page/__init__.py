@@ -109,9 +109,11 @@ def _without_script(explanation: Mapping[str, Any] | None, lang: str) -> str:
     return f"{text}\n<pre>{html.escape(escape_controls(screen, keep=chr(10)))}</pre>"
 
 
-def tile_page(lang: str = "en") -> str:
-    """Return the HTML of the page that a server of tiles answers with."""
-    check_language(lang)
+def tile_page(lang: str | None = None) -> str:
+    """Return the HTML of the page that a server of tiles answers with; without a language it opens
+    in that of the browser.
+    """
+    check_language(lang or "en")
     # one place of one head stands in for the facts until the server has answered
     stand_in = {"heads": [0], "T": 1, "N": 1, "label": "0", "q_text": 0, "k_text": 0, "source": 0}
     content = {
@@ -120,10 +122,10 @@ def tile_page(lang: str = "en") -> str:
         "places": [stand_in],
         "sources": [{}],
         "texts": [[""]],
-        "start": {"view": "map", "stat": "max", "lang": lang},
+        "start": {"view": "map", "stat": "max", "lang": lang or "browser"},
     }
     styles = (*STYLES, "tiles.css")
-    plain = _without_script(None, lang)
+    plain = _without_script(None, lang or "en")
     return _html(content, "regard", (*SHARED, *TILE_SCRIPTS), styles, TILE_SOURCES, "", plain)
 
 
@@ -157,7 +159,7 @@ def _html(
     script = "\n".join(['(() => {\n"use strict";', *parts, "})();"])
     style = palette.css(switch=True) + "".join(map(_asset, styles))
     return Template(_asset("page.html")).substitute(
-        lang=content["start"]["lang"],
+        lang=content["start"]["lang"].replace("browser", "en"),
         title=html.escape(escape_controls(title)),
         style=style,
         script=script,

@@ -216,14 +216,18 @@ R.atlas = ({ intro, paint, scale = x => x, note = () => "", pinned = () => false
     for (const name of ["metric", "sort", "stat", "scale"])
       document.getElementById(`atlas-${name}`).value = R.state[name];
     means.textContent = R.word(`metric.${metric}.means`, "");
+    const fresh = all().filter(([p, h]) => !buttons.has(key(p, h))); // of layers that have just run
+    fresh.forEach(([p, h]) => button(p, h));
+    todo.push(...fresh);
+    topSlider.max = all().length;
     if (now !== paintedKey) {
       paintedKey = now;
       todo = all();
       legend.replaceChildren(R.legend(look, t("atlas.legend", { side: 64 })));
     }
     paintAll();
-    if (!grid.childElementCount || ["metric", "sort", "least", "start", "lang", "heads"].some(x => changed.has(x)))
-      arrange();
+    const redrawn = ["metric", "sort", "least", "start", "lang", "heads"];
+    if (fresh.length || !grid.childElementCount || redrawn.some(x => changed.has(x))) arrange();
     focused();
     scatter.update();
   };

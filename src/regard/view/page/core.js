@@ -127,6 +127,10 @@ R.state = {
   least: "", // heads with a smaller metric are faint
   ...R.meta.start,
 };
+if (R.state.lang === "browser") {
+  const languages = (navigator.languages || []).map(x => x.slice(0, 2).toLowerCase());
+  R.state.lang = languages.find(x => x in R.meta.strings) || "en";
+}
 const followers = [],
   NAMES = {
     view: "v",

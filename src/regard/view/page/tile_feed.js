@@ -43,10 +43,19 @@ const loadHeads = async () => {
     R.draw(new Set(["heads"]));
   }
 };
-let heads = null;
+let asking = null;
+const askHeads = () => {
+  asking =
+    asking ||
+    loadHeads()
+      .catch(error => document.getElementById("view-atlas").append(error.message))
+      .finally(() => {
+        asking = null;
+      });
+};
 R.atlas({
   intro: () => {
-    heads = heads || loadHeads().catch(error => document.getElementById("view-atlas").append(error.message));
+    askHeads();
     const rest = R.meta.notKept ? ` ${R.t("live.not_kept", { n: R.meta.notKept })}` : "";
     return R.t("live.heads_intro", { rows: 64 }) + rest;
   },
@@ -62,7 +71,10 @@ R.atlas({
   pick: (place, head, pin) => {
     R.hideTip();
     if (pin) R.pin(place, head);
-    else R.set({ place, head, view: "map" });
+    else {
+      const peak = overviews.get(`${place} ${head}`)?.peaks[0];
+      R.set({ place, head, view: "map", ...(peak ? { i: peak.i, j: peak.j } : {}) });
+    }
   },
   chosen: { x: "entropy", y: "previous_token" },
   open: true,
@@ -107,6 +119,53 @@ const helpDialog = () => {
 };
 const both = (letter, act) => ({ [letter]: act, [letter.toUpperCase()]: act });
 
+// ---- a run that goes on: its places and overviews arrive, and until the reader chooses something the page shows the
+// most notable weight of what is there
+let chosen = false,
+  version = 0;
+const opening = ({ notable: [place, head, i, j] }) => ({ place, head, i, j });
+const take = facts => {
+  const { metrics } = R.meta;
+  Object.assign(R.meta, {
+    title: facts.title,
+    sources: facts.sources,
+    texts: facts.texts,
+    places: facts.places,
+    notKept: facts.not_kept,
+  });
+  for (const m of facts.metrics)
+    facts.places.slice(metrics[m].of.length).forEach(x => metrics[m].of.push(x.heads.map(() => NaN)));
+  version = facts.progress.version;
+};
+const follow = async () => {
+  const now = await source.json("/progress").catch(() => null);
+  if (!now) return; // the server has ended
+  if (now.version !== version) {
+    const before = R.meta.places,
+      facts = await source.json("/meta");
+    if (before.some((x, p) => x.T !== facts.places[p]?.T)) return location.reload();
+    take(facts);
+    R.draw(new Set(["places"]));
+    if (R.state.view === "atlas") askHeads();
+  }
+  const note = document.getElementById("running");
+  note.textContent = now.expected
+    ? R.t("live.running", { n: R.meta.places.length, of: now.expected })
+    : now.measuring
+      ? R.t("live.measuring")
+      : "";
+  if (!chosen) {
+    R.set(opening(now));
+    chosen = false;
+  }
+  if (now.expected || now.measuring) setTimeout(follow, 1000);
+};
+R.on(() => {
+  chosen = true;
+});
+const markChosen = () => (chosen = true);
+for (const kind of ["pointerdown", "keydown", "wheel"]) addEventListener(kind, markChosen, { passive: true });
+
 const feed = {
   load: async () => {
     if (!source.hasToken()) {
@@ -114,23 +173,15 @@ const feed = {
       return false;
     }
     const facts = await source.json("/meta");
-    Object.assign(R.meta, {
-      title: facts.title,
-      sources: facts.sources,
-      texts: facts.texts,
-      places: facts.places,
-      metrics: Object.fromEntries(
-        facts.metrics.map(m => [m, { of: facts.places.map(x => x.heads.map(() => NaN)) }]),
-      ),
-      notKept: facts.not_kept,
-    });
+    R.meta.metrics = Object.fromEntries(facts.metrics.map(m => [m, { of: [] }]));
+    take(facts);
     const position = (p, n, name) => {
       const x = R.meta.places[p][name];
       return x ? x[n] : n;
     };
     R.math = { qPosition: (p, i) => position(p, i, "q_positions"), kPosition: (p, j) => position(p, j, "k_positions") };
-    const { heads, T } = R.meta.places[0];
-    Object.assign(R.state, { metric: facts.metrics[0], place: 0, head: heads[0], i: T - 1, j: 0 });
+    Object.assign(R.state, { metric: facts.metrics[0], ...opening(facts.progress) });
+    if (/[LH]\d|[ijz]=/.test(location.hash)) chosen = true;
     source.on(
       () => R.map.redraw(),
       error => {
@@ -152,10 +203,13 @@ const feed = {
       R.el("span", { class: "soft" }, `${T.toLocaleString("en")} × ${N.toLocaleString("en")} · ${rule} · ${kernel}`),
       " ",
       R.el("span", { id: "audit" }),
+      " ",
+      R.el("span", { id: "running", class: "soft", role: "status" }),
     ];
   },
   more: () => [helpDialog()],
   shown: changed => {
+    if (changed.has("start")) follow();
     if (["start", "lang", "place"].some(x => changed.has(x))) setTimeout(audited, changed.has("start") ? 2500 : 0);
   },
   keys: {

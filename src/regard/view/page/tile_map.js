@@ -374,11 +374,19 @@
       [p, h] = headOf(m),
       lines = [`${t("map.query")} ${R.rowName(p, i)}`, `${t("map.key")} ${R.keyName(p, j)}`];
     if (m.pin) lines.unshift(R.headName(p, h));
-    if (!v) lines.push(t("live.loading"));
-    else if (v.masked) lines.push(t("map.masked"));
-    else if (v.level === 0) lines.push(`${t("map.weight")} ${R.weightText(v.max, 4)}`);
-    else
-      lines.push(t("live.block", { size: 2 ** v.level, max: R.weightText(v.max, 3), mass: R.weightText(v.mass, 3) }));
+    const { stat } = R.state,
+      minus = m.pin && R.state.diff && comparable(m),
+      other = minus && value(i, j, main),
+      part = x => (x.masked ? 0 : x[stat]);
+    if (!v || (minus && !other)) lines.push(t("live.loading"));
+    else if (v.masked && (!minus || other.masked)) lines.push(t("map.masked"));
+    else {
+      // the number that has the colour: of a cell or of a block, of a head or the difference of two
+      const shown = minus ? R.num(part(other) - part(v), 4) : R.weightText(v[stat], 4),
+        size = 2 ** v.level;
+      if (minus) lines.push(t("live.difference_of"));
+      lines.push(v.level ? t(`live.block_${stat}`, { size, weight: shown }) : `${t("map.weight")} ${shown}`);
+    }
     return lines.join("\n");
   };
 
@@ -461,7 +469,7 @@
       const tile = source.get(code(place().top, 0, 0));
       return tile && !tile.empty ? paintTile(tile) : null;
     };
-    mini = miniature(main, { id: "inset", size: () => [place().T, place().N], picture: whole, wide: 132, tall: 1.5 });
+    mini = miniature(main, { id: "inset", size: () => [place().T, place().N], picture: whole, wide: 96, tall: 1 });
     badge = el("span", { class: "badge", id: "badge", role: "status" });
     live = el("p", { class: "hidden", role: "status", ariaLive: "polite", id: "live" });
     legend = el("div", { class: "legendbox" });
@@ -481,31 +489,41 @@
     const node = el(
       "section",
       { class: "mappanel", ariaLabel: t("map.title") },
+      // beside the controls, where it covers nothing
       el(
         "div",
-        { class: "controls" },
-        heads.select,
-        hiddenLabel("stat", stat),
-        hiddenLabel("scale", scale),
+        { class: "maphead" },
         el(
-          "span",
-          { class: "controls" },
-          press("in", "+", () => main.zoom(0.5, ...middle())),
-          press("out", "−", () => main.zoom(2, ...middle())),
-          press("whole", t("map.fit"), main.whole),
+          "div",
+          {},
+          el(
+            "div",
+            { class: "controls" },
+            heads.select,
+            hiddenLabel("stat", stat),
+            hiddenLabel("scale", scale),
+            el(
+              "span",
+              { class: "controls" },
+              press("in", "+", () => main.zoom(0.5, ...middle())),
+              press("out", "−", () => main.zoom(2, ...middle())),
+              press("whole", t("map.fit"), main.whole),
+            ),
+            el(
+              "span",
+              { class: "controls" },
+              R.button({ id: "pin", title: t("live.pin_title"), onclick: () => R.pin() }, t("live.pin")),
+              (minusButton = R.button(
+                { id: "diff", title: t("live.minus_title"), onclick: () => R.set({ diff: R.state.diff ? "" : "1" }) },
+                t("live.minus"),
+              )),
+            ),
+          ),
+          el("div", { class: "controls" }, badge, legend),
         ),
-        el(
-          "span",
-          { class: "controls" },
-          R.button({ id: "pin", title: t("live.pin_title"), onclick: () => R.pin() }, t("live.pin")),
-          (minusButton = R.button(
-            { id: "diff", title: t("live.minus_title"), onclick: () => R.set({ diff: R.state.diff ? "" : "1" }) },
-            t("live.minus"),
-          )),
-        ),
+        mini.canvas,
       ),
-      el("div", { class: "controls" }, badge, legend),
-      (maps = el("div", { class: "maps" }, el("div", { class: "mapbox" }, main.canvas, mini.canvas))),
+      (maps = el("div", { class: "maps" }, el("div", { class: "mapbox" }, main.canvas))),
       el("div", { class: "controls under" }, el("span", { class: "soft" }, t("live.largest")), peaksList),
       live,
     );

@@ -346,8 +346,9 @@ R.headSelect = (id, get, set, properties = {}) => {
     return el("optgroup", { label: `${source}${place.name}` }, ...place.heads.map(h => option(p, h)));
   };
   const fill = () => {
-    if (select.dataset.filled !== R.state.lang) select.replaceChildren(...R.meta.places.map(group));
-    select.dataset.filled = R.state.lang;
+    const now = `${R.state.lang} ${R.meta.places.length}`;
+    if (select.dataset.filled !== now) select.replaceChildren(...R.meta.places.map(group));
+    select.dataset.filled = now;
     select.value = get().join(" ");
   };
   const step = by => {

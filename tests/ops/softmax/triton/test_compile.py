@@ -14,7 +14,7 @@ import torch
 from regard import Span, biases, masks
 from regard.caches import Float8, Paged, Quantized
 from regard.ops.softmax.call import make_call
-from regard.ops.softmax.triton.bias_data import bias_data
+from regard.ops.softmax.triton.call_data import bias_data
 from regard.ops.triton_support import launches_for
 from tests.ops.triton_compiler import SHARED_LIMIT, compile_launch
 

@@ -215,7 +215,7 @@ def test_no_list_of_torchs_kernels_has_cudnn() -> None:
 
 def test_a_rectangle_is_one_range_on_a_gpu() -> None:
     """Several ranges are merged by their lse, which torch's public function does not return."""
-    from regard.ops.softmax.mask_lowering import lower_mask
+    from regard.ops.softmax.lowering import lower_mask
 
     for options in ({"mask": CAUSAL, "q_positions": Span(7, 512)}, {"mask": CAUSAL}, {}):
         blocks = lower_mask(cuda_call(**options))

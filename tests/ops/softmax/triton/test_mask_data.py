@@ -13,15 +13,17 @@ from torch import Tensor
 from regard import biases, masks
 from regard.masks import EMPTY, FULL
 from regard.ops.softmax.call import Call, make_call
-from regard.ops.softmax.triton import mask_data as lowering
-from regard.ops.softmax.triton.bias_data import BiasData, bias_data, why_no_bias_data
-from regard.ops.softmax.triton.mask_data import (
+from regard.ops.softmax.triton import call_data as lowering
+from regard.ops.softmax.triton.call_data import (
+    BiasData,
     MaskData,
+    bias_data,
     make_lists,
     mask_data,
     tile_kinds,
     tile_lists,
     transposed_lists,
+    why_no_bias_data,
 )
 from regard.span import Span, next_positions
 from tests.ops.softmax.cases import MASKS, Case, make

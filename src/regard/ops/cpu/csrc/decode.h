@@ -1,5 +1,6 @@
 // Attention of a few queries to many keys, in which each key and value is read once.
 #pragma once
+#include <algorithm>
 #include <cmath>
 
 #include "arguments.h"
@@ -30,6 +31,7 @@ inline int64_t slot_in_memory(const DecodePlain& call, int64_t b, int64_t slot) 
 
 // Joins the results of a row over P splits, out [P,E] and lse [P], into split 0. The steps are the distances between splits.
 inline void join_row(float* out, float* lse, int64_t P, int64_t E, int64_t out_step, int64_t lse_step) {
+  constexpr int64_t kColumns = 16;
   float top = -INFINITY;
   for (int64_t p = 0; p < P; p++) {
     float x = lse[p * lse_step];
@@ -38,13 +40,15 @@ inline void join_row(float* out, float* lse, int64_t P, int64_t E, int64_t out_s
   if (top == -INFINITY) return;
   double total = 0;
   for (int64_t p = 0; p < P; p++) total += std::exp(double(lse[p * lse_step]) - top);
-  for (int64_t e = 0; e < E; e++) {
-    double z = 0;
+  for (int64_t first = 0; first < E; first += kColumns) {
+    int64_t count = std::min(kColumns, E - first);
+    double z[kColumns] = {};
     for (int64_t p = 0; p < P; p++) {
       double weight = std::exp(double(lse[p * lse_step]) - top);
-      if (weight != 0) z += weight * out[p * out_step + e];
+      if (weight == 0) continue;
+      for (int64_t e = 0; e < count; e++) z[e] += weight * out[p * out_step + first + e];
     }
-    out[e] = float(z / total);
+    for (int64_t e = 0; e < count; e++) out[first + e] = float(z[e] / total);
   }
   lse[0] = float(top + std::log(total));
 }

@@ -71,9 +71,18 @@ inline void multiply(const F* a, int64_t a_step, const F* b, int64_t k, float* c
   for (int r = 0; r < kRows; r++) {
     for (int v = 0; v < R; v++) {
       float* to = c + r * c_step + v * kLanes;
-      store(to, Adds ? load(to) + sums[r][v] : sums[r][v]);  // a sum of partial sums rounds less than one long sum
+      store(to, Adds ? load(to) + sums[r][v] : sums[r][v]);
     }
   }
+}
+
+// c = a b for any k, in sums of at most kLongestSum words each: a sum of partial sums rounds less than one long sum.
+constexpr int64_t kLongestSum = 128;
+template <typename F>
+inline void multiply_long(const F* a, int64_t a_step, const F* b, int64_t k, float* c, int64_t c_step) {
+  constexpr int64_t kPart = kLongestSum * kEach<F>;
+  multiply<false>(a, a_step, b, std::min(kPart, k), c, c_step);
+  for (int64_t i = kPart; i < k; i += kPart) multiply<true>(a + i, a_step, b + i * kPanel, std::min(kPart, k - i), c, c_step);
 }
 
 // ---- words

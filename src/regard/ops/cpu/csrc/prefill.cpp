@@ -86,7 +86,7 @@ static void attend_tile(const Prefill* call, const Packed<F>& packed, const Bloc
       if (survey.seen[group][panel] == kNothing) continue;
       const F* q = m.q + group * kRows * depth;
       float* s = m.s + group * kRows * kTileKeys + panel * kPanel;
-      multiply<false>(q, depth, k + (first + panel) * kPanel * depth, depth, s, kTileKeys);
+      multiply_long(q, depth, k + (first + panel) * kPanel * depth, depth, s, kTileKeys);
     }
   }
   const int64_t* positions = packed.keys.positions + packed.keys.at(block.b, first) * kPanel;

@@ -162,8 +162,8 @@ static void weigh_group(const Prefill* call, const Shared<F>& shared, const Bloc
   float *s = m.s + (m.kRounds ? 0 : first * kPanel), *d = m.d + (m.kRounds ? 0 : first * kPanel);
   if (seen != kNothing) {
     const F *k = shared.k + key * shared.k_depth, *v = shared.v + key * shared.v_depth;
-    multiply<false>(m.q.x + first * m.q.width, m.q.width, k, shared.k_depth, s, kPanel);
-    multiply<false>(m.d_out.x + first * m.d_out.width, m.d_out.width, v, shared.v_depth, d, kPanel);
+    multiply_long(m.q.x + first * m.q.width, m.q.width, k, shared.k_depth, s, kPanel);
+    multiply_long(m.d_out.x + first * m.d_out.width, m.d_out.width, v, shared.v_depth, d, kPanel);
   }
   for (int64_t r = first; r < first + kRows; r++) {
     float *scores = s + (r - first) * kPanel, *gradients = d + (r - first) * kPanel, cap = call->softcap;

@@ -15,7 +15,6 @@ from regard.ops.softmax.call import Call, Partial
 from regard.ops.softmax.definition import differentiable_gradients
 from regard.ops.softmax.kernel import Kernel, KernelResult, WorkEstimate, gradients_or_none
 from regard.ops.softmax.merge import apply_sink
-from regard.ops.softmax.triton.bias_data import BiasData, bias_data, why_no_bias_data
 from regard.ops.softmax.triton.block_sizes import (
     MAX_DECODED_KEY_DIM,
     MAX_DECODED_VALUE_DIM,
@@ -24,14 +23,18 @@ from regard.ops.softmax.triton.block_sizes import (
     LaunchSizes,
     block_sizes,
 )
-from regard.ops.softmax.triton.mask_data import (
+from regard.ops.softmax.triton.call_data import (
     LARGEST,
+    BiasData,
+    bias_data,
     count_pairs,
+    describe_stored_form,
     mask_bytes,
     mask_data,
+    stored_form,
     tile_lists,
+    why_no_bias_data,
 )
-from regard.ops.softmax.triton.stored_form import describe_stored_form, stored_form
 from regard.ops.triton_support import capability_of, has_triton, interprets, why_not_device
 from regard.span import Span
 from regard.units import plural

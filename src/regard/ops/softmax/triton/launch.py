@@ -16,7 +16,6 @@ from regard.ops.softmax.triton.backward_kernels import (
     attention_backward_table,
     row_deltas,
 )
-from regard.ops.softmax.triton.bias_data import BiasData
 from regard.ops.softmax.triton.block_sizes import (
     INTERPRETED,
     SPAN_KEYS,
@@ -25,18 +24,19 @@ from regard.ops.softmax.triton.block_sizes import (
     coded_sizes,
     split_key_dim,
 )
-from regard.ops.softmax.triton.decode_kernels import attention_decode, join_spans
-from regard.ops.softmax.triton.forward_kernel import attention_forward
-from regard.ops.softmax.triton.mask_data import (
+from regard.ops.softmax.triton.call_data import (
+    BiasData,
     MaskData,
     TileLists,
     mask_data,
+    stored_form,
     tile_lists,
     transposed_lists,
 )
+from regard.ops.softmax.triton.decode_kernels import attention_decode, join_spans
+from regard.ops.softmax.triton.forward_kernel import attention_forward
 from regard.ops.softmax.triton.scores import mark_odd_tiles
-from regard.ops.softmax.triton.stored_form import stored_form
-from regard.ops.stored_slots import CodedMemory, Float8Memory, PagedSlots
+from regard.ops.stored_weights import CodedMemory, Float8Memory, PagedSlots
 from regard.ops.triton_support import Launch, capability_of, interprets
 
 LOG2E = 1.4426950408889634
