@@ -95,6 +95,20 @@ def _quantized(B: int, n: int) -> int:
     return B * ((n - old) * TOKEN + old * (2 + 2 + 16) + old // 4 * 2 * 16)
 
 
+class GrowingRing(Ring):
+    """A ring that begins with one slot, as one of 257 positions begins with 256."""
+
+    kind = "ring that grows"
+    min_slots = 1
+
+
+class GrowingStreaming(Streaming):
+    """The same with sinks."""
+
+    kind = "streaming that grows"
+    min_slots = 1
+
+
 KINDS = {
     kind.name: kind
     for kind in (
@@ -143,6 +157,24 @@ KINDS = {
             _sinks(3),
             rewind=3,
             held=lambda B, n: B * (3 + W + 2) * TOKEN,
+            in_order=True,
+        ),
+        Kind(
+            "ring that grows",
+            lambda: GrowingRing(W, rewind=3),
+            WINDOW,
+            _window,
+            rewind=4,
+            held=lambda B, n: B * min(W + 3, 1 << (n - 1).bit_length()) * TOKEN,
+            in_order=True,
+        ),
+        Kind(
+            "streaming that grows",
+            lambda: GrowingStreaming(3, W, rewind=2),
+            CAUSAL & (masks.Window(W) | masks.Sinks(3)),
+            _sinks(3),
+            rewind=3,
+            held=lambda B, n: B * min(3 + W + 2, max(4, 1 << (n - 1).bit_length())) * TOKEN,
             in_order=True,
         ),
         Kind(

@@ -27,7 +27,7 @@ PADDED: list[Step] = [[[False, True, True], [True, False, False]], [[True], [Tru
 
 
 def test_every_cache_is_in_the_suite() -> None:
-    assert {type(kind.make()).__name__ for kind in KINDS.values()} == stored()
+    assert {type(kind.make()).__name__ for kind in KINDS.values()} >= stored()
     assert set(NO_TOKENS) <= {kind.__name__ for kind in builtin_caches()}
 
 
@@ -245,7 +245,7 @@ class NoUndo(Ring):
 
     def restore(self, mark: Any) -> None:
         self._overwritten = None
-        super().restore((mark[0], mark[1], None))
+        super().restore((*mark[:2], None, mark[3]))
 
 
 class Shares(Fixed):

@@ -194,6 +194,37 @@ def test_the_cache_for_a_mask_holds_what_it_shows(mask: masks.Mask) -> None:
     assert start == 40
 
 
+@pytest.mark.parametrize("make", [Ring, lambda W: Streaming(4, W)])
+@pytest.mark.parametrize("rows", [False, True])
+def test_a_short_text_takes_little_of_a_wide_window(make: Any, rows: bool) -> None:
+    """A window of 2^31 positions, as a file may have it, costs what the text needs."""
+    cache = make(1 << 31)
+    for stop in (300, 301, 900):
+        new = Span(len(cache), stop - len(cache))
+        feed(cache, new.tensor().repeat(2, 1) if rows else new)
+        assert len(cache) == stop
+        assert cache.bytes < (2 * stop + 8) * 8 * (1 + rows)
+    saved, other = cache.contents(), make(1 << 31)
+    other.fill(saved)
+    assert feed(other, other.next(1))[0] == feed(cache, cache.next(1))[0]
+
+
+def test_a_short_ring_is_filled_with_tokens_in_their_own_slots_only() -> None:
+    x = torch.zeros(1, 1, 6, 2)
+    for positions, lost in ((Span(1, 6), -1), (Span(0, 6), 0)):
+        with pytest.raises(regard.ArgumentError, match=r"^memory\.0 has 6 slots, and .* make 8$"):
+            Ring(8).fill({"memory.0": x, "positions": positions, "lost": lost})
+    for positions, lost in (([[0, 1, 2, 3, 5, 4]], -1), ([[0, -1, 2, 3, -1, 5]], 0)):
+        with pytest.raises(regard.ArgumentError, match=r"^memory\.0 has 6 slots, and .* make 8$"):
+            Ring(8).fill(
+                {
+                    "memory.0": x,
+                    "positions": torch.tensor(positions),
+                    "lost": torch.tensor([[lost]]),
+                }
+            )
+
+
 def test_settings_are_checked() -> None:
     for window, rewind in ((0, 0), (-1, 2), (3, -1)):
         with pytest.raises(regard.ArgumentError) as error:

@@ -157,7 +157,7 @@ class Fuzzer:
             print(f"FOUND {self.bad[place]!r}", file=sys.__stderr__, flush=True)
 
 
-def child(root: Path, seconds: int, only: str) -> None:
+def child(root: Path, seconds: int, only: str, seed: int) -> None:
     """Fuzz in this process, until libFuzzer ends it; the counts are written every few seconds."""
     import atheris
 
@@ -180,7 +180,13 @@ def child(root: Path, seconds: int, only: str) -> None:
             (root / "facts.new").write_text(json.dumps(facts))
             (root / "facts.new").replace(root / "facts.json")
 
-    options = [f"-max_total_time={seconds}", "-max_len=26", "-timeout=120", "-rss_limit_mb=0"]
+    options = [
+        f"-max_total_time={seconds}",
+        f"-seed={seed}",
+        "-max_len=26",
+        "-timeout=120",
+        "-rss_limit_mb=0",
+    ]
     options += ["-len_control=0", "-print_final_stats=1", f"-artifact_prefix={root}/"]
     atheris.Setup(["guided", *options, str(kept)], one, custom_mutator=mutate)
     atheris.Fuzz()
@@ -189,17 +195,21 @@ def child(root: Path, seconds: int, only: str) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seconds", type=int, default=120)
+    parser.add_argument(
+        "--seed", type=int, default=1, help="0 draws one; CI always has the same (default: 1)"
+    )
     parser.add_argument("--only", default="", help="a part of the name of targets")
     parser.add_argument("--keep", action="store_true", help="write the corpus again")
     parser.add_argument("--json", type=Path, help="where the counts are written")
     parser.add_argument("--child", type=Path, help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.child:
-        child(given.child, given.seconds, given.only)
+        child(given.child, given.seconds, given.only, given.seed)
         return
     with tempfile.TemporaryDirectory(dir="/dev/shm" if Path("/dev/shm").is_dir() else None) as root:
         command = [sys.executable, "-m", "tests.fuzz.guided", "--child", root]
         command += ["--seconds", str(given.seconds), "--only", given.only]
+        command += ["--seed", str(given.seed)]
         done = subprocess.run(
             command, env=os.environ | {"OMP_NUM_THREADS": "1"}, stderr=subprocess.PIPE, text=True
         )

@@ -305,6 +305,7 @@ def test_what_a_folder_may_not_say(tmp_path: Path) -> None:
         (lambda: write(tmp_path, two, good, "../1_Pooling"), "which is not in its folder"),
         (lambda: write(tmp_path, two, good, "/etc"), "which is not in its folder"),
         (lambda: write(tmp_path, two, good, "a/b"), "which is not in its folder"),
+        (lambda: write(tmp_path, two, good, "a" * 300), r"'a+'\.\.\. is not a plain file name"),
         (lambda: write(tmp_path, two, good, "gone"), r"gone.config.json is missing"),
         (lambda: (tmp_path / "modules.json").write_text("{}"), "is a JSON dict; it must be a list"),
         (

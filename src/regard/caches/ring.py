@@ -9,6 +9,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from jaxtyping import Int
 from torch import Tensor
+from torch.nn.functional import pad
 
 from regard.caches.base import (
     Cache,
@@ -144,6 +145,18 @@ class SlotPositions(NamedTuple):
         return int((self.positions >= 0).any(0).sum())
 
 
+def _is_short(contents: Mapping[str, Tensor | Span | int], size: int) -> bool:
+    """Return whether saved positions are in the slots of their own numbers, and none is lost."""
+    positions, lost = contents.get("positions"), contents.get("lost")
+    if isinstance(positions, Span):
+        return positions.stop <= size and isinstance(lost, int) and lost == EMPTY
+    if not isinstance(positions, Tensor) or not isinstance(lost, Tensor):
+        return False
+    own = torch.arange(size, device=positions.device)
+    is_own = ((positions == own) | (positions == EMPTY)).all()
+    return bool(is_own) and bool((lost == EMPTY).all())
+
+
 @lru_cache(maxsize=16)
 def _positions_after(slots: RingLayout, run: ContiguousRun) -> Tensor:
     """Return `slots.positions(run)`, the same tensor for all layers of a model; never written."""
@@ -154,15 +167,19 @@ class RingBase(Cache):
     """Base of `Ring` and `Streaming`: the first positions are kept, the last ones in a ring.
 
     A `ContiguousRun` of three integers describes rows with the same positions, so that no tensor is
-    read; otherwise it is `SlotPositions`.
+    read; otherwise it is `SlotPositions`. A ring that has fewer slots than its size, because the
+    text is short, has lost nothing: position p is in slot p.
     """
 
     crop_is_exact: ClassVar[bool] = False
     static_step_refusal: ClassVar[str | None] = None
+    min_slots: ClassVar[int] = 256
+    """The slots behind the sinks that a ring begins with; they double until it has its size."""
 
     def __init__(self, sinks: int, window: int, rewind: int) -> None:
         self.window, self.rewind = window, rewind
-        self._slots = RingLayout(sinks, window + rewind)
+        self._full = RingLayout(sinks, window + rewind)
+        self._slots = RingLayout(sinks, min(window + rewind, self.min_slots))
         self._memory: Parts | None = None
         self._stored: ContiguousRun | SlotPositions = ContiguousRun(0, 0)
         self._overwritten: OverwrittenSlots | None = None
@@ -174,8 +191,8 @@ class RingBase(Cache):
         if isinstance(stored, ContiguousRun):
             stored = SlotPositions.of(stored, self._slots, size.device)
         # without room for more tokens than the window, none is ever overwritten
-        evicts = self._slots.size < size.slots
-        layout = self._slots if evicts else RingLayout(0, size.slots)
+        evicts = self._full.size < size.slots
+        layout = self._full if evicts else RingLayout(0, size.slots)
         static = StaticSlots(layout, size, evicts=evicts)
         static.fill({**named_parts(self._memory), "positions": stored.positions})
         return static
@@ -190,6 +207,7 @@ class RingBase(Cache):
         check_update(memory, positions)
         if self._memory is not None:
             check_same_layout(self._memory, memory)
+        self._grow(self._stop_of(positions))
         stored = self._stored_for(positions, memory[0].device)
         buffers = self._memory if self._memory is not None else self._allocate(memory)
         if isinstance(stored, ContiguousRun):
@@ -214,6 +232,7 @@ class RingBase(Cache):
         if not can_write_in_place(self._memory, ()):
             return None
         self._opened = None
+        self._grow(run.stop + 1)
         if run.stop < self._slots.size and run.lost < 0:  # position p is in slot p
             return OpenSlot(self._memory, run.stop, Span(0, run.stop))
         ((slot, _),) = self._slots.runs(run.stop, run.stop + 1)
@@ -253,13 +272,18 @@ class RingBase(Cache):
 
     def fill(self, contents: Mapping[str, Tensor | Span | int]) -> None:
         """Replace all slots by saved contents."""
-        self._memory = parts_of(contents) if contents else None
-        for i, x in enumerate(self._memory or ()):
-            if x.shape[2] != self._slots.size:
+        memory, size = parts_of(contents) if contents else None, self._slots.size
+        for i, x in enumerate(memory or ()):
+            size = x.shape[2]
+            whole = size == self._full.size
+            if not (
+                whole or (self._full.sinks < size < self._full.size and _is_short(contents, size))
+            ):
                 raise ArgumentError(
-                    f"memory.{i} has {x.shape[2]} slots, and the settings {self.settings} make "
-                    f"{self._slots.size}"
+                    f"memory.{i} has {size} slots, and the settings {self.settings} make "
+                    f"{self._full.size}"
                 )
+        self._memory, self._slots = memory, RingLayout(self._full.sinks, size - self._full.sinks)
         self._overwritten = None
         positions, lost = contents.get("positions"), contents.get("lost")
         self._stored = ContiguousRun(0, 0)
@@ -272,14 +296,15 @@ class RingBase(Cache):
 
     def mark(self) -> object:
         """Return the contents, and the values that were overwritten last."""
-        return self._memory, self._stored, self._overwritten
+        return self._memory, self._stored, self._overwritten, self._slots
 
     def restore(self, mark: Any) -> None:
         """Undo the update that came after the snapshot: the overwritten slots are written back."""
-        self._memory, self._stored, overwritten = mark
-        if self._overwritten is not overwritten and self._overwritten is not None:
-            self._overwritten.put_back(self._memory or ())
-        self._overwritten = overwritten
+        self._memory, self._stored, overwritten, slots = mark
+        written = self._overwritten if self._overwritten is not overwritten else None
+        if written is not None and slots == self._slots:  # a ring that grew is another tensor
+            written.put_back(self._memory or ())
+        self._overwritten, self._slots = overwritten, slots
 
     def __len__(self) -> int:
         return self._stored.count(self._slots)
@@ -288,6 +313,27 @@ class RingBase(Cache):
         # zeros, so that kernels need not clean up unwritten slots
         size = self._slots.size
         return tuple(m.new_zeros((*m.shape[:2], size, m.shape[3])) for m in memory)
+
+    def _stop_of(self, positions: Positions) -> int:
+        """Return a position behind all of these; where reading them costs, the size of the ring."""
+        if isinstance(positions, Span):
+            return self._full.size if is_compiling() else positions.stop
+        if is_compiling() or positions.device.type != "cpu" or not positions.numel():
+            return self._full.size
+        return int(positions.max()) + 1
+
+    def _grow(self, stop: int) -> None:
+        """Give positions below `stop` a slot, as far as the ring has that many."""
+        old, full = self._slots.size, self._full.size
+        if old >= min(stop, full):
+            return
+        size = min(max(stop, 2 * old), full)
+        self._slots = RingLayout(self._full.sinks, size - self._full.sinks)
+        if self._memory is not None:
+            self._memory = tuple(pad(x, (0, 0, 0, size - old)) for x in self._memory)
+        if isinstance(self._stored, SlotPositions):
+            positions = pad(self._stored.positions, (0, size - old), value=EMPTY)
+            self._stored = self._stored._replace(positions=positions)
 
     def _stored_for(
         self, positions: Positions, device: torch.device

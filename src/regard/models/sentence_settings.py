@@ -12,7 +12,7 @@ from typing import Any, Literal, TypeAlias, get_args
 
 from regard.did_you_mean import suggest
 from regard.errors import ArgumentError, FileError
-from regard.files.reading import checked_path_or_none, read_bytes
+from regard.files.reading import check_file_name, checked_path_or_none, read_bytes
 from regard.files.reading import read_json as read_list
 from regard.models.checkpoint.config import read_json
 from regard.untrusted_text import escape_controls, short_repr
@@ -257,6 +257,8 @@ def _inner(folder: Path, path: str) -> Path:
             f"{folder / 'modules.json'} leads to {short_repr(str(inner))}, which is not in its "
             "folder"
         )
+    if inner != folder:
+        check_file_name(folder, inner.name)
     return inner
 
 
