@@ -15,6 +15,7 @@ from regard import masks
 from regard.caches import Growing, Ring, Streaming, for_reach
 from regard.masks import Reach
 from regard.span import Positions, Span, as_tensor
+from tests.caches.kinds import GrowingRing
 from tests.caches.test_fixed import Allocated
 
 
@@ -207,6 +208,17 @@ def test_a_short_text_takes_little_of_a_wide_window(make: Any, rows: bool) -> No
     saved, other = cache.contents(), make(1 << 31)
     other.fill(saved)
     assert feed(other, other.next(1))[0] == feed(cache, cache.next(1))[0]
+
+
+def test_a_step_in_which_a_ring_grows_and_wraps_is_taken_back() -> None:
+    cache = GrowingRing(4, rewind=3)
+    feed(cache, Span(0, 4))
+    mark = cache.mark()
+    feed(cache, Span(4, 4))
+    assert cache.contents()["memory.0"].flatten().tolist() == [7, 1, 2, 3, 4, 5, 6]
+    cache.restore(mark)
+    assert cache.contents()["memory.0"].flatten().tolist() == [0, 1, 2, 3]
+    assert feed(cache, Span(4, 4))[0] == [[7, 1, 2, 3, 4, 5, 6]]
 
 
 def test_a_short_ring_is_filled_with_tokens_in_their_own_slots_only() -> None:
