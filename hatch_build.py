@@ -1,7 +1,8 @@
 """Hooks of the build: the compiled CPU kernels in a wheel, and the description on a package index.
 
 A wheel holds the libraries that the C++ compiler of this machine made of
-`src/regard/ops/cpu/csrc`. Where there is no compiler, or where it fails, the wheel is one of pure
+`src/regard/ops/cpu/csrc` for this processor, and those for all processors if cibuildwheel makes it
+to be published. Where there is no compiler, or where it fails, the wheel is one of pure
 Python, for every machine, and torch computes what the kernels would have computed.
 
 README.md links to files of the repository, and an index has no such files. A relative link becomes
@@ -40,13 +41,14 @@ class KernelsHook(BuildHookInterface):  # type: ignore[type-arg, unused-ignore]
             build_data: what hatch knows of the wheel, which is changed.
         """
         build = _module(Path(self.root) / SOURCES / "build.py")
+        published = bool(os.environ.get("CIBUILDWHEEL"))
         editable = version == "editable"
         if not editable:
             self.folder = Path(tempfile.mkdtemp())
         try:
-            libraries = build.build(into=self.folder or build.LIBRARIES)
+            libraries = build.build(every=published, into=self.folder or build.LIBRARIES)
         except (build.NoCompilerError, build.CompilationError, OSError) as error:
-            if os.environ.get("CIBUILDWHEEL"):  # a wheel that is published has them
+            if published:
                 raise
             self.app.display_warning(
                 "regard is built without compiled CPU kernels, so that torch computes what they "

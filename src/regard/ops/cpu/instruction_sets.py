@@ -1,6 +1,7 @@
 """Which compiled CPU kernels run here; this module imports no torch.
 
-`csrc/build.py` compiles the C++ sources once for each instruction set. A process uses the library
+`csrc/build.py` compiles the C++ sources once for each instruction set, or for those alone that the
+processor of an installation has. A process uses the library
 of the best set that its processor has. REGARD_CPU_ISA names another one, or "none": then torch's
 operations compute everything, as where no library was compiled.
 """

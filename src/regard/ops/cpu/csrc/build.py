@@ -1,6 +1,7 @@
 """Compile the CPU kernels: `python src/regard/ops/cpu/csrc/build.py`; `pip install` does the same.
 
-Each source is compiled once for each instruction set; `regard.ops.cpu.library` chooses among the
+Each source is compiled once for each instruction set that this processor has, or with `--all`, as
+for published wheels, for each that there is; `regard.ops.cpu.instruction_sets` chooses among the
 libraries at run time. Only Python's standard library is imported, because an installer has no more.
 
 Flags: a * b + c is not contracted, so that sums have the same bits on every processor with the
@@ -12,6 +13,7 @@ operations set neither errno nor floating-point exceptions.
 from __future__ import annotations
 
 import argparse
+import ctypes
 import hashlib
 import os
 import platform
@@ -20,7 +22,9 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 
 SOURCES = Path(__file__).resolve().parent
@@ -89,59 +93,72 @@ def compiler() -> list[str]:
 
 
 def build(
-    *, only: tuple[str, ...] = (), sanitize: bool = False, into: Path = LIBRARIES
+    *,
+    only: tuple[str, ...] = (),
+    every: bool = False,
+    sanitize: bool = False,
+    into: Path = LIBRARIES,
 ) -> list[Path]:
-    """Compile all libraries, or those of some instruction sets, and return their paths.
+    """Compile the libraries of this processor's instruction sets, and return their paths.
 
     Objects are kept in `build/kernels` of the checkout, so that only changed sources are compiled.
+
+    Args:
+        only: the sets, instead of those of this processor.
+        every: all sets, for other machines.
+        sanitize: with ASan and UBSan; all sets, unless `only` names some.
+        into: the folder of the libraries.
     """
-    command, sets = [*compiler(), *apple_flags()], INSTRUCTION_SETS.get(machine())
+    line, sets = [*compiler(), *apple_flags(), *FLAGS], INSTRUCTION_SETS.get(machine())
     if sets is None or sys.platform == "win32":
         raise NoCompilerError(f"there are no kernels for {sys.platform} on {machine()}")
+    if sanitize:
+        line += SANITIZERS
+    into.mkdir(parents=True, exist_ok=True)
+    with _objects_folder() as objects, ThreadPoolExecutor(os.cpu_count()) as pool:
+
+        def library(name: str, units: list[Path], flags: list[str]) -> Callable[[], Path]:
+            """Begin to compile a library, and return what waits for it and links it."""
+            full = [*line, *flags]
+            parts = [pool.submit(object_of, unit, full, objects) for unit in units]
+            return lambda: _link(into / f"{name}.so", full, [x.result() for x in parts])
+
+        processor = library("processor", [SOURCES / "processor.cpp"], [])()
+        names = only or (sets if every or sanitize else _sets_of_processor(processor, sets))
+        units = sorted(x for x in SOURCES.glob("*.cpp") if x.stem not in ("processor", "stamp"))
+        begun = [library(name, units, sets[name]) for name in names]
+        return [processor, *(wait() for wait in begun)]
+
+
+@contextmanager
+def _objects_folder() -> Iterator[Path]:
+    """Give the folder of objects: of the checkout, or a new one where there is none to write to."""
     root = next((x for x in SOURCES.parents if (x / "pyproject.toml").is_file()), None)
     if root is None or not os.access(root, os.W_OK):
         with tempfile.TemporaryDirectory() as folder:
-            return _build(command, sets, only, sanitize, into, Path(folder))
-    return _build(command, sets, only, sanitize, into, root / "build" / "kernels")
+            yield Path(folder)
+        return
+    kept = root / "build" / "kernels"
+    kept.mkdir(parents=True, exist_ok=True)
+    yield kept
 
 
-def _build(
-    command: list[str],
-    sets: dict[str, list[str]],
-    only: tuple[str, ...],
-    sanitize: bool,  # noqa: FBT001
-    into: Path,
-    objects_folder: Path,
-) -> list[Path]:
-    """Compile the libraries with objects in the folder `objects_folder`."""
-    objects_folder.mkdir(parents=True, exist_ok=True)
-    into.mkdir(parents=True, exist_ok=True)
-    units = sorted(x for x in SOURCES.glob("*.cpp") if x.stem not in ("processor", "stamp"))
-    chosen = {x: flags for x, flags in sets.items() if not only or x in only}
-    extra = SANITIZERS if sanitize else []
+def _sets_of_processor(library: Path, sets: Iterable[str]) -> list[str]:
+    """Return the instruction sets that this processor has; all, where it cannot be asked."""
+    try:
+        has = ctypes.CDLL(str(library.resolve())).has_instruction_set
+    except OSError:  # compiled for another machine
+        return list(sets)
+    return [name for name in sets if has(name.encode())]
 
-    def compiled(source: Path, flags: list[str]) -> Path:
-        return object_of(source, [*command, *FLAGS, *flags, *extra], objects_folder)
 
-    def linked(name: str, objects: list[Path], flags: list[str]) -> Path:
-        target = into / f"{name}.so"
-        part = target.with_suffix(f".{os.getpid()}.part")
-        stamp = f'-DSOURCES_HASH="{sources_hash()}"'
-        source = SOURCES / "stamp.cpp"
-        line = [*command, *FLAGS, *flags, *extra, *LINK_FLAGS, stamp, str(source)]
-        _run([*line, *map(str, objects), "-o", str(part)])
-        part.replace(target)
-        return target
-
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        processor = pool.submit(compiled, SOURCES / "processor.cpp", [])
-        units_of = {
-            name: [pool.submit(compiled, unit, flags) for unit in units]
-            for name, flags in chosen.items()
-        }
-        libraries = [linked("processor", [processor.result()], [])]
-        libraries += [linked(x, [unit.result() for unit in units_of[x]], chosen[x]) for x in chosen]
-    return libraries
+def _link(target: Path, line: list[str], objects: list[Path]) -> Path:
+    """Link a library of objects, which knows the hash of its sources."""
+    part = target.with_suffix(f".{os.getpid()}.part")
+    stamp = [f'-DSOURCES_HASH="{sources_hash()}"', str(SOURCES / "stamp.cpp")]
+    _run([*line, *LINK_FLAGS, *stamp, *map(str, objects), "-o", str(part)])
+    part.replace(target)
+    return target
 
 
 def object_of(source: Path, line: list[str], folder: Path) -> Path:
@@ -166,7 +183,9 @@ def _run(line: list[str]) -> None:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description="Compile the CPU kernels of regard.")
-    parser.add_argument("--only", nargs="*", default=(), help="instruction sets; all by default")
+    sets = [*INSTRUCTION_SETS.get(machine(), {})]
+    parser.add_argument("--only", nargs="*", choices=sets, default=(), help="instruction sets")
+    parser.add_argument("--all", action="store_true", help="all, not only this processor's")
     parser.add_argument("--sanitize", action="store_true", help="with ASan and UBSan")
     parser.add_argument("--into", type=Path, help="the folder of the libraries")
     chosen = parser.parse_args()
@@ -175,5 +194,7 @@ if __name__ == "__main__":
         folder is None
     ):  # libraries with sanitizers can only be loaded by a process prepared for them
         folder = Path("build/kernels-sanitized") if chosen.sanitize else LIBRARIES
-    for path in build(only=tuple(chosen.only), sanitize=chosen.sanitize, into=folder):
+    for path in build(
+        only=tuple(chosen.only), every=chosen.all, sanitize=chosen.sanitize, into=folder
+    ):
         print(path)
