@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 import regard
 from regard import masks
-from regard.caches import Cache, Fixed, Ring, Streaming
+from regard.caches import Cache, Fixed, Paged, Ring, Streaming
 from regard.nn import Attention, HeadProjection, SeparateQKV
 from regard.positions import Rotary
 from regard.span import Span
@@ -219,3 +219,18 @@ def test_what_a_trace_heard_is_not_overwritten(make: Any, mask: masks.Mask) -> N
     for (k, v), then_k, then_v in zip(found, trace.every("k"), trace.every("v"), strict=True):
         assert torch.equal(k, then_k)
         assert torch.equal(v, then_v)
+
+
+@pytest.mark.parametrize(
+    "make", [Fixed, lambda slots: Paged(16, slots // 16), lambda slots: Ring(1, rewind=slots - 1)]
+)
+def test_memory_that_the_system_refuses_is_named(make: Any) -> None:
+    """A capacity costs nothing before it is used; 8 PiB are beyond every address."""
+    slots, cache, x = 1 << 50, make(1 << 50), torch.zeros(1, 1, 1, 1)
+    at = torch.tensor([[slots - 1]]) if isinstance(cache, Ring) else Span(0, 1)
+    with pytest.raises(
+        regard.ArgumentError,
+        match=rf"^a cache of {slots} slots needs 8\.00 PiB for each layer, .* a smaller max_context",
+    ) as error:
+        cache.update((x, x), at)
+    assert (error.value.argument, error.value.value) == ("max_context", slots)

@@ -298,6 +298,25 @@ def test_a_model_is_read_and_continued(model: Any) -> None:
 
 
 @pytest.mark.full
+def test_sixteen_threads_on_one_model_and_one_whose_text_does_not_fit(model: Any) -> None:
+    def work(i: int, room: int = 64) -> str:
+        options = {"max_tokens": 4, "temperature": 1.0, "seed": i % 4}
+        return "".join(model.generate("to be", cache="fixed", max_context=room, **options))
+
+    def try_to(i: int) -> str:
+        try:
+            return work(i, 5 if i == 7 else 64)
+        except regard.ArgumentError as error:
+            assert "max_context" in str(error)
+            return "refused"
+
+    alone = [work(i) for i in range(4)]
+    found = crowd(try_to, 16)
+    assert found == ["refused" if i == 7 else alone[i % 4] for i in range(16)]
+    assert len({*alone}) > 1
+
+
+@pytest.mark.full
 @pytest.mark.parametrize("cache", [None, "fixed", "paged", "quantized"])
 def test_a_text_that_was_read_once_is_continued_by_all(cache: str | None, model: Any) -> None:
     read = model.cache_prefix("to be or not to be", cache=cache, max_context=64 if cache else None)

@@ -11,10 +11,11 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 import regard
 from regard.cli import main
-from regard.cli.app import COMMANDS, _command, language_of_arguments, load
+from regard.cli.app import COMMANDS, _command, language_of_arguments, load, run
 from regard.language import use_language
 from regard.text_table import display_width
 
@@ -391,3 +392,29 @@ def test_completion_knows_commands_and_options(
         monkeypatch.setenv("COMP_WORDS", words)
         monkeypatch.setenv("COMP_CWORD", n)
         assert said(capsys).split() == [found]
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        MemoryError("Unable to allocate 5. TiB for an array"),
+        RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 5 bytes"),
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 5.00 GiB"),
+    ],
+)
+def test_refused_memory_is_one_line(error: Exception, capsys: pytest.CaptureFixture[str]) -> None:
+    class Command:
+        def main(self, **_: object) -> int:
+            raise error
+
+    assert run([], Command) == 1
+    assert " ".join(capsys.readouterr().err.split()) == f"error: not enough memory: {error}"
+
+
+def test_another_fault_is_not_taken_for_refused_memory() -> None:
+    class Command:
+        def main(self, **_: object) -> int:
+            raise RuntimeError("a fault")
+
+    with pytest.raises(RuntimeError, match="a fault"):
+        run([], Command)

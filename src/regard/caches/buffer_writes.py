@@ -1,13 +1,51 @@
-"""Writes into preallocated buffers, in place unless a gradient needs the old values."""
+"""Preallocated buffers, and writes into them, in place unless a gradient needs the old values."""
 
 from __future__ import annotations
+
+import math
+from collections.abc import Sequence
 
 import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
 from regard.caches.base import Parts
+from regard.errors import ArgumentError
+from regard.huge_pages import empty_like
 from regard.process_state import is_compiling
+from regard.units import size
+
+LARGE = 1 << 30
+"""Bytes of buffers from which a refusal of memory is foreseen."""
+
+
+def new_buffers(
+    memory: Parts, shapes: Sequence[Sequence[int]], slots: int, *, zeros: bool = False
+) -> Parts:
+    """Allocate a buffer of each shape, like the part of memory beside it, for so many slots.
+
+    Raises:
+        ArgumentError: the system refuses the memory.
+    """
+
+    def allocate() -> Parts:
+        make = torch.Tensor.new_zeros if zeros else empty_like
+        return tuple(make(x, shape) for x, shape in zip(memory, shapes, strict=True))
+
+    pairs = zip(memory, shapes, strict=True)
+    needed = sum(math.prod(shape) * x.element_size() for x, shape in pairs)
+    if needed < LARGE or is_compiling():
+        return allocate()
+    try:
+        return allocate()
+    except (MemoryError, RuntimeError) as error:
+        raise ArgumentError(
+            f"a cache of {slots} slots needs {size(needed)} for each layer, and the system "
+            "refuses this memory; choose a smaller max_context (the capacity, pages or window), "
+            'or cache="growing", which takes what the text needs',
+            argument="max_context",
+            value=slots,
+        ) from error
 
 
 def can_write_in_place(buffers: Parts, new: Parts) -> bool:

@@ -23,7 +23,7 @@ from regard.caches.base import (
     parts_of,
     positions_before,
 )
-from regard.caches.buffer_writes import can_write_in_place, write_slots
+from regard.caches.buffer_writes import can_write_in_place, new_buffers, write_slots
 from regard.caches.ring_layout import RingLayout
 from regard.caches.static import StaticSlots
 from regard.errors import ArgumentError
@@ -287,7 +287,8 @@ class Fixed(Cache):
         return slot_count(self._positions)
 
     def _allocate(self, memory: Parts) -> Parts:
-        return tuple(empty_like(m, (*m.shape[:2], self.capacity, m.shape[3])) for m in memory)
+        shapes = [(*m.shape[:2], self.capacity, m.shape[3]) for m in memory]
+        return new_buffers(memory, shapes, self.capacity)
 
     def _visible(self) -> Parts:
         n = len(self)

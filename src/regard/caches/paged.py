@@ -25,7 +25,7 @@ from regard.caches.base import (
     parts_of,
     positions_before,
 )
-from regard.caches.buffer_writes import can_write_in_place
+from regard.caches.buffer_writes import can_write_in_place, new_buffers
 from regard.caches.lazy_tensor import LazyTensor
 from regard.errors import ArgumentError
 from regard.process_state import is_compiling
@@ -138,8 +138,8 @@ class PagePool:
             )
         self.page_size, self.pages = page_size, pages
         self.parts: Parts = ()
-        self.counts = [0] * pages
-        self._free = list(range(pages - 1, -1, -1))  # pages are taken from the end
+        self.counts: list[int] = []  # of the pages that were ever taken, the first of the pool
+        self._released: list[int] = []  # those of them that are free; taken from the end
         # reentrant, since garbage collection in the locking thread may release pages
         self.lock = RLock()
         self._lazy: list[ReferenceType[LazyPagedTensor]] = []
@@ -147,7 +147,7 @@ class PagePool:
     @property
     def free(self) -> int:
         """The number of pages without references."""
-        return len(self._free)
+        return self.pages - len(self.counts) + len(self._released)
 
     @property
     def used(self) -> int:
@@ -183,9 +183,8 @@ class PagePool:
                 f"memory {actual} does not fit the pool's pages, {expected}, of which {self.used} "
                 "are in use; start a new cache for another model"
             )
-        self.parts = tuple(
-            m.new_zeros(shape) for m, (shape, *_) in zip(memory, wanted, strict=True)
-        )
+        shapes, slots = [shape for shape, *_ in wanted], self.pages * self.page_size
+        self.parts = new_buffers(memory, shapes, slots, zeros=True)
 
     def need(self, pages: int) -> None:
         """Raise unless enough pages are free.
@@ -212,10 +211,13 @@ class PagePool:
         """
         with self.lock:
             self.need(pages)
-            taken = [self._free.pop() for _ in range(pages)]
+            again = min(pages, len(self._released))
+            taken = [self._released.pop() for _ in range(again)]
             for page in taken:
                 self.counts[page] = 1
-        return taken
+            first = len(self.counts)
+            self.counts += [1] * (pages - again)
+        return [*taken, *range(first, len(self.counts))]
 
     def share(self, pages: Iterable[int]) -> None:
         """Add one reference to each page.
@@ -237,7 +239,7 @@ class PagePool:
             for page in pages:
                 self.counts[page] -= 1
                 if not self.counts[page]:
-                    self._free.append(page)
+                    self._released.append(page)
 
     def copy(self, page: int) -> int:
         """Copy a shared page to a new one, and remove one reference from the shared page.

@@ -28,6 +28,7 @@ from regard.caches.buffer_writes import (
     OverwrittenSlots,
     can_write_in_place,
     fill_slots,
+    new_buffers,
     scatter_slots,
     write_slots,
 )
@@ -208,8 +209,8 @@ class RingBase(Cache):
         if self._memory is not None:
             check_same_layout(self._memory, memory)
         self._grow(self._stop_of(positions))
-        stored = self._stored_for(positions, memory[0].device)
         buffers = self._memory if self._memory is not None else self._allocate(memory)
+        stored = self._stored_for(positions, memory[0].device)
         if isinstance(stored, ContiguousRun):
             return self._extend_run(buffers, memory, stored, slot_count(positions))
         if self._memory is None:
@@ -312,7 +313,8 @@ class RingBase(Cache):
     def _allocate(self, memory: Parts) -> Parts:
         # zeros, so that kernels need not clean up unwritten slots
         size = self._slots.size
-        return tuple(m.new_zeros((*m.shape[:2], size, m.shape[3])) for m in memory)
+        shapes = [(*m.shape[:2], size, m.shape[3]) for m in memory]
+        return new_buffers(memory, shapes, size, zeros=True)
 
     def _stop_of(self, positions: Positions) -> int:
         """Return a position behind all of these; where reading them costs, the size of the ring."""

@@ -257,10 +257,20 @@ def _run(arguments: Sequence[str], make: Callable[[], Any], program: str) -> int
         return 1
     except Exception as error:
         # typer's usage errors, whichever copy of click it brings
-        if not hasattr(error, "format_message"):
+        if hasattr(error, "format_message"):
+            return _print_usage_error(error)
+        if not _is_about_memory(error):
             raise
-        return _print_usage_error(error)
+        _print_error(translate("not enough memory: {reason}", reason=error_text(error)))
+        return 1
     return code if isinstance(code, int) else 0
+
+
+def _is_about_memory(error: Exception) -> bool:
+    """Return whether the system refused memory to Python, numpy or torch (CPU or GPU)."""
+    said = str(error)
+    torch_says = "can't allocate memory" in said or "out of memory" in said
+    return isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and torch_says)
 
 
 def _print_usage_error(error: Any) -> int:
