@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.machines import COMMANDS, EXIT, ROWS, Row
-from tests.mutants import ROOT
+from tests.mutants import ROOT, commit
 from tests.mutants.runs import COMPILED, compile_kernels, copy_tree
 
 ASK = """
@@ -102,7 +102,7 @@ def run_row(row: Row, tests: Sequence[str], pythons: Sequence[str], limit: float
     start = time.monotonic()
     result = {
         "date": datetime.now(UTC).strftime("%Y-%m-%d"),
-        "commit": _commit(),
+        "commit": commit(),
         "tests": " ".join(tests),
         "not_here": "",
         "failures": [],
@@ -121,16 +121,6 @@ def run_row(row: Row, tests: Sequence[str], pythons: Sequence[str], limit: float
         finally:
             machine.make_writable()
     return result | {"seconds": round(time.monotonic() - start)}
-
-
-def _commit() -> str:
-    """The commit of the checkout, with a plus sign if the package or the tests differ from it."""
-    git = ["git", "-C", str(ROOT)]
-    head = subprocess.run(
-        [*git, "rev-parse", "--short=8", "HEAD"], capture_output=True, check=False
-    )
-    changed = subprocess.run([*git, "diff", "--quiet", "HEAD", "--", "src", "tests"], check=False)
-    return head.stdout.decode().strip() + "+" * (changed.returncode == 1)
 
 
 class _Machine:

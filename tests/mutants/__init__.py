@@ -7,12 +7,23 @@ moves or rewrites that code carries its mutants along; who deletes a test runs t
 
 from __future__ import annotations
 
+import subprocess
 import tomllib
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
+
+
+def commit() -> str:
+    """The commit of the checkout, with a plus sign if the package or the tests differ from it."""
+    git = ["git", "-C", str(ROOT)]
+    head = subprocess.run(
+        [*git, "rev-parse", "--short=8", "HEAD"], capture_output=True, check=False
+    )
+    changed = subprocess.run([*git, "diff", "--quiet", "HEAD", "--", "src", "tests"], check=False)
+    return head.stdout.decode().strip() + "+" * (changed.returncode == 1)
 
 
 @dataclass(frozen=True)

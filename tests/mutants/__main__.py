@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import datetime as dt
 import json
 import os
 import sys
@@ -11,7 +12,7 @@ from collections import Counter
 from dataclasses import asdict
 from pathlib import Path
 
-from tests.mutants import ROOT, Mutant, read_mutants
+from tests.mutants import ROOT, Mutant, commit, read_mutants
 from tests.mutants.runs import (
     EQUIVALENT,
     KILLED,
@@ -60,8 +61,7 @@ def main(arguments: list[str]) -> int:
             seconds = f"{verdict.seconds:.0f} s"
             print(f"{mutant.name}: {verdict.status}, {seconds} {verdict.why}", flush=True)
             if options.json:
-                results = {name: asdict(x) for name, x in sorted(stored.items())}
-                options.json.write_text(json.dumps(results, indent=1) + "\n", "utf-8")
+                write_results(options.json, stored)
     return report([stored[mutant.name] for mutant in mutants])
 
 
@@ -84,7 +84,16 @@ def read_results(path: Path | None) -> dict[str, Verdict]:
     """The stored results by the names of the mutants."""
     if path is None or not path.exists():
         return {}
-    return {name: Verdict(**x) for name, x in json.loads(path.read_text("utf-8")).items()}
+    rows = json.loads(path.read_text("utf-8"))["rows"]
+    return {name: Verdict(**x) for name, x in rows.items()}
+
+
+def write_results(path: Path, stored: dict[str, Verdict]) -> None:
+    """Write the results and how many mutants have each; docs/reliability.md shows the counts."""
+    counts = Counter(x.status for x in stored.values())
+    facts = {"date": f"{dt.date.today()}", "commit": commit(), "mutants": len(stored), **counts}
+    rows = {name: asdict(x) for name, x in sorted(stored.items())}
+    path.write_text(json.dumps({**facts, "rows": rows}, indent=1) + "\n", "utf-8")
 
 
 def report(verdicts: list[Verdict]) -> int:

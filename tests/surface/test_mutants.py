@@ -106,8 +106,10 @@ def test_what_becomes_of_a_mutant(tmp_path: Path) -> None:
     assert b"a.killed" not in done.stdout
     assert b"a.twice" in done.stdout
     stored = json.loads((tree / "results").read_text("utf-8"))
-    found = {name.removeprefix("a."): (x["status"], x["why"]) for name, x in stored.items()}
+    rows = stored["rows"]
+    found = {name.removeprefix("a."): (x["status"], x["why"]) for name, x in rows.items()}
     assert found == BECAME
+    assert (stored["mutants"], stored[KILLED], stored[SURVIVED]) == (len(BECAME), 2, 1)
 
 
 def test_every_mutant_can_be_applied(root: Path) -> None:
@@ -126,7 +128,7 @@ def test_the_command_lists_what_was_changed(
     asked = [mutant.name, "--list", "--changed", "--json", str(stored)]
     assert main(asked) == 0
     assert capsys.readouterr().out == f"{mutant.name}  {mutant.file}\n"
-    stored.write_text(json.dumps({mutant.name: verdict}), "utf-8")
+    stored.write_text(json.dumps({"rows": {mutant.name: verdict}}), "utf-8")
     assert main(asked) == 0
     assert capsys.readouterr().out == ""
     assert main(["--list", "--package", mutant.package]) == 0
