@@ -268,8 +268,8 @@ def _run(arguments: Sequence[str], make: Callable[[], Any], program: str) -> int
 
 def _is_about_memory(error: Exception) -> bool:
     """Return whether the system refused memory to Python, numpy or torch (CPU or GPU)."""
-    said = str(error)
-    torch_says = "can't allocate memory" in said or "out of memory" in said
+    message = str(error)
+    torch_says = "can't allocate memory" in message or "out of memory" in message
     return isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and torch_says)
 
 

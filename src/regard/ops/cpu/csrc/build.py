@@ -138,9 +138,9 @@ def _objects_folder() -> Iterator[Path]:
         with tempfile.TemporaryDirectory() as folder:
             yield Path(folder)
         return
-    kept = root / "build" / "kernels"
-    kept.mkdir(parents=True, exist_ok=True)
-    yield kept
+    objects = root / "build" / "kernels"
+    objects.mkdir(parents=True, exist_ok=True)
+    yield objects
 
 
 def _sets_of_processor(library: Path, sets: Iterable[str]) -> list[str]:
