@@ -245,6 +245,13 @@ def test_wrong_usage_exits_with_2_and_says_why(
     assert captured.out == ""
 
 
+def test_beams_are_refused_a_sampler_before_a_model_is_read(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert run(["generate", PROMPT, "--beams", "2", "--temperature", "1", "--model", "/no"]) == 2
+    assert "beam search takes no sampler" in " ".join(capsys.readouterr().err.split())
+
+
 def test_help_has_an_example_that_runs(said: Said) -> None:
     out = " ".join(said("generate", "--help").split())
     assert 'regard generate "Return the" --max-tokens 40 --temperature 0.8 --seed 1' in out

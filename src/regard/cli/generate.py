@@ -131,6 +131,25 @@ def figures(batch: BatchGeneration) -> dict[str, object]:
     }
 
 
+def _check_encoder_decoder(options: Any) -> None:
+    """Raise for what an encoder-decoder, which is read by beams or by one, does not have."""
+    from regard.models.generation.beam_search import check_beam_options
+
+    if options.cuda_graph:
+        raise usage_error(
+            "--cuda-graph",
+            "captures the step of a decoder, and this model is an encoder-decoder; leave "
+            "--cuda-graph out",
+        )
+    if options.speculates:
+        raise usage_error(
+            None,
+            "--speculate and --draft propose tokens to a decoder, and this model is an "
+            "encoder-decoder; leave them out",
+        )
+    check_beam_options(options)
+
+
 def beam_search(
     model: Model, texts: list[str], options: Any, beams: int, length_penalty: float
 ) -> dict[str, Any]:
@@ -283,6 +302,7 @@ def generate(
         CacheConfig,
         GenerationOptions,
     )
+    from regard.models.generation.beam_search import check_beam_options
     from regard.nn import stack_experts
 
     with _over_ranks(parallel):
@@ -300,6 +320,8 @@ def generate(
             bool(reading.special),
             **proposals.chosen(load_options),
         )
+        if beams is not None:
+            check_beam_options(options)
         loaded = load(model, replace(load_options, weights=weights))
         if isinstance(loaded, TextEncoder):
             raise usage_error(
@@ -308,18 +330,7 @@ def generate(
                 name=repr(model),
             )
         if not isinstance(loaded, Model):
-            if cuda_graph:
-                raise usage_error(
-                    "--cuda-graph",
-                    "captures the step of a decoder, and this model is an encoder-decoder; leave "
-                    "--cuda-graph out",
-                )
-            if options.speculates:
-                raise usage_error(
-                    None,
-                    "--speculate and --draft propose tokens to a decoder, and this model is an "
-                    "encoder-decoder; leave them out",
-                )
+            _check_encoder_decoder(options)
             generate_seq2seq(
                 loaded, reading.read(loaded, texts), max_tokens, beams or 1, length_penalty, json
             )

@@ -256,6 +256,28 @@ class BeamSearchResult:
 
 
 @torch.inference_mode()
+def check_beam_options(options: GenerationOptions) -> None:
+    """Raise if the options name what beams do not have."""
+    unused = {
+        "temperature": not options.sampling.greedy,
+        "repetition_penalty": options.sampling.repetition_penalty != 1,
+        "stop": bool(options.stop),
+    }
+    for name in (name for name, is_set in unused.items() if is_set):
+        raise ArgumentError(
+            "beam search takes no sampler and no stop string; leave out temperature, "
+            "repetition_penalty and stop, or leave out beams",
+            argument=name,
+        )
+    options.refuse_proposals("beam search writes several")
+    if options.cuda_graph:
+        raise ArgumentError(
+            "cuda_graph captures steps whose rows stay in their places, and beam search moves "
+            "them; leave out cuda_graph, or leave out beams",
+            argument="cuda_graph",
+        )
+
+
 def beam_search_text(
     model: LanguageModel,
     prompt: Prompt,
@@ -288,24 +310,7 @@ def beam_search_text(
     >>> best.score >= second.score
     True
     """
-    unused = {
-        "temperature": not options.sampling.greedy,
-        "repetition_penalty": options.sampling.repetition_penalty != 1,
-        "stop": bool(options.stop),
-    }
-    for name in (name for name, is_set in unused.items() if is_set):
-        raise ArgumentError(
-            "beam search takes no sampler and no stop string; leave out temperature, "
-            "repetition_penalty and stop, or leave out beams",
-            argument=name,
-        )
-    options.refuse_proposals("beam search writes several")
-    if options.cuda_graph:
-        raise ArgumentError(
-            "cuda_graph captures steps whose rows stay in their places, and beam search moves "
-            "them; leave out cuda_graph, or leave out beams",
-            argument="cuda_graph",
-        )
+    check_beam_options(options)
     cache_config, ids = (
         options.cache_config or CacheConfig(),
         encode_prompt(model, prompt, special=options.special),
