@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from tokenizers import decoders, models, pre_tokenizers, processors
 from torch import Tensor
 
 import regard
+from regard.cli.app import run
 from regard.errors import FileError
 from regard.models import EncoderDecoder, Seq2Seq
 from regard.models.families import family
@@ -154,6 +156,26 @@ def test_folders(network: EncoderDecoder, tmp_path: Path) -> None:
     made = regard.load(tmp_path, kind=Seq2Seq)
     assert (made.start, made.eos_ids) == (4, frozenset({1}))
     assert isinstance(made.generate("a b", max_tokens=3), str)
+
+
+def test_the_command_reads_it_by_beams_and_refuses_what_only_a_decoder_has(
+    network: EncoderDecoder, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save(network, CONFIG, tmp_path)
+    tokenizer().save(tmp_path)
+    command = ["generate", "a b", "d", "--model", str(tmp_path), "--max-tokens", "3"]
+    assert run([*command, "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert [row["text"] for row in told["rows"]] == regard.load(tmp_path).generate(
+        ["a b", "d"], max_tokens=3
+    )
+    for options, said in (
+        (["--temperature", "0.5"], "takes no sampler"),
+        (["--cuda-graph"], "captures the step of a decoder"),
+        (["--speculate", "lookup"], "propose tokens to a decoder"),
+    ):
+        assert run([*command, *options]) == 2
+        assert said in " ".join(capsys.readouterr().err.split())
 
 
 def test_errors(model: Seq2Seq, network: EncoderDecoder) -> None:
