@@ -282,17 +282,52 @@ def fuzz(*, chinese: bool) -> str:
     return f"{found['date']}:\n\n{table(head, [[str(x) for x in row]])}"
 
 
-def others(*, chinese: bool) -> str:
-    """Whether the figures of mutants and machines are there, with what they say."""
+def mutants(*, chinese: bool) -> str:
+    """How many mutants of each package the tests noticed."""
+    found = read("mutants")
+    if found is None:
+        return "未测量。" if chinese else "Not measured."
+    head = ["package", "mutants", "killed by the quick run", "by the full run", "equivalent"]
+    head += ["survived, or not run"]
+    if chinese:
+        head = ["包", "变异体", "被快速运行发现", "被完整运行发现", "等价", "未发现或未运行"]
+    statuses = ("killed", "killed by the full selection", "equivalent")
+    rows, packages = [], sorted({name.partition(".")[0] for name in found["rows"]})
+    for package in [*packages, ""]:
+        mine = [x["status"] for name, x in found["rows"].items() if name.startswith(package)]
+        counts = [mine.count(status) for status in statuses]
+        name = package or ("合计" if chinese else "all")
+        rows.append([name, *map(str, [len(mine), *counts, len(mine) - sum(counts)])])
+    return f"{found['date']}, {found['commit']}:\n\n{table(head, rows)}"
+
+
+def machines(*, chinese: bool) -> str:
+    """What became of the tests on each other machine."""
+    found = read("machines")
+    if found is None:
+        return "未测量。" if chinese else "Not measured."
+    head = ["machine", "Python", "kernels", "commands", "passed", "failed", "skipped", "commit"]
+    if chinese:
+        head = ["机器", "Python", "内核", "命令", "通过", "失败", "跳过", "提交"]
+    keys = ("python", "kernels", "commands", "passed", "failed", "skipped", "commit")
     rows = []
-    for name in ("mutants", "machines"):
-        found = read(name)
-        said = "未测量" if chinese else "not measured"
-        if found is not None:
-            plain = {key: x for key, x in found.items() if isinstance(x, str | int | float)}
-            said = ", ".join(f"{key} {x}" for key, x in plain.items())
-        rows.append([f"`python -m tests.{name}`", said])
-    return table(["命令", "最近的数字"] if chinese else ["command", "last figures"], rows)
+    for name, row in found["rows"].items():
+        absent = [row["not_here"], *[""] * 5, row["commit"]]
+        rows.append([name, *(absent if row["not_here"] else [str(row[key]) for key in keys])])
+    return f"{found['date']}:\n\n{table(head, rows)}"
+
+
+def endurance(*, chinese: bool) -> str:
+    """What a process held at the start and at the end of many texts."""
+    found = read("endurance")
+    if found is None:
+        return "未测量。" if chinese else "Not measured."
+    head = ["model", "seconds", "texts", "tensors", "Python's objects", "resident MiB"]
+    if chinese:
+        head = ["模型", "秒", "文本", "张量", "Python 对象", "常驻内存 MiB"]
+    held = [", ".join(map(str, found[key])) for key in ("tensors", "objects", "resident MiB")]
+    row = [found["model"], str(found["seconds"]), str(found["texts"]), *held]
+    return f"{found['date']}:\n\n{table(head, [row])}"
 
 
 def ledger(*, chinese: bool) -> str:
@@ -313,7 +348,14 @@ def ledger(*, chinese: bool) -> str:
     return table(head, rows)
 
 
-TABLES = {"faults": faults, "fuzz": fuzz, "others": others, "ledger": ledger}
+TABLES = {
+    "faults": faults,
+    "fuzz": fuzz,
+    "mutants": mutants,
+    "machines": machines,
+    "endurance": endurance,
+    "ledger": ledger,
+}
 
 
 def filled(text: str, *, chinese: bool) -> str:

@@ -15,13 +15,12 @@ from regard.ops.cpu.instruction_sets import (
     FOLDER,
     INSTRUCTION_SETS,
     NONE,
-    SOURCES,
     VARIABLE,
     KernelLibraryError,
     instruction_set,
 )
 from tests.kernels import require_kernels
-from tests.ops.cpu.compiled import BUILD, compiler, run
+from tests.ops.cpu.compiled import BUILD, run
 
 PACKAGE = Path(regard.__file__).parent
 ROOT = Path(__file__).parents[3]
@@ -200,15 +199,6 @@ def test_an_installation_compiles_the_sets_of_its_processor_and_a_wheel_all(
     assert own == [x for x in every if x == "processor" or x in usable()]
     monkeypatch.setattr(BUILD, "_link", lambda *_: Path(__file__))  # no library: not to be asked
     assert len(BUILD.build(into=tmp_path)) == len(every)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("name", ["x86-64-v4", "x86-64-v4-bf16"])
-def test_the_sources_of_other_processors_compile(name: str) -> None:
-    if BUILD.machine() != "x86_64":
-        pytest.skip("flags of x86-64")
-    line = [*BUILD.FLAGS, *BUILD.INSTRUCTION_SETS["x86_64"][name], "-fsyntax-only"]
-    run(*compiler(), *line, '-DSOURCES_HASH=""', *sorted(SOURCES.glob("*.cpp")))
 
 
 def test_what_the_compiler_refuses_is_shown(
