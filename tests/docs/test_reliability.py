@@ -30,3 +30,4 @@ def test_what_was_not_measured_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     measured = {name: make for name, make in reliability_page.TABLES.items() if name != "ledger"}
     assert {make(chinese=False) for make in measured.values()} == {"Not measured."}
     assert {make(chinese=True) for make in measured.values()} == {"未测量。"}
+    assert "not looked for" in reliability_page.ledger(chinese=False)
