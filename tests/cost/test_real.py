@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from regard.caches import Ring
 from regard.configs.reader import parse, read_sizes
 from regard.cost.compressed import CompressedSpec
 from regard.cost.latent import LatentSpec
@@ -52,13 +53,15 @@ DECODERS = [
 @pytest.mark.parametrize("name", DECODERS)
 @pytest.mark.parametrize(("tokens", "rows"), [(21, 1), (3, 2)])
 def test_bytes_of_real_caches(name: str, tokens: int, rows: int) -> None:
-    """Three windows and more, and less than one, when a ring has room for the rest already; fp32,
-    as the weights are.
+    """Three windows and more, and less than one, when a ring has room for the rest already, or for
+    its first slots; fp32, as the weights are.
     """
     report = CostReport(read_sizes(TINY[name], name), Setting(tokens, rows, "fp32"))
     rings = [m for m in report.model.mixers if isinstance(m, SoftmaxSpec | CompressedSpec)]
     room = sum(
-        4 * max(0, (m.window or 0) - tokens) * sum(heads * dim for heads, dim in m.cached(1).parts)
+        4
+        * max(0, min(m.window or 0, Ring.min_slots) - tokens)
+        * sum(heads * dim for heads, dim in m.cached(1).parts)
         for m in rings
     )
     assert report.kv_bytes + rows * room == read(TINY[name], tokens, rows=rows).bytes
