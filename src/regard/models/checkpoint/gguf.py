@@ -203,7 +203,7 @@ class GgufModel:
             is_plain = any(x in tensors[0].name for x in _PLAIN)
             is_matrix = len(tensors) == 1 and len(tensors[0].shape) == 2 and not is_plain
             if self.columns(name) is not None:  # whole groups change places
-                is_matrix &= self.config["linear_value_head_dim"] % INT4_BLOCK == 0
+                is_matrix &= self._size("linear_value_head_dim") % INT4_BLOCK == 0
             if own is not None and form in (None, own) and is_matrix and parameters:
                 records |= dict.fromkeys(parameters, name)
             else:
@@ -276,8 +276,8 @@ class GgufModel:
         if self.architecture.tiled_values and (".linear_attn." in name):
             return self._value_rows(name, count)
         if self.architecture.gated_queries and name.endswith("attn.q_proj.weight"):
-            H = self.config["num_attention_heads"]
-            if H < 1 or count < 1 or count % (2 * H):
+            H = self._size("num_attention_heads")
+            if count < 1 or count % (2 * H):
                 raise self._uneven(name, count, H)
             return torch.arange(count, device="cpu").view(H, 2, -1).transpose(0, 1).flatten()
         if not self.architecture.pairs:
@@ -285,8 +285,8 @@ class GgufModel:
         part = next((x for x in ("q_proj", "k_proj") if f".{x}." in name), None)
         if part is None:
             return None
-        heads = self.config[f"num_{'attention' if part == 'q_proj' else 'key_value'}_heads"]
-        if heads < 1 or count < 1 or count % (2 * heads):
+        heads = self._size(f"num_{'attention' if part == 'q_proj' else 'key_value'}_heads")
+        if count < 1 or count % (2 * heads):
             raise self._uneven(name, count, heads)
         return torch.arange(count, device="cpu").view(heads, -1, 2).mT.flatten()
 
@@ -295,9 +295,9 @@ class GgufModel:
         part = name.rsplit(".linear_attn.")[1]
         if part in ("norm.weight", "out_proj.weight"):
             return None
-        N, width = self.config["linear_num_value_heads"], self._value_width()
+        N, width = (self._size(f"linear_{x}") for x in ("num_value_heads", "value_head_dim"))
         before = count - N * width if part.startswith(("in_proj_qkv", "conv1d")) else 0
-        if N < 1 or not 0 <= before < count or (count - before) % N:
+        if not 0 <= before < count or (count - before) % N:
             raise self._uneven(name, count, N)
         places = torch.arange(count - before, device="cpu").view(N, -1)
         order = before + places[self._value_heads()].flatten()
@@ -310,14 +310,19 @@ class GgufModel:
 
     def _value_heads(self) -> Tensor:
         """Return the places in the file of value heads in the order of their key heads."""
-        N, G = (self.config[f"linear_num_{x}_heads"] for x in ("value", "key"))
-        if type(G) is not int or G < 1 or N < 1 or N % G:
-            raise invalid_gguf(self.header.file, f"{N} value heads for {short_repr(G)} key heads")
+        N, G = (self._size(f"linear_num_{x}_heads") for x in ("value", "key"))
+        if N % G:
+            raise invalid_gguf(self.header.file, f"{N} value heads for {G} key heads")
         return torch.arange(N, device="cpu").view(-1, G).T.flatten()
 
-    def _value_width(self) -> int:
-        width: int = self.config["linear_value_head_dim"]
-        return width
+    def _size(self, key: str) -> int:
+        """Return a number of the config, which a damaged file may lack."""
+        size = self.config.get(key)
+        if type(size) is not int or size < 1:
+            raise invalid_gguf(
+                self.header.file, f"its tensors need {key}, which is {short_repr(size)}"
+            )
+        return size
 
     def _fused_rows(self, name: str, count: int) -> Tensor:
         """Return the order in which each key head follows its queries, and its value head it."""
