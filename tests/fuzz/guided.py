@@ -157,7 +157,7 @@ class Fuzzer:
             print(f"FOUND {self.bad[place]!r}", file=sys.__stderr__, flush=True)
 
 
-def child(root: Path, seconds: int, only: str, seed: int) -> None:
+def child(root: Path, limit: str, only: str, seed: int) -> None:
     """Fuzz in this process, until libFuzzer ends it; the counts are written every few seconds."""
     import atheris
 
@@ -169,19 +169,19 @@ def child(root: Path, seconds: int, only: str, seed: int) -> None:
     given = read_corpus(fuzzer.names) or [encode(n, 0, []) for n in range(len(fuzzer.names))]
     for number, data in enumerate(given):
         (kept / f"{number:06d}").write_bytes(data)
-    told = time.monotonic()
+    told, known = time.monotonic(), 0
 
     def one(data: bytes) -> None:
-        nonlocal told
+        nonlocal told, known
         fuzzer.run(data)
-        if time.monotonic() - told > 2:
-            told = time.monotonic()
+        if time.monotonic() - told > 2 or len(fuzzer.bad) > known:
+            told, known = time.monotonic(), len(fuzzer.bad)
             facts = dict(fuzzer.counts), list(fuzzer.bad.values()), fuzzer.slowest, fuzzer.names
             (root / "facts.new").write_text(json.dumps(facts))
             (root / "facts.new").replace(root / "facts.json")
 
     options = [
-        f"-max_total_time={seconds}",
+        limit,
         f"-seed={seed}",
         "-max_len=26",
         "-timeout=120",
@@ -195,8 +195,9 @@ def child(root: Path, seconds: int, only: str, seed: int) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seconds", type=int, default=120)
+    parser.add_argument("--cases", type=int, help="so many cases, instead of a time")
     parser.add_argument(
-        "--seed", type=int, default=1, help="0 draws one; CI always has the same (default: 1)"
+        "--seed", type=int, default=0, help="what the cases depend on; 0 draws one (default)"
     )
     parser.add_argument("--only", default="", help="a part of the name of targets")
     parser.add_argument("--keep", action="store_true", help="write the corpus again")
@@ -204,15 +205,19 @@ def main() -> None:
     parser.add_argument("--child", type=Path, help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.child:
-        child(given.child, given.seconds, given.only, given.seed)
+        limit = f"-max_total_time={given.seconds}"
+        if given.cases is not None:
+            limit = f"-runs={given.cases}"
+        child(given.child, limit, given.only, given.seed)
         return
     with tempfile.TemporaryDirectory(dir="/dev/shm" if Path("/dev/shm").is_dir() else None) as root:
         command = [sys.executable, "-m", "tests.fuzz.guided", "--child", root]
         command += ["--seconds", str(given.seconds), "--only", given.only]
         command += ["--seed", str(given.seed)]
-        done = subprocess.run(
-            command, env=os.environ | {"OMP_NUM_THREADS": "1"}, stderr=subprocess.PIPE, text=True
-        )
+        if given.cases is not None:
+            command += ["--cases", str(given.cases)]
+        fixed = {"OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "0"}
+        done = subprocess.run(command, env=os.environ | fixed, stderr=subprocess.PIPE, text=True)
         facts = _facts(Path(root), done, keep=given.keep)
     print(json.dumps(facts, indent=1))
     if given.json:
