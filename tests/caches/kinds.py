@@ -98,14 +98,12 @@ def _quantized(B: int, n: int) -> int:
 class GrowingRing(Ring):
     """A ring that begins with one slot, as one of 257 positions begins with 256."""
 
-    kind = "ring that grows"
     min_slots = 1
 
 
 class GrowingStreaming(Streaming):
     """The same with sinks."""
 
-    kind = "streaming that grows"
     min_slots = 1
 
 
