@@ -226,7 +226,8 @@ def test_what_a_trace_heard_is_not_overwritten(make: Any, mask: masks.Mask) -> N
 )
 def test_memory_that_the_system_refuses_is_named(make: Any) -> None:
     """A capacity costs nothing before it is used; 8 PiB are beyond every address."""
-    slots, cache, x = 1 << 50, make(1 << 50), torch.zeros(1, 1, 1, 1)
+    slots = 1 << 50
+    cache, x = make(slots), torch.zeros(1, 1, 1, 1)
     at = torch.tensor([[slots - 1]]) if isinstance(cache, Ring) else Span(0, 1)
     with pytest.raises(
         regard.ArgumentError,

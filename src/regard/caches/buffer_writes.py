@@ -16,7 +16,7 @@ from regard.process_state import is_compiling
 from regard.units import size
 
 LARGE = 1 << 30
-"""Bytes of buffers from which a refusal of memory is foreseen."""
+"""Bytes of buffers from which an error of their allocation is one of memory."""
 
 
 def new_buffers(
@@ -34,11 +34,13 @@ def new_buffers(
 
     pairs = zip(memory, shapes, strict=True)
     needed = sum(math.prod(shape) * x.element_size() for x, shape in pairs)
-    if needed < LARGE or is_compiling():
+    if is_compiling():
         return allocate()
     try:
         return allocate()
-    except (MemoryError, RuntimeError) as error:
+    except (MemoryError, RuntimeError, ValueError) as error:
+        if needed < LARGE:
+            raise
         raise ArgumentError(
             f"a cache of {slots} slots needs {size(needed)} for each layer, and the system "
             "refuses this memory; choose a smaller max_context (the capacity, pages or window), "
