@@ -60,3 +60,10 @@ class FileError(RegardError, OSError):
 
 class ParallelError(RegardError, RuntimeError):
     """A message between ranks failed; the error names this rank, the call and its step."""
+
+
+def is_out_of_memory(error: Exception) -> bool:
+    """Return whether the system refused memory to Python, numpy or torch (CPU or GPU)."""
+    message = str(error)
+    torch_says = "can't allocate memory" in message or "out of memory" in message
+    return isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and torch_says)

@@ -16,7 +16,7 @@ from typer.core import TyperArgument, TyperCommand, TyperGroup
 from regard import __version__
 from regard.cli._help_page import argument_name, help_page
 from regard.did_you_mean import did_you_mean, suggest
-from regard.errors import ArgumentError, ArgumentTypeError, RegardError
+from regard.errors import ArgumentError, ArgumentTypeError, RegardError, is_out_of_memory
 from regard.language import (
     LANGUAGES,
     check_language,
@@ -259,18 +259,11 @@ def _run(arguments: Sequence[str], make: Callable[[], Any], program: str) -> int
         # typer's usage errors, whichever copy of click it brings
         if hasattr(error, "format_message"):
             return _print_usage_error(error)
-        if not _is_about_memory(error):
+        if not is_out_of_memory(error):
             raise
         _print_error(translate("not enough memory: {reason}", reason=error_text(error)))
         return 1
     return code if isinstance(code, int) else 0
-
-
-def _is_about_memory(error: Exception) -> bool:
-    """Return whether the system refused memory to Python, numpy or torch (CPU or GPU)."""
-    message = str(error)
-    torch_says = "can't allocate memory" in message or "out of memory" in message
-    return isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and torch_says)
 
 
 def _print_usage_error(error: Any) -> int:
