@@ -302,10 +302,18 @@ def read_slowly(address: tuple[str, int], host: str) -> socket.socket:
 
 
 def test_who_reads_no_answer_leaves_the_place_to_others(recording: Recording) -> None:
+    """Each place is taken by one who is being answered and does not read; the server waits with the
+    rest of the answer, and gives one of the places away.
+    """
     with Server(ViewSession(recording), "127.0.0.1", 0, "en", Limits(connections=4)) as server:
         host = server.origin.removeprefix("http://")
         address = ("127.0.0.1", int(host.rpartition(":")[2]))
-        deaf = [read_slowly(address, host) for _ in range(12)]
+        deaf = [read_slowly(address, host) for _ in range(4)]
+        held = server._server.server_state.connections
+        until = time.monotonic() + 20
+        while sum(x.flow.write_paused for x in list(held)) < 4 and time.monotonic() < until:
+            time.sleep(0.01)
+        assert [x.flow.write_paused for x in list(held)] == [True] * 4
         assert status(f"{server.origin}/meta", server.token) == 200
     for one in deaf:
         one.close()

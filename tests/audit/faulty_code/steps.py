@@ -37,6 +37,19 @@ def unnormalized(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     return torch.softmax(scores, -1) @ v, scores.exp()
 
 
+def one_more(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Right, but the weights that it returns leave a share to a key that is not there."""
+    scores = q @ k.mT / math.sqrt(q.shape[-1])
+    return torch.softmax(scores, -1) @ v, scores.exp() / (1 + scores.exp().sum(-1, keepdim=True))
+
+
+class BrainScores(Right):
+    """Scores are computed in bfloat16, whatever the dtype of the tokens."""
+
+    def score(self, q: Tensor, k: Tensor) -> Tensor:
+        return super().score(q.bfloat16(), k.bfloat16()).to(q.dtype)
+
+
 class NaiveSoftmax(Right):
     """exp without subtracting the largest."""
 

@@ -39,6 +39,8 @@ FAULTY_CODE = (
     wrong(steps.OverHeads, "softmax-axis", **SIZES),
     wrong(steps.columns, "softmax-axis"),
     wrong(steps.unnormalized, "weights-sum"),
+    wrong(steps.one_more, "weights-sum"),
+    wrong(steps.BrainScores, "precision-lost", **SIZES),
     wrong(steps.NaiveSoftmax, "softmax-overflow", **SIZES),
     wrong(steps.Tiled, "gqa-head-order", **GROUPED),
     wrong(steps.TiledTwiceScaled, "gqa-head-order", "scale-twice", **GROUPED),

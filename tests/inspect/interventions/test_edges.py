@@ -131,7 +131,7 @@ def test_patching_of_edges_equals_the_loop() -> None:
     base = float(plain[11] - plain[40])
     for receiver, name in (
         (("layers.2", 3, "q"), "layers.2.q.3"),
-        (("layers.1", 3, "k"), "layers.1.k.1"),
+        (("layers.1", 2, "k"), "layers.1.k.1"),
         (("layers.1", 0, "mlp"), "layers.1.mlp"),
         (None, "logits"),
     ):
