@@ -20,6 +20,7 @@ from regard.models.checkpoint.config import read_config
 from regard.models.families import FAMILIES, family
 from regard.nn import Attention, Block, CausalConvolution
 from regard.nn.blocks.mixer_block import ParallelMixers, Tokenwise
+from regard.nn.blocks.ngrams import NGramBlock
 from regard.nn.mixer import Mixer
 from regard.positions import LearnedPositions
 from tests.cost.tiny import ENCODER_DECODERS, ENCODERS, TINY
@@ -240,6 +241,8 @@ def test_specs_of_every_layer_are_those_of_the_built_modules(name: str, context:
             built = []  # a feed-forward layer
         if isinstance(block.feed_forward, Mixer):
             built.append(block.feed_forward)
+        if isinstance(block, NGramBlock):
+            built.append(block.grams)
         for module, ours in zip((part.spec for part in built), layer.mixers, strict=True):
             assert type(module) is type(ours)
             assert module.weights.total == ours.weights.total

@@ -41,7 +41,7 @@ MODEL_TYPES = {
     "phi": "phi phi3 phimoe",
     "qwen": (
         "qwen2 qwen2_moe qwen3 qwen3_5 qwen3_5_moe "
-        "qwen3_5_moe_text qwen3_5_text qwen3_moe qwen3_next"
+        "qwen3_5_moe_text qwen3_5_text qwen3_moe qwen3_next qwen4_exp qwen4_exp_text"
     ),
     "regard": "regard",
     "rwkv": "rwkv",

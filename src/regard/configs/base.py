@@ -19,7 +19,7 @@ Raw: TypeAlias = Mapping[str, object]
 """The parsed content of a config.json."""
 _KV_HEADS: dict[object, int] = {
     **dict.fromkeys(("ernie4_5", "glm", "glm4", "qwen3_next", "starcoder2"), 2),
-    **dict.fromkeys(("qwen3_5_moe", "qwen3_5_moe_text"), 2),
+    **dict.fromkeys(("qwen3_5_moe", "qwen3_5_moe_text", "qwen4_exp", "qwen4_exp_text"), 2),
     **dict.fromkeys(("gemma2", "qwen3_5", "qwen3_5_text", "qwen3_moe", "smollm3"), 4),
     **dict.fromkeys(("ernie4_5_moe", "granite_swa", "mimo_v2_flash", "minimax_m3_vl_text"), 4),
     **dict.fromkeys(("lfm2", "lfm2_moe"), 8),
@@ -35,7 +35,7 @@ _HEAD_DIMS: dict[object, int] = {
     **dict.fromkeys(("hy_v3", "minimax_m3_vl_text", "ministral3", "qwen3", "seed_oss"), 128),
     **dict.fromkeys(("qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe"), 256),
     "mimo_v2_flash": 192,
-    "qwen3_5_moe_text": 256,
+    **dict.fromkeys(("qwen3_5_moe_text", "qwen4_exp", "qwen4_exp_text"), 256),
 }
 ABSENT_SIZES: Mapping[str, Mapping[object, int]] = {
     "num_key_value_heads": _KV_HEADS,

@@ -306,5 +306,5 @@ class Gemma3nConfig(Gemma3Config):
             model,
             layers=(replace(layers[0], feed_forward=first), *layers[1:]),
             norms=model.norms + ParameterCounts(norms=width),
-            token_tables=(self.vocab_size_per_layer_input, L * width),
+            token_tables=(self.vocab_size_per_layer_input, L * width, 1),
         )

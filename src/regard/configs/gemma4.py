@@ -217,5 +217,5 @@ class Gemma4Config(GroupedQueryConfig):
             model,
             layers=tuple(layers),
             norms=model.norms + ParameterCounts(norms=P),
-            token_tables=(self.vocab_size_per_layer_input, L * P),
+            token_tables=(self.vocab_size_per_layer_input, L * P, 1),
         )

@@ -1,15 +1,21 @@
-"""The configs of Qwen 2 to 3.5, with and without experts."""
+"""The configs of Qwen 2 to 3.5, with and without experts, and of Qwen4-Exp."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from regard.configs.base import FULL, Raw, rename_keys
+from regard.argument_checks import check_choice
+from regard.configs.base import FULL, Raw, check_sizes, rename_keys
 from regard.configs.hybrid import LINEAR, GatedDeltaConfig, named_kinds
 from regard.configs.rotary_decoder import SILU, DecoderRecipe, Experts, GroupedQueryConfig
+from regard.cost.fixed_state import ShortConvolution
+from regard.cost.model import LayerSpec, ModelSpec
+from regard.cost.ngrams import NGramSizes, NGramSpec
+from regard.cost.selected import PooledSelection, SelectedSpec
 from regard.cost.softmax import SoftmaxSpec
-from regard.cost.spec import ParameterCounts
+from regard.cost.spec import ParameterCounts, Spec
+from regard.errors import ArgumentError
 
 
 @dataclass(frozen=True)
@@ -245,3 +251,181 @@ class Qwen35MoeConfig(QwenHybridMoeConfig):
     def normalize_keys(cls, raw: Raw) -> dict[str, object]:
         """Return the keys of the language model, as for Qwen3-Next."""
         return super().normalize_keys(_language_model(raw))
+
+
+INDEXED = "indexed_attention"
+"""The name that transformers gives to layers of attention with an indexer."""
+MAX_TABLES, MAX_TABLE_ROWS = 1 << 12, 1 << 28
+"""The largest numbers of tables of n-grams in a model, and of rows in the smallest of them."""
+
+
+@dataclass(frozen=True)
+class Qwen4ExpConfig(QwenHybridMoeConfig):
+    """The keys of the language model of Qwen4-Exp: Qwen3.5 with experts, whose layers read several
+    gated streams, attend to the tokens of chosen blocks, and may add hashed n-grams.
+    """
+
+    norm_topk_prob: bool = True
+    hc_count: int = 4
+    hc_lowrank: int = 320
+    indexer_n_heads: int = field(kw_only=True)
+    indexer_kv_heads: int = 1
+    indexer_head_dim: int = field(kw_only=True)
+    indexer_budget: int = field(kw_only=True)
+    indexer_compress_ratio: int = field(kw_only=True)
+    output_gate_type: str = "silu"
+    ple_layer_ids: tuple[int, ...] = ()
+    ple_embed_dim: int = field(kw_only=True)
+    ple_conv_kernel_size: int = 4
+    ngram_size: int = 3
+    heads_per_ngram: int = 8
+    ngram_vocab_size_base: int = 20_000_000
+    make_ngram_vocab_size_divisible_by: int = 128
+    seed: int = 1234
+    split_ngram_parts: int = 512
+    eos_token_id: int | None = None
+    partial_rotary_factor: float = 1.0
+
+    model_types = ("qwen4_exp_text", "qwen4_exp")
+    zero = (*QwenHybridMoeConfig.zero, "eos_token_id", "seed")
+    recipe = replace(QwenHybridConfig.recipe, experts=SHARING_EXPERTS)
+    ignored = _IGNORED | {"number_of_conv_states"}  # how another code caches
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_sizes(self, zero=self.zero)
+        check_choice("output_gate_type", self.output_gate_type, ("silu", "sigmoid"))
+        if self.indexer_kv_heads != 1:
+            raise ArgumentError(
+                f"indexer_kv_heads is {self.indexer_kv_heads}; only 1 is supported, as in the "
+                "published model"
+            )
+        if self.indexer_budget % self.indexer_compress_ratio:
+            raise ArgumentError(
+                f"indexer_budget is {self.indexer_budget}; it must be a multiple of "
+                f"indexer_compress_ratio, {self.indexer_compress_ratio}"
+            )
+        rotated = int(self.head_dim * self.partial_rotary_factor)
+        if rotated > self.indexer_head_dim:
+            raise ArgumentError(
+                f"indexer_head_dim is {self.indexer_head_dim}; it must be at least the number of "
+                f"rotated dims of a head, {rotated}"
+            )
+        self._check_ngrams()
+
+    def _check_ngrams(self) -> None:
+        """Check the layers and the tables of n-grams."""
+        kinds = self.kinds()
+        for number in self.ple_layer_ids:
+            if not 1 <= number <= len(kinds) or kinds[number - 1] != LINEAR:
+                raise ArgumentError(
+                    f"ple_layer_ids has {number}; it must have numbers of layers, from 1 to "
+                    f"{len(kinds)}, whose kind is {LINEAR}"
+                )
+        if not self.ple_layer_ids:
+            return
+        if self.eos_token_id is None:
+            raise ArgumentError(
+                "eos_token_id is missing; layers with n-grams (ple_layer_ids) need the id that "
+                "ends a text"
+            )
+        tables = (self.ngram_size - 1) * self.heads_per_ngram
+        if tables < 1 or self.ple_embed_dim % tables or self.ngram_size > 1 << 8:
+            raise ArgumentError(
+                f"ngram_size is {self.ngram_size} and heads_per_ngram {self.heads_per_ngram}, "
+                f"{tables} tables; ngram_size must be from 2 to 256, and the tables must divide "
+                f"ple_embed_dim, {self.ple_embed_dim}"
+            )
+        if (
+            tables * len(self.ple_layer_ids) > MAX_TABLES
+            or self.ngram_vocab_size_base > MAX_TABLE_ROWS
+        ):
+            raise ArgumentError(
+                f"{len(self.ple_layer_ids)} x {tables} tables of at least "
+                f"{self.ngram_vocab_size_base} rows are asked for; at most {MAX_TABLES} tables of "
+                f"{MAX_TABLE_ROWS} rows are supported"
+            )
+
+    @classmethod
+    def normalize_keys(cls, raw: Raw) -> dict[str, object]:
+        """Return the keys of the language model, with the kinds of layers as for Qwen3.5."""
+        keys = super().normalize_keys(_language_model(raw))
+        names = keys.get("layer_types")
+        if isinstance(names, (list, tuple)):
+            keys["layer_types"] = [FULL if name == INDEXED else name for name in names]
+        end, numbers = keys.get("eos_token_id"), keys.get("ple_layer_ids")
+        if isinstance(end, (list, tuple)):
+            keys["eos_token_id"] = end[0] if end else None
+        if isinstance(numbers, (list, tuple)):  # transformers sorts them, too
+            whole = [x for x in numbers if isinstance(x, int)]
+            keys["ple_layer_ids"] = sorted(set(whole)) if len(whole) == len(numbers) else numbers
+        defaults = {"output_gate_type": "silu", "ple_layer_ids": []}
+        defaults |= {"ple_embed_dim": keys.get("hidden_size")}
+        return keys | {key: x for key, x in defaults.items() if keys.get(key) is None}
+
+    def mixer(self, layer: int, window: int | None) -> Spec:
+        """Return the sizes of attention to chosen blocks, or of Gated DeltaNet."""
+        if self.kinds()[layer] != FULL:
+            return self.recurrent()
+        full, M, d = self.attention(), self.hidden_size, self.indexer_head_dim
+        J, block = self.indexer_n_heads, self.indexer_compress_ratio
+        return SelectedSpec(
+            full.weights + ParameterCounts(M * d * (J + 1), norms=2 * d),
+            (*full.parts, (1, d)),
+            full.shape,
+            PooledSelection(J, d, block, self.indexer_budget // block, d),
+        )
+
+    def ngrams(self, layer: int) -> NGramSizes | None:
+        """Return the sizes of the n-grams of a layer, or None."""
+        if layer + 1 not in self.ple_layer_ids:
+            return None
+        assert self.eos_token_id is not None
+        return NGramSizes(
+            self.ple_embed_dim,
+            self.ngram_size,
+            self.heads_per_ngram,
+            self.ngram_vocab_size_base,
+            self.make_ngram_vocab_size_divisible_by,
+            self.vocab_size,
+            self.eos_token_id,
+            self.ple_layer_ids.index(layer + 1),
+            self.seed,
+            self.split_ngram_parts,
+        )
+
+    def sizes(self, name: str) -> ModelSpec:
+        """Return the sizes of the decoder, layer by layer; the gates of streams count as norms do,
+        and the tables of n-grams as embeddings.
+        """
+        M, n, r = self.hidden_size, self.hc_count, self.hc_lowrank
+        gate = ParameterCounts(2 * n * M * r, norms=n * M)
+        around = ParameterCounts(2 * gate.matrices + 2 * n * n * M, norms=2 * gate.norms)
+        filters = ShortConvolution(n * M, self.ple_conv_kernel_size, self.ngram_size)
+        P = self.ple_embed_dim
+        maps = P * (n * M + M) + n * M * self.ple_conv_kernel_size
+        numbers = self.ngram_size + 2 * (self.ngram_size - 1) * self.heads_per_ngram
+        weights = ParameterCounts(maps, numbers, 3 * n * M)
+        added = NGramSpec(weights, (), filters, self.ngram_size)
+        grams = [self.ngrams(layer) for layer in range(self.num_hidden_layers)]
+        layers = tuple(
+            LayerSpec(
+                self.mixer(layer, None),
+                self.feed_forward(layer),
+                around,
+                parallel=None if grams[layer] is None else added,
+            )
+            for layer in range(self.num_hidden_layers)
+        )
+        tables = [x for x in grams if x is not None]
+        used = sum(x.tables for x in tables)
+        width = P // tables[0].tables if tables else 0
+        return ModelSpec(
+            name,
+            self.vocab_size,
+            M,
+            layers,
+            token_tables=(sum(x.all_rows() for x in tables), width, used),
+            norms=gate,
+            tied=self.tie_word_embeddings,
+        )

@@ -62,17 +62,18 @@ def delta_flops(heads: int, groups: int, D: int, E: int, *, gated: bool = False)
 
 @dataclass(frozen=True)
 class ShortConvolution:
-    """A causal convolution of c channels over the last k tokens; its weights count as matrices,
-    because a token multiplies each of them once.
+    """A causal convolution of c channels with k taps, one at every `dilation`-th token; its weights
+    count as matrices, because a token multiplies each of them once.
     """
 
     channels: int = 0
     kernel: int = 1
+    dilation: int = 1
 
     @property
     def past(self) -> int:
-        """The number of cached values: the last k - 1 inputs of every channel."""
-        return self.channels * (self.kernel - 1)
+        """The number of cached values: the inputs of every channel that the taps still reach."""
+        return self.channels * (self.kernel - 1) * self.dilation
 
 
 @dataclass(frozen=True)

@@ -181,8 +181,8 @@ class ModelSpec:
         layers: the layers of the decoder; for a model with an encoder only, those of the encoder.
         positions: the number of values in learned tables of positions and segments.
         position_rows: how many rows of those tables one token uses.
-        token_tables: rows and width of a second table of embeddings, of which a token uses one row;
-            (0, 0) if there is none.
+        token_tables: rows and width of further tables of embeddings, and how many rows one token
+            uses; zeros if there are none.
         pooler: the parameters of a pooler, or of other modules before the first layer or after the
             last one.
         decodes: whether the model generates token by token.
@@ -200,7 +200,7 @@ class ModelSpec:
     encoder: tuple[LayerSpec, ...] = ()
     positions: int = 0
     position_rows: int = 0
-    token_tables: tuple[int, int] = (0, 0)
+    token_tables: tuple[int, int, int] = (0, 0, 0)
     norms: ParameterCounts = NO_PARAMETERS
     head: bool = True
     tied: bool = False
@@ -221,13 +221,13 @@ class ModelSpec:
         """Return parameters by part, those that `tokens` use together being active."""
         whole, active = self._sums(None), self._sums(tokens)
         head = self.vocab * self.dim if self.head else 0
-        rows, width = self.token_tables
+        rows, width, used_rows = self.token_tables
         own = {"embedding": self.vocab * self.dim + rows * width, "positions": self.positions}
         own["head"] = 0 if self.tied else head
         used = {
             # the rows of a table that is the head, too, are counted there
             "embedding": (0 if self.tied and self.head else min(tokens, self.vocab) * self.dim)
-            + min(tokens, rows) * width,
+            + min(tokens * used_rows, rows) * width,
             "positions": min(tokens * self.position_rows * self.dim, self.positions),
             "head": head,
         }

@@ -11,7 +11,7 @@ from regard.nn import HeadProjection, RMSNorm
 from regard.nn.blocks.norms import L2Norm
 from regard.nn.recurrence.delta import DeltaRule, LogDecay
 from regard.nn.recurrence.projections import CausalConvolution, ConvolvedQKV, JoinedConvolution
-from regard.nn.recurrence.recurrent import Recurrent
+from regard.nn.recurrence.recurrent import GateActivation, Recurrent
 from regard.nn.weights import Linear
 
 
@@ -21,6 +21,7 @@ def delta_net(
     *,
     max_beta: float = 1.0,
     eps: float | None = None,
+    gate_activation: GateActivation = "silu",
 ) -> Recurrent:
     """Build a layer of Gated DeltaNet, with a short convolution over queries, keys and values."""
     M, G, N = config.hidden_size, config.linear_num_key_heads, config.linear_num_value_heads
@@ -39,6 +40,7 @@ def delta_net(
         Linear(N * E, M, bias=False),
         norm=RMSNorm(E, eps=config.rms_norm_eps if eps is None else eps),
         gate=HeadProjection(M, N, E),
+        gate_activation=gate_activation,
     )
 
 

@@ -1,7 +1,8 @@
 """Qwen3-Next and Qwen3.5: three layers of Gated DeltaNet, then one of attention with an output
 gate, and dense feed-forward layers, or mixtures of experts with one for all tokens behind a gate.
-Source: Qwen Team 2025, "Qwen3-Next"; Qwen Team 2026, "Qwen3.5"; Yang et al. 2024 (arXiv
-2412.06464); Qiu et al. 2025 (arXiv 2505.06708).
+Qwen4-Exp has gated streams, attention to chosen blocks and hashed n-grams besides.
+Source: Qwen Team 2025, "Qwen3-Next"; Qwen Team 2026, "Qwen3.5"; the code of Qwen4-Exp in
+transformers; Yang et al. 2024 (arXiv 2412.06464); Qiu et al. 2025 (arXiv 2505.06708).
 """
 
 from __future__ import annotations
@@ -9,11 +10,12 @@ from __future__ import annotations
 from regard.configs.qwen import (
     SHARING_EXPERTS,
     Qwen3NextConfig,
+    Qwen4ExpConfig,
     Qwen35Config,
     Qwen35MoeConfig,
     QwenHybridConfig,
 )
-from regard.models.assembly import gated_delta, llama_like
+from regard.models.assembly import building_blocks, gated_delta, llama_like
 from regard.models.assembly.gated_delta import DECAY, GATE, MIXER, QKV, STORED_DELTA, STRENGTH
 from regard.models.assembly.llama_like import STORED_LAYER
 from regard.models.checkpoint.family import (
@@ -23,7 +25,13 @@ from regard.models.checkpoint.family import (
     as_stored,
     stacked_rows,
 )
-from regard.nn import Attention, Block, HeadProjection
+from regard.models.decoder import Decoder
+from regard.nn import Attention, Block, HeadProjection, SelectedAttention
+from regard.nn.attention.compressed import BlockPooling
+from regard.nn.attention.selected import PooledIndexer
+from regard.nn.blocks.ngrams import HashedNGrams, NGramBlock, NGramInput
+from regard.nn.blocks.residual_streams import GatedStreams, StreamGate, StreamsEmbedding
+from regard.nn.mixer import Mixer
 from regard.nn.projections.steps import GatedProjection
 from regard.positions import Rotary
 
@@ -90,6 +98,111 @@ JOINED_MAPS: NameTable = {
 EXPERTS = llama_like.expert_names(SHARING_EXPERTS)
 
 
+def _build_streams(config: Qwen4ExpConfig) -> Decoder:
+    """Build the decoder of Qwen4-Exp, with initial weights."""
+    embedding, head = llama_like.embedding_and_head(config)
+    M, n, rank, eps = config.hidden_size, config.hc_count, config.hc_lowrank, config.rms_norm_eps
+    rotaries = llama_like.rotary_modules(config)
+    layers: list[Block] = []
+    for i, rotary in enumerate(rotaries):
+        mixer: Mixer
+        if rotary is None:
+            mixer = gated_delta.delta_net(config, gate_activation=config.output_gate_type)
+        else:
+            mixer = _indexed_attention(config, rotary)
+        streams = (GatedStreams(M, n, rank, eps=eps) for _ in range(2))
+        parts = (mixer, llama_like.feed_forward(config, i), *streams)
+        sizes = config.ngrams(i)
+        if sizes is None:
+            layers.append(Block(*parts))
+            continue
+        grams = NGramInput(
+            HashedNGrams(sizes),
+            M,
+            n,
+            kernel=config.ple_conv_kernel_size,
+            dilation=config.ngram_size,
+            eps=eps,
+        )
+        layers.append(NGramBlock(grams, *parts))
+    merge = StreamGate(M, n, rank, eps=eps)
+    decoder = Decoder(StreamsEmbedding(embedding, n), layers, merge, head)
+    return building_blocks.initialize_weights(decoder)
+
+
+def _indexed_attention(config: Qwen4ExpConfig, rotary: Rotary) -> SelectedAttention:
+    """Build attention to chosen blocks, with an output gate; index heads rotate as many dims."""
+    plain = _attention(config, rotary)
+    M, J, d = config.hidden_size, config.indexer_n_heads, config.indexer_head_dim
+    share = config.head_dim * config.partial_rotary_factor / d
+    turned = building_blocks.rotary_module(config.rope._replace(head_dim=d, partial=share))
+    block = config.indexer_compress_ratio
+    pooling = BlockPooling(M, d, block, llama_like.norm(config, d), turned, gated=False)
+    indexer = PooledIndexer(
+        HeadProjection(M, J, d, llama_like.norm(config, d), turned),
+        pooling,
+        None,
+        topk=config.indexer_budget // block,
+    )
+    return SelectedAttention(plain.project, indexer, plain.output)
+
+
+INDEXER, SELECTOR = STORED_LAYER + "self_attn.indexer.", MIXER + "selector."
+PLE, GRAMS = STORED_LAYER + "ple.", llama_like.MODEL_LAYER + "grams."
+STREAMS = {
+    "hc_norm": "norm.norm",
+    "input_mix_weight_down": "norm.down",
+    "input_mix_weight_up": "norm.up",
+    "block_inject_weight": "write",
+}
+"""Stored name of a part of gated streams -> its name in the network."""
+NUMBERS = {
+    "layer_multipliers": "multipliers",
+    "ngram_heads_vocab_sizes": "table_rows",
+    "ngram_heads_offsets": "first_rows",
+}
+"""Stored name of the whole numbers of n-grams -> their name in the network."""
+STREAMED: NameTable = {
+    **{k: v for k, v in llama_like.EMBEDDING_AND_HEAD.items() if "norm" not in k},
+    **ATTENTION,
+    **DELTA,
+    **SEPARATE_MAPS,
+    **llama_like.expert_names(SHARING_EXPERTS),
+    STORED_LAYER + "mlp.experts.gate_up_proj": llama_like.experts_in_one_tensor("gate", "up"),
+    STORED_LAYER + "mlp.experts.down_proj": llama_like.experts_in_one_tensor("down"),
+    INDEXER + "index_qk_proj.weight": stacked_rows(
+        SELECTOR + "q.linear.weight", SELECTOR + "pooling.content.weight"
+    ),
+    INDEXER + "q_layernorm.weight": SELECTOR + "q.steps.0.weight",
+    INDEXER + "k_layernorm.weight": SELECTOR + "pooling.steps.0.weight",
+    **{
+        f"{STORED_LAYER}{theirs}_hyper_connection.{part}.weight": (
+            f"{llama_like.MODEL_LAYER}{ours}_residual.{own}.weight"
+        )
+        for theirs, ours in (("attn", "attention"), ("mlp", "feed_forward"))
+        for part, own in STREAMS.items()
+    },
+    **{
+        f"model.hyper_connection_mixer.{part}.weight": f"{own}.weight"
+        for part, own in STREAMS.items()
+        if part != "block_inject_weight"
+    },
+    **{
+        f"{PLE}{theirs}.weight": f"{GRAMS}{ours}.weight"
+        for theirs, ours in (
+            ("ple_embedding.ngram_embedding.shard_{}", "grams.embedding.parts.{}"),
+            ("key_proj", "key"),
+            ("value_proj", "value"),
+            ("norm_key", "key_norm"),
+            ("norm_query", "query_norm"),
+            ("norm_conv", "value_norm"),
+        )
+    },
+    **{f"{PLE}ple_embedding.{theirs}": f"{GRAMS}grams.{ours}" for theirs, ours in NUMBERS.items()},
+    PLE + "conv1d.weight": gated_delta.filters(GRAMS + "convolution.weight"),
+}
+
+
 def _family(config: type[QwenHybridConfig], names: NameTable) -> Family:
     """Return a family of these models."""
     return llama_like.family(config, _layer, names, keep_float32=gated_delta.DECAYS)
@@ -100,5 +213,13 @@ FAMILIES = {
     "qwen3_5_text": _family(Qwen35Config, {**PARTS, **SEPARATE_MAPS, **llama_like.FEED_FORWARD}),
     "qwen3_5_moe_text": _family(
         Qwen35MoeConfig, {**PARTS, **SEPARATE_MAPS, **EXPERTS, **FUSED_EXPERTS}
+    ),
+    "qwen4_exp_text": llama_like.family(
+        Qwen4ExpConfig,
+        None,
+        STREAMED,
+        keep_float32=gated_delta.DECAYS,
+        keep_int64=tuple(f"*.grams.{name}" for name in NUMBERS.values()),
+        build=_build_streams,
     ),
 }

@@ -1,5 +1,5 @@
 """Residual paths of n streams of width M, which each sublayer reads as one and writes to all:
-AltUp of Gemma 3n, and the hyper-connections (mHC) of DeepSeek-V4.
+AltUp of Gemma 3n, the hyper-connections (mHC) of DeepSeek-V4, and the gated streams of Qwen4-Exp.
 
 A state of the streams, and of the embeddings for the layers of AltUp, is one tensor [B, T, n M + L
 P].
@@ -436,3 +436,78 @@ class StreamsMerge(nn.Module):
         (read,) = self.mixes(x)
         y: Tensor = self.norm(self.mixes.join(x, read.sigmoid() + self.eps))
         return y
+
+
+class StreamNorm(nn.Module):
+    """An `OffsetRMSNorm` of each of n streams, with weights of its own.
+
+    Source: the code of Qwen4-Exp in transformers, `Qwen4ExpTextRMSNorm` with `group_size`.
+    """
+
+    def __init__(self, dim: int, streams: int, *, eps: float = 1e-6) -> None:
+        super().__init__()
+        check_positive_sizes("StreamNorm", dim=dim, streams=streams)
+        self.weight = nn.Parameter(torch.zeros(streams * dim))
+        self.streams, self.eps = streams, eps
+
+    def forward(self, x: Float[Tensor, "B T W"]) -> Float[Tensor, "B T W"]:
+        """Normalize each stream of a state x [B, T, n M]."""
+        weight = self.weight.unflatten(0, (self.streams, -1))  # [n M] -> [n,M]
+        streams = x.unflatten(-1, (self.streams, -1))  # [B,T,n M] -> [B,T,n,M]
+        wide = streams.to(torch.promote_types(x.dtype, torch.float32))
+        wide = wide * (wide.square().mean(-1, keepdim=True) + self.eps).rsqrt()
+        return (wide * (1 + weight.to(wide.dtype))).to(x.dtype).flatten(-2)
+
+
+class StreamGate(nn.Module):
+    """One state from n streams, whose channels have gates of low rank.
+
+    n = norm(x);  y = mean_i sigmoid(W_u silu(W_d n / count))_i * n_i
+
+    It is what a sublayer of `GatedStreams` reads, and the end of a decoder with such streams.
+
+    Args:
+        dim: the model dim M.
+        streams: the number of streams.
+        rank: the rank of the gates.
+        eps: the epsilon of the norm.
+
+    Source: the code of Qwen4-Exp in transformers, `Qwen4ExpTextGatedResidual`.
+    """
+
+    def __init__(self, dim: int, streams: int, rank: int, *, eps: float = 1e-6) -> None:
+        super().__init__()
+        self.norm, self.streams = StreamNorm(dim, streams, eps=eps), streams
+        self.down = Linear(streams * dim, rank, bias=False)
+        self.up = Linear(rank, streams * dim, bias=False)
+
+    def read(self, x: Float[Tensor, "B T W"]) -> tuple[Tensor, Tensor]:
+        """Return the one state [B, T, M], and the normed streams [B, T, n M]."""
+        normed = self.norm(x)
+        gates = self.up(F.silu(self.down(normed) / self.streams)).sigmoid()
+        return (gates * normed).unflatten(-1, (self.streams, -1)).mean(-2), normed
+
+    def forward(self, x: Float[Tensor, "B T W"]) -> Float[Tensor, "B T M"]:
+        """Return one state [B, T, M] of the streams in x [B, T, n M]."""
+        return self.read(x)[0]
+
+
+class GatedStreams(Residual):
+    """A residual path of n streams around a sublayer, which reads a `StreamGate` of them.
+
+    y = sublayer(gate(x));  x_i <- x_i + 2 sigmoid(W_b norm(x) / count)_i y
+
+    Source: the code of Qwen4-Exp in transformers, `Qwen4ExpTextGatedResidual`.
+    """
+
+    def __init__(self, dim: int, streams: int, rank: int, *, eps: float = 1e-6) -> None:
+        super().__init__(StreamGate(dim, streams, rank, eps=eps))
+        self.write = Linear(streams * dim, streams, bias=False)
+
+    def forward(self, x: Float[Tensor, "B T W"], sublayer: Sublayer) -> Float[Tensor, "B T W"]:
+        """Apply the sublayer to one state of x [B, T, n M], and add it to each stream."""
+        gate = cast("StreamGate", self.norm)
+        read, normed = gate.read(x)
+        y = self.apply_dropout(sublayer(tap("norm", read)))
+        shares = 2 * (self.write(normed) / gate.streams).sigmoid()  # [B,T,n]
+        return x + (shares[..., None] * y[..., None, :]).flatten(-2)

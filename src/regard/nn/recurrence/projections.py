@@ -30,15 +30,16 @@ from regard.span import Positions
 
 
 class CausalConvolution(nn.Module):
-    """A causal convolution over the last few tokens, whose state is the inputs of n - 1 tokens.
+    """A causal convolution over the last few tokens, whose state is the inputs of (n - 1) d tokens.
 
-    y_t = activation(bias + sum_{i < n} weight[:, n - 1 - i] * x_{t - i})
+    y_t = activation(bias + sum_{i < n} weight[:, n - 1 - i] * x_{t - i d})
 
     Args:
         channels: the number of channels c.
         kernel: the number of tokens n of a filter, the present one included.
         bias: whether each channel has a bias.
         activation: "silu" for x sigmoid(x), or None.
+        dilation: d, the number of tokens from one to the next that a filter reads.
 
     Raises:
         ArgumentError: a size is less than 1, or the activation is unknown.
@@ -54,15 +55,23 @@ class CausalConvolution(nn.Module):
     """
 
     def __init__(
-        self, channels: int, kernel: int, *, bias: bool = False, activation: Activation = "silu"
+        self,
+        channels: int,
+        kernel: int,
+        *,
+        bias: bool = False,
+        activation: Activation = "silu",
+        dilation: int = 1,
     ) -> None:
         super().__init__()
-        check_positive_sizes("CausalConvolution", channels=channels, kernel=kernel)
+        check_positive_sizes(
+            "CausalConvolution", channels=channels, kernel=kernel, dilation=dilation
+        )
         check_choice("activation", activation, ("silu", None))
         bound = kernel**-0.5  # the initial values of torch.nn.Conv1d
         self.weight = nn.Parameter(torch.empty(channels, kernel).uniform_(-bound, bound))
         self.bias = nn.Parameter(torch.empty(channels).uniform_(-bound, bound)) if bias else None
-        self.activation = activation
+        self.activation, self.dilation = activation, dilation
 
     def forward(
         self, x: Float[Tensor, "B T c"], state: Parts | None, positions: Positions | None
@@ -82,12 +91,13 @@ class CausalConvolution(nn.Module):
     @property
     def cost(self) -> ShortConvolution:
         """The sizes of the convolution, for the cost of a layer."""
-        return ShortConvolution(*self.weight.shape)
+        return ShortConvolution(*self.weight.shape, self.dilation)
 
     def extra_repr(self) -> str:
         """Return the sizes and the activation."""
         channels, kernel = self.weight.shape
-        return f"{channels} channels, kernel={kernel}, activation={self.activation!r}"
+        dilation = "" if self.dilation == 1 else f", dilation={self.dilation}"
+        return f"{channels} channels, kernel={kernel}, activation={self.activation!r}{dilation}"
 
 
 class JoinedConvolution(nn.Module):
@@ -95,14 +105,14 @@ class JoinedConvolution(nn.Module):
 
     def __init__(self, parts: Sequence[CausalConvolution]) -> None:
         super().__init__()
-        kinds = {(part.weight.shape[1], part.activation, part.bias is None) for part in parts}
-        if len(kinds) != 1 or not next(iter(kinds))[2]:
+        kinds = {(x.weight.shape[1], x.dilation, x.activation, x.bias is None) for x in parts}
+        if len(kinds) != 1 or not next(iter(kinds))[-1]:
             raise ArgumentError(
-                f"parts are {list(parts)}; they must have the same kernel and activation, and no "
-                "bias"
+                f"parts are {list(parts)}; they must have the same kernel, dilation and "
+                "activation, and no bias"
             )
         self.parts = nn.ModuleList(parts)
-        self.activation = parts[0].activation
+        self.activation, self.dilation = parts[0].activation, parts[0].dilation
 
     @property
     def weight(self) -> Float[Tensor, "c n"]:
@@ -123,7 +133,7 @@ class JoinedConvolution(nn.Module):
     @property
     def cost(self) -> ShortConvolution:
         """The sizes of the convolution, for the cost of a layer."""
-        return ShortConvolution(*self.weight.shape)
+        return ShortConvolution(*self.weight.shape, self.dilation)
 
 
 def _convolve(
@@ -139,7 +149,11 @@ def _convolve(
     if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
         # the maps before it gave x another dtype than that of the filters
         weight, bias = weight.to(x.dtype), None if bias is None else bias.to(x.dtype)
-    activation = convolution.activation
+    activation, dilation = convolution.activation, convolution.dilation
+    if dilation > 1:  # zeros between what a filter reads
+        taps = weight
+        weight = taps.new_zeros(len(taps), (taps.shape[1] - 1) * dilation + 1)
+        weight[:, ::dilation] = taps
     return short_convolution(
         x, weight, bias, activation=activation, state=state, positions=positions
     )
