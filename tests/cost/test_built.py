@@ -91,6 +91,16 @@ def test_biases_and_norms_of_every_family(name: str) -> None:
     assert sum(parts.values()) - biases - norms == matrices
 
 
+QWEN4_EXP = {
+    "indexer_n_heads": 4,
+    "indexer_kv_heads": 1,
+    "indexer_head_dim": 256,
+    "indexer_budget": 2048,
+    "indexer_compress_ratio": 4,
+    "ple_layer_ids": [1, 3],
+    "eos_token_id": 1,
+}
+"""The keys of Qwen4-Exp that have no default."""
 RELEASED: dict[str, dict[str, Any]] = {
     "deepseek_v2": {
         "hidden_size": 5120,
@@ -112,6 +122,8 @@ RELEASED: dict[str, dict[str, Any]] = {
     "kimi_k25": {"text_config": {"num_hidden_layers": 4}},
     "step3p7": {"text_config": {"num_hidden_layers": 4}},
     "minimax_m3_vl": {"text_config": {"num_hidden_layers": 4}},
+    "qwen4_exp": {"text_config": {"num_hidden_layers": 4, **QWEN4_EXP}},
+    "qwen4_exp_text": QWEN4_EXP,
     "glm4_moe": {"head_dim": 128, "num_hidden_layers": 46},
     "hunyuan_v1_dense": {"head_dim": 128},
     "lfm2_moe": {"layer_types": ["conv", "conv", "full_attention", "conv"], "num_hidden_layers": 4},
@@ -162,6 +174,9 @@ BUFFERS = (
     "act_fn.eps",
     "layer_scalar",
     "tid2eid",
+    "layer_multipliers",
+    "ngram_heads_vocab_sizes",
+    "ngram_heads_offsets",
 )
 """What is a parameter here, and a stored buffer in transformers."""
 
@@ -191,7 +206,7 @@ HEADED = [
 LATENT = {"deepseek_v2", "deepseek_v3", "deepseek_v32", "kimi_linear", "glm4_moe_lite"}
 LATENT |= {"mistral4", "deepseek_v4", "kimi_k25", "glm_moe_dsa"}
 RECURRENT = {"bamba", "granitemoehybrid", "jamba", "mamba2", "minimax", "nemotron_h", "olmo_hybrid"}
-RECURRENT |= {"falcon_mamba", "lfm2", "lfm2_moe", "mamba"}
+RECURRENT |= {"falcon_mamba", "lfm2", "lfm2_moe", "mamba", "qwen4_exp", "qwen4_exp_text"}
 RECURRENT |= {"qwen3_next", "qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_5_text", "rwkv"}
 SELECTED = {"minimax_m3_vl", "minimax_m3_vl_text"}
 OTHERS = SELECTED | {*ENCODERS, *ENCODER_DECODERS} | LATENT | RECURRENT

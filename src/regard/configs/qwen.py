@@ -10,7 +10,7 @@ from regard.configs.base import FULL, Raw, check_sizes, rename_keys
 from regard.configs.hybrid import LINEAR, GatedDeltaConfig, named_kinds
 from regard.configs.rotary_decoder import SILU, DecoderRecipe, Experts, GroupedQueryConfig
 from regard.cost.fixed_state import ShortConvolution
-from regard.cost.model import LayerSpec, ModelSpec
+from regard.cost.model import DenseSpec, FeedForwardSpec, LayerSpec, ModelSpec, MoESpec
 from regard.cost.ngrams import NGramSizes, NGramSpec
 from regard.cost.selected import PooledSelection, SelectedSpec
 from regard.cost.softmax import SoftmaxSpec
@@ -359,8 +359,8 @@ class Qwen4ExpConfig(QwenHybridMoeConfig):
         if isinstance(numbers, (list, tuple)):  # transformers sorts them, too
             whole = [x for x in numbers if isinstance(x, int)]
             keys["ple_layer_ids"] = sorted(set(whole)) if len(whole) == len(numbers) else numbers
-        defaults = {"output_gate_type": "silu", "ple_layer_ids": []}
-        defaults |= {"ple_embed_dim": keys.get("hidden_size")}
+        defaults: dict[str, object] = {"output_gate_type": "silu", "ple_layer_ids": []}
+        defaults["ple_embed_dim"] = keys.get("hidden_size")
         return keys | {key: x for key, x in defaults.items() if keys.get(key) is None}
 
     def mixer(self, layer: int, window: int | None) -> Spec:
@@ -375,6 +375,14 @@ class Qwen4ExpConfig(QwenHybridMoeConfig):
             full.shape,
             PooledSelection(J, d, block, self.indexer_budget // block, d),
         )
+
+    def feed_forward(self, layer: int) -> FeedForwardSpec:
+        """Return the sizes of the mixture of experts, with the maps of the streams."""
+        spec, M, n = super().feed_forward(layer), self.hidden_size, self.hc_count
+        assert isinstance(spec, MoESpec)
+        assert isinstance(spec.shared, DenseSpec)
+        streams = ParameterCounts(4 * n * M * self.hc_lowrank + 2 * n * n * M)
+        return replace(spec, shared=replace(spec.shared, beside=streams))
 
     def ngrams(self, layer: int) -> NGramSizes | None:
         """Return the sizes of the n-grams of a layer, or None."""
@@ -395,12 +403,10 @@ class Qwen4ExpConfig(QwenHybridMoeConfig):
         )
 
     def sizes(self, name: str) -> ModelSpec:
-        """Return the sizes of the decoder, layer by layer; the gates of streams count as norms do,
-        and the tables of n-grams as embeddings.
-        """
+        """Return the sizes of the decoder; the tables of n-grams count as embeddings."""
         M, n, r = self.hidden_size, self.hc_count, self.hc_lowrank
         gate = ParameterCounts(2 * n * M * r, norms=n * M)
-        around = ParameterCounts(2 * gate.matrices + 2 * n * n * M, norms=2 * gate.norms)
+        around = ParameterCounts(norms=2 * n * M)
         filters = ShortConvolution(n * M, self.ple_conv_kernel_size, self.ngram_size)
         P = self.ple_embed_dim
         maps = P * (n * M + M) + n * M * self.ple_conv_kernel_size

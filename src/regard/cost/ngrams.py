@@ -30,7 +30,7 @@ class NGramSizes(NamedTuple):
         multiple: the rows of all tables together are a multiple of it.
         vocabulary: the number of token ids.
         end: the id that ends a text; no n-gram reaches over it.
-        index: the number of the layer among those with n-grams, from 0.
+        order: the number of the layer among those with n-grams, from 0.
         seed: the seed of the multipliers.
         parts: in how many tensors files have the rows of all tables.
     """
@@ -42,7 +42,7 @@ class NGramSizes(NamedTuple):
     multiple: int
     vocabulary: int
     end: int
-    index: int
+    order: int
     seed: int
     parts: int = 1
 
@@ -53,7 +53,7 @@ class NGramSizes(NamedTuple):
 
     def table_rows(self) -> tuple[int, ...]:
         """Return the rows of each table: primes, of which no two tables of a model share one."""
-        skipped = self.index * self.tables
+        skipped = self.order * self.tables
         return _primes(self.rows, skipped + self.tables)[skipped:]
 
     def all_rows(self) -> int:
@@ -70,7 +70,7 @@ class NGramSizes(NamedTuple):
         """Return the odd factor of each token of an n-gram, by the generator splitmix64."""
         golden = 0x9E3779B97F4A7C15
         bound = max(1, ((1 << 63) - 1) // max(self.vocabulary, 1) // 2)
-        start = self.seed + 10007 * self.index
+        start = self.seed + 10007 * self.order
         numbers = [_splitmix64(start + golden * (i + 1) & _WORD) for i in range(self.length)]
         return [2 * (number % bound) + 1 for number in numbers]
 

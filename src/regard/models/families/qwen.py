@@ -7,6 +7,8 @@ transformers; Yang et al. 2024 (arXiv 2412.06464); Qiu et al. 2025 (arXiv 2505.0
 
 from __future__ import annotations
 
+from typing import cast
+
 from regard.configs.qwen import (
     SHARING_EXPERTS,
     Qwen3NextConfig,
@@ -33,6 +35,7 @@ from regard.nn.blocks.ngrams import HashedNGrams, NGramBlock, NGramInput
 from regard.nn.blocks.residual_streams import GatedStreams, StreamGate, StreamsEmbedding
 from regard.nn.mixer import Mixer
 from regard.nn.projections.steps import GatedProjection
+from regard.nn.recurrence.recurrent import GateActivation
 from regard.positions import Rotary
 
 
@@ -107,14 +110,16 @@ def _build_streams(config: Qwen4ExpConfig) -> Decoder:
     for i, rotary in enumerate(rotaries):
         mixer: Mixer
         if rotary is None:
-            mixer = gated_delta.delta_net(config, gate_activation=config.output_gate_type)
+            mixer = gated_delta.delta_net(
+                config, gate_activation=cast("GateActivation", config.output_gate_type)
+            )
         else:
             mixer = _indexed_attention(config, rotary)
         streams = (GatedStreams(M, n, rank, eps=eps) for _ in range(2))
-        parts = (mixer, llama_like.feed_forward(config, i), *streams)
+        experts = llama_like.feed_forward(config, i)
         sizes = config.ngrams(i)
         if sizes is None:
-            layers.append(Block(*parts))
+            layers.append(Block(mixer, experts, *streams))
             continue
         grams = NGramInput(
             HashedNGrams(sizes),
@@ -124,7 +129,7 @@ def _build_streams(config: Qwen4ExpConfig) -> Decoder:
             dilation=config.ngram_size,
             eps=eps,
         )
-        layers.append(NGramBlock(grams, *parts))
+        layers.append(NGramBlock(grams, mixer, experts, *streams))
     merge = StreamGate(M, n, rank, eps=eps)
     decoder = Decoder(StreamsEmbedding(embedding, n), layers, merge, head)
     return building_blocks.initialize_weights(decoder)

@@ -68,7 +68,7 @@ class HashedNGrams(nn.Module):
         ArgumentError: a size is below 1, the tables do not divide the width, n is below 2, or ids
             are too large for the cache.
 
-    >>> sizes = NGramSizes(4, 3, 1, 10, 8, vocabulary=50, end=0, index=0, seed=1)
+    >>> sizes = NGramSizes(4, 3, 1, 10, 8, vocabulary=50, end=0, order=0, seed=1)
     >>> grams = HashedNGrams(sizes)
     >>> embedded, past = grams(torch.tensor([[5, 6, 0, 7]]), None, None)
     >>> embedded.shape, sizes.table_rows()

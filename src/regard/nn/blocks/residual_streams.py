@@ -456,7 +456,8 @@ class StreamNorm(nn.Module):
         streams = x.unflatten(-1, (self.streams, -1))  # [B,T,n M] -> [B,T,n,M]
         wide = streams.to(torch.promote_types(x.dtype, torch.float32))
         wide = wide * (wide.square().mean(-1, keepdim=True) + self.eps).rsqrt()
-        return (wide * (1 + weight.to(wide.dtype))).to(x.dtype).flatten(-2)
+        y: Tensor = (wide * (1 + weight.to(wide.dtype))).to(x.dtype).flatten(-2)
+        return y
 
 
 class StreamGate(nn.Module):
@@ -510,4 +511,5 @@ class GatedStreams(Residual):
         read, normed = gate.read(x)
         y = self.apply_dropout(sublayer(tap("norm", read)))
         shares = 2 * (self.write(normed) / gate.streams).sigmoid()  # [B,T,n]
-        return x + (shares[..., None] * y[..., None, :]).flatten(-2)
+        added: Tensor = (shares[..., None] * y[..., None, :]).flatten(-2)
+        return x + added

@@ -91,7 +91,8 @@ class CausalConvolution(nn.Module):
     @property
     def cost(self) -> ShortConvolution:
         """The sizes of the convolution, for the cost of a layer."""
-        return ShortConvolution(*self.weight.shape, self.dilation)
+        channels, kernel = self.weight.shape
+        return ShortConvolution(channels, kernel, self.dilation)
 
     def extra_repr(self) -> str:
         """Return the sizes and the activation."""
@@ -133,7 +134,8 @@ class JoinedConvolution(nn.Module):
     @property
     def cost(self) -> ShortConvolution:
         """The sizes of the convolution, for the cost of a layer."""
-        return ShortConvolution(*self.weight.shape, self.dilation)
+        channels, kernel = self.weight.shape
+        return ShortConvolution(channels, kernel, self.dilation)
 
 
 def _convolve(
