@@ -80,7 +80,7 @@ QWEN4_EXP = {
     "heads_per_ngram": 2,
     "ngram_vocab_size_base": 50,
     "make_ngram_vocab_size_divisible_by": 8,
-    "split_ngram_parts": 3,
+    "split_ngram_parts": 4,
     "indexer_n_heads": 3,
     "indexer_head_dim": 8,
     "indexer_budget": 9,

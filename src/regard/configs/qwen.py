@@ -305,12 +305,6 @@ class Qwen4ExpConfig(QwenHybridMoeConfig):
                 f"indexer_budget is {self.indexer_budget}; it must be a multiple of "
                 f"indexer_compress_ratio, {self.indexer_compress_ratio}"
             )
-        rotated = int(self.head_dim * self.partial_rotary_factor)
-        if rotated > self.indexer_head_dim:
-            raise ArgumentError(
-                f"indexer_head_dim is {self.indexer_head_dim}; it must be at least the number of "
-                f"rotated dims of a head, {rotated}"
-            )
         self._check_ngrams()
 
     def _check_ngrams(self) -> None:

@@ -17,6 +17,7 @@ import regard
 from regard.configs.qwen import Qwen4ExpConfig
 from regard.configs.reader import parse
 from regard.cost.ngrams import NGramSizes
+from regard.models.families import family
 from regard.nn.blocks.ngrams import EmbeddingInParts, HashedNGrams, NGramInput
 from regard.nn.blocks.norms import OffsetRMSNorm
 from regard.nn.blocks.residual_streams import GatedStreams, StreamGate, StreamNorm
@@ -175,6 +176,26 @@ def test_no_n_gram_reaches_over_the_end_of_a_text(tmp_path: Path) -> None:
     assert_near(mine(ids), other)
 
 
+@pytest.mark.full
+def test_generation(tmp_path: Path) -> None:
+    """Chunked prompts, copied prefixes, beams and batches give what transformers generates."""
+    model = CASES["n-grams, streams and chosen blocks"].model(vocab_size=1024)
+    folder = saved(model, tmp_path)
+    regard.load("tiny").tokenizer.save(folder)
+    mine = regard.load(folder)
+    text, more = "def add(a, b):", " return a"
+    ids = mine.encode(text + more)
+    whole = model.generate(ids, max_new_tokens=8, do_sample=False, eos_token_id=None)
+    wanted = mine.tokenizer.decode(whole[0, ids.shape[1] :].tolist())
+    assert "".join(mine.generate(text + more, max_tokens=8, chunk=3)) == wanted
+    prefix = mine.cache_prefix(text)
+    for _ in range(2):  # the prefix is copied, not changed
+        assert "".join(mine.generate(more, max_tokens=8, prefix=prefix)) == wanted
+    pieces = mine.generate([text + more, "x"], max_tokens=8)
+    assert "".join(piece for row, piece in pieces if row == 0) == wanted
+    assert mine.beam_search(text + more, beams=1, max_tokens=8)[0].text == wanted
+
+
 def by_loops(sizes: NGramSizes, ids: list[int], table: Tensor) -> Tensor:
     """The definition: one token after another, in Python's whole numbers."""
     primes = [n for n in range(2, 400) if all(n % d for d in range(2, n))]
@@ -294,8 +315,9 @@ def test_files(tmp_path: Path) -> None:
     ],
 )
 def test_what_is_refused(keys: dict[str, Any], message: str) -> None:
+    raw = {"model_type": "qwen4_exp_text", **SIZES, **keys}
     with pytest.raises(regard.ArgumentError, match=message):
-        parse(Qwen4ExpConfig, {"model_type": "qwen4_exp_text", **SIZES, **keys})
+        family("qwen4_exp_text").check(parse(Qwen4ExpConfig, raw))
 
 
 def test_a_block_alone_needs_token_ids_and_its_cache(tmp_path: Path) -> None:

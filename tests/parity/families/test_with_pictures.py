@@ -24,6 +24,7 @@ from tests.parity.families import (
     test_gemma,
     test_gemma4,
     test_llama4,
+    test_qwen4_exp,
     test_step,
 )
 from tests.parity.families.harness import assert_near, ids_of, saved, theirs
@@ -144,6 +145,7 @@ CASES = {
         "qwen3_5_moe_text",
         "visual",
     ),
+    "qwen4_exp": Seeing("Qwen4Exp", test_qwen4_exp.SIZES, QWEN_SIGHT, "qwen4_exp_text", "visual"),
 }
 
 

@@ -201,8 +201,10 @@ def _layers_of(
     return [numbers for numbers in layers if numbers not in excluded]
 
 
-_MARK = re.compile(r"\{\}|\*|(?<![^.])\d+(?![^.])")
-"""A number in a parameter name, or its placeholder: "layers.{}.q.steps.0.weight" has two."""
+_MARK = re.compile(r"\{\}|\*|(?:(?<![^.])|(?<=\.shard_))\d+(?![^.])")
+"""A number in a parameter name, or its placeholder: "layers.{}.q.steps.0.weight" has two; so has
+the name of a part, "layers.0.shard_1.weight".
+"""
 
 
 def name_pattern(name: str) -> str:

@@ -17,6 +17,7 @@ from regard.configs.qwen import (
     Qwen35MoeConfig,
     QwenHybridConfig,
 )
+from regard.errors import ArgumentError
 from regard.models.assembly import building_blocks, gated_delta, llama_like
 from regard.models.assembly.gated_delta import DECAY, GATE, MIXER, QKV, STORED_DELTA, STRENGTH
 from regard.models.assembly.llama_like import STORED_LAYER
@@ -152,6 +153,17 @@ def _indexed_attention(config: Qwen4ExpConfig, rotary: Rotary) -> SelectedAttent
     return SelectedAttention(plain.project, indexer, plain.output)
 
 
+def _check_streams(config: Qwen4ExpConfig) -> None:
+    """Check what `llama_like.check` does, and that index heads have all rotated dims."""
+    llama_like.check(config)
+    rotated = int(config.head_dim * config.partial_rotary_factor)
+    if rotated > config.indexer_head_dim:
+        raise ArgumentError(
+            f"indexer_head_dim is {config.indexer_head_dim}; it must be at least the number of "
+            f"rotated dims of a head, {rotated}"
+        )
+
+
 INDEXER, SELECTOR = STORED_LAYER + "self_attn.indexer.", MIXER + "selector."
 PLE, GRAMS = STORED_LAYER + "ple.", llama_like.MODEL_LAYER + "grams."
 STREAMS = {
@@ -226,5 +238,6 @@ FAMILIES = {
         keep_float32=gated_delta.DECAYS,
         keep_int64=tuple(f"*.grams.{name}" for name in NUMBERS.values()),
         build=_build_streams,
+        check=_check_streams,
     ),
 }
