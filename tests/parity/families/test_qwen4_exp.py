@@ -294,6 +294,10 @@ def test_files(tmp_path: Path) -> None:
         regard.load(folder)
     save_file(tensors | {name: tensors[name] + 2}, file)
     assert (regard.load(folder)(ids_of(model)) - expected).abs().max() > 1e-3, "files say it"
+    name = grams + "ngram_heads_offsets"
+    save_file(tensors | {name: tensors[name] + 1000}, file)
+    with pytest.raises(regard.ArgumentError, match="begins at row 1000 and has 53 rows, of 240"):
+        regard.load(folder)(ids_of(model))
 
 
 @pytest.mark.parametrize(

@@ -23,6 +23,7 @@ from regard.nn.mixer import Mixer, count_weights
 from regard.nn.recurrence.projections import CausalConvolution
 from regard.nn.weights import Linear
 from regard.ops.linear.short_convolution import short_convolution
+from regard.process_state import is_compiling
 from regard.span import Positions, Span, find_empty_slots
 
 
@@ -54,7 +55,7 @@ class EmbeddingInParts(nn.Module):
 
 
 class HashedNGrams(nn.Module):
-    """Embeddings of the n-grams that end at each token, in tables of primes of rows.
+    """Embeddings of the n-grams that end at each token, in tables whose numbers of rows are primes.
 
     e_t = concat_h E_h[(id_t m_0 xor id_(t-1) m_1 xor ... xor id_(t-n+1) m_(n-1)) mod rows_h]
 
@@ -114,8 +115,10 @@ class HashedNGrams(nn.Module):
         """
         n, end = self.sizes.length, self.sizes.end
         # filter i of the convolution reads the id i tokens back; 0 stands for `end`
-        channels = (ids - end).float()[..., None].expand(-1, -1, n)  # [B,T] -> [B,T,n]
-        readers = torch.eye(n, device=ids.device).flip(1)
+        if not is_compiling():
+            self._check_numbers()
+        channels = (ids - end).to(torch.float32)[..., None].expand(-1, -1, n)  # [B,T] -> [B,T,n]
+        readers = torch.eye(n, dtype=torch.float32, device=ids.device).flip(1)
         last, past = short_convolution(channels, readers, state=state, positions=positions)
         reached = torch.cat([torch.ones_like(last[..., :1]), last[..., 1:] != 0], -1).cumprod(-1)
         tokens = (last * reached).long() + end
@@ -127,6 +130,17 @@ class HashedNGrams(nn.Module):
         rows = hashes.remainder(self.table_rows) + self.first_rows
         embedded: Tensor = self.embedding(rows).flatten(-2)
         return embedded, past
+
+    def _check_numbers(self) -> None:
+        """Check that the tables lie within the rows, because a file may say where they are."""
+        ranges = torch.stack([self.first_rows, self.table_rows], 1).tolist()
+        total = self.sizes.all_rows()
+        if wrong := [x for x in ranges if x[0] < 0 or x[1] < 1 or sum(x) > total]:
+            raise ArgumentError(
+                f"a table of n-grams begins at row {wrong[0][0]} and has {wrong[0][1]} rows, of "
+                f"{total} in all; ngram_heads_offsets or ngram_heads_vocab_sizes of the checkpoint "
+                "are damaged"
+            )
 
     def extra_repr(self) -> str:
         """Return the sizes."""
@@ -148,8 +162,8 @@ class NGramInput(nn.Module):
         grams: the embeddings of n-grams, of width P.
         dim: the model dim M.
         streams: the number of streams.
-        kernel: the tokens that a filter reads, each d-th one.
-        dilation: d.
+        kernel: how many tokens a filter reads.
+        dilation: how many tokens lie from one of them to the next.
         eps: the epsilon of the norms.
 
     Source: the code of Qwen4-Exp in transformers, `Qwen4ExpTextPLELayer`.
