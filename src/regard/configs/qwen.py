@@ -16,6 +16,7 @@ from regard.cost.selected import PooledSelection, SelectedSpec
 from regard.cost.softmax import SoftmaxSpec
 from regard.cost.spec import ParameterCounts, Spec
 from regard.errors import ArgumentError
+from regard.units import plural
 
 
 @dataclass(frozen=True)
@@ -330,14 +331,12 @@ class Qwen4ExpConfig(QwenHybridMoeConfig):
                 f"{tables} tables; ngram_size must be from 2 to 256, and the tables must divide "
                 f"ple_embed_dim, {self.ple_embed_dim}"
             )
-        if (
-            tables * len(self.ple_layer_ids) > MAX_TABLES
-            or self.ngram_vocab_size_base > MAX_TABLE_ROWS
-        ):
+        tables *= len(self.ple_layer_ids)
+        if tables > MAX_TABLES or self.ngram_vocab_size_base > MAX_TABLE_ROWS:
             raise ArgumentError(
-                f"{len(self.ple_layer_ids)} x {tables} tables of at least "
-                f"{self.ngram_vocab_size_base} rows are asked for; at most {MAX_TABLES} tables of "
-                f"{MAX_TABLE_ROWS} rows are supported"
+                f"ngram_vocab_size_base is {self.ngram_vocab_size_base}, for "
+                f"{plural(tables, 'table')} in all layers; it must be at most {MAX_TABLE_ROWS}, "
+                f"for at most {MAX_TABLES} tables"
             )
 
     @classmethod

@@ -104,7 +104,7 @@ class NGramSpec(Spec):
     def name(self) -> str:
         """The longest n-gram and the convolution."""
         c, k, d = self.convolution.channels, self.convolution.kernel, self.convolution.dilation
-        return f"hashed {self.length}-grams, {plural(c, 'channel')}, {k} taps at every {d} tokens"
+        return f"hashed {self.length}-grams, {plural(c, 'channel')}, {k} taps, each {d} apart"
 
     @property
     def bounded(self) -> bool:

@@ -311,7 +311,7 @@ def test_files(tmp_path: Path) -> None:
         ({"eos_token_id": None}, "eos_token_id is missing"),
         ({"heads_per_ngram": 5}, "10 tables; .* must divide ple_embed_dim, 24"),
         ({"ngram_size": 1}, "ngram_size must be from 2"),
-        ({"ngram_vocab_size_base": 1 << 40}, "at most 4096 tables"),
+        ({"ngram_vocab_size_base": 1 << 40}, "for at most 4096 tables"),
         ({"indexer_budget": 10}, "must be a multiple of indexer_compress_ratio, 3"),
         ({"indexer_head_dim": 4}, "at least the number of rotated dims of a head, 8"),
         ({"indexer_kv_heads": 2}, "indexer_kv_heads"),

@@ -25,6 +25,7 @@ from regard.nn.weights import Linear
 from regard.ops.linear.short_convolution import short_convolution
 from regard.process_state import is_compiling
 from regard.span import Positions, Span, find_empty_slots
+from regard.units import plural
 
 
 class EmbeddingInParts(nn.Module):
@@ -44,14 +45,14 @@ class EmbeddingInParts(nn.Module):
             whole: Tensor = self.parts[0](rows)
             return whole
         numbers = rows.div(self.size, rounding_mode="floor")
-        found: Tensor | None = None
+        embedded: Tensor | None = None
         for number in numbers.unique().tolist():
             here = numbers == number
             part = self.parts[number](rows[here] - number * self.size)
-            found = part.new_empty(*rows.shape, self.dim) if found is None else found
-            found = found.masked_scatter(here[..., None], part)
-        assert found is not None, "there is at least one row"
-        return found
+            embedded = part.new_empty(*rows.shape, self.dim) if embedded is None else embedded
+            embedded = embedded.masked_scatter(here[..., None], part)
+        assert embedded is not None, "there is at least one row"
+        return embedded
 
 
 class HashedNGrams(nn.Module):
@@ -137,13 +138,13 @@ class HashedNGrams(nn.Module):
         total = self.sizes.all_rows()
         if wrong := [x for x in ranges if x[0] < 0 or x[1] < 1 or sum(x) > total]:
             raise ArgumentError(
-                f"a table of n-grams begins at row {wrong[0][0]} and has {wrong[0][1]} rows, of "
-                f"{total} in all; ngram_heads_offsets or ngram_heads_vocab_sizes of the checkpoint "
+                f"a table of n-grams begins at row {wrong[0][0]} and has "
+                f"{plural(wrong[0][1], 'row')}, of {total} in all; ngram_heads_offsets or ngram_heads_vocab_sizes of the checkpoint "
                 "are damaged"
             )
 
     def extra_repr(self) -> str:
-        """Return the sizes."""
+        """Return all sizes, each with its name."""
         return ", ".join(f"{name}={value}" for name, value in self.sizes._asdict().items())
 
 
