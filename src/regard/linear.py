@@ -27,6 +27,7 @@ from regard.ops.linear.linear_attention import (
     mlstm,
     retention,
 )
+from regard.ops.linear.log_linear import log_linear
 from regard.ops.linear.regression import mesa, titans_memory
 from regard.ops.linear.rwkv import rwkv4, rwkv6
 from regard.ops.linear.short_convolution import short_convolution
@@ -44,6 +45,7 @@ __all__ = [
     "gated_slots",
     "generalized_delta_rule",
     "linear_attention",
+    "log_linear",
     "log_sum_exp_gates",
     "mesa",
     "mlstm",

@@ -39,6 +39,7 @@ NO_SOFTMAX |= {"kimi_delta", "gated_delta_2", "comba", "preconditioned_delta", "
 NO_SOFTMAX |= {"delta_product", "titans_linear", "short_convolution"}
 NO_SOFTMAX |= {"abc", "gsa", "hgrn2", "lightnet", "lightning", "mamba2", "mlstm", "rwkv4", "rwkv6"}
 NO_SOFTMAX |= {"mamba", "rwkv7", "based", "cosformer", "performer", "power_attention", "rebased"}
+NO_SOFTMAX |= {"log_linear"}
 
 
 def in_chunks(

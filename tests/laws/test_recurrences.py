@@ -18,7 +18,7 @@ import regard.memory
 CUT, SIZE = 9, 32
 """The first token that is changed, and the number of tokens in a chunk."""
 SIZES = {"B": 1, "H": 2, "G": 2, "N": 2, "T": 40, "S": 40, "D": 32, "E": 5, "n": 2, "m": 6,
-    "c": 8, "1": 1,
+    "c": 8, "L": 4, "1": 1,
 }  # fmt: skip
 UNIT, FRACTION = ("k", "a", "c"), ("beta", "step", "decay")
 OPTIONS = {"segment": 8, "backend": "reference"}

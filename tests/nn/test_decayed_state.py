@@ -65,6 +65,14 @@ def mamba2(m: Any, x: Tensor, q: Tensor, k: Tensor, v: Tensor, h: int) -> Tensor
     return decayed.mamba2(q, k, v, step.detach(), rate, skip, ALL)
 
 
+def log_linear(m: Any, x: Tensor, q: Tensor, k: Tensor, v: Tensor, h: int) -> Tensor:
+    step = F.softplus(m.rule.linear(x)[:, h] + m.rule.dt_bias[h])[:, None]
+    logits = m.rule.level_scale[h] * m.rule.level_linear(x).unflatten(-1, (4, 4))[:, h]
+    g, skip = -m.rule.A_log[h].exp() * step, m.rule.skip[h].item()
+    scale = math.sqrt(q.shape[1])
+    return decayed.log_linear(scale * q, k, step * v, g, (1 + logits.exp()).log(), ALL) + skip * v
+
+
 def mlstm(m: Any, x: Tensor, q: Tensor, k: Tensor, v: Tensor, h: int) -> Tensor:
     write, forget = (
         15 * torch.tanh(gate(x)[:, h] / 15) for gate in (m.rule.input_gate, m.rule.forget_gate)
@@ -118,6 +126,7 @@ LAYERS: dict[str, Pair] = {
     "hgrn2": hgrn2,
     "lightnet": lightnet,
     "mamba2": mamba2,
+    "log_linear": log_linear,
     "rwkv4": rwkv4,
     "rwkv6": rwkv6,
     "mlstm": mlstm,
@@ -129,13 +138,15 @@ LAYERS: dict[str, Pair] = {
     "performer": performer,
     "cosformer": cosformer,
 }
-SWISH = {"lightning": "qkv", "hgrn2": "q", "lightnet": "q", "gsa": "qkv", "mamba2": "qkv"}
+CONVOLVED = ("mamba2", "log_linear")
+SWISH = {"lightning": "qkv", "hgrn2": "q", "lightnet": "q", "gsa": "qkv"}
+SWISH |= dict.fromkeys(CONVOLVED, "qkv")
 
 
 def inputs(name: str, m: Any, x: Tensor) -> list[Tensor]:
     """q, k and v [n, T, d] of one text, by hand."""
     found, before = [], F.pad(x, (0, 0, 1, 0))[:-1]
-    taps = m.project.convolution if name == "mamba2" else None
+    taps = m.project.convolution if name in CONVOLVED else None
     channels = 0
     for i, letter in enumerate("qkv"):
         part, y = getattr(m.project, letter), x
@@ -182,7 +193,7 @@ def written_out(name: str, m: Any, x: Tensor) -> Tensor:
     if m.gate is not None:
         gate = (x @ m.gate.linear.weight.mT).unflatten(-1, (n, -1)).transpose(0, 1)
         gate = gate.sigmoid() * (1 if name in ("lightning", "mlstm") else gate)
-    z = normed(m.norm, z * gate) if name == "mamba2" else normed(m.norm, z) * gate
+    z = normed(m.norm, z * gate) if name in CONVOLVED else normed(m.norm, z) * gate
     return z.transpose(0, 1).flatten(1) @ m.output.weight.mT
 
 
@@ -201,7 +212,9 @@ def test_a_layer_is_its_equation(name: str) -> None:
 
 
 @pytest.mark.full(keep=1)
-@pytest.mark.parametrize("name", ["mamba2", "rwkv4", "abc", "mlstm", "lightnet", "gsa"])
+@pytest.mark.parametrize(
+    "name", ["mamba2", "log_linear", "rwkv4", "abc", "mlstm", "lightnet", "gsa"]
+)
 def test_packed_documents_do_not_see_one_another(name: str) -> None:
     m, x = example(variants.VARIANTS[name]), tokens(T, B=1)
     m.documents = Document((0, 4, T))
@@ -239,6 +252,8 @@ def test_half_precision_states_are_float32() -> None:
         (lambda: rules.RWKV6Rule(8, 2, 0), r"RWKV6Rule\(dim=8, heads=2, head_dim=0, rank=64\)"),
         (lambda: rules.RWKV4Rule(0, 2), r"RWKV4Rule\(heads=0, head_dim=2\): each must be at least"),
         (lambda: rules.Mamba2Rule(8, 0), r"Mamba2Rule\(dim=8, heads=0\): each must be at least 1"),
+        (lambda: rules.LogLinearRule(8, 2, 0), "levels is 0; it must be from 1 to 24"),
+        (lambda: rules.LogLinearRule(8, 2, 25), "levels is 25; it must be from 1 to 24"),
         (lambda: rules.MLSTMRule(0, 2), r"MLSTMRule\(dim=0, heads=2\): each must be at least 1"),
         (lambda: rules.MLSTMRule(8, 2, gate_cap=0.0), "gate_cap is 0.0"),
         (lambda: rules.SlotRule(8, 2, 0), r"SlotRule\(dim=8, groups=2, slots=0\): each must be at"),

@@ -105,3 +105,32 @@ def mamba2(
                 decay = math.exp(-rate * float(_between(step[:, None], tokens, j, i)[0]))
                 out[i] += float(q[i] @ k[j]) * decay * float(step[j]) * v[j]
     return out
+
+
+def fenwick_levels(t: int) -> list[int]:
+    """The levels of the tokens 0 to t for token t: it cuts off the bucket of the lowest bit of what
+    is left, from the newest tokens to the oldest.
+    """
+    levels, left = [0], t
+    while left:
+        size = 1
+        while left % (2 * size) == 0:
+            size *= 2
+        levels = [1 + int(math.log2(size))] * size + levels
+        left -= size
+    return levels
+
+
+def log_linear(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, weights: Tensor, tokens: Sequence[int]
+) -> Tensor:
+    """o_i = sum_j lambda_i[level of j] exp(g_{j+1} + ... + g_i) (q_i . k_j) v_j / sqrt(D).
+
+    The last level has all that is older.
+    """
+    out, last = torch.zeros(q.shape[0], v.shape[1], dtype=torch.float64), weights.shape[1] - 1
+    for n, i in enumerate(tokens):
+        for j, level in zip(tokens[: n + 1], fenwick_levels(n), strict=True):
+            weight = weights[i, min(level, last)] * _between(g, tokens, j, i)[0].exp()
+            out[i] += weight * (q[i] @ k[j]) / math.sqrt(q.shape[1]) * v[j]
+    return out

@@ -81,6 +81,7 @@ GATES = (
     "bonus",
     "log_input",
     "log_forget",
+    "level_weights",
     "c",
     "a",
     "ridge",
@@ -213,6 +214,13 @@ OPS: dict[Callable[..., Any], Call] = {
     ),
     linear.gated_slots: recurrence(
         linear.gated_slots, log_decay="B G T N", state=("B G D N", "B G N E")
+    ),
+    linear.log_linear: recurrence(
+        linear.log_linear,
+        q="B G T D",
+        log_decay="B G T J1",
+        level_weights="B G T N",
+        state=("B G N D E", "B J1"),
     ),
     linear.log_sum_exp_gates: case(
         linear.log_sum_exp_gates, logits="B G T N", k_positions="B T", state=("B G N",)

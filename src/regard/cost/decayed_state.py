@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from regard.cost.fixed_state import CountedSpec, LinearSpec, ShortConvolution
 from regard.cost.spec import HeadShape, ParameterCounts, Quantity
+from regard.units import plural
 
 
 def rwkv4_spec(weights: ParameterCounts, shape: HeadShape) -> CountedSpec:
@@ -90,6 +91,17 @@ def lightnet_spec(weights: ParameterCounts, shape: HeadShape) -> CountedSpec:
     state = Quantity(G * D * (E + 1), f"G D (E + 1) = {G} x {D} x ({E} + 1)")
     work = Quantity((2 * H + 3 * G) * D * E, f"(2 H + 3 G) D E = (2 x {H} + 3 x {G}) x {D} x {E}")
     return CountedSpec(weights, (), shape, "LightNet", state, work)
+
+
+def log_linear_spec(weights: ParameterCounts, shape: HeadShape, levels: int) -> CountedSpec:
+    """Return the spec of log-linear Mamba-2: L levels and the number of tokens. A token decays all
+    levels (L D E), writes one and merges one (2 D E), and reads their weighted sum (2 L D E + 2 D
+    E). Source: Guo et al. 2025 (arXiv 2506.04761), section 3.
+    """
+    N, D, E, L = shape.states, shape.head_dim, shape.value_dim, levels
+    state = Quantity(N * L * D * E + 1, f"N L D E + 1 = {N} x {L} x {D} x {E} + 1")
+    work = Quantity(N * (3 * L + 4) * D * E, f"N (3 L + 4) D E = {N} x (3 x {L} + 4) x {D} x {E}")
+    return CountedSpec(weights, (), shape, f"log-linear Mamba-2, {plural(L, 'level')}", state, work)
 
 
 def mamba2(dim: int, shape: HeadShape, kernel: int = 4) -> LinearSpec:

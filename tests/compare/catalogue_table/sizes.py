@@ -72,6 +72,7 @@ SMALL: dict[str, dict[str, object]] = {
     "mlra": {**LATENT, "kv_rank": 64},
     "mfa": {"q_rank": 256, "head_dim": 128},
     "mamba2": {"head_dim": 64},
+    "log_linear": {"head_dim": 64, "levels": 11},
     **{name: {"budget": SEEN - 64, "interval": 64} for name in EVICTING},
     "h2o": {"budget": SEEN - 64, "interval": 64, "newest": 64},
 }

@@ -17,6 +17,7 @@ from regard.linear import (
     cosine_features,
     gated_slots,
     linear_attention,
+    log_linear,
     mlstm,
     rwkv4,
     rwkv6,
@@ -71,6 +72,13 @@ def draw_mlstm(B: int, H: int, G: int, T: int, scale: float) -> Inputs:
 def draw_slots(B: int, H: int, G: int, T: int, scale: float) -> Inputs:
     g = -torch.randn(B, G, T, 5, dtype=torch.float64).mul(1.5).exp()
     return {**heads(B, H, G, T, scale), "log_decay": g}
+
+
+def draw_log_linear(B: int, H: int, G: int, T: int, scale: float) -> Inputs:
+    """As many query heads as key heads, and four levels."""
+    g = -torch.randn(B, G, T, 1, dtype=torch.float64).exp()
+    weights = torch.rand(B, G, T, 4, dtype=torch.float64)
+    return {**heads(B, G, G, T, scale), "log_decay": g, "level_weights": weights}
 
 
 def loop_rwkv6(
@@ -139,6 +147,25 @@ def loop_slots(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, *, apart: boo
         V = V * a[..., None] + write[..., None] * v[:, :, t, None]
         weights = (q[:, :, t, None] @ K / math.sqrt(D)).softmax(-1)
         rows.append(weights @ V)
+    return torch.cat(rows, 2)
+
+
+def loop_log_linear(
+    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, level_weights: Tensor, *, apart: bool
+) -> Tensor:
+    levels, queries, rows = level_weights.shape[3], q / math.sqrt(q.shape[3]), []
+    S = [q.new_zeros(*q.shape[:2], q.shape[3], v.shape[3]) for _ in range(levels)]
+    for t in range(q.shape[2]):
+        S = [x * log_decay[:, :, t, :, None].exp() for x in S]
+        if t:
+            to = min(len(bin(t)) - len(bin(t).rstrip("0")) + 1, levels - 1)
+            S[: to + 1] = [torch.zeros_like(S[0])] * to + [sum(S[1 : to + 1], S[0])]
+        S[0] = S[0] + k[:, :, t, :, None] * v[:, :, t, None]
+        read, shares = queries[:, :, t, None], level_weights[:, :, t, :, None, None].unbind(2)
+        if apart:
+            rows.append(sum(w * (read @ x) for w, x in zip(shares, S, strict=True)))
+        else:
+            rows.append(read @ sum(w * x for w, x in zip(shares, S, strict=True)))
     return torch.cat(rows, 2)
 
 
@@ -246,6 +273,12 @@ RECURRENCES: dict[str, Recurrence] = {
         lambda c, **o: gated_slots(**c, **o),
         lambda r, t: decayed.slots(r["q"], r["k"], r["v"], r["log_decay"], t),
         lambda c: [loop_slots(**c, apart=x) for x in (False, True)],
+    ),
+    "log linear": Recurrence(
+        draw_log_linear,
+        lambda c, **o: log_linear(**c, **o),
+        lambda r, t: decayed.log_linear(*r.values(), t),
+        lambda c: [loop_log_linear(**c, apart=x) for x in (False, True)],
     ),
     "taylor": kernel_of(
         run_features(TaylorFeatures()),

@@ -1,5 +1,5 @@
-"""RWKV-4, RWKV-6, mLSTM, gated slots, and linear attention with kernels of the score: every form
-against sums over pairs, and the numbers of the fixed example.
+"""RWKV-4, RWKV-6, mLSTM, gated slots, log-linear attention, and linear attention with kernels of
+the score: every form against sums over pairs, and the numbers of the fixed example.
 """
 
 from __future__ import annotations
@@ -193,13 +193,16 @@ def test_gradients_round_as_those_of_plain_math(name: str) -> None:
 
 @pytest.mark.full(keep=3)
 @pytest.mark.parametrize("form, chunk", [("recurrent", 1), ("chunk", 2), ("parallel", 1)])
-@pytest.mark.parametrize("name", ["rwkv6", "rwkv4", "mlstm", "slots", "taylor", "power 2"])
+@pytest.mark.parametrize(
+    "name", ["rwkv6", "rwkv4", "mlstm", "slots", "log linear", "taylor", "power 2"]
+)
 def test_gradcheck(name: str, form: str, chunk: int) -> None:
     c = RECURRENCES[name].draw(1, 2, 1, 5, 1.0)
     leaves = [x.requires_grad_() for x in c.values()]
     first = RECURRENCES[name].run(RECURRENCES[name].draw(1, 2, 1, 3, 1.0))[1]
-    # the running maximum is no variable: any number gives the same result
-    sums = [x.requires_grad_() for x in (first[:-1] if name in ("mlstm", "rwkv4") else first)]
+    # the running maximum is no variable: any number gives the same result; nor is a count
+    variables = first[:-1] if name in ("mlstm", "rwkv4", "log linear") else first
+    sums = [x.requires_grad_() for x in variables]
     rest = tuple(first[len(sums) :])
 
     def call(*x: Tensor) -> Tensor:

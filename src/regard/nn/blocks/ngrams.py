@@ -139,8 +139,8 @@ class HashedNGrams(nn.Module):
         if wrong := [x for x in ranges if x[0] < 0 or x[1] < 1 or sum(x) > total]:
             raise ArgumentError(
                 f"a table of n-grams begins at row {wrong[0][0]} and has "
-                f"{plural(wrong[0][1], 'row')}, of {total} in all; ngram_heads_offsets or ngram_heads_vocab_sizes of the checkpoint "
-                "are damaged"
+                f"{plural(wrong[0][1], 'row')}, of {total} in all; ngram_heads_offsets or "
+                "ngram_heads_vocab_sizes of the checkpoint are damaged"
             )
 
     def extra_repr(self) -> str:

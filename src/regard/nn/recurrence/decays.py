@@ -15,7 +15,14 @@ from torch import Tensor, nn
 
 from regard.argument_checks import check_choice, check_number, check_positive_sizes
 from regard.caches import Parts
-from regard.cost.decayed_state import lightnet_spec, mlstm_spec, rwkv4_spec, rwkv6_spec, slots_spec
+from regard.cost.decayed_state import (
+    lightnet_spec,
+    log_linear_spec,
+    mlstm_spec,
+    rwkv4_spec,
+    rwkv6_spec,
+    slots_spec,
+)
 from regard.cost.fixed_state import CountedSpec, LinearSpec, ShortConvolution
 from regard.cost.spec import HeadShape, ParameterCounts
 from regard.errors import ArgumentError
@@ -42,6 +49,7 @@ from regard.ops.linear.linear_attention import (
     mlstm,
     retention,
 )
+from regard.ops.linear.log_linear import MAX_LEVELS, log_linear
 from regard.ops.linear.rwkv import rwkv4, rwkv6
 from regard.process_state import ConstantTensor, is_compiling
 from regard.span import Positions, Span, slice_positions
@@ -472,10 +480,54 @@ class Mamba2Rule(RecurrenceRule):
         """Return the results [B,max(H,N),T,E] and the state (S,) after the last token."""
         step = self.step(x)[..., None]
         g = -wide(self.A_log).exp()[:, None, None] * step
-        z, state = gated_linear(wide(q), wide(k), wide(v) * step, g, scale=1.0, **call)
+        z, state = self.sum_values(x, wide(q), wide(k), wide(v) * step, g, call)
         skip = wide(self.skip)[:, None, None] * wide(v)
         z = z + skip.repeat_interleave(z.shape[1] // v.shape[1], 1)
         return z.to(q.dtype), state
+
+    def sum_values(
+        self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor, call: RuleCall
+    ) -> RuleResult:
+        """Return the decayed sums of values [B,N,T,E], in fp32 or better, and the state."""
+        return gated_linear(q, k, v, g, scale=1.0, **call)
+
+
+class LogLinearRule(Mamba2Rule):
+    """The rule of log-linear Mamba-2: that of Mamba-2, with a state and a weight for each level.
+
+    z = lambda_0 S[0]^T q + ... + lambda_{L-1} S[L-1]^T q + d v;  lambda = softplus(c W x)
+
+    The levels and their states are those of `regard.linear.log_linear`.
+
+    Source: Guo et al. 2025 (arXiv 2506.04761), section 3; the map to lambda: the released code.
+    """
+
+    shown = ("levels",)
+
+    def __init__(self, dim: int, heads: int, levels: int = 16) -> None:
+        super().__init__(dim, heads)
+        if not 1 <= levels <= MAX_LEVELS:
+            raise ArgumentError(
+                f"levels is {levels}; it must be from 1 to {MAX_LEVELS}", argument="levels"
+            )
+        self.level_linear = Linear(dim, heads * levels, bias=False)
+        self.level_scale = nn.Parameter(torch.ones(heads, levels))
+        self.levels = levels
+
+    def level_weights(self, x: Float[Tensor, "B T M"]) -> Float[Tensor, "B N T L"]:
+        """Return the weights lambda [B,N,T,L] of the levels for tokens x [B,T,M]."""
+        logits = torch.unflatten(wide(self.level_linear(x)), -1, self.level_scale.shape)
+        return F.softplus(logits * wide(self.level_scale)).transpose(1, 2)  # [B,T,N,L] -> [B,N,T,L]
+
+    def sum_values(
+        self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor, call: RuleCall
+    ) -> RuleResult:
+        """Return the weighted sums of values [B,N,T,E], in fp32 or better, and the state (S, n)."""
+        return log_linear(q, k, v, g, self.level_weights(x), scale=1.0, **call)
+
+    def spec(self, weights: ParameterCounts, shape: HeadShape) -> CountedSpec:
+        """Return the cost of a layer with this rule."""
+        return log_linear_spec(weights, shape, self.levels)
 
 
 class MLSTMRule(RecurrenceRule):

@@ -314,7 +314,9 @@ def row_of_state(
 
     def of_head(state: Parts) -> Parts:
         # a normalizer has G heads, whereas S has one for each value head
-        return tuple(part[0, head // (run.heads // part.shape[1])] for part in state)
+        parts = (part[0, head // (run.heads // part.shape[1])] for part in state)
+        # the matrices of several levels stand one below another
+        return tuple(part.flatten(0, -2) if part.ndim > 2 else part for part in parts)
 
     return EffectiveRow(
         "linear",

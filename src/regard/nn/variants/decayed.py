@@ -14,6 +14,7 @@ from regard.nn.projections.steps import Swish
 from regard.nn.recurrence.decays import (
     HGRN2Rule,
     LightNetRule,
+    LogLinearRule,
     Mamba2Rule,
     MLSTMRule,
     RetentionRule,
@@ -194,6 +195,69 @@ def mamba2(
         value_dim: the value dim E, called the head dim; None is 2 M / H.
         kernel: the number of tokens of the convolution, the present one included.
     """
+    rule = Mamba2Rule(dim, heads)
+    return _state_space_layer(rule, dim, heads, groups, head_dim, value_dim, kernel)
+
+
+@variant(
+    "decays",
+    "z = norm((sum_l w[l] S[l]^T q + d v) * silu(W_g x)); S <- exp(-A s) S, S[b+1] <- S[0] + ... + "
+    "S[b], S[1] ... S[b] <- 0, S[0] <- k (s v)^T; w = softplus(c W_w x); s = softplus(W x + b_s); "
+    "q, k, v = silu(conv(W x))",
+    "Guo et al. 2025 (arXiv 2506.04761), section 3",
+    users="none that is released; the paper trained language models",
+    choose="mamba2 forgets too much: here each doubling of the age of a token has its own state",
+    avoid="the cache must be small: there is a state of the size of mamba2 for each level",
+    where=(
+        "A: learned rate of the decay, one for each head; S: states of a head: level l sums over "
+        "2^(l-1) neighbouring tokens, level 0 has the present one; W_w: learned matrix of the "
+        "weights of the levels; b: lowest bit that is set in the number of earlier tokens; b_s: "
+        "learned bias of the step sizes; c: learned scale, one for each head and level; conv: "
+        "short causal convolution; d: learned weight of the skip, one for each head; l: index of "
+        "a level; norm: RMS norm of all heads together; s: step size of a head and token; w: "
+        "weight of each level for a head and token"
+    ),
+    example={"head_dim": 8, "levels": 4},
+)
+def log_linear(
+    dim: int,
+    heads: int,
+    *,
+    levels: int = 16,
+    groups: int = 1,
+    head_dim: int = 128,
+    value_dim: int | None = None,
+    kernel: int = 4,
+) -> Recurrent:
+    """Log-linear attention (log-linear Mamba-2): the past is divided into buckets of 1, 2, 4, ...
+    tokens, each with a state of its own, and each token weights the states.
+
+    A cache stores H L D E values of the states, the number of tokens, and kernel - 1 past inputs of
+    the convolution, at any length. The last level also holds all that is older than its bucket, in
+    texts of more than 2^(L-1) tokens. With weights of 1 it is `mamba2`.
+
+    Args:
+        heads: the value heads H, each with a state for each level.
+        levels: the number of levels L, from 1 to 24; log2(T) + 1 have a bucket for all of T tokens.
+        groups: the query and key heads G; G divides H.
+        head_dim: the dim D of queries and keys, called the state dim.
+        value_dim: the value dim E, called the head dim; None is 2 M / H.
+        kernel: the number of tokens of the convolution, the present one included.
+    """
+    rule = LogLinearRule(dim, heads, levels)
+    return _state_space_layer(rule, dim, heads, groups, head_dim, value_dim, kernel)
+
+
+def _state_space_layer(
+    rule: Mamba2Rule,
+    dim: int,
+    heads: int,
+    groups: int,
+    head_dim: int,
+    value_dim: int | None,
+    kernel: int,
+) -> Recurrent:
+    """Return the layer of Mamba-2 around a rule."""
     if value_dim is None:
         if heads < 1 or 2 * dim % heads:
             raise ArgumentError(
@@ -205,7 +269,7 @@ def mamba2(
     channels = 2 * groups * head_dim + heads * value_dim
     return Recurrent(
         ConvolvedQKV(q, k, v, CausalConvolution(channels, kernel, bias=True)),
-        Mamba2Rule(dim, heads),
+        rule,
         output_projection(dim, heads, value_dim),
         norm=JoinedHeadsRMSNorm(heads, value_dim, groups=groups),
         gate=HeadProjection(dim, heads, value_dim),

@@ -327,7 +327,7 @@ def chunked(
     start = None if g is None else decay_since_start(g)[..., None, :]  # [B,G,P,n,C,1,D or 1]
     if start is not None and by_channel:
         q = q * start
-    earlier = _over_chunks(q.flatten(-3, -2), chunk_states)
+    earlier = matmul_over_chunks(q.flatten(-3, -2), chunk_states)
     earlier = torch.unflatten(earlier, -2, (size, R))
     if start is not None and not by_channel:
         earlier = earlier * start
@@ -339,7 +339,7 @@ def chunked(
     return out, state + (rows.sum(-2)[..., None] + columns.sum(-2)[..., None, :])
 
 
-def _over_chunks(a: Tensor, b: Tensor) -> Tensor:
+def matmul_over_chunks(a: Tensor, b: Tensor) -> Tensor:
     """Return a @ b for tensors `[B, G, P or 1, n, ...]`, where value heads may share a."""
     if a.shape[2] == b.shape[2]:
         return a @ b
@@ -353,7 +353,7 @@ def _chunk_states(
     if g is not None:
         until_end = decay_until_end(g)
         k, v = (k * until_end, v) if g.shape[-1] > 1 else (k, v * until_end)
-    writes = _over_chunks(k.mT, v)
+    writes = matmul_over_chunks(k.mT, v)
     remaining = None if g is None else decay_since_start(g)[..., -1, :, None]  # [...,n,D or 1,1]
     states = []
     for i in range(writes.shape[-3]):
