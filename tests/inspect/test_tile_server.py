@@ -39,6 +39,7 @@ from starlette.testclient import TestClient  # noqa: E402
 from regard.inspect.tile_server.app import Policy, application  # noqa: E402
 from regard.inspect.tile_server.connections import (  # noqa: E402
     LOG_LINES,
+    BoundedProtocol,
     Limits,
     bounded_log,
 )
@@ -317,6 +318,35 @@ def test_who_reads_no_answer_leaves_the_place_to_others(recording: Recording) ->
         assert status(f"{server.origin}/meta", server.token) == 200
     for one in deaf:
         one.close()
+
+
+def open_files() -> int:
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
+def test_connections_are_accepted_one_at_a_time(
+    recording: Recording, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of fifty that come at once, the server has few more open at any time than its limit."""
+    counted, connection_made = list[int](), BoundedProtocol.connection_made
+
+    def count(protocol: BoundedProtocol, transport: Any) -> None:
+        counted.append(open_files())
+        connection_made(protocol, transport)
+
+    monkeypatch.setattr(BoundedProtocol, "connection_made", count)
+    with Server(ViewSession(recording), "127.0.0.1", 0, "en", Limits(connections=4)) as server:
+        address = ("127.0.0.1", int(server.origin.rpartition(":")[2]))
+        all_are_there = threading.Event()
+        server._server.servers[0].get_loop().call_soon_threadsafe(all_are_there.wait)
+        waiting = [socket.create_connection(address, timeout=20) for _ in range(50)]
+        before = open_files()
+        all_are_there.set()
+        assert status(f"{server.origin}/meta", server.token) == 200
+    for one in waiting:
+        one.close()
+    assert len(counted) == 51
+    assert max(counted[:50]) - before <= 2 * 4, "some have ended, and are not closed yet"
 
 
 @pytest.mark.full

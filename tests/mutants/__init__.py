@@ -34,6 +34,8 @@ class Mutant:
     old, new: what is replaced, and by what.
     tests: files, folders or test functions (`file.py::name`) below the repository.
     equivalent: the reason why no test can notice it; "" if one must.
+    compiled_for: the instruction sets, by the beginning of their names, whose kernels have the old
+        text; "" is every one.
     """
 
     name: str
@@ -42,6 +44,7 @@ class Mutant:
     new: str
     tests: tuple[str, ...]
     equivalent: str = ""
+    compiled_for: str = ""
     package: str = ""
 
     def source(self, root: Path) -> Path:

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from tests.mutants import ROOT, Mutant, commit, read_mutants
 from tests.mutants.runs import (
+    ELSEWHERE,
     EQUIVALENT,
     KILLED,
     KILLED_BY_FULL,
@@ -100,7 +101,7 @@ def report(verdicts: list[Verdict]) -> int:
     """Print how many mutants each verdict has."""
     counts = Counter(verdict.status for verdict in verdicts)
     print(", ".join(f"{n} {status}" for status, n in counts.most_common()) or "no mutant")
-    return int(any(counts.keys() - {KILLED, KILLED_BY_FULL, EQUIVALENT}))
+    return int(any(counts.keys() - {KILLED, KILLED_BY_FULL, EQUIVALENT, ELSEWHERE}))
 
 
 if __name__ == "__main__":

@@ -25,6 +25,7 @@ from tests.mutants.named_tests import VARIABLE
 KILLED, SURVIVED = "killed", "survived"
 KILLED_BY_FULL = "killed by the full selection"
 NOT_APPLIED, NOT_RUN = "cannot be applied", "no test ran"
+ELSEWHERE = "runs on other processors"
 EQUIVALENT = "equivalent"
 TIMED_OUT = 124
 IMPORTED_BEFORE = ("numpy", "torch._inductor", "beartype", "safetensors")
@@ -140,6 +141,11 @@ class MutantRuns:
             return Verdict(EQUIVALENT, mutant.equivalent, 0.0, digest)
         if why := mutant.why_not(self.root):
             return Verdict(NOT_APPLIED, why, 0.0, digest)
+        if mutant.compiled_for:
+            from regard.ops.cpu.instruction_sets import instruction_set
+
+            if not instruction_set().startswith(mutant.compiled_for):
+                return Verdict(ELSEWHERE, f"here are kernels of {instruction_set()}", 0.0, digest)
         path = mutant.source(self.copy)
         text, times = path.read_text("utf-8"), path.stat()
         path.write_text(text.replace(mutant.old, mutant.new), "utf-8")
