@@ -28,7 +28,7 @@ from regard.train.loop import fit
 from regard.train.losses import evaluate
 from regard.train.settings import Settings
 
-CONTEXT, BATCH, LR = 256, 2, 3e-4
+CONTEXT, BATCH, LR = 256, 2, 1e-4
 """Tokens of a row, rows of a step, and the peak learning rate of `regard convert --heal`."""
 HELD_ROWS = 12
 """Rows on which the perplexity is measured."""
@@ -43,7 +43,13 @@ def dense_smollm2() -> tuple[regard.models.Model, Checkpoint]:
 
 
 def finetuned_perplexity(
-    pooling: Literal["none", "mean", "svd"], groups: int, steps: int, log: Path, *, bf16: bool
+    pooling: Literal["none", "mean", "svd"],
+    groups: int,
+    steps: int,
+    log: Path,
+    *,
+    lr: float = LR,
+    bf16: bool,
 ) -> dict[str, object]:
     """Convert and finetune; return the perplexity after each evaluation, and the time."""
     model, checkpoint = dense_smollm2()
@@ -57,7 +63,7 @@ def finetuned_perplexity(
     network = checkpoint.network.requires_grad_(True)
     warmup = min(50, math.ceil(steps / 10))
     settings = Settings(
-        steps, LR, warmup, log_every=steps, validate_every=max(1, steps // 8), bf16=bf16
+        steps, lr, warmup, log_every=steps, validate_every=max(1, steps // 8), bf16=bf16
     )
     start = math.exp(evaluate(network, held_rows, batch=BATCH))
     began = time.process_time()
@@ -72,7 +78,7 @@ def finetuned_perplexity(
         "before": round(before, 3),
         "curve": [[tokens, round(perplexity, 2)] for tokens, perplexity in curve],
         "processor_minutes": round((time.process_time() - began) / 60, 1),
-        "settings": {"batch": BATCH, "length": CONTEXT, "lr": LR, "steps": steps, "bf16": bf16},
+        "settings": {"batch": BATCH, "length": CONTEXT, "lr": lr, "steps": steps, "bf16": bf16},
     }
 
 
@@ -82,11 +88,17 @@ def main() -> None:
     parser.add_argument("pooling", choices=["none", "mean", "svd"])
     parser.add_argument("--kv-heads", type=int, default=1)
     parser.add_argument("--steps", type=int, default=96)
+    parser.add_argument("--lr", type=float, default=LR, help="peak learning rate")
     parser.add_argument("--bf16", action="store_true")
     parser.add_argument("--log", type=Path, default=Path("healing.csv"))
     options = parser.parse_args()
     result = finetuned_perplexity(
-        options.pooling, options.kv_heads, options.steps, options.log, bf16=options.bf16
+        options.pooling,
+        options.kv_heads,
+        options.steps,
+        options.log,
+        lr=options.lr,
+        bf16=options.bf16,
     )
     print(json.dumps(result))
 

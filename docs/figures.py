@@ -229,7 +229,13 @@ def healing() -> Chart:
     file = Path(__file__).with_name("healing.jsonl")
     rows = [json.loads(line) for line in file.read_text("utf-8").splitlines()]
     names = {"svd": "svd", "mean": "mean", "none": translate("not converted")}
-    lines = [Line(names[row["pooling"]], tuple((t, p) for t, p in row["curve"])) for row in rows]
+    lines = [
+        Line(
+            f"{names[row['pooling']]}, lr {row['settings']['lr']:g}",
+            tuple((t, p) for t, p in row["curve"]),
+        )
+        for row in rows
+    ]
     last = float(max(t for row in rows for t, _ in row["curve"]))
     before = ((0.0, rows[0]["before"]), (last, rows[0]["before"]))
     lines.append(Line(translate("before the conversion"), before))

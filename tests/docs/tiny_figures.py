@@ -47,7 +47,7 @@ CONVERSIONS = (
     "--kv-heads 2 --groups svd",
     "--kv-heads 2 --groups mean",
 )
-HEALED = "--tokens 10240 --length 256 --heal 20 --batch 2"
+HEALED = "--tokens 10240 --length 256 --heal 20 --lr 3e-4 --batch 2"
 SCALED = ("dynamic", "yarn", "llama3")
 
 

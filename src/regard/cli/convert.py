@@ -298,7 +298,7 @@ def convert(
         panel=HEALING,
         min=1,
     ),
-    lr: float = option("Peak learning rate of --heal.", default=3e-4, panel=HEALING),
+    lr: float = option("Peak learning rate of --heal.", default=1e-4, panel=HEALING),
     batch: int = option("Number of windows in a step of --heal.", default=4, panel=HEALING, min=1),
     seed: int = option(
         "Random seed for the order of the data in --heal.", default=0, panel=HEALING
