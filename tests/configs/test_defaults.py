@@ -23,6 +23,8 @@ DIFFERENT = {
     "olmo_hybrid": {f"linear_{x}" for x in ("key_head_dim", "value_head_dim")}
     | {f"linear_num_{x}_heads" for x in ("key", "value")},
     "olmoe": {LENGTH},
+    # null is the activation of the networks, and no indexer, which the family always has
+    "qwen4_exp_text": {"output_gate_type", "indexer_kv_heads"},
     # its class drops the window where use_sliding_window is False
     **{name: {WINDOW} for name in ("qwen2", "qwen2_moe", "qwen3", "qwen3_moe")},
 }
