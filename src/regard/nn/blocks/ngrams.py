@@ -74,7 +74,7 @@ class HashedNGrams(nn.Module):
     >>> grams = HashedNGrams(sizes)
     >>> embedded, past = grams(torch.tensor([[5, 6, 0, 7]]), None, None)
     >>> embedded.shape, sizes.table_rows()
-    (torch.Size([1, 4, 4]), [11, 13])
+    (torch.Size([1, 4, 4]), (11, 13))
 
     Source: the code of Qwen4-Exp in transformers, `Qwen4ExpTextNGramEmbedding`.
     """
