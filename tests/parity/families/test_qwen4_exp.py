@@ -21,7 +21,6 @@ from regard.models.families import family
 from regard.nn.blocks.ngrams import EmbeddingInParts, HashedNGrams, NGramInput
 from regard.nn.blocks.norms import OffsetRMSNorm
 from regard.nn.blocks.residual_streams import GatedStreams, StreamGate, StreamNorm
-from regard.positions import Rotary
 from tests.parity.families import changes, test_gated_delta_hybrids
 from tests.parity.families.cases import Case, parity_tests
 from tests.parity.families.changes import drop, named, put, swap, zeros
@@ -74,7 +73,6 @@ def pooled_then_turned_elsewhere(network: Any) -> None:
     for attention in changes.attentions(network)[1::2]:
         pooling = attention.selector.pooling
         turned = pooling.steps[-1]
-        assert isinstance(turned, Rotary)
         pooling.steps[-1] = _Later(turned, pooling.block - 1)
 
 
