@@ -157,9 +157,7 @@ def test_refusals() -> None:
     flat = HeadProjection(8, 2, 2, flat=RMSNorm(4))
     with pytest.raises(regard.ArgumentError, match="k has a RMSNorm before its split into heads"):
         ConvolvedQKV(q, flat, v, CausalConvolution(16, 4))
-    with pytest.raises(
-        regard.ArgumentError, match=r"kernel=0, dilation=1\): each must be at leas"
-    ):
+    with pytest.raises(regard.ArgumentError, match=r"kernel=0, dilation=1\): each must be at leas"):
         CausalConvolution(3, 0)
     with pytest.raises(regard.ArgumentError, match="activation is 'gelu'; it must be one of silu"):
         CausalConvolution(3, 2, activation="gelu")  # type: ignore[arg-type]
