@@ -184,9 +184,8 @@ STREAMED: NameTable = {
     **ATTENTION,
     **DELTA,
     **SEPARATE_MAPS,
-    **llama_like.expert_names(SHARING_EXPERTS),
-    STORED_LAYER + "mlp.experts.gate_up_proj": llama_like.experts_in_one_tensor("gate", "up"),
-    STORED_LAYER + "mlp.experts.down_proj": llama_like.experts_in_one_tensor("down"),
+    **EXPERTS,
+    **FUSED_EXPERTS,
     INDEXER + "index_qk_proj.weight": stacked_rows(
         SELECTOR + "q.linear.weight", SELECTOR + "pooling.content.weight"
     ),
