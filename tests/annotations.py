@@ -39,7 +39,7 @@ CONF = BeartypeConf(is_pep484_tower=True)
 # typer reads the signatures of commands itself, and the errors are not functions
 LEFT_OUT = ("regard.cli", "regard.errors", "regard.__main__")
 sampled = False
-"""Whether only some calls are looked at; `tests/conftest.py` sets it in the quick run."""
+"""Whether only some calls are looked at; `tests/conftest.py` sets it where not all tests run."""
 unresolved: dict[str, str] = {}
 """Functions whose annotations cannot be resolved, with the reason: `tests/surface` wants this
 empty.
@@ -176,8 +176,8 @@ _times: dict[Callable[..., Any], int] = {}
 
 
 def _is_due(function: Callable[..., Any]) -> bool:
-    """Whether the quick run looks at one more call: at the first ones of each function, and then at
-    one in sixteen.
+    """Whether one more call is looked at where calls are sampled: the first ones of each function
+    are, and then one in sixteen.
     """
     n = _times[function] = _times.get(function, 0) + 1
     return n <= 64 or n % 16 == 0

@@ -39,6 +39,12 @@ if sys.version_info < (3, 11, 8):
 
     ast.parse = _parse_alone
 
+if not torch.backends.cuda.is_built():
+    # torch.manual_seed notes three times, with the whole stack, how it was called, for devices that
+    # may be found later: that takes most of the time between two short tests
+    for module in (torch.cuda.random, torch.xpu.random, torch.mtia):
+        module._lazy_call = lambda *_, **__: None  # type: ignore[attr-defined]
+
 for package in ("regard", "benchmarks", "experiments"):
     annotations.install(package)
 torch.set_num_threads(int(os.environ.get("REGARD_TEST_THREADS", "1")))
@@ -65,29 +71,29 @@ FULL = (
     "run the tests marked full, too: compilation, training, every family, browser pages, all "
     "doctests"
 )
+NIGHTLY = "run all tests, those marked nightly, too: hours"
 LEFT_OUT = pytest.StashKey[int]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--full", action="store_true", help=FULL)
+    parser.addoption("--nightly", action="store_true", help=NIGHTLY)
 
 
 def runs_all(config: pytest.Config) -> bool:
-    """Whether nothing is left out: asked for by --full, or by naming tests."""
+    """Whether nothing is left out: asked for by --nightly, or by naming tests (`::`, -k or -m)."""
     named = config.option.keyword or config.option.markexpr or any("::" in x for x in config.args)
-    return bool(config.option.full or named)
+    return bool(config.option.nightly or named)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out what is marked full, unless --full is given or tests are asked for by name (`::`,
-    -k or -m).
-    """
+    """Leave out what is marked nightly and, without --full, what is marked full."""
     config.stash[selection.COLLECTED] = [*items]
     if runs_all(config):
         return
-    quick = {*selection.quick(items)}
-    left_out = [item for item in items if item not in quick]
-    items[:] = [item for item in items if item in quick]
+    chosen = {*(selection.full if config.option.full else selection.quick)(items)}
+    left_out = [item for item in items if item not in chosen]
+    items[:] = [item for item in items if item in chosen]
     config.hook.pytest_deselected(items=left_out)
     if hasattr(config, "workeroutput"):  # a worker of xdist tells the process that reports
         config.workeroutput["left out"] = len(left_out)
@@ -106,9 +112,8 @@ def pytest_testnodedown(node: Any, error: object) -> None:
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
     if count := config.stash.get(LEFT_OUT, 0):
-        terminalreporter.write_line(
-            f"{count} tests marked full were left out; `pytest --full` runs them"
-        )
+        longer = "nightly" if config.option.full else "full"
+        terminalreporter.write_line(f"{count} tests wait for a longer run: `pytest --{longer}`")
 
 
 def pytest_collection_finish() -> None:
@@ -121,7 +126,8 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    hypothesis.settings.load_profile("regard" if runs_all(config) else "quick")
+    whole = config.option.full or runs_all(config)
+    hypothesis.settings.load_profile("regard" if whole else "quick")
     annotations.sampled = not runs_all(config)
     # `with torch.device(...)` knows constructors by identity: let it learn the real ones first
     _device_constructors()
@@ -157,7 +163,7 @@ def clean_state() -> Iterator[None]:
     """Each test starts from the same seed, and leaves torch's global switches as it found them."""
     random.seed(0)
     np.random.seed(0)  # noqa: NPY002  (the global state is what must be pinned)
-    _seed_torch()
+    torch.manual_seed(0)
     before = _switches()
     yield
     if "torch._dynamo" in sys.modules:  # what one test compiled counts against no other
@@ -167,16 +173,6 @@ def clean_state() -> Iterator[None]:
     torch.set_grad_enabled(True)
     torch.use_deterministic_algorithms(False)
     assert after == before, f"torch's switches were left changed: {before} -> {after}"
-
-
-def _seed_torch() -> None:
-    """Seed torch. Without a GPU `torch.manual_seed` only stores, for each later one, how it was
-    called: that takes most of the time that goes by between two short tests.
-    """
-    if torch.cuda.is_initialized():
-        torch.manual_seed(0)
-    else:
-        torch.default_generator.manual_seed(0)
 
 
 def _switches() -> tuple[Any, ...]:

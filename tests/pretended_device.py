@@ -25,7 +25,7 @@ from typing import Any, NamedTuple, Self
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map, tree_map_only
+from torch.utils._pytree import tree_map_only
 
 import regard
 from regard.caches.lazy_tensor import LazyTensor
@@ -153,17 +153,19 @@ class PretendedDevice(TorchDispatchMode):
             self.reads_allowed = before
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if any(isinstance(x, LazyTensor) for x in _leaves((args, kwargs))):
+        leaves = _leaves((args, kwargs))
+        if any(isinstance(x, LazyTensor) for x in leaves):
             with self:  # what they compute runs on the device, too
                 args, kwargs = tree_map_only(LazyTensor, LazyTensor.numbers, (args, kwargs))
+            leaves = _leaves((args, kwargs))
         args, kwargs, device = _without_device(args, dict(kwargs or {}))
-        pretended = [x for x in _leaves((args, kwargs)) if type(x) is PretendedTensor]
+        pretended = [x for x in leaves if type(x) is PretendedTensor]
         goes_to_cuda = device is not None and device.type == "cuda"
         if not pretended and not goes_to_cuda:
             return func(*args, **kwargs)
         if not self.reads_allowed:
             self._refuse_reads(func, args, kwargs, device)
-        host_args, host_kwargs = self.get(args), self.get(kwargs)
+        host_args, host_kwargs = _on_host(args), _on_host(kwargs)
         if self.recording is not None:
             self._written += [(x, x.clone()) for x in _overwritten(func, host_args, host_kwargs)]
         out = func(*host_args, **host_kwargs)
@@ -174,7 +176,13 @@ class PretendedDevice(TorchDispatchMode):
                 self.copies.append(out.numel())
             return out
         known = {id(x.host): x for x in pretended}
-        return tree_map_only(Tensor, lambda x: known[id(x)] if id(x) in known else _wrap(x), out)
+
+        def back(x: Any) -> Any:
+            if not isinstance(x, Tensor):
+                return x
+            return known[id(x)] if id(x) in known else _wrap(x)
+
+        return _each(back, out)
 
     def _refuse_reads(self, func: Any, args: Any, kwargs: Any, device: torch.device | None) -> None:
         """Raise `HiddenRead` if a real device would be waited for."""
@@ -321,8 +329,21 @@ def _wrap(x: Tensor) -> Tensor:
 
 def _leaves(x: Any) -> list[Any]:
     found: list[Any] = []
-    tree_map(found.append, x)
+    _each(found.append, x)
     return found
+
+
+def _on_host(x: Any) -> Any:
+    return _each(lambda y: y.host if type(y) is PretendedTensor else y, x)
+
+
+def _each(change: Callable[[Any], Any], x: Any) -> Any:
+    """What an operation takes or returns, changed: faster than `tree_map`, which knows more."""
+    if isinstance(x, (tuple, list)):
+        return type(x)([_each(change, y) for y in x])
+    if isinstance(x, dict):
+        return {key: _each(change, y) for key, y in x.items()}
+    return change(x)
 
 
 @contextmanager

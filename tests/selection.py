@@ -1,7 +1,8 @@
-"""Which tests the quick run (`pytest`) takes, and which wait for the full one (`pytest --full`).
+"""Which tests the quick run (`pytest`) takes, which wait for the full one (`pytest --full`), and
+which for the one that takes hours (`pytest --nightly`).
 
-A test marked `@pytest.mark.full` is left out of the quick run, unless the mark says which cases of
-it stay:
+A test marked `@pytest.mark.full` is left out of the quick run, and one marked
+`@pytest.mark.nightly` out of both, unless the mark says which cases of it stay:
 
     full(keep=3)                 3 cases at equal distances; where these begin differs from test to
                                  test, so that tests over the same cases keep different ones
@@ -31,17 +32,27 @@ COLLECTED = pytest.StashKey[list[pytest.Item]]()
 
 def quick(items: Iterable[pytest.Item]) -> list[pytest.Item]:
     """The tests of the quick run, in their order."""
+    return without("full", full(items))
+
+
+def full(items: Iterable[pytest.Item]) -> list[pytest.Item]:
+    """The tests of the full run, in their order."""
+    return without("nightly", items)
+
+
+def without(mark: str, items: Iterable[pytest.Item]) -> list[pytest.Item]:
+    """The tests that are left where those with a mark wait for a longer run."""
     tests: dict[str, list[pytest.Item]] = {}
     items = list(items)
     for item in items:
         tests.setdefault(item.nodeid.partition("[")[0], []).append(item)
-    chosen = {item for cases in tests.values() for item in kept(cases)}
+    chosen = {item for cases in tests.values() for item in kept(mark, cases)}
     return [item for item in items if item in chosen]
 
 
-def kept(cases: list[pytest.Item]) -> list[pytest.Item]:
-    """Those of one test's cases that the quick run takes."""
-    marks = {item: item.get_closest_marker("full") for item in cases}
+def kept(name: str, cases: list[pytest.Item]) -> list[pytest.Item]:
+    """Those of one test's cases that stay where those with a mark wait."""
+    marks = {item: item.get_closest_marker(name) for item in cases}
     left = [item for item, mark in marks.items() if mark is None]
     if left:  # none is marked, or single cases are
         return left
@@ -49,7 +60,7 @@ def kept(cases: list[pytest.Item]) -> list[pytest.Item]:
     assert mark is not None
     if mark.args or {*mark.kwargs} - {"keep"}:
         raise pytest.UsageError(
-            f"{cases[0].nodeid}: full takes keep=, not {mark.args or {*mark.kwargs}}"
+            f"{cases[0].nodeid}: {name} takes keep=, not {mark.args or {*mark.kwargs}}"
         )
     keep = mark.kwargs.get("keep", 0)
     if keep == "each":
@@ -110,11 +121,11 @@ def words_that_keep_nothing(items: Iterable[pytest.Item]) -> list[str]:
     """The words of marks that no case of their test has."""
     wanted: dict[tuple[str, str], bool] = {}
     for item in items:
-        mark = item.get_closest_marker("full")
-        keep = mark.kwargs.get("keep") if mark else None
-        for word in keep if isinstance(keep, list) else ():
-            name = (item.nodeid.partition("[")[0], word)
-            wanted[name] = wanted.get(name, False) or has_words(item, word)
+        for mark in map(item.get_closest_marker, ("full", "nightly")):
+            keep = mark.kwargs.get("keep") if mark else None
+            for word in keep if isinstance(keep, list) else ():
+                name = (item.nodeid.partition("[")[0], word)
+                wanted[name] = wanted.get(name, False) or has_words(item, word)
     return [f"{test}: {word}" for (test, word), keeps in wanted.items() if not keeps]
 
 

@@ -30,9 +30,11 @@ class Item:
     marks: dict[str, Any] | None = field(default_factory=dict)
     callspec: Any = None
 
+    nightly: dict[str, Any] | None = None
+
     def get_closest_marker(self, name: str) -> Any:
-        assert name == "full"
-        return None if self.marks is None else SimpleNamespace(args=(), kwargs=self.marks)
+        found = {"full": self.marks, "nightly": self.nightly}[name]
+        return None if found is None else SimpleNamespace(args=(), kwargs=found)
 
 
 def quick(*items: Item) -> list[str]:
@@ -80,6 +82,16 @@ def test_each_value_of_each_parameter_occurs_in_few_cases(sizes: tuple[int, ...]
     for i, n in enumerate(sizes):
         assert {x.callspec.params[i] for x in found} == {*range(n)}  # type: ignore[attr-defined]
     assert len(found) == max(sizes)
+
+
+def test_the_quick_run_takes_its_cases_from_those_of_the_full_run() -> None:
+    items = [Item(f"a.py::test_a[{i}]", {"keep": 2}, nightly={"keep": 5}) for i in range(20)]
+    full = selection.full(items)  # type: ignore[arg-type]
+    assert len(full) == 5
+    assert len(found := quick(*items)) == 2
+    assert {*found} < {item.nodeid for item in full}
+    alone = [Item("a.py::test_b"), Item("a.py::test_c", nightly={})]
+    assert selection.full(alone) == alone[:1]  # type: ignore[arg-type, comparison-overlap]
 
 
 def test_the_cases_of_each_test_are_counted_apart() -> None:

@@ -264,6 +264,26 @@ class _HeaderReader:
                 self.path, f"{what} is not UTF-8: {short_repr(bytes(raw[:40]))}"
             ) from None
 
+    def texts(self, what: str, count: int) -> list[str]:
+        """Return the next strings: a vocabulary has a quarter of a million of them."""
+        found: list[str] = []
+        while len(found) < count:
+            held, start = self._buffer, self.position
+            end = min(len(held), HEADER_LIMIT)
+            while len(found) < count and start + 8 <= end:
+                stop = start + 8 + int.from_bytes(held[start : start + 8], "little")
+                if stop > end:
+                    break
+                try:
+                    found.append(held[start + 8 : stop].decode())
+                except UnicodeDecodeError:
+                    break
+                start = stop
+            self.position = start
+            if len(found) < count:  # reads the next piece of the file, or says what is wrong
+                found.append(self.text(what))
+        return found
+
     def check_count(self, what: str, count: int, limit: int, least: int, of: str = "") -> None:
         """Raise for more entries than are allowed, or than fit into the rest of the file."""
         if count > limit or count * least > self.size - self.position:
@@ -323,8 +343,7 @@ def _read_array(reader: _HeaderReader, key: str, kind: int, count: int) -> Metad
         raise _unknown_type(reader, key, kind)
     reader.check_count("value", count, HEADER_LIMIT, sizes[kind], f" of {short_repr(key)}")
     if kind == _STRING:
-        what = f"a value of {short_repr(key)}"
-        return [reader.text(what) for _ in range(count)]
+        return reader.texts(f"a value of {short_repr(key)}", count)
     return _booleans(reader, key, count) if kind == _BOOL else _numbers(reader, kind, count)
 
 

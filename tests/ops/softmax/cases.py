@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import torch
@@ -147,18 +148,9 @@ def make(
     q, k, v = leaf(B, H, T, D, size=case.size), leaf(B, G, S, D, size=case.size), leaf(B, G, S, E)
     sink = leaf(H) if case.sink else None
     q_positions, k_positions = _positions(case, draw)
-    made_mask, rule = MASKS[case.mask]
     qp, kp = _listed(q_positions, B), _listed(k_positions, B)
     least = 0 if case.positions else -T  # nobody said that a query is empty
-    visible = torch.tensor(
-        [
-            [
-                [[i >= least and j >= 0 and rule(b, h, i, j) for j in kp[b]] for i in qp[b]]
-                for h in range(H)
-            ]
-            for b in range(B)
-        ]
-    )
+    visible = _visible(case.mask, H, least, qp, kp)
     bias, table, dense = None, None, None
     if case.bias:
         table = leaf(
@@ -169,7 +161,7 @@ def make(
         dense = _dense_bias(case.bias, table, torch.tensor(qp), torch.tensor(kp))
         bias = _bias(case.bias, table)
     options = {
-        "mask": made_mask(),
+        "mask": MASKS[case.mask][0](),
         "bias": bias,
         "scale": case.scale,
         "softcap": case.softcap,
@@ -195,10 +187,30 @@ def _positions(case: Case, draw: torch.Generator) -> tuple[Positions, Positions]
     return Span(S - T, T), Span(0, S)
 
 
-def _listed(positions: Positions, B: int) -> list[list[int]]:
+Rows = tuple[tuple[int, ...], ...]
+
+
+@cache  # the same for every dtype, size and option of a call
+def _visible(mask: str, H: int, least: int, qp: Rows, kp: Rows) -> Tensor:
+    """The rule, pair by pair."""
+    rule = MASKS[mask][1]
+    rows = zip(qp, kp, strict=True)
+    return torch.tensor(
+        [
+            [
+                [[i >= least and j >= 0 and rule(b, h, i, j) for j in js] for i in is_]
+                for h in range(H)
+            ]
+            for b, (is_, js) in enumerate(rows)
+        ]
+    )
+
+
+def _listed(positions: Positions, B: int) -> Rows:
+    """The positions of each row of a batch."""
     if isinstance(positions, Span):
-        return [list(range(positions.start, positions.start + positions.length))] * B
-    return positions.tolist()
+        return (tuple(range(positions.start, positions.start + positions.length)),) * B
+    return tuple(map(tuple, positions.tolist()))
 
 
 def _bias(kind: str, table: Tensor) -> Any:
