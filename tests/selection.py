@@ -32,21 +32,28 @@ COLLECTED = pytest.StashKey[list[pytest.Item]]()
 
 def quick(items: Iterable[pytest.Item]) -> list[pytest.Item]:
     """The tests of the quick run, in their order."""
-    return without("full", full(items))
+    return without("full", without("nightly", items, but="full"))
 
 
 def full(items: Iterable[pytest.Item]) -> list[pytest.Item]:
-    """The tests of the full run, in their order."""
-    return without("nightly", items)
+    """The tests of the full run, in their order: those of the quick run are among them."""
+    items = list(items)
+    chosen = {*quick(items), *without("nightly", items)}
+    return [item for item in items if item in chosen]
 
 
-def without(mark: str, items: Iterable[pytest.Item]) -> list[pytest.Item]:
-    """The tests that are left where those with a mark wait for a longer run."""
+def without(mark: str, items: Iterable[pytest.Item], but: str = "") -> list[pytest.Item]:
+    """The tests that are left where those with a mark wait for a longer run, but for those with
+    another mark.
+    """
     tests: dict[str, list[pytest.Item]] = {}
     items = list(items)
     for item in items:
         tests.setdefault(item.nodeid.partition("[")[0], []).append(item)
-    chosen = {item for cases in tests.values() for item in kept(mark, cases)}
+    chosen: set[pytest.Item] = set()
+    for cases in tests.values():
+        stay = but and cases[0].get_closest_marker(but)
+        chosen.update(cases if stay else kept(mark, cases))
     return [item for item in items if item in chosen]
 
 

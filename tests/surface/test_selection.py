@@ -28,9 +28,8 @@ from tests import selection
 class Item:
     nodeid: str
     marks: dict[str, Any] | None = field(default_factory=dict)
-    callspec: Any = None
-
     nightly: dict[str, Any] | None = None
+    callspec: Any = None
 
     def get_closest_marker(self, name: str) -> Any:
         found = {"full": self.marks, "nightly": self.nightly}[name]
@@ -75,7 +74,11 @@ def test_tests_over_the_same_cases_keep_different_ones() -> None:
 @pytest.mark.parametrize("sizes", [(5, 4, 3), (7,), (2, 9), (1, 1)])
 def test_each_value_of_each_parameter_occurs_in_few_cases(sizes: tuple[int, ...]) -> None:
     items = [
-        Item(f"a.py::test_a[{at}]", {"keep": "each"}, SimpleNamespace(params=dict(enumerate(at))))
+        Item(
+            f"a.py::test_a[{at}]",
+            {"keep": "each"},
+            callspec=SimpleNamespace(params=dict(enumerate(at))),
+        )
         for at in product(*map(range, sizes))
     ]
     found = selection.quick(items)  # type: ignore[arg-type]
@@ -84,14 +87,14 @@ def test_each_value_of_each_parameter_occurs_in_few_cases(sizes: tuple[int, ...]
     assert len(found) == max(sizes)
 
 
-def test_the_quick_run_takes_its_cases_from_those_of_the_full_run() -> None:
-    items = [Item(f"a.py::test_a[{i}]", {"keep": 2}, nightly={"keep": 5}) for i in range(20)]
-    full = selection.full(items)  # type: ignore[arg-type]
-    assert len(full) == 5
-    assert len(found := quick(*items)) == 2
-    assert {*found} < {item.nodeid for item in full}
-    alone = [Item("a.py::test_b"), Item("a.py::test_c", nightly={})]
-    assert selection.full(alone) == alone[:1]  # type: ignore[arg-type, comparison-overlap]
+def test_the_full_run_has_its_own_cases_and_those_of_the_quick_run() -> None:
+    items = [Item(f"a.py::test_a[{i}]", {"keep": ["3", "7"]}, {"keep": 5}) for i in range(20)]
+    items += [Item("a.py::test_b", None), Item("a.py::test_c", None, {}), Item("a.py::test_d", {})]
+    full = [item.nodeid for item in selection.full(items)]  # type: ignore[arg-type]
+    assert quick(*items) == ["a.py::test_a[3]", "a.py::test_a[7]", "a.py::test_b"]
+    assert {*quick(*items), "a.py::test_d"} < {*full}
+    assert 5 + 2 <= len(full) <= 7 + 2
+    assert "a.py::test_c" not in full
 
 
 def test_the_cases_of_each_test_are_counted_apart() -> None:

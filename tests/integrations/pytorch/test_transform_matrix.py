@@ -34,6 +34,7 @@ def test_a_cell_says_what_happens(name: str, thing: Thing) -> None:
     assert run(name, thing) == KEPT[name, thing.name]
 
 
+@pytest.mark.nightly(keep=20)
 @pytest.mark.full
 @pytest.mark.parametrize(("name", "thing"), SLOW, ids=ids(SLOW))
 def test_a_slow_cell_says_what_happens(name: str, thing: Thing) -> None:

@@ -69,10 +69,11 @@ def python(environment: dict[str, str], *command: str) -> subprocess.CompletedPr
 
 
 @pytest.mark.full
-def test_random_arguments(environment: dict[str, str]) -> None:
-    done = python(environment, "-m", "tests.ops.cpu.fuzz", "--cases", "20")
+@pytest.mark.parametrize("cases", ["8", pytest.param("50", marks=pytest.mark.nightly)])
+def test_random_arguments(environment: dict[str, str], cases: str) -> None:
+    done = python(environment, "-m", "tests.ops.cpu.fuzz", "--cases", cases)
     assert done.returncode == 0, done.stderr[-3000:]
-    assert f"{len(fuzz.KERNELS)} kernels, 20 cases each: right with" in done.stdout
+    assert f"{len(fuzz.KERNELS)} kernels, {cases} cases each: right with" in done.stdout
 
 
 @pytest.mark.full
