@@ -193,10 +193,9 @@ def test_words_and_sizes(
     assert "--dtype" in printed("cost", str(source.path), "--mechanisms", "mqa", code=2)
     out = str(tmp_path / "out")
     assert "a second time" in printed("convert", str(source.path), out, "--weights", "int8", code=2)
-    few = json.loads(printed("convert", str(source.path), out, "--to", "mqa", "--json"))
-    plain = json.loads(
-        printed("convert", str(source.plain), f"{out}-plain", "--to", "mqa", "--json")
-    )
+    fewer = ["--to", "mqa", "--text", str(text), "--json"]
+    few = json.loads(printed("convert", str(source.path), out, *fewer))
+    plain = json.loads(printed("convert", str(source.plain), f"{out}-plain", *fewer))
     made = [regard.load(folder, kind=Model).decoder for folder in (out, f"{out}-plain")]
     assert few["after"] == plain["after"]
     assert len(few["steps"]) == len(plain["steps"]) + 1

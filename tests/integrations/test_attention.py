@@ -248,7 +248,7 @@ def cross_attention_modules() -> dict[str, nn.Module]:
     return found
 
 
-@pytest.mark.full
+@pytest.mark.nightly  # it imports all models of transformers
 @pytest.mark.filterwarnings("ignore")
 def test_no_cross_attention_of_transformers_becomes_causal() -> None:
     """Eager attention reads nothing but the mask: without one every query sees every key."""
