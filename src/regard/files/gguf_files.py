@@ -266,23 +266,23 @@ class _HeaderReader:
 
     def texts(self, what: str, count: int) -> list[str]:
         """Return the next strings: a vocabulary has a quarter of a million of them."""
-        found: list[str] = []
-        while len(found) < count:
-            held, start = self._buffer, self.position
-            end = min(len(held), HEADER_LIMIT)
-            while len(found) < count and start + 8 <= end:
-                stop = start + 8 + int.from_bytes(held[start : start + 8], "little")
+        strings: list[str] = []
+        while len(strings) < count:
+            buffer, start = self._buffer, self.position
+            end = min(len(buffer), HEADER_LIMIT)
+            while len(strings) < count and start + 8 <= end:
+                stop = start + 8 + int.from_bytes(buffer[start : start + 8], "little")
                 if stop > end:
                     break
                 try:
-                    found.append(held[start + 8 : stop].decode())
+                    strings.append(buffer[start + 8 : stop].decode())
                 except UnicodeDecodeError:
                     break
                 start = stop
             self.position = start
-            if len(found) < count:  # reads the next piece of the file, or says what is wrong
-                found.append(self.text(what))
-        return found
+            if len(strings) < count:  # reads the next piece of the file, or says what is wrong
+                strings.append(self.text(what))
+        return strings
 
     def check_count(self, what: str, count: int, limit: int, least: int, of: str = "") -> None:
         """Raise for more entries than are allowed, or than fit into the rest of the file."""
