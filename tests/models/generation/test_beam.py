@@ -335,12 +335,12 @@ def test_errors(model: Model) -> None:
     for change, ids, message in cases:
         with pytest.raises(regard.ArgumentError, match=message):
             beam_search(step, ids, **given | change)
-    for options in (
-        GenerationOptions(stop="x"),
-        GenerationOptions(sampling=SamplingParams(temperature=1.0)),
-        GenerationOptions(sampling=SamplingParams(repetition_penalty=2.0)),
-    ):
-        with pytest.raises(regard.ArgumentError, match="beam search takes no sampler and no stop"):
+    for name, options in {
+        "stop": GenerationOptions(stop="x"),
+        "temperature": GenerationOptions(sampling=SamplingParams(temperature=1.0)),
+        "repetition_penalty": GenerationOptions(sampling=SamplingParams(repetition_penalty=2.0)),
+    }.items():
+        with pytest.raises(regard.ArgumentError, match=f"takes no sampler .* leave out {name}$"):
             beam_search_text(model, "the", options)
     with pytest.raises(regard.ArgumentError, match="limit is 0; it must be at least 1"):
         model.beam_search("the", max_tokens=0)

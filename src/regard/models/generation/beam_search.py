@@ -255,7 +255,6 @@ class BeamSearchResult:
     cache_bytes: int
 
 
-@torch.inference_mode()
 def check_beam_options(options: GenerationOptions) -> None:
     """Raise if the options name what beams do not have."""
     unused = {
@@ -265,19 +264,19 @@ def check_beam_options(options: GenerationOptions) -> None:
     }
     for name in (name for name, is_set in unused.items() if is_set):
         raise ArgumentError(
-            "beam search takes no sampler and no stop string; leave out temperature, "
-            "repetition_penalty and stop, or leave out beams",
+            f"beam search takes no sampler and no stop string; leave out {name}",
             argument=name,
         )
     options.refuse_proposals("beam search writes several")
     if options.cuda_graph:
         raise ArgumentError(
             "cuda_graph captures steps whose rows stay in their places, and beam search moves "
-            "them; leave out cuda_graph, or leave out beams",
+            "them; leave out cuda_graph",
             argument="cuda_graph",
         )
 
 
+@torch.inference_mode()
 def beam_search_text(
     model: LanguageModel,
     prompt: Prompt,
