@@ -167,7 +167,7 @@ class MutantRuns:
     def _verdict(self, mutant: Mutant, *, full: bool) -> tuple[str, str]:
         code, failed = run_tests(self.copy, mutant.tests, ["-x"], self.limit)
         if code in (0, 5) and full:
-            code, failed = run_tests(self.copy, mutant.tests, ["-x", "--nightly"], 4 * self.limit)
+            code, failed = run_tests(self.copy, mutant.tests, ["-x", "--full"], 4 * self.limit)
             if code in (1, 2, TIMED_OUT):
                 return KILLED_BY_FULL, failed
         if code in (0, 5):
