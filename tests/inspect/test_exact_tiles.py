@@ -447,3 +447,31 @@ def test_the_first_picture_is_there_before_one_asks() -> None:
         assert tile is not None
         assert (tile.computed == 1) == exact
         session.close()
+
+
+def test_a_session_may_be_closed_while_its_thread_is_started(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    session = ViewSession(causal(40))
+    errors: list[RuntimeError] = []
+
+    def close() -> None:
+        try:
+            session.close()
+        except RuntimeError as error:
+            errors.append(error)
+
+    class SlowToStart(threading.Thread):
+        def start(self) -> None:
+            closing.start()
+            closing.join(0.2)  # the time of a busy machine between making a thread and starting it
+            super().start()
+
+    closing = threading.Thread(target=close)
+    monkeypatch.setattr("regard.inspect.tile_server.session.threading.Thread", SlowToStart)
+    session.prepare()
+    closing.join(20)
+    worker = session._worker
+    assert not errors
+    assert worker is not None
+    assert not worker.is_alive()

@@ -302,8 +302,9 @@ class ViewSession:
         while not self._closed:
             with self._lock:
                 part = self._parts.popleft() if self._parts else None
+                if part is None:
+                    self._wake.clear()  # under the lock, so that a part asked for now still wakes
             if part is None:
-                self._wake.clear()
                 unmeasured = self.unmeasured
                 if unmeasured is not None:
                     self._idle.wait()
@@ -339,8 +340,9 @@ class ViewSession:
 
     def close(self) -> None:
         """End the thread that computes coarse levels."""
-        self._closed = True
-        self._parts.clear()
+        with self._lock:  # a request may be starting the thread at this moment
+            self._closed = True
+            self._parts.clear()
         self._idle.set()
         self._wake.set()
         if self._worker is not None:
