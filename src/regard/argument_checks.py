@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, SupportsIndex
 
 from regard.did_you_mean import suggest
 from regard.errors import ArgumentError, ArgumentTypeError
@@ -285,8 +285,34 @@ def check_number(name: str, x: float | None, low: float, high: float, allowed: s
         )
 
 
+def check_seed(seed: int) -> int:
+    """Return a random seed, and raise unless it is one that NumPy and torch can take."""
+    allowed = f"an int from 0 to {MAX_SEED}"
+    if isinstance(seed, bool) or not isinstance(seed, int):
+        raise ArgumentTypeError(
+            f"seed is {type(seed).__name__}; it must be {allowed}", argument="seed", value=seed
+        )
+    if not 0 <= seed <= MAX_SEED:
+        raise ArgumentError(
+            f"seed is {short_repr(seed)}; it must be {allowed}",
+            argument="seed",
+            value=seed,
+            allowed=allowed,
+        )
+    return seed
+
+
 def check_positive_sizes(name: str, **sizes: int) -> None:
-    """Raise unless all sizes that `name` got are at least 1."""
+    """Raise unless all sizes that `name` got are integers of at least 1."""
+    for key, size in sizes.items():
+        if not isinstance(size, SupportsIndex):
+            raise ArgumentTypeError(
+                f"{name}: {key} is {type(size).__name__} {short_repr(size)}; it must be an int, "
+                "1 or more",
+                argument=key,
+                value=size,
+                allowed="an int, 1 or more",
+            )
     if min(sizes.values()) < 1:
         arguments = ", ".join(f"{key}={size}" for key, size in sizes.items())
         raise ArgumentError(f"{name}({arguments}): each must be at least 1")
@@ -397,6 +423,10 @@ def check_value_heads(heads: int, groups: int, value_heads: int) -> None:
 
 MAX_INT = (1 << 62) - 1
 """The largest integer that `check_int` accepts; the sum of two such numbers fits into 64 bits."""
+
+
+MAX_SEED = (1 << 32) - 1
+"""The largest random seed, which is NumPy's."""
 
 
 def check_int(name: str, x: object, least: int, advice: str = "") -> int:

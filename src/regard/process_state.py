@@ -18,6 +18,8 @@ from torch._guards import CompileContext, TracingContext
 from torch._subclasses.fake_tensor import is_fake
 from torch.autograd import forward_ad
 
+from regard.argument_checks import check_seed
+
 F = TypeVar("F", bound=Callable[..., object])
 
 
@@ -144,8 +146,18 @@ def seeded(seed: int | None, devices: Iterable[torch.device] = ()) -> Iterator[N
     """Set torch's global random seed in the block, and restore the random state afterwards."""
     with exclusive(), torch.random.fork_rng(devices=list(devices)):
         if seed is not None:
-            torch.manual_seed(seed)
+            set_seed(seed)
         yield
+
+
+def random_generator(seed: int) -> torch.Generator:
+    """Return a generator of random numbers on the CPU with a seed."""
+    return torch.Generator("cpu").manual_seed(check_seed(seed))
+
+
+def set_seed(seed: int) -> None:
+    """Set torch's global random seed."""
+    torch.manual_seed(check_seed(seed))
 
 
 @contextmanager

@@ -136,6 +136,8 @@ def test_every_option_does_what_its_argument_does(said: Said) -> None:
         given = {"max_tokens": 7, **options}
         if options == {"cache": "ring"}:
             given["max_context"] = 30
+        if options.keys() & {"top_k", "top_p", "min_p", "seed"}:
+            given["temperature"] = OPTIONS["temperature"]  # of the tokens that are drawn
         found = json.loads(said("generate", PROMPT, "--json", *flags(given)))
         right = model().generate(PROMPT, **given)
         assert found["text"] == "".join(right)
@@ -221,7 +223,10 @@ def test_no_new_tokens_is_the_prompt(said: Said) -> None:
     "arguments, message",
     [
         ([""], "the text '' has no tokens"),
-        ([PROMPT, "--top-k", "100000"], "100000; it must be 1 to"),
+        ([PROMPT, "--top-k", "100000", "--temperature", "1"], "100000; it must be 1 to"),
+        ([PROMPT, "--top-k", "5"], "'--top-k': has no effect at temperature 0"),
+        ([PROMPT, "--beams", "2", "--min-p", "0.1"], "'--min-p': has no effect"),
+        ([PROMPT, "--seed", "-1"], "'--seed': seed is -1; it must be an int from 0 to 4294967295"),
         ([PROMPT, "--temperature", "nan"], "'--temperature'"),
         ([PROMPT, "--top-p", "0"], "above 0"),
         ([PROMPT, "--stop", ""], "'--stop': a stop string is empty"),

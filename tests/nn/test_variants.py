@@ -4,8 +4,10 @@ one another.
 
 from __future__ import annotations
 
+import inspect
 import math
 import re
+from itertools import product
 from typing import Any
 
 import pytest
@@ -14,7 +16,7 @@ from torch import Tensor, nn
 
 import regard
 from regard import masks
-from regard.errors import ArgumentError
+from regard.errors import ArgumentError, RegardError
 from regard.nn import Attention, HeadProjection, SeparateQKV
 from regard.nn.attention.windowed import Longformer
 from regard.nn.projections.fused import FusedQKV, PerHeadProjection
@@ -47,6 +49,7 @@ from regard.nn.variants import (
     stacked,
     weightless,
 )
+from regard.nn.variants.registry import Variant, option_names, parse_options
 from regard.positions import Rotary
 from regard.span import Span
 from tests.nn.catalogue import DIM, VARIANTS, example, randomize, tokens
@@ -377,6 +380,23 @@ def test_bigbird_draws_the_same_blocks_in_training_and_evaluation_and_at_every_l
 def test_bad_sizes_are_refused(make: Any, message: str) -> None:
     with pytest.raises(ArgumentError, match=re.escape(message)):
         make()
+
+
+def built_with(entry: Variant, setting: str) -> nn.Module:
+    options = {**entry.example_options, **parse_options([setting], entry)}
+    with torch.device("meta"):
+        return entry.build(DIM, 4, **options)
+
+
+@pytest.mark.full(keep=["mha", "cope", "rwkv7"])
+@pytest.mark.parametrize("name", VARIANTS)
+def test_a_size_of_another_type_or_below_0_is_refused(name: str) -> None:
+    entry = VARIANTS[name]
+    parameters = inspect.signature(entry.build).parameters
+    sizes = [x for x in option_names(entry) if parameters[x].annotation in (int, int | None)]
+    for option, value in product(sizes, ("x", "[1, 2]", "2.5", "-1")):
+        with pytest.raises(RegardError):
+            built_with(entry, f"{option}={value}")
 
 
 def test_two_projections_of_other_shapes_make_no_longformer() -> None:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, Protocol, TypedDict, Unpack
 
 import torch
 
-from regard.argument_checks import check_keyword_names, check_usable_device
+from regard.argument_checks import check_keyword_names, check_seed, check_usable_device
 from regard.audit import rotary_audit
 from regard.audit.adapters.base import AuditClaims, CheckNotApplicable, CheckNotPossible, run_on
 from regard.audit.adapters.resolve_target import DtypeOverflow, resolve_target
@@ -301,6 +301,7 @@ def audit(
             value=unknown[0],
         )
     check_keyword_names("audit", claims, ClaimOptions.__annotations__)
+    check_seed(seed)
     checked_claims = AuditClaims(**claims)
     reported_claims: dict[str, object] = {
         name: value for name, value in claims.items() if value is not None

@@ -469,10 +469,19 @@ class SamplingOptions:
     )
 
     def params(self) -> SamplingParams:
-        """Return them as generation takes them."""
+        """Return them as generation takes them; raise for one that would have no effect."""
         from regard.models.generation import SamplingParams
 
-        return SamplingParams(**asdict(self))
+        params = SamplingParams(**asdict(self))
+        filters = {"--top-k": self.top_k, "--top-p": self.top_p, "--min-p": self.min_p}
+        for flag in (flag for flag, value in filters.items() if value is not None):
+            if params.greedy:
+                raise usage_error(
+                    flag,
+                    "has no effect at temperature 0, at which the most likely token is taken; "
+                    "leave it out, or give a temperature, such as --temperature 0.8",
+                )
+        return params
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,7 @@ from regard.nn import Attention, PrefixRecomputer
 from regard.nn.projections.dynamic_rotary import PreRopeQKV, RecomputedQKV, ReRotatedQKV
 from regard.nn.projections.heads import SeparateQKV
 from regard.positions import Rotary, critical_dimension, rope_frequencies
+from regard.process_state import random_generator
 from regard.timing import describe_machine
 from regard.units import plural
 
@@ -439,7 +440,7 @@ def needle_in_haystack(
             "least "
             f"{3 * passage_length - 1} and at most that of the text, and depths must be in 0..1"
         )
-    generator = torch.Generator().manual_seed(seed)
+    generator = random_generator(seed)
     starts = torch.randint(
         len(ids) - text_length - passage_length + 1, (trials,), generator=generator
     )

@@ -221,11 +221,10 @@ def count_parameters(config: Config) -> int:
 
 def build_decoder(config: Config, seed: int = 0) -> Decoder:
     """Return a newly initialized model; the global random state is set to the seed."""
-    import torch
-
     from regard.models.families.regard import build
+    from regard.process_state import set_seed
 
-    torch.manual_seed(seed)
+    set_seed(seed)
     return build(config)
 
 

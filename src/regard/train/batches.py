@@ -13,6 +13,7 @@ from torch import Tensor
 
 from regard.errors import ArgumentError
 from regard.models.tokenizer import END_OF_TEXT, Tokenizer
+from regard.process_state import random_generator
 from regard.train.corpus import TextDocument
 from regard.units import plural
 
@@ -95,7 +96,7 @@ class Batches:
             tokens_by_frequency(self.tokens) if repeat or repeat_first else self.tokens[:0]
         )
         self._drawn = 0
-        self._generator = torch.Generator().manual_seed(seed)
+        self._generator = random_generator(seed)
         self._offsets = torch.arange(context + 1)
 
     def __iter__(self) -> Batches:

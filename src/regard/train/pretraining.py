@@ -36,7 +36,7 @@ from regard.nn.variants.registry import (
     written,
 )
 from regard.nn.weights import stored_modules
-from regard.process_state import seeded
+from regard.process_state import seeded, set_seed
 from regard.train import checkpoints
 from regard.train.batches import Batches, token_stream, validation_rows
 from regard.train.context_parallel import ContextParallel
@@ -104,7 +104,7 @@ def make_config(options: Mapping[str, Any], vocab_size: int) -> Any:
 def make_model(config: Any, seed: int) -> nn.Module:
     """Return a model of a config with random weights; this seeds the global random state."""
     model_family = family(model_type_of(config))
-    torch.manual_seed(seed)
+    set_seed(seed)
     return model_family.build(config)
 
 
@@ -389,7 +389,7 @@ def extended_model(model: Model, vocab_size: int, seed: int) -> tuple[nn.Module,
     config = replace(model.config, vocab_size=vocab_size)
     model_family = family(model_type_of(config))
     assert model_family is not None  # it was loaded
-    torch.manual_seed(seed)
+    set_seed(seed)
     network = model_family.build(config)
     old = model.decoder.state_dict()
     old |= {name: record.dequantize() for name, record in stored_modules(model.decoder)}

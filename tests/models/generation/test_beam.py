@@ -338,6 +338,9 @@ def test_errors(model: Model) -> None:
     for name, options in {
         "stop": GenerationOptions(stop="x"),
         "temperature": GenerationOptions(sampling=SamplingParams(temperature=1.0)),
+        "top_k": GenerationOptions(sampling=SamplingParams(top_k=5)),
+        "top_p": GenerationOptions(sampling=SamplingParams(top_p=0.5)),
+        "min_p": GenerationOptions(sampling=SamplingParams(min_p=0.1)),
         "repetition_penalty": GenerationOptions(sampling=SamplingParams(repetition_penalty=2.0)),
     }.items():
         with pytest.raises(regard.ArgumentError, match=f"takes no sampler .* leave out {name}$"):

@@ -285,6 +285,8 @@ def test_errors() -> None:
         ({"min_p": -0.1}, "min_p is -0.1; it must be 0 to 1, or None"),
         ({"min_p": 2}, "min_p is 2; it must be 0 to 1, or None"),
         ({"repetition_penalty": 0}, "repetition_penalty is 0; it must be above 0"),
+        ({"seed": -1}, "seed is -1; it must be an int from 0 to 4294967295"),
+        ({"seed": 2**32}, "seed is 4294967296; it must be an int from 0 to 4294967295"),
         ({"repetition_penalty": math.inf}, "repetition_penalty is inf; it must be above 0"),
     ]
     for change, message in cases:

@@ -27,7 +27,7 @@ from regard.masks import Mask
 from regard.nn import Attention
 from regard.nn.blocks.blocks import PostNorm
 from regard.nn.variants.registry import named_options, sized_options
-from regard.process_state import seeded
+from regard.process_state import random_generator, seeded
 from regard.span import Span
 
 TIMING_ROUNDS = 5
@@ -254,7 +254,7 @@ def run_layers(
     device: torch.device | str | None = None,
 ) -> list[LayerStages]:
     """Run one layer of each mechanism on the same random tokens, in evaluation mode."""
-    x = torch.randn(batch, tokens, dim, generator=torch.Generator().manual_seed(seed))
+    x = torch.randn(batch, tokens, dim, generator=random_generator(seed))
     return [run_layer(name, x, heads, mask, seed, options, device) for name in names]
 
 

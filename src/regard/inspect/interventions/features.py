@@ -17,6 +17,7 @@ from regard.inspect.interventions.edited_runs import EditedRun, ReportCell, fill
 from regard.inspect.interventions.effect_table import EffectTable, Metric, metric_of
 from regard.inspect.model_run import AnyModel, Edit, Input, check_index, passed_once, prepare_run
 from regard.language import Phrase
+from regard.process_state import random_generator
 
 
 class SparseAutoencoder(Protocol):
@@ -247,7 +248,7 @@ def probe(
             argument="labels",
         )
     kinds = list(dict.fromkeys(names))
-    draw = torch.Generator().manual_seed(seed)
+    draw = random_generator(seed)
     count = min(max(1, round(held_out * len(kinds))), len(kinds) - 1)
     if count < 1:
         raise ArgumentError("there is one group; a held-out split needs two", argument="groups")

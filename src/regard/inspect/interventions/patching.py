@@ -34,6 +34,7 @@ from regard.inspect.model_run import (
     repeat_notes,
 )
 from regard.language import Phrase
+from regard.process_state import random_generator
 from regard.tracing import Trace
 from regard.units import plural
 
@@ -122,7 +123,7 @@ def ablate(
     for i, name in enumerate(chosen):
         for j, head in enumerate(selected):
             if head < z[name].shape[1]:
-                generator = torch.Generator().manual_seed(seed)
+                generator = random_generator(seed)
                 new = replacement(method, source[name][:, head], generator)
                 cells[i, j] = EditedRun({name: replace_head(head, new)})
     table = EffectTable(

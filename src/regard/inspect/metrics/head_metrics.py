@@ -17,6 +17,7 @@ from torch import Tensor
 from regard.errors import ArgumentError
 from regard.inspect.record.recorded_place import ALL, Place
 from regard.inspect.record.tiles import Tile
+from regard.process_state import random_generator
 from regard.units import plural
 
 NUM_SINKS = 4
@@ -74,7 +75,7 @@ def repeated_ids(
         raise ArgumentError(
             f"repeated_ids({vocabulary}, {length}, batch={batch}): each number must be at least 1"
         )
-    own = torch.Generator().manual_seed(seed)
+    own = random_generator(seed)
     if length <= vocabulary:
         rows = [torch.randperm(vocabulary, generator=own)[:length] for _ in range(batch)]
         half = torch.stack(rows)

@@ -257,9 +257,13 @@ class BeamSearchResult:
 
 def check_beam_options(options: GenerationOptions) -> None:
     """Raise if the options name what beams do not have."""
+    sampling = options.sampling
     unused = {
-        "temperature": not options.sampling.greedy,
-        "repetition_penalty": options.sampling.repetition_penalty != 1,
+        "temperature": not sampling.greedy,
+        "top_k": sampling.top_k is not None,
+        "top_p": sampling.top_p is not None,
+        "min_p": sampling.min_p is not None,
+        "repetition_penalty": sampling.repetition_penalty != 1,
         "stop": bool(options.stop),
     }
     for name in (name for name, is_set in unused.items() if is_set):

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from regard.argument_checks import check_number
+from regard.argument_checks import check_number, check_seed
 from regard.errors import ArgumentError, ArgumentTypeError
 
 
@@ -46,7 +46,7 @@ class SamplingParams:
         top_p: above 0 and at most 1; None keeps all.
         min_p: 0 to 1; None keeps all.
         repetition_penalty: above 0; 1 changes nothing.
-        seed: random seed of the first row of a batch; row i has seed + i.
+        seed: random seed of the first row of a batch, 0 to 2^32 - 1; row i has seed + i.
 
     Raises:
         ArgumentError, ArgumentTypeError: a number is out of its range, or of another type.
@@ -72,10 +72,11 @@ class SamplingParams:
         check_number("top_p", self.top_p, 0, 1 + 1e-15, "above 0 and at most 1, or None")
         check_number("min_p", self.min_p, least, 1 + 1e-15, "0 to 1, or None")
         check_number("repetition_penalty", self.repetition_penalty, 0, inf, "above 0")
-        for name, x in (("top_k", self.top_k), ("seed", self.seed)):
-            if x is not None and (isinstance(x, bool) or not isinstance(x, int)):
-                raise ArgumentTypeError(f"{name} is {type(x).__name__}; it must be an int")
-        if self.top_k is not None and self.top_k < 1:
+        check_seed(self.seed)
+        top_k = self.top_k
+        if top_k is not None and (isinstance(top_k, bool) or not isinstance(top_k, int)):
+            raise ArgumentTypeError(f"top_k is {type(top_k).__name__}; it must be an int")
+        if top_k is not None and top_k < 1:
             raise ArgumentError(
                 f"top_k is {self.top_k}; it must be at least 1, or None", argument="top_k"
             )

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from regard.argument_checks import check_choice, check_number, check_positions
+from regard.argument_checks import check_choice, check_number, check_positions, check_positive_sizes
 from regard.biases import Bias, DenseBias, ForgetBias
 from regard.biases.tables import RelativeLogits
 from regard.caches import Parts
@@ -199,6 +199,7 @@ class DisentangledProjection(SeparateQKV):
                 f"q is {q.extra_repr()} and k is {k.extra_repr()}; disentangled attention has one "
                 "key head per query head"
             )
+        check_positive_sizes("DisentangledProjection", dim=dim, buckets=buckets)
         self.buckets, self.max_distance = buckets, max_distance
         self.embedding = nn.Parameter(torch.randn(2 * buckets, dim))
         self.relative_k = HeadProjection(dim, q.heads, q.head_dim, bias=True)

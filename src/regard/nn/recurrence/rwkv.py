@@ -87,6 +87,7 @@ class RWKV7(StateMixer):
     ) -> None:
         super().__init__()
         check_number("eps", eps, 0, float("inf"), "greater than 0")
+        check_positive_sizes("RWKV7", dim=dim, value_rank=value_rank)  # also of the first layer
         H, D, share = heads, head_dim, torch.linspace(0, 1, dim)
         # channels start with shares of the present token from 0 to 1
         self.mix_q, self.mix_k, self.mix_v, self.mix_decay, self.mix_rate, self.mix_gate = (

@@ -43,7 +43,7 @@ def cross_attention(
         bias: whether the four linear maps have a bias.
     """
     D = resolve_head_dim(dim, heads, options["head_dim"])
-    G, M3 = groups or heads, memory_dim or dim
+    G, M3 = heads if groups is None else groups, dim if memory_dim is None else memory_dim
     project = SeparateQKV(
         HeadProjection(dim, heads, D, bias=options["bias"]),
         HeadProjection(M3, G, D, bias=options["bias"]),

@@ -383,6 +383,7 @@ def parse_options(settings: Sequence[str], entry: Variant) -> dict[str, object]:
             options[name] = ast.literal_eval(value)
         except (ValueError, SyntaxError):
             options[name] = value
+    _check_types(entry, options)
     return options
 
 
@@ -432,14 +433,22 @@ def check_options(entry: Variant, options: Mapping[str, object]) -> dict[str, ob
             )
     if missing := [name for name in required_options(entry) if name not in options]:
         raise ArgumentError(f"{entry.name} needs a value for {', '.join(missing)}")
+    _check_types(entry, options)
+    return {name: tuple(x) if isinstance(x, list) else x for name, x in options.items()}
+
+
+def _check_types(entry: Variant, options: Mapping[str, object]) -> None:
+    """Raise unless each option has a value of the type that its mechanism takes."""
     parameters = inspect.signature(entry.build).parameters
     for name, value in options.items():
         expected = parameters[name].annotation
         if not _fits(value, expected):
             raise ArgumentError(
-                f"{name} of {entry.name} is {value!r}; it must be {_type_name(expected)}"
+                f"{name} of {entry.name} is {value!r}; it must be {_type_name(expected)}",
+                argument=name,
+                value=value,
+                allowed=_type_name(expected),
             )
-    return {name: tuple(x) if isinstance(x, list) else x for name, x in options.items()}
 
 
 def _type_name(annotation: object) -> str:

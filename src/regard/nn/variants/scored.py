@@ -9,6 +9,7 @@ from typing import Unpack
 import torch
 from torch import nn
 
+from regard.argument_checks import check_positive_sizes
 from regard.biases import FIRE, Kerple
 from regard.masks import Causal, Full, Window
 from regard.nn.attention.attention import Attention
@@ -237,6 +238,7 @@ def cope(dim: int, heads: int, *, positions: int = 64, **options: Unpack[Grouped
         positions: the number of embeddings; larger numbers share the last one.
     """
     start = Start(dim, heads, **options)
+    check_positive_sizes("cope", positions=positions, head_dim=start.D)
     table = nn.Parameter(torch.randn(positions, start.D) * start.D**-0.5)
     return start.attention(score=CoPE(table))
 
@@ -331,12 +333,13 @@ def fire(dim: int, heads: int, *, hidden: int = 32, **options: Unpack[Grouped]) 
     Args:
         hidden: the number of hidden units of the network.
     """
+    check_positive_sizes("fire", heads=heads, hidden=hidden)
     tensors = (
         torch.tensor([0.1]),
         torch.tensor([512.0]),
         torch.randn(hidden),
         torch.zeros(hidden),
-        torch.randn(heads, hidden) * max(hidden, 1) ** -0.5,
+        torch.randn(heads, hidden) * hidden**-0.5,
         torch.zeros(heads),
     )
     return Start(dim, heads, **options).attention(bias=FIRE(*map(nn.Parameter, tensors)))

@@ -326,10 +326,9 @@ def dsa_pools(
         index_dim: the size d of an index head.
     """
     start = Start(dim, heads, **options)
-    norm = nn.LayerNorm(index_dim, eps=1e-6)
     indexer = PooledIndexer(
         HeadProjection(dim, index_heads, index_dim),
-        BlockPooling(dim, index_dim, block, norm=norm),
+        BlockPooling(dim, index_dim, block, norm=nn.LayerNorm(index_dim, eps=1e-6)),
         nn.Linear(dim, index_heads, bias=False),
         topk=topk,
     )

@@ -9,7 +9,7 @@ from typing import Unpack
 import torch
 from torch import nn
 
-from regard.argument_checks import resolve_head_dim
+from regard.argument_checks import check_positive_sizes, resolve_head_dim
 from regard.biases import ALiBi, T5Relative
 from regard.masks import Causal
 from regard.nn.attention.attention import Attention
@@ -387,6 +387,7 @@ def t5(
         bidirectional: whether to build the encoder's form, which sees all tokens.
     """
     start = Start(dim, heads, **options)
+    check_positive_sizes("t5", buckets=buckets, heads=heads)
     table = nn.Parameter(0.1 * torch.randn(buckets, heads))
     bias = T5Relative(table, bidirectional=bidirectional, max_distance=max_distance)
     return start.attention(scale=1.0, mask=None if bidirectional else Causal(), bias=bias)
@@ -438,7 +439,8 @@ def differential(
         head_dim: the head dim D; None is M / (2 H), which gives as many parameters as `mha`.
         depth: the index of the layer, from 0.
     """
-    D, G = resolve_head_dim(dim, 2 * heads, head_dim), groups or heads
+    D = resolve_head_dim(dim, 2 * heads, head_dim)
+    G = heads if groups is None else groups
     rotary = Rotary(D, base)
     project = DifferentialProjection(
         HeadProjection(dim, 2 * heads, D, rotary),

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from regard.argument_checks import check_positions, check_tensor
 from regard.errors import ArgumentError, ArgumentTypeError
-from regard.process_state import ConstantTensor, constant_in_graphs, is_compiling
+from regard.process_state import ConstantTensor, constant_in_graphs, is_compiling, random_generator
 from regard.span import Positions, as_tensor
 
 
@@ -182,7 +182,7 @@ class RandomFeatures:
             raise ArgumentError(
                 f"RandomFeatures(dim={self.dim}, count={self.count}): each must be at least 1"
             )
-        draw = torch.Generator().manual_seed(self.seed)
+        draw = random_generator(self.seed)
         normal = partial(torch.randn, generator=draw, dtype=torch.float64, device="cpu")
         blocks = -(-self.count // self.dim)
         gaussian = normal(blocks, self.dim, self.dim)

@@ -29,6 +29,7 @@ from regard.models import recurrent, transformer
 from regard.models.families import family, model_type_of
 from regard.models.rnn import CELLS
 from regard.nn.blocks.blocks import PreNorm
+from regard.process_state import set_seed
 from regard.train import checkpoints
 from regard.train.loop import TrainResult, fit
 from regard.train.losses import AnswerLoss, Seq2SeqLoss
@@ -145,7 +146,7 @@ class TaskTrainingRun:
 
     def model(self) -> nn.Module:
         """Return a model with random weights."""
-        torch.manual_seed(self.options["seed"])  # a command may change the global random state
+        set_seed(self.options["seed"])  # a command may change the global random state
         return build(self.task, self.name, self.recipe).to(self.options["device"])
 
     def start(self, stack: ExitStack) -> None:
