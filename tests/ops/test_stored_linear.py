@@ -257,6 +257,42 @@ def test_numbers_beside_a_much_larger_one(
                 assert_close_rule(wrong.to(dtype)[None], plain[1:2], exact[1:2], what=str(n))
 
 
+def fp32_vectors(kind: str) -> Tensor:
+    """Vectors [3, 300] whose numbers are of one size, of very different sizes, or hard to scale."""
+    x = torch.randn(3, 300, generator=torch.Generator().manual_seed(13))
+    if kind == "one larger":
+        x[0, 70], x[1, 70], x[2, [70, 200]] = 30.0, -1e4, 1e30
+    if kind == "near a power of two":
+        x = torch.sign(x) * (2.0 - 2.0**-23 * torch.arange(300))
+    if kind == "tails":
+        x = x**9
+    return x
+
+
+@pytest.mark.full(keep=["one larger", "near a power of two-32"])
+@pytest.mark.parametrize("group", GROUPS)
+@pytest.mark.parametrize("kind", ["one size", "one larger", "near a power of two", "tails"])
+def test_fp32_vectors_and_4_bit_codes(kind: str, group: int) -> None:
+    """The largest numbers of a block meet codes that stand for 0, so that the others are seen."""
+    w = torch.randn(21, 300, generator=torch.Generator().manual_seed(14))
+    w[:, [70, 200]] = 0
+    record, x = Int4Weight.quantize(w, group=group), fp32_vectors(kind)
+    exact, plain = F.linear(x.double(), decoded(record)), F.linear(x, record.dequantize())
+    found = stored_linear(x, record)
+    assert_close_rule(found, plain, exact)
+    if kind == "one larger":
+        assert float(found.abs().max()) < 1e3
+    for r in range(3):
+        assert torch.equal(stored_linear(x[r : r + 1], record)[0], found[r])
+    for power in (-120.0, -70.0, 90.0):  # in each size of the numbers
+        y = stored_linear(x * 2.0**power, record) * 2.0**-power
+        if kind != "one larger":
+            assert_close_rule(y, plain, exact)
+    moved = replace(record, scales=record.scales.roll(1, -1))
+    with pytest.raises(AssertionError):
+        assert_close_rule(stored_linear(x, moved), plain, exact)
+
+
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
 @pytest.mark.parametrize("form", ["int8", "int4"])
 def test_numbers_that_are_not_finite_stay_in_their_vector(form: str, bad: float) -> None:

@@ -11,6 +11,7 @@
 #include "digits.h"
 #include "entry.h"
 #include "gemv.h"
+#include "pairs.h"
 #include "tasks.h"
 
 constexpr int64_t kScaledRows = 16;  // the rows whose scales are converted to fp32 at a time
@@ -68,99 +69,77 @@ struct Int4Numbers {
 
 // ---- products in fp32
 
-#if defined(__AVX512F__)
-constexpr bool kHasTables = true;  // of 16 numbers, in which a code finds its weight by one instruction
-#else
-constexpr bool kHasTables = false;
-#endif
+// Adds the products of kRows vectors of weights with those of kCount vectors x, which are `distance` numbers apart.
+template <int kRows, int kCount>
+static inline void add_products(const vf (&w)[kRows], const float* x, int64_t distance, vf (&total)[kRows][kCount]) {
+  for (int r = 0; r < kCount; r++) {
+    vf numbers = load(x + r * distance);
+    for (int n = 0; n < kRows; n++) total[n][r] = fma(w[n], numbers, total[n][r]);
+  }
+}
 
-// The highest of the eight places of a word is its sign: those codes are moved to the lowest.
-constexpr int place_bits(int place) { return place == 7 ? 0 : 4 * place; }
-
-// Adds the products of kRows rows of 4-bit codes with kCount vectors over the columns of a block, where there are no tables.
-// Codes stay at their places in the words, and the numbers of the vectors are divided by 16^place instead, which changes no bit
-// of a number above 2^-102. A code that equals its zero gives exactly 0, and numbers above 2^123 may overflow:
-//
-//   sum_i s (c_i - z) x_i = s sum_i (16^place c_i - 16^place z) x_i / 16^place
+// Adds the products of kRows rows of a block of 4-bit codes with kCount vectors to sums. scales: those of the block and the
+// first row; its zeros are `row_scales` / 2 numbers behind them.
 template <int kGroup, int kRows, int kCount>
-static inline void add_placed_dots(const uint8_t* codes, int64_t row_bytes, const float* scales, int64_t row_scales,
-                                   const float* placed, int64_t distance, vf (&total)[kRows][kCount]) {
-  unroll<kInt4Block / kGroup>([&](auto group) {
-    constexpr int kPlaces = kGroup / 16;
-    vf sums[kRows][kCount] = {};
-    unroll<kPlaces>([&](auto i) {
-      constexpr int kPlace = group * kPlaces + i;
-      constexpr float kStep = 1 << place_bits(kPlace);
-      vf zeros[kRows];
-      for (int n = 0; n < kRows; n++) zeros[n] = splat(scales[n * row_scales + row_scales / 2 + group] * kStep);
-      for (int lanes = 0; lanes < 16; lanes += kLanes) {
-        vf w[kRows];
-        for (int n = 0; n < kRows; n++) {
-          vu words = load_bits<vu>(codes + n * row_bytes + 4 * lanes);
-          w[n] = to_floats((vi)(kPlace == 7 ? words >> 28 : words & (15u << place_bits(kPlace)))) - zeros[n];
-        }
-        for (int r = 0; r < kCount; r++) {
-          vf numbers = load(placed + r * distance + 16 * kPlace + lanes);
-          for (int n = 0; n < kRows; n++) sums[n][r] = fma(w[n], numbers, sums[n][r]);
-        }
-      }
-    });
+static inline void add_int4_dots(const uint8_t* codes, int64_t row_bytes, const float* scales, int64_t row_scales,
+                                 const float* x, int64_t distance, vf (&total)[kRows][kCount]) {
+#pragma GCC unroll 4
+  for (int part = 0; part < 16 / kLanes * (kInt4Block / kGroup); part++) {
+    int64_t lanes = part % (16 / kLanes) * kLanes, group = part / (16 / kLanes);
+    vu words[kRows];
+    for (int n = 0; n < kRows; n++) words[n] = load_bits<vu>(codes + n * row_bytes + 4 * lanes);
+    Int4Numbers numbers[kRows];
     for (int n = 0; n < kRows; n++) {
-      vf scale = splat(scales[n * row_scales + group]);
-      for (int r = 0; r < kCount; r++) total[n][r] = fma(sums[n][r], scale, total[n][r]);
+      const float* own = scales + n * row_scales + group;
+      numbers[n] = {own[0], own[row_scales / 2]};
     }
-  });
+#pragma GCC unroll 8
+    for (int64_t j = group * kGroup / 16; j < (group + 1) * kGroup / 16; j++) {
+      vf w[kRows];
+      for (int n = 0; n < kRows; n++) w[n] = numbers[n](words[n] >> uint32_t(4 * j));
+      add_products(w, x + 16 * j + lanes, distance, total);
+    }
+  }
 }
 
 // The dot products of kRows rows of codes with kCount vectors. scales: those of the first row, in fp32; the second half of the
-// `row_scales` numbers of a row of 4-bit codes are its zeros. placed: the vectors as `add_placed_dots` reads them. A product
-// has one sum, whatever else is computed beside it.
+// `row_scales` numbers of a row of 4-bit codes are its zeros. pairs: the vectors for 4-bit codes, see pairs.h. A product has one
+// sum, whatever else is computed beside it.
 template <int kBits, int kGroup, int kRows, int kCount>
 static inline void code_dots(const uint8_t* codes, int64_t row_bytes, const float* scales, int64_t row_scales, const float* x,
-                             int64_t distance, int64_t width, const float* placed, float (&out)[kRows][kCount]) {
+                             int64_t distance, int64_t width, [[maybe_unused]] Pairs pairs, float (&out)[kRows][kCount]) {
   const int64_t ahead = std::max(kGemvAhead, kRows * row_bytes);  // behind the rows that are read now
-  vf total[kRows][kCount] = {}, w[kRows];
-  auto add = [&](int64_t m) {
-    for (int r = 0; r < kCount; r++) {
-      vf numbers = load(x + r * distance + m);
-      for (int n = 0; n < kRows; n++) total[n][r] = fma(w[n], numbers, total[n][r]);
-    }
-  };
+  vf total[kRows][kCount] = {};
   if constexpr (kBits == 8) {
     for (int64_t g = 0; g < width / kGroup; g++) {
       for (int n = 0; n < kRows; n++) prefetch(codes + n * row_bytes + g * kGroup + ahead, kGroup);
       for (int j = 0; j < kGroup; j += kLanes) {
+        vf w[kRows];
         for (int n = 0; n < kRows; n++) {
           w[n] = load_codes((const int8_t*)codes + n * row_bytes + g * kGroup + j) * scales[n * row_scales + g];
         }
-        add(g * kGroup + j);
+        add_products(w, x + g * kGroup + j, distance, total);
       }
-    }
-  } else if constexpr (!kHasTables) {
-    for (int64_t i = 0; i < width; i += kInt4Block) {
-      for (int n = 0; n < kRows; n++) prefetch(codes + n * row_bytes + i / 2 + ahead, kInt4Block / 2);
-      add_placed_dots<kGroup, kRows, kCount>(codes + i / 2, row_bytes, scales + i / kGroup, row_scales, placed + i, width,
-                                             total);
     }
   } else {
-    for (int64_t i = 0; i < width; i += kInt4Block) {
-      for (int n = 0; n < kRows; n++) prefetch(codes + n * row_bytes + i / 2 + ahead, kInt4Block / 2);
-#pragma GCC unroll 4
-      for (int part = 0; part < 16 / kLanes * (kInt4Block / kGroup); part++) {
-        int64_t lanes = part % (16 / kLanes) * kLanes, group = part / (16 / kLanes), g = i / kGroup + group;
-        vu words[kRows];
-        for (int n = 0; n < kRows; n++) words[n] = load_bits<vu>(codes + n * row_bytes + i / 2 + 4 * lanes);
-        Int4Numbers numbers[kRows];
+    for (int64_t block = 0; block < width / kInt4Block; block++) {
+      const uint8_t* place = codes + block * (kInt4Block / 2);
+      const float *own = scales + block * (kInt4Block / kGroup), *numbers = x + block * kInt4Block;
+      for (int n = 0; n < kRows; n++) prefetch(place + n * row_bytes + ahead, kInt4Block / 2);
+#if REGARD_HAS_PAIRS
+      add_pair_dots<kGroup>(place, row_bytes, own, row_scales, pairs, block, total);
+      for (int r = 0; r < kCount; r++) {
+        if (pairs.from(r).factors[block] != 0.0f) continue;
         for (int n = 0; n < kRows; n++) {
-          const float* own = scales + n * row_scales + g;
-          numbers[n] = {own[0], own[row_scales / 2]};
-        }
-#pragma GCC unroll 8
-        for (int64_t j = group * kGroup / 16; j < (group + 1) * kGroup / 16; j++) {
-          for (int n = 0; n < kRows; n++) w[n] = numbers[n](words[n] >> uint32_t(4 * j));
-          add(i + 16 * j + lanes);
+          vf one[1][1] = {{total[n][r]}};
+          add_int4_dots<kGroup>(place + n * row_bytes, row_bytes, own + n * row_scales, row_scales, numbers + r * distance,
+                                distance, one);
+          total[n][r] = one[0][0];
         }
       }
+#else
+      add_int4_dots<kGroup>(place, row_bytes, own, row_scales, numbers, distance, total);
+#endif
     }
   }
   for (int n = 0; n < kRows; n++) {
@@ -176,7 +155,7 @@ struct Product {
   int64_t distance;
   float* sums;
   int64_t sums_distance;
-  const float* placed;  // as far apart as the matrix is wide
+  Pairs pairs;
 
   const uint8_t* row(int64_t n) const { return static_cast<const uint8_t*>(matrix.codes) + n * matrix.row_bytes; }
 };
@@ -204,16 +183,16 @@ static void multiply_code_rows(const Product& call, int64_t n, const float* scal
         float out[rows][count];
         code_dots<kBits, kGroup, rows, count>(call.row(n + i), m.row_bytes, scales + i * m.row_scales, m.row_scales,
                                               call.vectors + r * call.distance, call.distance, m.width,
-                                              call.placed + r * m.width, out);
+                                              call.pairs.from(r), out);
         for (int j = 0; j < count; j++) {
           for (int k = 0; k < rows; k++) call.sums[(r + j) * call.sums_distance + n + i + k - call.first] = out[k][j];
         }
       }
     };
-    constexpr bool kHasGroupSums = kBits == 4 && !kHasTables;  // beside the sums of rows
+    constexpr bool kHasPairs = kBits == 4 && REGARD_HAS_PAIRS;  // two sums of each product
     constexpr std::integral_constant<int, kRows> all;
-    constexpr std::integral_constant<int, std::min(kHasGroupSums ? 2 : kRows, kRows)> most;
-    constexpr std::integral_constant<int, std::min(kHasGroupSums ? 1 : 2, kRows)> few;
+    constexpr std::integral_constant<int, std::min(kHasPairs ? 2 : kRows, kRows)> most;
+    constexpr std::integral_constant<int, std::min(kHasPairs ? 1 : 2, kRows)> few;
     constexpr std::conditional_t<kLanes == 16, decltype(all), decltype(few)> some;
     if (left == 1) run(all, std::integral_constant<int, 1>());
     if (left == 2) run(most, std::integral_constant<int, 2>());
@@ -296,17 +275,7 @@ StoredRows::StoredRows(int64_t R, int64_t widest)
       factors_(padded_count(R) * whole_blocks(widest) * 2),
       spread_(padded_count(R)),
       scales_(kScaledRows * 2 * whole_blocks(widest) * (kInt4Block / kLeastGroup)),
-      zeros_(scales_.size()),
-      placed_(kHasTables ? 1 : padded_count(R) * whole_blocks(widest) * kInt4Block) {}
-
-void StoredRows::place(int64_t width, int64_t R, const float* vectors, int64_t distance) {
-  if (placed_width_ == width) return;
-  for (int64_t i = 0; i < R * width; i += kLanes) {
-    int64_t r = i / width, m = i % width;
-    store(placed_ + i, load(vectors + r * distance + m) * (1.0f / float(1 << place_bits(m % kInt4Block / 16))));
-  }
-  placed_width_ = width;
-}
+      zeros_(scales_.size()) {}
 
 void StoredRows::multiply(const StoredMatrix& matrix, int64_t first, int64_t last, int64_t R, const float* vectors,
                           int64_t distance, float* sums, int64_t sums_distance) {
@@ -316,9 +285,17 @@ void StoredRows::multiply(const StoredMatrix& matrix, int64_t first, int64_t las
       multiply_rows(w, (const decltype(kind)*)nullptr, first, last, vectors, distance, R, matrix.width, sums, sums_distance);
     });
   }
-  Product call = {matrix, first, last, R, vectors, distance, sums, sums_distance, placed_};
   bool is_int8 = matrix.form == kInt8 || matrix.form == kInt8Digits;
-  if (!is_int8 && !kHasTables) place(matrix.width, R, vectors, distance);
+  Pairs pairs = {words_, factors_, matrix.width / kPairColumns};
+  Product call = {matrix, first, last, R, vectors, distance, sums, sums_distance, pairs};
+#if REGARD_HAS_PAIRS
+  if (!is_int8 && packed_ != matrix.width) {
+    for (int64_t r = 0; r < R; r++) {
+      pack_pairs(vectors + r * distance, pairs.blocks, words_ + r * pairs.blocks * kPairWords, factors_ + r * pairs.blocks);
+    }
+    packed_ = matrix.width;
+  }
+#endif
   auto multiply_in_fp32 = [&](const Product& product) {
     with_group(matrix.group, [&](auto group) {
       is_int8 ? multiply_codes<8, group>(product, scales_) : multiply_codes<4, group>(product, scales_);
@@ -348,8 +325,7 @@ void StoredRows::multiply(const StoredMatrix& matrix, int64_t first, int64_t las
     }
     for (int64_t r = 0; r < R; r++) {
       if (spread_[r]) {
-        multiply_in_fp32({matrix, first, last, 1, vectors + r * distance, distance, sums + r * sums_distance, sums_distance,
-                          placed_ + r * matrix.width});
+        multiply_in_fp32({matrix, first, last, 1, vectors + r * distance, distance, sums + r * sums_distance, sums_distance, {}});
       }
     }
     return;

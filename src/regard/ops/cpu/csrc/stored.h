@@ -15,22 +15,17 @@ class StoredRows {
  public:
   StoredRows(int64_t R, int64_t widest);
   // Notes that the next vectors are others than in the last call of `multiply`.
-  void vectors_changed() { packed_ = placed_width_ = 0; }
+  void vectors_changed() { packed_ = 0; }
   // The rows first <= n < last of W x. vectors: fp32 [padded_count(R), distance], 0 behind the input size up to the width of
   // the matrix. Row n of vector r is written to sums[r * sums_distance + n - first].
   void multiply(const StoredMatrix& matrix, int64_t first, int64_t last, int64_t R, const float* vectors, int64_t distance,
                 float* sums, int64_t sums_distance);
 
  private:
-  // Divides the numbers of the vectors by the places of the 4-bit codes that they meet, if that was not done for this width.
-  void place(int64_t width, int64_t R, const float* vectors, int64_t distance);
-
-  int64_t placed_width_ = 0;  // of the matrix for which the vectors were divided; 0: none
-  int64_t packed_ = 0;      // which digits of the vectors are kept; 0: none
-  Scratch<int32_t> words_;  // the digits of each vector and their corrections
+  int64_t packed_ = 0;      // which digits or pairs of the vectors are kept; 0: none
+  Scratch<int32_t> words_;  // the digits of each vector and their corrections, or its pairs
   Scratch<float> factors_;  // the factors of the blocks of each vector
   Scratch<int64_t> spread_;  // for each vector, how many of its blocks must be multiplied in fp32
   Scratch<float> scales_;   // scales and zeros of some rows
   Scratch<int32_t> zeros_;  // the same as integers
-  Scratch<float> placed_;   // the divided vectors
 };
