@@ -29,7 +29,6 @@ if TYPE_CHECKING:
         tracing,
         view,
     )
-    from regard.argument_checks import checks
     from regard.errors import (
         ArgumentError,
         ArgumentTypeError,
@@ -44,6 +43,7 @@ if TYPE_CHECKING:
     from regard.ops.softmax.call import Partial
     from regard.ops.softmax.dispatch import Plan, plan, register_kernel
     from regard.ops.softmax.merge import merge
+    from regard.process_state import checks
     from regard.span import EMPTY, Span
     from regard.tracing import Trace
 
@@ -51,7 +51,6 @@ __version__ = "0.1.0"
 """The version of the package."""
 
 _NAMES = {
-    "regard.argument_checks": ("checks",),
     "regard.errors": (
         "ArgumentError",
         "ArgumentTypeError",
@@ -72,6 +71,7 @@ _NAMES = {
         "plan",
         "register_kernel",
     ),
+    "regard.process_state": ("checks",),
     "regard.span": ("EMPTY", "Span"),
     "regard.tracing": ("Trace",),
 }

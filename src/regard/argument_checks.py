@@ -5,9 +5,7 @@ read past the keys: constructors and public functions check, internal ones rely 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Callable, Collection, Iterable
 from typing import TYPE_CHECKING, SupportsIndex
 
 from regard.did_you_mean import suggest
@@ -19,61 +17,6 @@ from regard.untrusted_text import short_repr
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
-
-_finite: ContextVar[bool] = ContextVar("finite", default=False)
-
-
-@contextmanager
-def checks(*, finite: bool = True) -> Iterator[None]:
-    """Check the inputs of every attention call in the block for NaN and infinities.
-
-    Off by default, because it reads every input once more.
-
-    Args:
-        finite: whether q, k and v must be finite.
-
-    Yields:
-        None.
-
-    Raises:
-        ArgumentError: from the attention call, which names the tensor and the first index.
-
-    >>> import torch, regard
-    >>> q = torch.full((1, 1, 2, 4), float("nan"))
-    >>> with regard.checks(finite=True):
-    ...     regard.attend(q, q.nan_to_num(), q.nan_to_num())
-    Traceback (most recent call last):
-    regard.errors.ArgumentError: query has 8 non-finite values, first at [0, 0, 0, 0]; ...
-    """
-    token = _finite.set(finite)
-    try:
-        yield
-    finally:
-        _finite.reset(token)
-
-
-def finite_checks_enabled() -> bool:
-    """Return whether a `checks(finite=True)` block is active."""
-    return _finite.get()
-
-
-def check_finite(**tensors: Tensor) -> None:
-    """Raise for the first tensor with NaN or infinity, if `checks(finite=True)` is active."""
-    from regard.process_state import (
-        is_compiling,  # imports torch, which `import regard` must not do
-    )
-
-    if is_compiling() or not _finite.get():
-        return
-    for name, x in tensors.items():
-        bad = ~x.isfinite()
-        if bool(bad.any()):
-            n, first = int(bad.sum()), bad.nonzero()[0].tolist()
-            raise ArgumentError(
-                f"{name} has {plural(n, 'non-finite value')}, first at {first}; find the operation "
-                "that produced it (regard.checks(finite=True) enables this check)",
-                argument=name,
-            )
 
 
 def check_keyword_names(function: str, names: Collection[str], allowed: Collection[str]) -> None:

@@ -9,6 +9,7 @@ import os
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from threading import RLock
 from typing import TypeVar
 
@@ -19,6 +20,8 @@ from torch._subclasses.fake_tensor import is_fake
 from torch.autograd import forward_ad
 
 from regard.argument_checks import check_seed
+from regard.errors import ArgumentError
+from regard.units import plural
 
 F = TypeVar("F", bound=Callable[..., object])
 
@@ -158,6 +161,58 @@ def random_generator(seed: int) -> torch.Generator:
 def set_seed(seed: int) -> None:
     """Set torch's global random seed."""
     torch.manual_seed(check_seed(seed))
+
+
+_finite: ContextVar[bool] = ContextVar("finite", default=False)
+
+
+@contextmanager
+def checks(*, finite: bool = True) -> Iterator[None]:
+    """Check the inputs of every attention call in the block for NaN and infinities.
+
+    Off by default, because it reads every input once more.
+
+    Args:
+        finite: whether q, k and v must be finite.
+
+    Yields:
+        None.
+
+    Raises:
+        ArgumentError: from the attention call, which names the tensor and the first index.
+
+    >>> import torch, regard
+    >>> q = torch.full((1, 1, 2, 4), float("nan"))
+    >>> with regard.checks(finite=True):
+    ...     regard.attend(q, q.nan_to_num(), q.nan_to_num())
+    Traceback (most recent call last):
+    regard.errors.ArgumentError: query has 8 non-finite values, first at [0, 0, 0, 0]; ...
+    """
+    token = _finite.set(finite)
+    try:
+        yield
+    finally:
+        _finite.reset(token)
+
+
+def finite_checks_enabled() -> bool:
+    """Return whether a `checks(finite=True)` block is active."""
+    return _finite.get()
+
+
+def check_finite(**tensors: Tensor) -> None:
+    """Raise for the first tensor with NaN or infinity, if `checks(finite=True)` is active."""
+    if is_compiling() or not _finite.get():
+        return
+    for name, x in tensors.items():
+        bad = ~x.isfinite()
+        if bool(bad.any()):
+            n, first = int(bad.sum()), bad.nonzero()[0].tolist()
+            raise ArgumentError(
+                f"{name} has {plural(n, 'non-finite value')}, first at {first}; find the operation "
+                "that produced it (regard.checks(finite=True) enables this check)",
+                argument=name,
+            )
 
 
 @contextmanager

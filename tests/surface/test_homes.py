@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.surface.conftest import Source
+from tests.surface.size import ROOT, circles
 
 # a line of code -> the only places where it may stand
 HOMES = {
@@ -125,3 +126,15 @@ def _compares_tensors(node: ast.ClassDef) -> bool:
     own = any(isinstance(x, ast.FunctionDef) and x.name == "__eq__" for x in node.body)
     holds = any(re.match(r"(\w+\[)?Tensor\b", x) for x in fields)
     return holds and bool(decorators) and "eq=False" not in decorators[0] and not own
+
+
+@pytest.mark.full
+def test_no_modules_import_each_other(tmp_path: Path) -> None:
+    assert circles(ROOT / "src" / "regard") == []
+    toy = tmp_path / "toy"
+    toy.mkdir()
+    (toy / "__init__.py").write_text("")
+    (toy / "a.py").write_text("from toy import b\n")
+    (toy / "b.py").write_text("def late() -> None:\n    from toy.c import x\n")
+    (toy / "c.py").write_text("import toy.a\n")
+    assert circles(toy) == [["toy.a", "toy.b", "toy.c"]]

@@ -20,7 +20,6 @@ from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 from torch.utils.hooks import RemovableHandle
 
-from regard.argument_checks import finite_checks_enabled
 from regard.caches import Cache
 from regard.caches.base import OpenSlot
 from regard.models.step_reader import DecoderReader, Unsupported
@@ -30,7 +29,7 @@ from regard.ops.cpu.instruction_sets import why_none
 from regard.ops.cpu.step import DecodeStep, Fields, Indices
 from regard.ops.softmax.cpu import causal_positions, visible_ranges
 from regard.ops.softmax.dispatch import KERNELS, all_kernels
-from regard.process_state import is_compiling, is_transformed
+from regard.process_state import finite_checks_enabled, is_compiling, is_transformed
 from regard.sequence_scope import current_scope
 from regard.span import Positions, Span, as_tensor, concat_positions, slot_count
 from regard.tracing import is_tracing

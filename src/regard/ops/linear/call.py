@@ -21,7 +21,6 @@ from torch import dtype as Dtype
 
 from regard.argument_checks import (
     check_device,
-    check_finite,
     check_keyword_names,
     check_number,
     check_positions,
@@ -30,6 +29,7 @@ from regard.argument_checks import (
     check_value_heads,
 )
 from regard.errors import ArgumentError, ArgumentTypeError
+from regard.process_state import check_finite
 from regard.span import Positions, find_empty_slots
 from regard.units import plural
 

@@ -15,7 +15,13 @@ from regard import argument_checks, biases, masks, tracing
 from regard.biases import Bias
 from regard.errors import ArgumentError, ArgumentTypeError
 from regard.masks import Mask
-from regard.process_state import is_compiling, is_exporting_onnx, values_are_readable
+from regard.process_state import (
+    check_finite,
+    finite_checks_enabled,
+    is_compiling,
+    is_exporting_onnx,
+    values_are_readable,
+)
 from regard.scores import ScoreRule
 from regard.span import EMPTY, Positions, Span, slot_count
 from regard.units import plural
@@ -444,8 +450,8 @@ def checked_call(
     )
     if score is not None:
         call = replace(call, score=as_score(score, call))
-    if call.readable and argument_checks.finite_checks_enabled():
-        argument_checks.check_finite(query=q, key=k, value=v)
+    if call.readable and finite_checks_enabled():
+        check_finite(query=q, key=k, value=v)
     return call
 
 
