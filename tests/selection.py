@@ -2,7 +2,8 @@
 which for the one that takes hours (`pytest --nightly`).
 
 A test marked `@pytest.mark.full` is left out of the quick run, and one marked
-`@pytest.mark.nightly` out of both, unless the mark says which cases of it stay:
+`@pytest.mark.nightly` out of both, unless the mark says which cases of it stay. Where only `full`
+is marked, the full run takes FULL_CASES of the cases at equal distances.
 
     full(keep=3)                 3 cases at equal distances; where these begin differs from test to
                                  test, so that tests over the same cases keep different ones
@@ -26,6 +27,9 @@ from zlib import crc32
 
 import pytest
 
+FULL_CASES = 12
+"""How many cases of a test wait for the full run; the others of it wait for the nightly one."""
+
 COLLECTED = pytest.StashKey[list[pytest.Item]]()
 """All tests that were collected, those that the quick run leaves out among them."""
 
@@ -38,7 +42,10 @@ def quick(items: Iterable[pytest.Item]) -> list[pytest.Item]:
 def full(items: Iterable[pytest.Item]) -> list[pytest.Item]:
     """The tests of the full run, in their order: those of the quick run are among them."""
     items = list(items)
-    chosen = {*quick(items), *without("nightly", items)}
+    chosen = {*quick(items)}
+    for cases in by_test(without("nightly", items)):
+        only_full = cases[0].get_closest_marker("nightly") is None
+        chosen.update(evenly(cases, FULL_CASES) if only_full else cases)
     return [item for item in items if item in chosen]
 
 
@@ -46,15 +53,20 @@ def without(mark: str, items: Iterable[pytest.Item], but: str = "") -> list[pyte
     """The tests that are left where those with a mark wait for a longer run, but for those with
     another mark.
     """
-    tests: dict[str, list[pytest.Item]] = {}
     items = list(items)
-    for item in items:
-        tests.setdefault(item.nodeid.partition("[")[0], []).append(item)
     chosen: set[pytest.Item] = set()
-    for cases in tests.values():
+    for cases in by_test(items):
         stay = but and cases[0].get_closest_marker(but)
         chosen.update(cases if stay else kept(mark, cases))
     return [item for item in items if item in chosen]
+
+
+def by_test(items: Iterable[pytest.Item]) -> Iterable[list[pytest.Item]]:
+    """The cases of each test."""
+    tests: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        tests.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    return tests.values()
 
 
 def kept(name: str, cases: list[pytest.Item]) -> list[pytest.Item]:
@@ -76,11 +88,15 @@ def kept(name: str, cases: list[pytest.Item]) -> list[pytest.Item]:
         raise pytest.UsageError(f"{cases[0].nodeid}: keep is {keep!r}, not 'each' or a list")
     if not isinstance(keep, int):
         return [item for item in cases if any(has_words(item, x) for x in keep)]
-    n = len(cases)
-    if keep == 0 or keep >= n:
-        return cases if keep else []
-    first = phase(cases) % (n // keep)
-    return [cases[first + i * n // keep] for i in range(keep)]
+    return evenly(cases, keep)
+
+
+def evenly(cases: list[pytest.Item], n: int) -> list[pytest.Item]:
+    """So many of a test's cases, at equal distances, or all if there are not more."""
+    if n == 0 or n >= len(cases):
+        return cases if n else []
+    first = phase(cases) % (len(cases) // n)
+    return [cases[first + i * len(cases) // n] for i in range(n)]
 
 
 def each(cases: list[pytest.Item]) -> list[pytest.Item]:

@@ -1,4 +1,6 @@
-"""Ten cases of each writer and fault a time; more with REGARD_FAULTS, as every night."""
+"""Each writer is killed ten times, and meets each other fault four times; more with REGARD_FAULTS,
+as every night.
+"""
 
 from __future__ import annotations
 

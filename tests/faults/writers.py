@@ -35,7 +35,6 @@ class Writer:
     write: writes what is new; a command gives its exit code, a number.
     found: `OLD`, `NEW` or `NOTHING`; raises where something torn stands under the name.
     serves: whether the command goes on after it has written, until Ctrl-C.
-    slow: whether a run takes seconds of the processor, so that fewer cases are run.
     never_overwrites: whether the command refuses where something new stands.
     """
 
@@ -43,7 +42,6 @@ class Writer:
     write: Callable[[], object]
     found: Callable[[], str]
     serves: bool = False
-    slow: bool = False
     never_overwrites: bool = False
 
 
@@ -121,9 +119,7 @@ def _nothing() -> None:
 
 WRITERS = {
     "train": Writer(_nothing, _train, _train_found),
-    "convert": Writer(
-        _nothing, lambda: run(CONVERT), _convert_found, slow=True, never_overwrites=True
-    ),
+    "convert": Writer(_nothing, lambda: run(CONVERT), _convert_found, never_overwrites=True),
     "cache": Writer(lambda: _save_cache(60), lambda: _save_cache(900), _cache_found),
     "recording": Writer(lambda: _record("be"), lambda: _record("to"), _recording_found),
     "view --save": Writer(lambda: _record("be"), lambda: run(VIEW), _recording_found, serves=True),

@@ -5,6 +5,7 @@ for the others.
 from __future__ import annotations
 
 import importlib
+from collections import Counter
 from dataclasses import dataclass, field
 from itertools import product
 from pathlib import Path
@@ -95,6 +96,18 @@ def test_the_full_run_has_its_own_cases_and_those_of_the_quick_run() -> None:
     assert {*quick(*items), "a.py::test_d"} < {*full}
     assert 5 + 2 <= len(full) <= 7 + 2
     assert "a.py::test_c" not in full
+
+
+def test_the_full_run_takes_few_of_many_cases_unless_a_mark_says_how_many() -> None:
+    items = [Item(f"a.py::test_a[{i}]", {"keep": 2}) for i in range(100)]
+    items += [Item(f"a.py::test_b[{i}]", {"keep": 2}, {"keep": 30}) for i in range(100)]
+    items += [Item(f"a.py::test_c[{i}]", None) for i in range(100)]
+    items += [Item(f"a.py::test_d[{i}]", {}) for i in range(3)]
+    full = Counter(x.nodeid.partition("[")[0] for x in selection.full(items))  # type: ignore[arg-type]
+    few, many = selection.FULL_CASES, 30
+    assert few <= full["a.py::test_a"] <= few + 2
+    assert many <= full["a.py::test_b"] <= many + 2
+    assert (full["a.py::test_c"], full["a.py::test_d"]) == (100, 3)
 
 
 def test_the_cases_of_each_test_are_counted_apart() -> None:
