@@ -197,7 +197,7 @@ def test_a_coarse_tile_is_a_labelled_preview_until_its_parts_are_exact() -> None
 def test_a_preview_has_exact_rows() -> None:
     recording = recorded("causal")
     tiles = HeadTiles(recording[0], 1)
-    preview = tiles.preview(2, 0, 0, rows=1)
+    preview = tiles.preview(2, 0, 0)
     weights = recording.weights(0, 1)
     for block in (0, 50, 174):
         row = min(4 * block + 2, LENGTH - 1)
