@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor, nn
 
+from regard.did_you_mean import suggest
 from regard.errors import ArgumentError, ArgumentTypeError
 from regard.integrations.pytorch.watch import watch
 from regard.language import Phrase
@@ -71,6 +72,18 @@ def check_index(name: str, index: int, length: int, one: str, many: str) -> int:
             value=index,
         )
     return index % length
+
+
+def check_option(name: str, value: str, known: Sequence[str]) -> None:
+    """Refuse a value that is not one of an option's.
+
+    >>> check_option("method", "zero", ("zero", "mean"))
+    """
+    if value not in known:
+        raise ArgumentError(
+            f"{name} is {value!r}; it must be one of {', '.join(known)}{suggest(value, known)}",
+            argument=name,
+        )
 
 
 class TokenSequence(NamedTuple):
@@ -563,8 +576,7 @@ def _prepare_module(model: nn.Module, text: Input) -> ModelRun:
         named, ids = dict(text), text.get("input_ids")
     elif isinstance(text, Tensor):
         ids = None if text.is_floating_point() else text
-        config = getattr(model, "config", None)
-        if getattr(config, "_attn_implementation", None) is not None:
+        if is_transformers_model(model):
             named = {getattr(model, "main_input_name", "input_ids"): text}
     else:
         raise ArgumentTypeError(
@@ -577,16 +589,17 @@ def _prepare_module(model: nn.Module, text: Input) -> ModelRun:
         named.setdefault("use_cache", False)
     sequences = {} if ids is None else {"text": TokenSequence(tuple(ids[0].tolist()))}
     rows = None
-    if ids is not None and not model.training and is_made_for_rows(model, named):
+    arguments_may_be_repeated = is_transformers_model(model) and all(
+        x is None or isinstance(x, (Tensor, bool)) for x in named.values()
+    )
+    if ids is not None and not model.training and arguments_may_be_repeated:
         rows = partial(_repeated_call, model, named, len(ids))
     return ModelRun(model, lambda: model(*inputs, **named), sequences, rows=rows)
 
 
-def is_made_for_rows(model: nn.Module, named: Mapping[str, Any]) -> bool:
-    """Return whether a module is one of transformers, all of whose arguments may be repeated."""
-    config = getattr(model, "config", None)
-    known = getattr(config, "_attn_implementation", None) is not None
-    return known and all(x is None or isinstance(x, (Tensor, bool)) for x in named.values())
+def is_transformers_model(model: nn.Module) -> bool:
+    """Return whether a module has a config of transformers that names an implementation."""
+    return getattr(getattr(model, "config", None), "_attn_implementation", None) is not None
 
 
 def _repeated_call(
