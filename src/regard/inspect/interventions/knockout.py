@@ -5,12 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Collection
 
-import numpy as np
 from torch import Tensor
 
 from regard.errors import ArgumentError
 from regard.inspect.interventions.edited_runs import EditedRun, ReportCell, fill_table
-from regard.inspect.interventions.effect_table import EffectTable, Metric, metric_of
+from regard.inspect.interventions.effect_table import EffectTable, Metric, changes_table, metric_of
 from regard.inspect.interventions.patching import check_heads, chosen_places
 from regard.inspect.model_run import (
     AnyModel,
@@ -129,18 +128,15 @@ def knockout(
             if head is None or all(head < sizes[each][1] for each in around):
                 edit = cut_attention(queries, keys, head=head)
                 cells[i, j] = EditedRun(dict.fromkeys(around, edit))
-    table = EffectTable(
+    table = changes_table(
+        measured,
         Phrase(
             "knockout of attention from {queries} to {keys}",
             queries=",".join(map(str, queries)),
             keys=",".join(map(str, keys)),
         ),
-        Phrase("change of {name}", name=measured.name),
-        np.full((len(chosen), len(selected)), np.nan),
-        "layer",
-        "head",
-        tuple(name.removesuffix(".scores") for name in chosen),
-        tuple("all" if head is None else str(head) for head in selected),
+        [name.removesuffix(".scores") for name in chosen],
+        ["all" if head is None else str(head) for head in selected],
         baseline=float(measured.measure(unchanged.output)),
         notes=repeat_notes(unchanged.trace),
     )

@@ -21,7 +21,7 @@ from torch import Tensor
 from regard.did_you_mean import suggest
 from regard.errors import ArgumentError
 from regard.files.atomic_write import write_user_file
-from regard.inspect.interventions.effect_table import EffectTable
+from regard.inspect.interventions.effect_table import EffectTable, head_table
 from regard.inspect.metrics.head_metrics import ACCUMULATORS, Accumulator, MeasuredPlace
 from regard.inspect.record.record_model import record
 from regard.inspect.record.recorded_place import Place
@@ -95,8 +95,7 @@ class CorpusMeasures:
         Raises:
             ArgumentError: the metric was not measured.
         """
-        values = self[name].numpy()
-        return EffectTable(
+        return head_table(
             Phrase(
                 "{name} of every head, over {texts} of {tokens}",
                 name=name,
@@ -104,11 +103,7 @@ class CorpusMeasures:
                 tokens=counted(self.tokens, "token"),
             ),
             name,
-            values,
-            "layer",
-            "head",
-            self.places,
-            tuple(map(str, range(values.shape[1]))),
+            dict(zip(self.places, self[name].tolist(), strict=True)),
             notes=("behaviour on these texts; another corpus may show another one",),
         )
 
