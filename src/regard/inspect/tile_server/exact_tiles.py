@@ -22,7 +22,13 @@ from typing import NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from regard.inspect.record.recorded_place import ColumnRanges, Place, RecordedStep
+from regard.inspect.record.recorded_place import (
+    ColumnRanges,
+    Place,
+    RecordedStep,
+    own_or_shared,
+    range_of,
+)
 from regard.inspect.record.tiles import block_max, block_sums
 
 BLOCKS = 256
@@ -178,15 +184,11 @@ class HeadTiles:
                 return False
             return _inside(starts, stops, c0, c1)
         slots = step.slots(slice(c0, c1))
-        rows = slice(own.start + step.first, own.stop + step.first)
-        low, high = _slot_range(slots)
-        if high <= low:
+        keys, picked = range_of(slots)
+        if keys.stop <= keys.start:
             return False
-        block = step.mask.block(step.q_positions, step.k_positions, rows, slice(low, high))
-        block = block[self.batch if block.shape[0] > 1 else 0]
-        block = block[self.head if block.shape[0] > 1 else 0].cpu()
-        if isinstance(slots, Tensor):
-            block = block[:, slots - low]
+        block = own_or_shared(step.allowed(step.mask, own, keys, self.batch), self.head)
+        block = block if picked is None else block[:, picked]
         visible = torch.zeros(block.shape[0], c1 - c0, dtype=torch.bool)
         visible[:, step.columns[slots] - c0] = block
         return visible
@@ -489,10 +491,3 @@ def _chunks(which: slice, size: int) -> Iterator[slice]:
     """Split a range into ranges of at most `size`."""
     for start in range(which.start, which.stop, size):
         yield slice(start, min(start + size, which.stop))
-
-
-def _slot_range(slots: slice | Tensor) -> tuple[int, int]:
-    """Return the first slot and the end of some slots of a step."""
-    if isinstance(slots, slice):
-        return slots.start, slots.stop
-    return (int(slots.min()), int(slots.max()) + 1) if len(slots) else (0, 0)
