@@ -145,9 +145,9 @@ def _grow(x: Tensor, used: int, size: int) -> Tensor:
     return grown
 
 
-def _copy(x: Tensor) -> Tensor:
-    """Return a copy on the CPU, which later changes of the caller's tensor do not affect."""
-    return x.detach().to("cpu", copy=True)
+def _copy(x: Any) -> Any:
+    """Return a copy of a tensor on the CPU, which no later change affects; or a span as it is."""
+    return x if isinstance(x, Span) else x.detach().to("cpu", copy=True)
 
 
 def copy_rule(rule: Any) -> Any:
@@ -254,7 +254,7 @@ class PlaceBuilder:
         heads, n = list(self.heads), call.H // call.G
         first = 0 if self._kept_parts.rows is None else max(0, call.T - self._kept_parts.rows)
 
-        def recorded_part(x: Tensor) -> Tensor:
+        def recorded_part(x: Tensor) -> Any:
             return _copy(x[:, heads, first:])
 
         groups = sorted({h // n for h in heads})
@@ -277,7 +277,8 @@ class PlaceBuilder:
             recorded_part(result.lse),
             recorded_part(result.out) if "out" in self._kept_parts.names else None,
             slots.columns,
-            *(x if isinstance(x, Span) else _copy(x) for x in (call.q_positions, slots.positions)),
+            _copy(call.q_positions),
+            _copy(slots.positions),
             slots.mask,
             slots.bias,
             call.scale,
