@@ -444,7 +444,7 @@ def prepare_run(
 def _prepare_decoder(model: Model, text: Input, last: int | None) -> ModelRun:
     ids, positions = encode_ids(model, text)
     tokens = token_sequence(model, ids, text if isinstance(text, str) else None)
-    decoder, head = model.decoder, model.decoder.head
+    decoder = model.decoder
     run = model.forward if model.has_head else model.hidden
     if last is not None:
         run = partial(decoder if model.has_head else decoder.hidden, last=last)
@@ -454,13 +454,17 @@ def _prepare_decoder(model: Model, text: Input, last: int | None) -> ModelRun:
         {"text": tokens},
         network=decoder,
         sites=tuple(_self_attentions(decoder.layers, "", "text")),
-        embed=decoder.embed,
-        last=decoder.layers[-1],
-        predict=None if head is None else lambda x: head(decoder.norm(x)),
+        **_ends_of(decoder, model.decoder.head),
         max_trained_tokens=getattr(model.config, "max_position_embeddings", None),
         decoder_inputs=(ids, positions) if last is None else None,
         **_names_of(model, tokens.text),
     )
+
+
+def _ends_of(stack: Any, head: nn.Module | None) -> dict[str, Any]:
+    """Return the first and the last part of a stack of blocks, and how states become logits."""
+    predict = None if head is None else lambda x: head(stack.norm(x))
+    return {"embed": stack.embed, "last": stack.layers[-1], "predict": predict}
 
 
 def _names_of(model: TextModel, text: str) -> dict[str, Any]:
@@ -484,9 +488,7 @@ def _prepare_text_encoder(model: TextEncoder, text: Input) -> ModelRun:
         {"text": tokens},
         network=network,
         sites=tuple(_self_attentions(body.layers, "", "text")),
-        embed=body.embed,
-        last=body.layers[-1],
-        predict=None if head is None else lambda x: head(body.norm(x)),
+        **_ends_of(body, head),
         max_trained_tokens=model.max_seq_length,
         **_names_of(model, text if isinstance(text, str) else tokens.text),
     )
@@ -525,9 +527,7 @@ def _prepare_seq2seq(model: Seq2Seq, text: Input, target: str | None) -> ModelRu
         sequences,
         network=network,
         sites=tuple(_encoder_decoder_sites(network)),
-        embed=network.embed,
-        last=network.layers[-1],
-        predict=lambda x: network.head(network.norm(x)),
+        **_ends_of(network, network.head),
         **_names_of(model, source if isinstance(source, str) else sequences["target"].text),
     )
 
@@ -548,22 +548,17 @@ def _prepare_pretokenized(example: PretokenizedInput) -> ModelRun:
         sites = () if attention is None else (site,)
     if not sites:
         raise ArgumentError(f"{example.name} has no attention; there is nothing to explain")
-
-    stacked = hasattr(network, "layers")  # a recurrent decoder has no blocks and no last norm
-
-    def predict(x: Tensor) -> Tensor:
-        logits: Tensor = network.head(network.norm(x) if stacked else x)
-        return logits
-
+    if hasattr(network, "layers"):
+        ends = _ends_of(network, network.head)
+    else:  # a recurrent decoder has no blocks and no last norm
+        ends = {"last": network.decoder, "predict": network.head}
     return ModelRun(
         network,
         lambda: network(*ids),
         sequences,
         network=network,
         sites=sites,
-        embed=network.embed if stacked else None,
-        last=network.layers[-1] if stacked else network.decoder,
-        predict=predict,
+        **ends,
         names=example.names,
         name=example.name,
         text=next(iter(sequences.values())).text,

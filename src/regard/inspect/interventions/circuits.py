@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from regard.errors import ArgumentError, ArgumentTypeError
 from regard.inspect.interventions.effect_table import EffectTable, head_table
-from regard.inspect.interventions.residual_terms import FrozenNorm, OutputMap
+from regard.inspect.interventions.residual_terms import FrozenNorm, OutputMap, freeze
 from regard.inspect.model_run import check_index
 from regard.language import Phrase
 from regard.models.model import Model
@@ -283,9 +283,7 @@ def _frozen_gain(norm: nn.Module, size: int) -> FrozenNorm:
     """Return a norm as a linear map; its gain and centring do not depend on the state."""
     x = torch.randn(1, 1, size, generator=torch.Generator().manual_seed(0))
     parameter = next(norm.parameters(), None)
-    x = x if parameter is None else x.to(parameter)
-    with torch.no_grad():
-        return FrozenNorm(norm, x, norm(x))
+    return freeze(norm, x if parameter is None else x.to(parameter))
 
 
 def _reading_map(path: nn.Module | None, size: int) -> Callable[[Tensor], Tensor]:

@@ -103,10 +103,10 @@ def knockout(
     run = prepare_run(model, text)
     measured = metric_of(run, metric)
     unchanged = run.run(capture=["pattern"])
-    shapes = {name: unchanged.trace[name].shape for name in unchanged.trace}
-    check_passed(shapes, "pattern")
-    names = [name.replace("pattern", "scores") for name in shapes]
-    sizes = dict(zip(names, shapes.values(), strict=True))
+    trace = unchanged.trace
+    sizes = {name.replace("pattern", "scores"): trace[name].shape for name in trace}
+    names = list(sizes)
+    check_passed(names, "pattern")
     chosen = chosen_places(names, layers)
     for name in names:
         for axis, chosen_positions, size in (
