@@ -147,8 +147,12 @@ def answer_direction(
     return Direction(vector[0, 0].double().cpu(), float(constant.detach()), logit, name)
 
 
-def attribute_run(run: ModelRun, metric: Metric, *, by_key: bool) -> EffectTable:
-    """Attribute a logit of the last token to the terms of its hidden state."""
+def attribute_run(
+    run: ModelRun, metric: Metric, *, by_key: bool, taps: Mapping[str, Tensor] | None = None
+) -> EffectTable:
+    """Attribute a logit of the last token to the terms of its hidden state, from the activations of
+    a run, if they are known.
+    """
     if callable(metric):
         raise ArgumentError(
             "direct attribution needs a token or a pair of tokens as metric, because only a logit "
@@ -156,7 +160,7 @@ def attribute_run(run: ModelRun, metric: Metric, *, by_key: bool) -> EffectTable
         )
     if metric is None:
         metric = int(last_logits(run.run().output)[0].argmax())
-    decomposition = decompose(run, -1, by_key=by_key)
+    decomposition = decompose(run, -1, by_key=by_key, taps=taps)
     output, x = decomposition.output, decomposition.terms.state(decomposition.states[-1])
     with torch.no_grad():
         normed = output.norm(x)

@@ -143,11 +143,9 @@ def _similarity(run: ModelRun, model: TextEncoder, metric: Any) -> NamedMetric:
         )
     with torch.no_grad():
         other = model.pool(run.run().output) if metric is None else model.embed(metric)
-    name = (
-        "cosine with the unchanged vector"
-        if metric is None
-        else Phrase("cosine with {metric!r}", metric=metric)
-    )
+    name = "cosine with the unchanged vector"
+    if metric is not None:
+        name = Phrase("cosine with {metric!r}", metric=metric)
     return NamedMetric(
         name,
         lambda output: torch.cosine_similarity(model.pool(output), other.to(output)).mean(),

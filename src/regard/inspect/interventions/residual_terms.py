@@ -258,8 +258,16 @@ class Decomposition(NamedTuple):
     is_post_norm: bool = False
 
 
-def decompose(run: ModelRun, position: int, *, by_key: bool = False) -> Decomposition:
-    """Run a model once, and take the hidden state of one token before the last norm apart."""
+def decompose(
+    run: ModelRun,
+    position: int,
+    *,
+    by_key: bool = False,
+    taps: Mapping[str, Tensor] | None = None,
+) -> Decomposition:
+    """Run a model once, and take the hidden state of one token before the last norm apart; a model
+    of this package, of which the captured `taps` are known, does not run.
+    """
     captured = (*CAPTURED, "pattern") if by_key else CAPTURED
     if isinstance(run.model, nn.Module):
         return _decompose_module(run, run.model, position, captured, by_key=by_key)
@@ -269,7 +277,8 @@ def decompose(run: ModelRun, position: int, *, by_key: bool = False) -> Decompos
             "the logit lens need a decoder, or an encoder-decoder: measure its vector with ablate, "
             "patch, or attribute(method='integrated_gradients')"
         )
-    terms = ResidualTerms(position, passed_once(run.run(capture=captured).trace), by_key)
+    known = passed_once(run.run(capture=captured).trace) if taps is None else dict(taps)
+    terms = ResidualTerms(position, known, by_key)
     if isinstance(run.model, Seq2Seq):
         network = run.model.network
         output = OutputMap.of(network.norm, network.head, terms.taps["logits"])
