@@ -52,6 +52,7 @@ from regard.inspect.explain.explanation_parts import (
     hidden_states,
     input_chain,
     row_cost,
+    row_sizes,
 )
 from regard.inspect.explain.head_choice import find_token, strongest_key
 from regard.inspect.explain.layer_stages import summarize_layer
@@ -377,16 +378,8 @@ def _assemble(
         mix = mix_of_rows(mechanism, run, calls, one.call, head, target.i, len(target.columns.ids))
     else:
         H, G = (len(run.taps[name]) for name in "qk")
-    sizes = {
-        "layers": len(target.prepared.main_sites),
-        "H": H,
-        "G": G,
-        "T": len(target.rows.ids),
-        "S": len(explained.k),
-        "D": explained.k.shape[1],
-        "E": explained.v.shape[1],
-        "M": run.taps["out"].shape[1],
-    }
+    layers, T, M = len(target.prepared.main_sites), len(target.rows.ids), run.taps["out"].shape[1]
+    sizes = row_sizes(layers, H, G, T, explained.k, explained.v, M)
     where = Location(
         model=target.prepared.name,
         text=target.prepared.text,

@@ -339,6 +339,12 @@ def _linear_attention(chain: ScoreFunction) -> Array:
     return a / total if total > 0 else a
 
 
+def row_sizes(layers: int, H: int, G: int, T: int, k: Array, v: Array, M: int) -> dict[str, int]:
+    """Return the letters of an explanation, for keys `[S, D]` and values `[S, E]`."""
+    S, D = k.shape
+    return {"layers": layers, "H": H, "G": G, "T": T, "S": S, "D": D, "E": v.shape[1], "M": M}
+
+
 def row_cost(attention: nn.Module, sizes: dict[str, int], keys: int, itemsize: int) -> RowCost:
     """Compute the cost of one query against `keys` visible keys, and the size of caches for S
     tokens of this layer.
