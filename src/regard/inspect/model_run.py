@@ -7,7 +7,7 @@ Explanation, ablation, patching and attribution need not know which kind of mode
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple, TypeAlias
@@ -44,20 +44,8 @@ Input: TypeAlias = Any
 
 
 def check_index(name: str, index: int, length: int, one: str, many: str) -> int:
-    """Return an index counted from the start.
-
-    Args:
-        name: name of the argument, for errors.
-        index: the index; negative counts from the end.
-        one: what one item is called, for errors.
-        many: what several items are called.
-
-    Returns:
-        The index, from 0 to length - 1.
-
-    Raises:
-        ArgumentError: the index is out of range; the error states the range.
-        ArgumentTypeError: `index` is not an int.
+    """Return an index counted from the start; errors call the argument `name`, and items `one` or
+    `many`.
     """
     if isinstance(index, bool) or not isinstance(index, int):
         raise ArgumentTypeError(
@@ -283,22 +271,19 @@ class ModelRun:
     ) -> RunResult:
         """Run the model once, with edits, and capture values; `times` repeats the input as rows."""
         assert times == 1 or self.rows is not None, "the caller asks first"
-        with ExitStack() as stack:
-            stack.enter_context(torch.enable_grad() if gradients else torch.no_grad())
-            if isinstance(self.model, nn.Module):
-                stack.enter_context(watch(self.model))
-            trace = stack.enter_context(
-                Trace(*capture, edit=edit, missing="ignore", gradients=gradients)
-            )
+        trace = Trace(*capture, edit=edit, missing="ignore", gradients=gradients)
+        with torch.enable_grad() if gradients else torch.no_grad(), self._watching(), trace:
             output = self.call() if times == 1 or self.rows is None else self.rows(times)()
         return RunResult(main_tensor(output), trace)
 
     def taps(self, *, patterns: bool = True) -> tuple[str, ...]:
         """Return the names of the taps that one run passes, in their order."""
-        with ExitStack() as stack:
-            if isinstance(self.model, nn.Module):
-                stack.enter_context(watch(self.model))
+        with self._watching():
             return list_taps(self.call, patterns=patterns)
+
+    def _watching(self) -> AbstractContextManager[object]:
+        """Return a context in which the taps of a foreign module are passed."""
+        return watch(self.model) if isinstance(self.model, nn.Module) else nullcontext()
 
     @property
     def predicted(self) -> str:
@@ -584,10 +569,8 @@ def _prepare_module(model: nn.Module, text: Input) -> ModelRun:
         named.setdefault("use_cache", False)
     sequences = {} if ids is None else {"text": TokenSequence(tuple(ids[0].tolist()))}
     rows = None
-    arguments_may_be_repeated = is_transformers_model(model) and all(
-        x is None or isinstance(x, (Tensor, bool)) for x in named.values()
-    )
-    if ids is not None and not model.training and arguments_may_be_repeated:
+    repeatable = all(x is None or isinstance(x, (Tensor, bool)) for x in named.values())
+    if ids is not None and not model.training and is_transformers_model(model) and repeatable:
         rows = partial(_repeated_call, model, named, len(ids))
     return ModelRun(model, lambda: model(*inputs, **named), sequences, rows=rows)
 
@@ -601,12 +584,11 @@ def _repeated_call(
     model: nn.Module, named: Mapping[str, Any], B: int, times: int
 ) -> Callable[[], Any]:
     """Return the call of a module with the B rows of its arguments repeated."""
-
-    def repeated(x: Any) -> Any:
-        whole = isinstance(x, Tensor) and x.ndim > 1 and x.shape[0] == B
-        return x.repeat(times, *[1] * (x.ndim - 1)) if whole else x
-
-    return lambda: model(**{name: repeated(x) for name, x in named.items()})
+    arguments = {
+        name: torch.cat([x] * times) if isinstance(x, Tensor) and x.ndim > 1 and len(x) == B else x
+        for name, x in named.items()
+    }
+    return lambda: model(**arguments)
 
 
 def _self_attentions(
@@ -625,13 +607,9 @@ def _encoder_decoder_sites(network: EncoderDecoder) -> Iterator[AttentionSite]:
     yield from _self_attentions(network.encoder.layers, "encoder.", "source")
     for i, module in enumerate(network.layers):
         block: Any = module
-        place = f"decoder.layers.{i}"
-        yield AttentionSite(
-            f"{place}.attention", i, block.attention, block.attention_residual, "target", "target"
-        )
-        yield AttentionSite(
-            f"{place}.cross", i, block.cross, block.cross_residual, "target", "source"
-        )
+        place, own, cross = f"decoder.layers.{i}", block.attention_residual, block.cross_residual
+        yield AttentionSite(f"{place}.attention", i, block.attention, own, "target", "target")
+        yield AttentionSite(f"{place}.cross", i, block.cross, cross, "target", "source")
 
 
 def passed_once(trace: Trace | Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -328,6 +328,11 @@ class Place:
             starts.append(starts[-1] + step.T)
         return starts
 
+    @cached_property
+    def tokens(self) -> list[int]:
+        """Return the index of each row among all queries that reached the place, `[T]`."""
+        return [i for step in self.steps for i in step.tokens()]
+
     def first_row(self, number: int) -> int:
         """Return the first row of a step.
 

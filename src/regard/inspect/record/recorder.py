@@ -260,7 +260,7 @@ class PlaceBuilder:
         groups = sorted({h // n for h in heads})
         slots = self._slots(call)
 
-        def replaced(x: Tensor | None) -> Tensor | None:
+        def replaced(x: Tensor | None) -> Any:
             if x is None or slots.call_slots is None:
                 return None if x is None else recorded_part(x)
             which = slots.call_slots[:, None, None].expand(x.shape[0], x.shape[1], x.shape[2], -1)

@@ -231,6 +231,11 @@ def mask_data(mask: Mask, step: RecordedStep, keep: StoreTensor) -> dict[str, ob
     return data if is_builtin(type(mask)) else {**data, **dense_table()}
 
 
+def _check_depth(what: str, depth: int) -> None:
+    if depth > _MAX_DEPTH:
+        raise ArgumentError(f"{what} is nested deeper than {_MAX_DEPTH}")
+
+
 def _has_text(mask: Mask) -> bool:
     """Return whether `masks.parse` reads the text of a mask back as an equal mask."""
     try:
@@ -246,8 +251,7 @@ def _is_ours(rule: Mask) -> bool:
 
 def mask_from(data: Any, tensors: Mapping[str, Tensor], depth: int = 0) -> Mask:
     """Build the mask that `mask_data` described; a dense mask where its class is unknown here."""
-    if depth > _MAX_DEPTH:
-        raise ArgumentError(f"a mask is nested deeper than {_MAX_DEPTH}")
+    _check_depth("a mask", depth)
     if "text" in data:
         try:
             return masks.parse(data["text"])
@@ -278,8 +282,7 @@ def bias_from(data: object, tensors: Mapping[str, Tensor], depth: int = 0) -> Bi
     """Build the bias that `bias_data` described; a dense bias where its class is unknown here."""
     if data is None:
         return None
-    if depth > _MAX_DEPTH:
-        raise ArgumentError(f"a bias is nested deeper than {_MAX_DEPTH}")
+    _check_depth("a bias", depth)
     return from_data(BIASES, data, tensors, lambda x: bias_from(x, tensors, depth + 1))
 
 
@@ -307,8 +310,7 @@ def score_from(data: object, tensors: Mapping[str, Tensor], depth: int = 0) -> S
     """
     if data is None:
         return None
-    if depth > _MAX_DEPTH:
-        raise ArgumentError(f"a score rule is nested deeper than {_MAX_DEPTH}")
+    _check_depth("a score rule", depth)
     text = RecordedRule.kind
     if isinstance(data, Mapping) and text in data:
         others = {name: x for name, x in data.items() if name != text}

@@ -402,12 +402,8 @@ class HeadTiles:
         scores *= step.scale
         if step.softcap is not None:
             scores.div_(step.softcap).tanh_().mul_(step.softcap)
-        indices = (
-            slice(first + rows.start, first + rows.stop)
-            if isinstance(rows, slice)
-            else first + rows
-        )
-        return scores.sub_(self.denominators[indices].to(self.dtype)[:, None]).exp_()
+        denominators = self.denominators[first : first + step.T][rows].to(self.dtype)
+        return scores.sub_(denominators[:, None]).exp_()
 
 
 def coarser_blocks(
