@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-import regard
 from regard import masks
-from regard.inspect import Pooled, Recorder, Recording, pool_pattern
+from regard.inspect import Pooled, Recording, pool_pattern
+from tests.inspect.recorded import recorded_call
 
 AT = torch.tensor([[*[-1] * 5, *range(18)], [*range(23)]])
 
@@ -20,10 +20,7 @@ AT = torch.tensor([[*[-1] * 5, *range(18)], [*range(23)]])
 def some(T: int = 23, **options: Any) -> Recording:
     make = torch.Generator().manual_seed(0)
     q, k = torch.randn(2, 4, T, 8, generator=make), torch.randn(2, 2, 23, 8, generator=make)
-    given = {"mask": masks.Causal(), **options}
-    with Recorder() as recorder:
-        regard.attend(q, k, k, **given)
-    return recorder.recording()
+    return recorded_call(q, k, **{"mask": masks.Causal(), **options})
 
 
 def by_loops(p: Tensor, seen: Tensor, tall: int, wide: int) -> tuple[Tensor, ...]:
@@ -124,9 +121,7 @@ def test_a_needle_is_seen_from_afar() -> None:
     """
     q, k = torch.zeros(1, 1, 4096, 4), torch.zeros(1, 1, 4096, 4)
     q[0, 0, 3000, 0], k[0, 0, 1234, 0] = 100.0, 100.0
-    with Recorder() as recorder:
-        regard.attend(q, k, k, mask=masks.Causal())
-    x = recorder.recording().pooled(0, 0, 512)
+    x = recorded_call(q, k, mask=masks.Causal()).pooled(0, 0, 512)
     assert x.max[3000 // 512, 1234 // 512] > 0.999
     assert x.mass[3000 // 512, 1234 // 512] < 0.2
     assert float(x.coarser(8).max) > 0.999
