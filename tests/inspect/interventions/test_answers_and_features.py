@@ -24,13 +24,9 @@ from regard.inspect import (
 from regard.inspect.model_run import prepare_run
 from tests.inspect.interventions.test_interventions import encoder_decoder
 from tests.inspect.planted import INDUCTION_HEAD, PREVIOUS_HEAD, planted_model
-from tests.inspect.small_model import model
+from tests.inspect.small_model import difference, model
 
 IDS, ANSWER = [5, 9, 2, 31], [9, 7, 40]
-
-
-def difference(logits: Tensor) -> Tensor:
-    return logits[0, -1, 11] - logits[0, -1, 40]
 
 
 @pytest.mark.parametrize("by_key", [False, True])
