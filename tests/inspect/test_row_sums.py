@@ -268,9 +268,8 @@ def test_long_runs_are_sampled_and_the_report_says_so() -> None:
     assert f"{found.rows} of 300 rows checked: sound" in str(found)
     last = x.steps[0].lse.clone()
     last[:, :, -1] += 0.1
-    assert not row_sums(
-        changed(x, lse=last), cells=2**15
-    ).sound  # the last row is always among them
+    # the last row is always among them
+    assert not row_sums(changed(x, lse=last), cells=2**15).sound
 
 
 def test_without_values_or_output_only_the_sums_are_judged() -> None:
@@ -324,9 +323,8 @@ def test_the_rule_is_that_of_the_tests() -> None:
         return s.masked_fill(~seen, -math.inf).logsumexp(-1)
 
     true = lse(torch.float64)
-    size = (step.scale * step.q.abs() @ keys.abs().mT).masked_fill(
-        ~seen, 0
-    ).max() + true.abs().max()
+    terms = (step.scale * step.q.abs() @ keys.abs().mT).masked_fill(~seen, 0)
+    size = terms.max() + true.abs().max()
     eps = torch.finfo(torch.float32).eps
     assert found.residual == pytest.approx(float((step.lse - true).abs().max()), abs=1e-12)
     assert found.allowed <= 2 * 6 * eps * true.abs().max() + 4 * eps * size

@@ -187,10 +187,8 @@ def test_chosen_layers_heads_and_positions_are_parts_of_the_table() -> None:
     small = wide_model()
     every = patch(small, CLEAN, CORRUPT, 3)
     part = patch(small, CLEAN, CORRUPT, 3, layers=["embed", -1], positions=[1, -1])
-    assert (part.rows, part.columns) == (
-        ("embed", "layers.2"),
-        (every.columns[1], every.columns[5]),
-    )
+    columns = every.columns[1], every.columns[5]
+    assert (part.rows, part.columns) == (("embed", "layers.2"), columns)
     assert np.allclose(part.values, every.values[[0, 3]][:, [1, 5]], rtol=0, atol=1e-7)
     for what in ("heads", "paths"):
         whole = patch(small, CLEAN, CORRUPT, 3, what=what)  # type: ignore[arg-type]
