@@ -5,6 +5,7 @@ must be found by what they do.
 from __future__ import annotations
 
 import csv
+import itertools
 import math
 from pathlib import Path
 
@@ -22,31 +23,13 @@ from tests.inspect.planted import (
     planted_model,
 )
 from tests.inspect.small_model import model
+from tests.inspect.test_measures import measured_by_loops
 
 CORPUS = [torch.tensor([row]) for row in ([5, 9, 2, 9, 31], [7, 7, 1, 3, 7, 7], [4, 8, 4, 8, 1])]
 RUNS = [
     torch.tensor([[0, *row]])
     for row in ([4, 5, 6, 7, 4, 5, 6], [8, 9, 4, 6, 8, 9, 4], [5, 7, 9, 10, 5, 7, 9])
 ]
-
-
-def by_loop(name: str, pattern: list[list[float]], ids: list[int]) -> float | None:
-    """One metric of one head of one text, from its definition."""
-    rows = []
-    for i, row in enumerate(pattern):
-        if name == "previous_token" and i:
-            rows.append(row[i - 1])
-        if name == "duplicate" and any(ids[j] == ids[i] for j in range(i)):
-            rows.append(sum(row[j] for j in range(i) if ids[j] == ids[i]))
-        if name == "induction":
-            after = [j + 1 for j in range(i - 1) if ids[j] == ids[i]]
-            if after:
-                rows.append(sum(row[j] for j in after))
-        if name == "distance":
-            rows.append(sum(p * (i - j) for j, p in enumerate(row)))
-        if name == "entropy" and i:
-            rows.append(-sum(p * math.log(p) for p in row if p) / math.log(i + 1))
-    return sum(rows) / len(rows) if rows else None
 
 
 def test_the_mean_of_one_text_is_its_metric() -> None:
@@ -67,20 +50,19 @@ def test_metrics_over_a_corpus_equal_a_loop() -> None:
     # is the length of the longest text
     allowed = 6 * float(found["missing"].max()) + 1e-12
     assert (found.texts, found.tokens) == (3, 16)
-    for name in ("previous_token", "duplicate", "induction", "distance", "entropy"):
-        for layer in range(3):
-            for head in range(4):
-                numbers = []
-                for ids in CORPUS:
-                    pattern = record(small, ids).weights(layer, head).tolist()
-                    number = by_loop(name, pattern, ids[0].tolist())
-                    if number is not None:
-                        numbers.append(number)
-                mean = sum(numbers) / len(numbers)
-                assert abs(float(found[name][layer, head]) - mean) <= allowed, (name, layer, head)
-                spread = math.sqrt(sum((x - mean) ** 2 for x in numbers) / (len(numbers) - 1))
-                assert abs(float(found.deviations[name][layer, head]) - spread) <= 2 * allowed
-                assert found.counts[name] == len(numbers)
+    runs = [(record(small, ids), ids[0], [*range(ids.shape[1])]) for ids in CORPUS]
+    for at in itertools.product(range(3), range(4)):
+        rights = [
+            measured_by_loops(run.weights(*at), run.scores(*at), positions, positions, ids, None)
+            for run, ids, positions in runs
+        ]
+        for name in ("previous_token", "duplicate", "induction", "distance", "entropy"):
+            numbers = [right[name] for right in rights if name in right]
+            mean = sum(numbers) / len(numbers)
+            assert abs(float(found[name][at]) - mean) <= allowed, (name, at)
+            spread = math.sqrt(sum((x - mean) ** 2 for x in numbers) / (len(numbers) - 1))
+            assert abs(float(found.deviations[name][at]) - spread) <= 2 * allowed
+            assert found.counts[name] == len(numbers)
     largest = max(float(record(small, ids).scores(1, 2).max()) for ids in CORPUS)
     assert float(found["max_logit"][1, 2]) == largest
     assert 0 < allowed < 1e-7

@@ -23,7 +23,6 @@ from regard import Trace, masks
 from regard.errors import ArgumentError, ArgumentTypeError
 from regard.inspect import (
     Recorder,
-    Recording,
     explain,
     head_scores,
     load,
@@ -138,7 +137,8 @@ def test_edited_scores_and_patterns_are_recorded_as_they_were_used(name: str, ho
     place = found[0]
     assert {step.edited for step in place.steps} == {(name,)}
     assert all(step.edited == () for step in found[1].steps)
-    steps = zip(seen.every("layers.0.pattern"), place.steps, _rows(found), strict=True)
+    rows = [slice(place.first_row(n), place.first_row(n) + x.T) for n, x in enumerate(place.steps)]
+    steps = zip(seen.every("layers.0.pattern"), place.steps, rows, strict=True)
     for (used, step, row), b in itertools.product(steps, range(place.B)):
         mine = found.weights(0, 2, row, batch=b)[:, step.columns]
         order = used[b, 2].double()
@@ -154,13 +154,6 @@ def test_edited_scores_and_patterns_are_recorded_as_they_were_used(name: str, ho
     blocks, whole = pool_pattern(place, 4, batch=0).head(2), found.weights(0, 2)[:4]
     mean = whole.sum() / (whole > 0).any(1).sum().clamp(min=1)
     assert torch.allclose(blocks.mass[0].sum(), mean, atol=1e-9)
-
-
-def _rows(found: Recording) -> Iterator[slice]:
-    start = 0
-    for step in found[0].steps:
-        yield slice(start, start + step.T)
-        start += step.T
 
 
 def test_a_wrong_edited_pattern_is_found_by_the_audit() -> None:

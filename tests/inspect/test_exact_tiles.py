@@ -16,7 +16,7 @@ from torch import Tensor
 
 import regard
 from regard import biases, masks
-from regard.inspect import Recorder, Recording
+from regard.inspect import Recording
 from regard.inspect.record.tiles import pool_pattern
 from regard.inspect.report.page_rules import split_by_pool
 from regard.inspect.tile_server import exact_tiles
@@ -39,6 +39,7 @@ from regard.inspect.tile_server.page_answers import (
     row_weights,
 )
 from regard.inspect.tile_server.session import KeptResults, ViewSession
+from tests.inspect.recorded import recorded_call
 
 LENGTH = 700  # three tiles of level 0, the last one ragged
 SPARSE = (torch.arange(LENGTH)[:, None] * 7 + torch.arange(LENGTH) * 3) % 5 < 2
@@ -64,17 +65,13 @@ CASES: dict[str, dict[str, Any]] = {
 def recorded(name: str, length: int = LENGTH, scale: float = 1.5) -> Recording:
     draw = torch.Generator().manual_seed(len(name))
     q, k, v = (torch.randn(1, heads, length, 16, generator=draw) for heads in (4, 2, 2))
-    with torch.inference_mode(), Recorder() as recorder:
-        regard.attend(scale * q, k, v, **CASES[name])
-    return recorder.recording()
+    return recorded_call(scale * q, k, v, **CASES[name])
 
 
 def causal(length: int) -> Recording:
     """One head of a few dims."""
     q, k = torch.randn(2, 1, 1, length, 4, generator=torch.Generator().manual_seed(length))
-    with torch.inference_mode(), Recorder(keep=()) as recorder:
-        regard.attend(q, k, k, mask=masks.Causal())
-    return recorder.recording()
+    return recorded_call(q, k, keep=(), mask=masks.Causal())
 
 
 def defined(weights: Tensor, visible: Tensor, size: int) -> tuple[Tensor, Tensor]:
@@ -164,9 +161,7 @@ def test_a_coarse_tile_is_a_labelled_preview_until_its_parts_are_exact() -> None
     q, k = (0.5 * torch.randn(1, 1, length, 4, generator=draw) for _ in range(2))
     q[..., 0] = k[..., 0] = 0
     q[0, 0, 7_345, 0] = k[0, 0, 2_321, 0] = 12.0  # the needle; no sampled row sees it
-    with torch.inference_mode(), Recorder(keep=()) as recorder:
-        regard.attend(q, k, k, mask=masks.Causal())
-    session = ViewSession(recorder.recording())
+    session = ViewSession(recorded_call(q, k, keep=(), mask=masks.Causal()))
     tiles = session.head(0, 0)
     level = tiles.top_level
     with session:  # while a request is answered, the thread behind waits
@@ -197,7 +192,7 @@ def test_a_coarse_tile_is_a_labelled_preview_until_its_parts_are_exact() -> None
 def test_a_preview_has_exact_rows() -> None:
     recording = recorded("causal")
     tiles = HeadTiles(recording[0], 1)
-    preview = tiles.preview(2, 0, 0, rows=1)
+    preview = tiles.preview(2, 0, 0)
     weights = recording.weights(0, 1)
     for block in (0, 50, 174):
         row = min(4 * block + 2, LENGTH - 1)
@@ -279,9 +274,7 @@ def test_the_most_notable_weight_is_far_from_its_query() -> None:
     """
     q, k = 2 * torch.randn(2, 1, 1, 60, 4, generator=torch.Generator().manual_seed(1))
     q[0, 0, :, 0] = k[0, 0, :1, 0] = 9.0  # a sink
-    with torch.inference_mode(), Recorder(keep=()) as recorder:
-        regard.attend(q, k, k, mask=masks.Causal())
-    recording = recorder.recording()
+    recording = recorded_call(q, k, keep=(), mask=masks.Causal())
     overview = head_overview(HeadTiles(recording[0], 0))
     weights = recording.weights(0, 0)
     far = torch.stack([row.index_fill(0, torch.tensor([0]), 0) for row in weights])
@@ -298,9 +291,7 @@ def test_a_row_that_is_no_number_is_not_masked() -> None:
     """It is NaN in the tile, in the list and in the overview; other rows keep their peaks."""
     q, k = torch.randn(2, 1, 1, 40, 4, generator=torch.Generator().manual_seed(3))
     q[0, 0, 7] = torch.nan
-    with torch.inference_mode(), Recorder(keep=()) as recorder:
-        regard.attend(q, k, k, mask=masks.Causal())
-    tiles = HeadTiles(recorder.recording()[0], 0)
+    tiles = HeadTiles(recorded_call(q, k, keep=(), mask=masks.Causal())[0], 0)
     tile, overview = tiles.tile(0, 0, 0), head_overview(tiles)
     for found in (tile.max, row_weights(tiles, 7)[None], overview.blocks.max):
         row = found[7 if len(found) > 1 else 0]
@@ -347,9 +338,8 @@ def test_the_metrics_of_an_overview_are_those_of_measure(name: str) -> None:
 
 
 def test_rows_of_equal_weights_have_an_entropy_of_1() -> None:
-    with torch.inference_mode(), Recorder(keep=()) as recorder:
-        regard.attend(*torch.zeros(3, 1, 1, 8, 4), mask=masks.Causal())
-    found = head_overview(HeadTiles(recorder.recording()[0], 0)).metrics
+    recording = recorded_call(torch.zeros(1, 1, 8, 4), keep=(), mask=masks.Causal())
+    found = head_overview(HeadTiles(recording[0], 0)).metrics
     assert dict(zip(METRICS, found, strict=True))["entropy"] == pytest.approx(1, abs=1e-6)
 
 

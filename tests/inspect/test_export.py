@@ -160,9 +160,8 @@ def test_two_recordings_beside_each_other() -> None:
     table = compare(a, b)
     for layer, head in ((0, 0), (2, 3)):
         total = 0.0
-        for p, r in zip(
-            a.weights(layer, head).tolist(), b.weights(layer, head).tolist(), strict=True
-        ):
+        both = (x.weights(layer, head).tolist() for x in (a, b))
+        for p, r in zip(*both, strict=True):
             for x, y in zip(p, r, strict=True):
                 middle = (x + y) / 2
                 total += sum(w / 2 * math.log2(w / middle) for w in (x, y) if w)

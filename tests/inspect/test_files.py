@@ -7,6 +7,7 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from regard.inspect.record import recording_file
 from regard.inspect.record.recording_file import bias_from, mask_from
 from regard.nn.variants import VARIANTS
 from regard.span import Span
+from tests.inspect.recorded import recorded_call
 from tests.nn.catalogue import example, tokens
 
 TABLE = torch.rand(6, 9, generator=torch.Generator().manual_seed(0)) < 0.7
@@ -79,9 +81,8 @@ def assert_same(a: Recording, b: Recording) -> None:
 def call(mask: Any = None, bias: Any = None, **options: Any) -> Recording:
     make = torch.Generator().manual_seed(3)
     q, k = torch.randn(2, 4, 6, 8, generator=make), torch.randn(2, 2, 9, 8, generator=make)
-    with Recorder() as recorder:
-        regard.attend(q, k, k, mask=mask, bias=bias, **options)
-    return recorder.recording(pieces=("a", "b"), note="by hand")
+    found = recorded_call(q, k, mask=mask, bias=bias, **options)
+    return replace(found, pieces=("a", "b"), metadata={"note": "by hand"})
 
 
 @pytest.mark.parametrize("name", MASKS)
@@ -104,10 +105,7 @@ def test_every_bias(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
 def test_every_dtype(dtype: torch.dtype, tmp_path: Path) -> None:
-    q = torch.randn(1, 2, 5, 4).to(dtype)
-    with Recorder() as recorder:
-        regard.attend(q, q, q)
-    found = recorder.recording()
+    found = recorded_call(torch.randn(1, 2, 5, 4).to(dtype))
     again = there_and_back(found, tmp_path)
     assert_same(found, again)
     assert again[0].k.dtype == dtype

@@ -53,25 +53,20 @@ def test_the_notes_scores_give_the_weights_that_the_note_should_have_printed() -
     module, x = noted()
     found = LayerStages("mha", x, module.mask, run_block_stages(module, x))
     assert [stage.name for stage in found.stages] == NAMES
-    assert difference(found.stage("scores").values[0], tensor(RUN["raw_scores"]["printed"])) < 1e-14
-    assert (
-        difference(found.stage("masked").values[0], tensor(RUN["masked_scores"]["printed"])[0])
-        < 2e-8
-    )
+    values = {stage.name: stage.values for stage in found.stages}
+    assert difference(values["scores"][0], tensor(RUN["raw_scores"]["printed"])) < 1e-14
+    assert difference(values["masked"][0], tensor(RUN["masked_scores"]["printed"])[0]) < 2e-8
     right = tensor(RUN["weights_correct_causal"]["value"])
-    for sequence in found.stage(
-        "weights"
-    ).values:  # the mask acts on both, as it did not in the note
+    for sequence in values["weights"]:  # the mask acts on both, as it did not in the note
         assert difference(sequence, right) <= DATA["tolerance"]["value"]
     assert (1 - found.allowed).tolist() == RUN["mask"]["printed"], "the note has 1 = hidden"
-    assert list(found.stage("out").values.shape) == RUN["shapes"]["output"]
+    assert list(values["out"].shape) == RUN["shapes"]["output"]
     told = text(found.as_dict())
     assert "[[1 0 0 0]\n [1 1 0 0]\n [1 1 1 0]\n [1 1 1 1]]" in told
     assert "[-0.0122 -0.5505 -0.3771  0.3907]" in told  # the first raw row of the note
     assert "[-0.0122    -inf    -inf    -inf]" in told
-    assert (
-        "[0.2445 0.3189 0.4366 0.    ]" in told
-    )  # the third row of weights, in place of 1.1111 on the future
+    # the third row of weights, in place of 1.1111 on the future
+    assert "[0.2445 0.3189 0.4366 0.    ]" in told
     assert told.count("-inf") == 2 * 48
 
 
@@ -79,25 +74,22 @@ def test_every_stage_by_loops() -> None:
     (found,) = run_layers(
         ["gqa"], dim=8, heads=4, batch=1, tokens=3, mask=Causal(), seed=2, options={"groups": 2}
     )
-    q, k, v = (found.stage(name).values.double() for name in "qkv")
+    values = {stage.name: stage.values for stage in found.stages}
+    q, k, v = (values[name].double() for name in "qkv")
     assert (q.shape[1], k.shape[1]) == (4, 2)
     for h in range(4):
         for i in range(3):
             row = [float(q[0, h, i] @ k[0, h // 2, j]) / math.sqrt(2) for j in range(3)]
-            assert found.stage("scores").values[0, h, i].tolist() == pytest.approx(row, abs=1e-6)
+            assert values["scores"][0, h, i].tolist() == pytest.approx(row, abs=1e-6)
             seen = [math.exp(s) for s in row[: i + 1]]
             weights = [e / sum(seen) for e in seen] + [0.0] * (2 - i)
-            assert found.stage("weights").values[0, h, i].tolist() == pytest.approx(
-                weights, abs=1e-6
-            )
+            assert values["weights"][0, h, i].tolist() == pytest.approx(weights, abs=1e-6)
             z = sum(w * v[0, h // 2, j] for j, w in enumerate(weights))
-            assert found.stage("z").values[0, h, i].tolist() == pytest.approx(z.tolist(), abs=1e-6)
-    out, x = found.stage("out").values, found.x
-    block = (x + out).double()
-    block = (block - block.mean(-1, keepdim=True)) / (
-        block.var(-1, correction=0, keepdim=True) + 1e-5
-    ).sqrt()
-    assert difference(found.stage("block").values.double(), block) < 1e-5
+            assert values["z"][0, h, i].tolist() == pytest.approx(z.tolist(), abs=1e-6)
+    block = (found.x + values["out"]).double()
+    size = (block.var(-1, correction=0, keepdim=True) + 1e-5).sqrt()
+    block = (block - block.mean(-1, keepdim=True)) / size
+    assert difference(values["block"].double(), block) < 1e-5
 
 
 def test_the_numbers_of_a_stage_are_those_of_its_finite_entries() -> None:
@@ -108,30 +100,25 @@ def test_the_numbers_of_a_stage_are_those_of_its_finite_entries() -> None:
     told = masked.summary()
     assert len(kept) == 2 * 2 * 10
     assert told.mean == pytest.approx(mean, rel=1e-6)
-    assert told.std == pytest.approx(
-        math.sqrt(sum((x - mean) ** 2 for x in kept) / len(kept)), rel=1e-6
-    )
+    spread = math.sqrt(sum((x - mean) ** 2 for x in kept) / len(kept))
+    assert told.std == pytest.approx(spread, rel=1e-6)
     assert told.shape == (2, 2, 4, 4)
     assert told.seconds is not None
     assert told.seconds > 0
 
 
 def test_mha_gpt_and_mla_stand_side_by_side() -> None:
-    told = [
-        one.as_dict()
-        for one in run_layers(["mha", "gpt", "mla"], dim=16, heads=2, tokens=3, mask=Causal())
-    ]
+    made = run_layers(["mha", "gpt", "mla"], dim=16, heads=2, tokens=3, mask=Causal())
+    told = [one.as_dict() for one in made]
     lines = table(told).splitlines()
     assert lines[0].split() == ["stage", "shape", "mean", "std", "ms"]
     assert len(lines) == 1 + 3 * len(NAMES)
     assert [line.split()[0] for line in lines[1:]] == ["mha"] * 9 + ["gpt"] * 9 + ["mla"] * 9
     assert "2 x 2 x 3 x 12" in next(line for line in lines if line.startswith("mla  q"))
-    made = sections(told)
-    assert [one.title.partition(":")[0] for one in made[:2]] == ["Stages", "Mask"]
-    assert all(
-        word in made[0].html()
-        for word in ("<th>mean</th>", "<th>std</th>", "<th>ms</th>", "<td>mla</td><td>block</td>")
-    )
+    shown = sections(told)
+    assert [one.title.partition(":")[0] for one in shown[:2]] == ["Stages", "Mask"]
+    for word in ("<th>mean</th>", "<th>std</th>", "<th>ms</th>", "<td>mla</td><td>block</td>"):
+        assert word in shown[0].html()
 
 
 def test_training_mode_comes_back_and_nothing_is_dropped() -> None:
@@ -143,13 +130,9 @@ def test_training_mode_comes_back_and_nothing_is_dropped() -> None:
 
 
 def test_what_has_no_such_stages_is_refused() -> None:
-    with pytest.raises(
-        ArgumentTypeError, match="attention is a CrossAttention; stages can be shown"
-    ):
+    with pytest.raises(ArgumentTypeError, match="attention is a CrossAttention; stages"):
         run_stages(cross_attention(8, 2), torch.zeros(1, 3, 8))
-    with pytest.raises(
-        ArgumentError, match="retention is a Recurrent, not a softmax self-attention"
-    ):
+    with pytest.raises(ArgumentError, match="retention is a Recurrent, not a softmax"):
         run_layers(["retention"], dim=8, heads=2)
 
 

@@ -28,6 +28,7 @@ from regard.inspect import (
     retrieval_score,
 )
 from regard.span import Span
+from tests.inspect.recorded import recorded_call
 
 T, V = 24, 40
 NAMES = ("previous", "induction", "sink", "uniform", "window", "window again", "duplicate")
@@ -67,9 +68,7 @@ def built(ids: Tensor) -> Recording:
     }
     q = torch.stack([pull.get(name, SHARP) * pairs[name][0] for name in NAMES])[None]
     k = torch.stack([pairs[name][1] for name in NAMES])[None]
-    with Recorder() as recorder:
-        regard.attend(q, k, k, mask=masks.Causal(), scale=1.0)
-    return recorder.recording()
+    return recorded_call(q, k, mask=masks.Causal(), scale=1.0)
 
 
 IDS = torch.cat([torch.randperm(V, generator=torch.Generator().manual_seed(0))[: T // 2]] * 2)
@@ -191,9 +190,7 @@ def test_leaks_are_found() -> None:
     counted.
     """
     q = torch.randn(1, 2, 8, 4)
-    with Recorder() as recorder:
-        regard.attend(q, q, q)
-    found = recorder.recording()
+    found = recorded_call(q)
     padding = torch.tensor([True, True, *[False] * 6])
     got = measure(found[0], padding=padding)
     for h in range(2):
@@ -201,10 +198,8 @@ def test_leaks_are_found() -> None:
         assert float(got["future"][h]) == pytest.approx(float(p.triu(1).sum()), rel=1e-12)
         assert float(got["padding"][h]) == pytest.approx(float(p[:, :2].sum()), rel=1e-12)
     assert float(got["future"].min()) > 1
-    with Recorder() as recorder:
-        regard.attend(q, q, q, mask=masks.Causal(), k_positions=Span(0, 8))
-    assert measure(recorder.recording()[0])["future"].abs().max() == 0
-    broken = recorder.recording()
+    broken = recorded_call(q, mask=masks.Causal(), k_positions=Span(0, 8))
+    assert measure(broken[0])["future"].abs().max() == 0
     lse = broken[0].steps[0].lse + 0.5
     place = replace(broken[0], steps=(replace(broken[0].steps[0], lse=lse),))
     assert measure(place)["missing"].tolist() == pytest.approx([1 - math.exp(-0.5)] * 2, rel=1e-5)

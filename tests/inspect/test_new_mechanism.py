@@ -136,9 +136,8 @@ def test_a_new_equation_that_says_something_false_is_told_apart() -> None:
 
 
 def test_a_new_equation_that_says_nothing_is_refused() -> None:
-    with pytest.raises(
-        ArgumentError, match=r"layers\.1 is a SigmoidAttention, which ran no softmax"
-    ):
+    words = r"layers\.1 is a SigmoidAttention, which ran no softmax"
+    with pytest.raises(ArgumentError, match=words):
         explained(SigmoidAttention())
 
 
@@ -147,9 +146,8 @@ def test_a_row_without_taps_is_refused() -> None:
         def mix(self, x: Tensor, positions: Positions, cache: Cache | None, backend: str) -> Tensor:
             return tap("out", self.output(x))
 
-    with pytest.raises(
-        ArgumentError, match="is a Untapped, which implements explain_row but has no tap q, k, v, z"
-    ):
+    words = "is a Untapped, which implements explain_row but has no tap q, k, v, z"
+    with pytest.raises(ArgumentError, match=words):
         explained(Untapped())
 
 
@@ -234,9 +232,7 @@ class NearAndFar(SigmoidAttention):
         k, v = self.project.remember(x, positions)
         k, v = tap("k", k), tap("v", v)
         z = torch.zeros_like(q)
-        for name, share, mask in zip(
-            ("near", "far"), (0.75, 0.25), (masks.Window(3), masks.Full()), strict=True
-        ):
+        for name, share, mask in (("near", 0.75, masks.Window(3)), ("far", 0.25, masks.Full())):
             with named_scope(name):
                 z = z + share * attend(q, k, v, mask=masks.Causal() & mask)
         return tap("out", self.output(tap("z", z).transpose(1, 2).flatten(2)))

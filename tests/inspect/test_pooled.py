@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-import regard
 from regard import masks
-from regard.inspect import Pooled, Recorder, Recording, pool_pattern
+from regard.inspect import Pooled, Recording, pool_pattern
+from tests.inspect.recorded import recorded_call
 
 AT = torch.tensor([[*[-1] * 5, *range(18)], [*range(23)]])
 
@@ -20,10 +20,7 @@ AT = torch.tensor([[*[-1] * 5, *range(18)], [*range(23)]])
 def some(T: int = 23, **options: Any) -> Recording:
     make = torch.Generator().manual_seed(0)
     q, k = torch.randn(2, 4, T, 8, generator=make), torch.randn(2, 2, 23, 8, generator=make)
-    given = {"mask": masks.Causal(), **options}
-    with Recorder() as recorder:
-        regard.attend(q, k, k, **given)
-    return recorder.recording()
+    return recorded_call(q, k, **{"mask": masks.Causal(), **options})
 
 
 def by_loops(p: Tensor, seen: Tensor, tall: int, wide: int) -> tuple[Tensor, ...]:
@@ -35,15 +32,12 @@ def by_loops(p: Tensor, seen: Tensor, tall: int, wide: int) -> tuple[Tensor, ...
         found[2].append(len(who))
         for j in columns:
             here = range(j, min(j + wide, p.shape[1]))
+            cells = [(r, c) for r in range(i, min(i + tall, p.shape[0])) for c in here]
             mass = [sum(float(p[r, c]) for c in here) for r in who]
             found[0].append(sum(mass) / len(who) if who else 0.0)
-            found[1].append(
-                max(float(p[r, c]) for r in range(i, min(i + tall, p.shape[0])) for c in here)
-            )
-            found[3].append(
-                sum(int(seen[r, c]) for r in range(i, min(i + tall, p.shape[0])) for c in here)
-            )
-            found[4].append(min(tall, p.shape[0] - i) * len(here))
+            found[1].append(max(float(p[cell]) for cell in cells))
+            found[3].append(sum(int(seen[cell]) for cell in cells))
+            found[4].append(len(cells))
     shape = (len(rows), len(columns))
     mass_, most, seeing, visible, pairs = (torch.tensor(x) for x in found)
     return mass_.view(shape), most.view(shape), seeing, visible.view(shape), pairs.view(shape)
@@ -90,13 +84,8 @@ def test_coarser_blocks_are_those_of_the_pattern(times: int | tuple[int, int]) -
         x = found.pooled(0, 2, (3, 2), batch=batch).coarser(times)
         y = found.pooled(0, 2, (3 * down, 2 * across), batch=batch)
         assert (x.mass - y.mass).abs().max() < 1e-12
-        for a, b in (
-            (x.max, y.max),
-            (x.seeing, y.seeing),
-            (x.visible, y.visible),
-            (x.pairs, y.pairs),
-        ):
-            assert torch.equal(a, b)
+        for name in ("max", "seeing", "visible", "pairs"):
+            assert torch.equal(getattr(x, name), getattr(y, name)), name
 
 
 def test_rows_of_blocks_sum_to_one_at_every_level() -> None:
@@ -124,9 +113,7 @@ def test_a_needle_is_seen_from_afar() -> None:
     """
     q, k = torch.zeros(1, 1, 4096, 4), torch.zeros(1, 1, 4096, 4)
     q[0, 0, 3000, 0], k[0, 0, 1234, 0] = 100.0, 100.0
-    with Recorder() as recorder:
-        regard.attend(q, k, k, mask=masks.Causal())
-    x = recorder.recording().pooled(0, 0, 512)
+    x = recorded_call(q, k, mask=masks.Causal()).pooled(0, 0, 512)
     assert x.max[3000 // 512, 1234 // 512] > 0.999
     assert x.mass[3000 // 512, 1234 // 512] < 0.2
     assert float(x.coarser(8).max) > 0.999

@@ -27,6 +27,7 @@ from regard.ops.softmax.call import Call, make_call
 from regard.ops.softmax.dispatch import KERNELS
 from regard.ops.softmax.kernel import Kernel, KernelResult
 from regard.ops.softmax.sdpa import SdpaKernel
+from tests.inspect.recorded import recorded_call
 from tests.kernels import require_backend
 from tests.nn.catalogue import CAUSAL, example, tokens
 from tests.oracles.plain import plain_attention, several_plains
@@ -380,9 +381,7 @@ def test_what_is_done_to_tensors_afterwards_changes_nothing() -> None:
     keep = torch.ones(6, 6).tril().bool()
     blocks = masks.Blocks(torch.ones(3, 3).bool(), 2)
     mask = (masks.Dense(keep) & blocks) | ~masks.Heads((masks.Full(), masks.Full()))
-    with Recorder() as recorder:
-        regard.attend(q, q, q, mask=mask, bias=bias, sink=sink)
-    found = recorder.recording()
+    found = recorded_call(q, mask=mask, bias=bias, sink=sink)
     before = found.weights(0, 1)
     for x in (q, bias.table, sink, keep, blocks.table):
         x.zero_()
@@ -393,7 +392,7 @@ def test_what_is_done_to_tensors_afterwards_changes_nothing() -> None:
 def test_the_lse_of_a_recording_is_the_definition() -> None:
     q, k = torch.randn(2, 4, 20, 16), torch.randn(2, 2, 20, 16)
     seen = torch.ones(20, 20).tril().bool()
-    _, found = watched(lambda: regard.attend(q, k, k, mask=masks.Causal()))
+    found = recorded_call(q, k, mask=masks.Causal())
     _, right = plain_attention(q.double(), k.double(), k.double(), visible=seen)
     plains = [lse for _, lse in several_plains(q, k, k, visible=seen)]
     assert_close_rule(found[0].steps[0].lse, plains, right)
@@ -408,7 +407,7 @@ def test_selections_that_mean_nothing_are_refused() -> None:
 
 def test_dropout_is_recorded_and_the_pattern_is_that_before_it() -> None:
     q = torch.randn(1, 2, 30, 4)
-    _, found = watched(lambda: regard.attend(q, q, q, dropout=0.5))
+    found = recorded_call(q, dropout=0.5)
     assert found[0].steps[0].dropout == 0.5
     assert found.sound
     assert found.row_sums[""].output is None

@@ -19,6 +19,7 @@ from regard.inspect import Recorder, Recording
 from regard.span import Span
 from regard.tracing import named_scope
 from tests.inspect.fp64_patterns import Case, plain_lses, tokens
+from tests.inspect.recorded import recorded_call as recorded
 from tests.rules import assert_close_rule
 
 SLOPES = [0.5, 0.25, 0.125, 0.0625]
@@ -68,12 +69,6 @@ CASES: dict[str, tuple[Any, Any, dict[str, Any], dict[str, Any]]] = {
         {"penalty": penalty, "softcap": 2.0, "sink": SINK, "scale": 0.4},
     ),
 }
-
-
-def recorded(q: Tensor, k: Tensor, **options: Any) -> Recording:
-    with Recorder() as recorder:
-        regard.attend(q, k, k, **options)
-    return recorder.recording()
 
 
 def assert_right(found: Recording, case: Case) -> None:

@@ -30,6 +30,7 @@ from regard.inspect.report.page_data import (
 from regard.inspect.report.page_rules import split_by_pool
 from regard.tracing import named_scope
 from regard.view.page import report_page
+from tests.inspect.recorded import recorded_call
 from tests.view.report.cases import CASES, Case, defined, recorded
 
 
@@ -227,9 +228,7 @@ def test_a_mask_travels_as_the_ranges_of_its_rows() -> None:
     scattered[:, 0] = True
     for mask, kind in ((masks.Causal(), "ranges"), (masks.Dense(scattered), "bits")):
         q = torch.randn(1, 1, T, 4, generator=torch.Generator().manual_seed(0))
-        with torch.inference_mode(), Recorder() as recorder:
-            regard.attend(q, q, q, mask=mask)
-        data = report(recorder.recording())
+        data = report(recorded_call(q, mask=mask))
         leaf = data["meta"]["places"][0]["rules"][0]["mask"]
         expected = mask.block(regard.span.Span(0, T), regard.span.Span(0, T))[0, 0]
         array = data["arrays"][leaf[kind]]
@@ -252,10 +251,7 @@ def test_a_mask_travels_as_the_ranges_of_its_rows() -> None:
 )
 def test_a_bias_of_distances_is_a_table_of_distances(bias: biases.Bias, kind: str) -> None:
     q, k, v = (torch.randn(1, 2, 12, 4) for _ in range(3))
-    with torch.inference_mode(), Recorder() as recorder:
-        regard.attend(q, k, v, mask=masks.Causal(), bias=bias)
-    recording = recorder.recording()
-    data = report(recording)
+    data = report(recorded_call(q, k, v, mask=masks.Causal(), bias=bias))
     found, at = data["meta"]["places"][0]["rules"][0]["bias"], regard.span.Span(0, 12)
     assert found["kind"] == kind
     for (_, h, i, j), exact in np.ndenumerate(bias.block(at, at, dtype=torch.float64).numpy()):

@@ -22,6 +22,7 @@ from regard.ops.softmax.call import Call, make_call
 from regard.ops.softmax.dispatch import KERNELS
 from regard.ops.softmax.kernel import Kernel, KernelResult, WorkEstimate
 from regard.span import Span
+from tests.inspect.recorded import recorded_call
 from tests.kernels import require_backend
 
 C = masks.Causal()
@@ -51,9 +52,7 @@ def given(H: int, dtype: torch.dtype, **options: Any) -> dict[str, Any]:
 def place(dtype: torch.dtype = torch.float32, T: int = 40, S: int = 40, **options: Any) -> Place:
     q, k = torch.randn(2, 4, T, 16).to(dtype), torch.randn(2, 2, S, 16).to(dtype)
     v = torch.randn(2, 2, S, 12).to(dtype)
-    with Recorder() as recorder:
-        regard.attend(q, k, v, **given(4, dtype, **options))
-    return recorder.recording()[0]
+    return recorded_call(q, k, v, **given(4, dtype, **options))[0]
 
 
 def changed(x: Place, **change: Any) -> Place:
@@ -96,9 +95,7 @@ def test_a_sound_record_is_never_flagged(kernel: str, name: str, dtype: torch.dt
         if refused := refusal(kernel, inputs, options):
             why |= {*refused}
             continue
-        with Recorder() as recorder:
-            regard.attend(*inputs, backend=kernel, **options)
-        found = row_sums(recorder.recording()[0])
+        found = row_sums(recorded_call(*inputs, backend=kernel, **options)[0])
         assert found.sound, f"{kernel} {what}: {found}"
         assert found.rows == found.of == inputs[0].shape[2]
         ran += 1
@@ -260,9 +257,7 @@ def test_a_stale_cache_while_tokens_are_written(monkeypatch: pytest.MonkeyPatch)
     found = row_sums(recorder.recording()[0])
     words = ("not those that the kernel used, first in row 6", "newest keys were not used")
     assert any(word in x for x in found.findings for word in words), found.findings
-    with Recorder() as recorder:
-        regard.attend(k[:, :, 6:], k, k, mask=C)
-    (said,) = row_sums(recorder.recording()[0]).findings
+    (said,) = row_sums(recorded_call(k[:, :, 6:], k, mask=C)[0]).findings
     assert said.startswith("the newest keys were not used: the cache is stale")
 
 
@@ -273,17 +268,14 @@ def test_long_runs_are_sampled_and_the_report_says_so() -> None:
     assert f"{found.rows} of 300 rows checked: sound" in str(found)
     last = x.steps[0].lse.clone()
     last[:, :, -1] += 0.1
-    assert not row_sums(
-        changed(x, lse=last), cells=2**15
-    ).sound  # the last row is always among them
+    # the last row is always among them
+    assert not row_sums(changed(x, lse=last), cells=2**15).sound
 
 
 def test_without_values_or_output_only_the_sums_are_judged() -> None:
     q = torch.randn(1, 2, 20, 8)
     for keep in ((), ("v",), ("out",)):
-        with Recorder(keep=keep) as recorder:
-            regard.attend(q, q, q)
-        found = row_sums(recorder.recording()[0])
+        found = row_sums(recorded_call(q, keep=keep)[0])
         assert (found.output, found.output_allowed) == (None, None)
         assert found.sound
         assert "outputs" not in str(found)
@@ -295,11 +287,8 @@ def test_numbers_behind_a_mask_do_not_matter() -> None:
     v = k.clone()
     v[1, :, 4] = torch.nan  # this one is seen: nothing is asked of the outputs that it reaches
     at = torch.tensor([[*range(15), *[-1] * 5], [*range(20)]])
-    with Recorder() as recorder:
-        regard.attend(
-            q, k.masked_fill(~k.isfinite(), 1e30), v, mask=C, q_positions=at, k_positions=at
-        )
-    found = row_sums(recorder.recording()[0])
+    k = k.masked_fill(~k.isfinite(), 1e30)
+    found = row_sums(recorded_call(q, k, v, mask=C, q_positions=at, k_positions=at)[0])
     assert found.sound, str(found)
 
 
@@ -334,9 +323,8 @@ def test_the_rule_is_that_of_the_tests() -> None:
         return s.masked_fill(~seen, -math.inf).logsumexp(-1)
 
     true = lse(torch.float64)
-    size = (step.scale * step.q.abs() @ keys.abs().mT).masked_fill(
-        ~seen, 0
-    ).max() + true.abs().max()
+    terms = (step.scale * step.q.abs() @ keys.abs().mT).masked_fill(~seen, 0)
+    size = terms.max() + true.abs().max()
     eps = torch.finfo(torch.float32).eps
     assert found.residual == pytest.approx(float((step.lse - true).abs().max()), abs=1e-12)
     assert found.allowed <= 2 * 6 * eps * true.abs().max() + 4 * eps * size

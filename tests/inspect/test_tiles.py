@@ -11,7 +11,6 @@ import pytest
 import torch
 from torch import Tensor
 
-import regard
 from regard import biases, masks
 from regard.caches import Ring
 from regard.errors import ArgumentError
@@ -19,6 +18,7 @@ from regard.inspect import Recorder, Recording, iterate_tiles, pool_pattern
 from regard.inspect.record.recorded_place import Place
 from regard.nn.variants import VARIANTS
 from regard.span import Span
+from tests.inspect.recorded import recorded_call
 from tests.nn.catalogue import example, tokens
 
 T, SIZE, BAR, GAP = 2048, 256, 1e-6, 37
@@ -68,9 +68,7 @@ def recorded(
     elif extra == "left padding":
         at = torch.arange(T)[None] - GAP
         options |= {"q_positions": at.clamp(min=-1), "k_positions": at.clamp(min=-1)}
-    with Recorder(keep=()) as recorder:
-        regard.attend(q, k, k[..., :8], mask=MASKS[mask], **options)
-    return recorder.recording(), q, k, options
+    return recorded_call(q, k, k[..., :8], keep=(), mask=MASKS[mask], **options), q, k, options
 
 
 def dense(
@@ -166,9 +164,8 @@ def test_latent_attention_in_both_forms(form: str) -> None:
         at = Span(0, T)
         q = wide.query(x.double(), at)[0, head]
         k, _ = wide.recall(wide.remember(x.double(), at), at)
-    s = (q @ k[0, head].T * (d + wide.rotary.dim) ** -0.5).masked_fill(
-        torch.ones(T, T).triu(1).bool(), -math.inf
-    )
+    future = torch.ones(T, T).triu(1).bool()
+    s = (q @ k[0, head].T * (d + wide.rotary.dim) ** -0.5).masked_fill(future, -math.inf)
     right = s.softmax(1)
     worst = max(
         float((tile.weights[0] - right[tile.rows, tile.columns]).abs().max())
@@ -177,13 +174,9 @@ def test_latent_attention_in_both_forms(form: str) -> None:
     # projections in fp32 are another q and k: the bar is for the softmax of what was recorded
     assert worst <= 1e-4
     place = found[0]
-    own = (
-        place.steps[0].q[0, head].double(),
-        place.k[0, place.pools[0].group_index(head, place.H)].double(),
-    )
-    s = (own[0] @ own[1].T * place.steps[0].scale).masked_fill(
-        torch.ones(T, T).triu(1).bool(), -math.inf
-    )
+    q = place.steps[0].q[0, head].double()
+    own = place.k[0, place.pools[0].group_index(head, place.H)].double()
+    s = (q @ own.T * place.steps[0].scale).masked_fill(future, -math.inf)
     # the stored log-sum-exp is a number of fp32: a weight is as far off as its last bit
     last_bit = torch.finfo(torch.float32).eps * float(place.steps[0].lse[0, head].abs().max())
     assert_right(found, head, s.softmax(1), max(BAR, last_bit))
@@ -237,11 +230,8 @@ def test_ragged_tiles_ranges_of_rows_and_columns_out_of_order() -> None:
     ],
 )
 def test_what_makes_no_tiles_is_refused(call: Any, message: str) -> None:
-    q = torch.randn(1, 1, 4, 4)
-    with Recorder() as recorder:
-        regard.attend(q, q, q)
     with pytest.raises(ArgumentError) as caught:
-        call(recorder.recording()[0])
+        call(recorded_call(torch.randn(1, 1, 4, 4))[0])
     assert message in str(caught.value)
 
 

@@ -7,7 +7,7 @@ Explanation, ablation, patching and attribution need not know which kind of mode
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple, TypeAlias
@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor, nn
 
+from regard.did_you_mean import suggest
 from regard.errors import ArgumentError, ArgumentTypeError
 from regard.integrations.pytorch.watch import watch
 from regard.language import Phrase
@@ -43,20 +44,8 @@ Input: TypeAlias = Any
 
 
 def check_index(name: str, index: int, length: int, one: str, many: str) -> int:
-    """Return an index counted from the start.
-
-    Args:
-        name: name of the argument, for errors.
-        index: the index; negative counts from the end.
-        one: what one item is called, for errors.
-        many: what several items are called.
-
-    Returns:
-        The index, from 0 to length - 1.
-
-    Raises:
-        ArgumentError: the index is out of range; the error states the range.
-        ArgumentTypeError: `index` is not an int.
+    """Return an index counted from the start; errors call the argument `name`, and items `one` or
+    `many`.
     """
     if isinstance(index, bool) or not isinstance(index, int):
         raise ArgumentTypeError(
@@ -71,6 +60,18 @@ def check_index(name: str, index: int, length: int, one: str, many: str) -> int:
             value=index,
         )
     return index % length
+
+
+def check_option(name: str, value: str, known: Sequence[str]) -> None:
+    """Refuse a value that is not one of an option's.
+
+    >>> check_option("method", "zero", ("zero", "mean"))
+    """
+    if value not in known:
+        raise ArgumentError(
+            f"{name} is {value!r}; it must be one of {', '.join(known)}{suggest(value, known)}",
+            argument=name,
+        )
 
 
 class TokenSequence(NamedTuple):
@@ -270,22 +271,19 @@ class ModelRun:
     ) -> RunResult:
         """Run the model once, with edits, and capture values; `times` repeats the input as rows."""
         assert times == 1 or self.rows is not None, "the caller asks first"
-        with ExitStack() as stack:
-            stack.enter_context(torch.enable_grad() if gradients else torch.no_grad())
-            if isinstance(self.model, nn.Module):
-                stack.enter_context(watch(self.model))
-            trace = stack.enter_context(
-                Trace(*capture, edit=edit, missing="ignore", gradients=gradients)
-            )
+        trace = Trace(*capture, edit=edit, missing="ignore", gradients=gradients)
+        with torch.enable_grad() if gradients else torch.no_grad(), self._watching(), trace:
             output = self.call() if times == 1 or self.rows is None else self.rows(times)()
         return RunResult(main_tensor(output), trace)
 
     def taps(self, *, patterns: bool = True) -> tuple[str, ...]:
         """Return the names of the taps that one run passes, in their order."""
-        with ExitStack() as stack:
-            if isinstance(self.model, nn.Module):
-                stack.enter_context(watch(self.model))
+        with self._watching():
             return list_taps(self.call, patterns=patterns)
+
+    def _watching(self) -> AbstractContextManager[object]:
+        """Return a context in which the taps of a foreign module are passed."""
+        return watch(self.model) if isinstance(self.model, nn.Module) else nullcontext()
 
     @property
     def predicted(self) -> str:
@@ -431,7 +429,7 @@ def prepare_run(
 def _prepare_decoder(model: Model, text: Input, last: int | None) -> ModelRun:
     ids, positions = encode_ids(model, text)
     tokens = token_sequence(model, ids, text if isinstance(text, str) else None)
-    decoder, head = model.decoder, model.decoder.head
+    decoder = model.decoder
     run = model.forward if model.has_head else model.hidden
     if last is not None:
         run = partial(decoder if model.has_head else decoder.hidden, last=last)
@@ -441,13 +439,17 @@ def _prepare_decoder(model: Model, text: Input, last: int | None) -> ModelRun:
         {"text": tokens},
         network=decoder,
         sites=tuple(_self_attentions(decoder.layers, "", "text")),
-        embed=decoder.embed,
-        last=decoder.layers[-1],
-        predict=None if head is None else lambda x: head(decoder.norm(x)),
+        **_ends_of(decoder, model.decoder.head),
         max_trained_tokens=getattr(model.config, "max_position_embeddings", None),
         decoder_inputs=(ids, positions) if last is None else None,
         **_names_of(model, tokens.text),
     )
+
+
+def _ends_of(stack: Any, head: nn.Module | None) -> dict[str, Any]:
+    """Return the first and the last part of a stack of blocks, and how states become logits."""
+    predict = None if head is None else lambda x: head(stack.norm(x))
+    return {"embed": stack.embed, "last": stack.layers[-1], "predict": predict}
 
 
 def _names_of(model: TextModel, text: str) -> dict[str, Any]:
@@ -471,9 +473,7 @@ def _prepare_text_encoder(model: TextEncoder, text: Input) -> ModelRun:
         {"text": tokens},
         network=network,
         sites=tuple(_self_attentions(body.layers, "", "text")),
-        embed=body.embed,
-        last=body.layers[-1],
-        predict=None if head is None else lambda x: head(body.norm(x)),
+        **_ends_of(body, head),
         max_trained_tokens=model.max_seq_length,
         **_names_of(model, text if isinstance(text, str) else tokens.text),
     )
@@ -512,9 +512,7 @@ def _prepare_seq2seq(model: Seq2Seq, text: Input, target: str | None) -> ModelRu
         sequences,
         network=network,
         sites=tuple(_encoder_decoder_sites(network)),
-        embed=network.embed,
-        last=network.layers[-1],
-        predict=lambda x: network.head(network.norm(x)),
+        **_ends_of(network, network.head),
         **_names_of(model, source if isinstance(source, str) else sequences["target"].text),
     )
 
@@ -535,22 +533,17 @@ def _prepare_pretokenized(example: PretokenizedInput) -> ModelRun:
         sites = () if attention is None else (site,)
     if not sites:
         raise ArgumentError(f"{example.name} has no attention; there is nothing to explain")
-
-    stacked = hasattr(network, "layers")  # a recurrent decoder has no blocks and no last norm
-
-    def predict(x: Tensor) -> Tensor:
-        logits: Tensor = network.head(network.norm(x) if stacked else x)
-        return logits
-
+    if hasattr(network, "layers"):
+        ends = _ends_of(network, network.head)
+    else:  # a recurrent decoder has no blocks and no last norm
+        ends = {"last": network.decoder, "predict": network.head}
     return ModelRun(
         network,
         lambda: network(*ids),
         sequences,
         network=network,
         sites=sites,
-        embed=network.embed if stacked else None,
-        last=network.layers[-1] if stacked else network.decoder,
-        predict=predict,
+        **ends,
         names=example.names,
         name=example.name,
         text=next(iter(sequences.values())).text,
@@ -563,8 +556,7 @@ def _prepare_module(model: nn.Module, text: Input) -> ModelRun:
         named, ids = dict(text), text.get("input_ids")
     elif isinstance(text, Tensor):
         ids = None if text.is_floating_point() else text
-        config = getattr(model, "config", None)
-        if getattr(config, "_attn_implementation", None) is not None:
+        if is_transformers_model(model):
             named = {getattr(model, "main_input_name", "input_ids"): text}
     else:
         raise ArgumentTypeError(
@@ -577,28 +569,26 @@ def _prepare_module(model: nn.Module, text: Input) -> ModelRun:
         named.setdefault("use_cache", False)
     sequences = {} if ids is None else {"text": TokenSequence(tuple(ids[0].tolist()))}
     rows = None
-    if ids is not None and not model.training and is_made_for_rows(model, named):
+    repeatable = all(x is None or isinstance(x, (Tensor, bool)) for x in named.values())
+    if ids is not None and not model.training and is_transformers_model(model) and repeatable:
         rows = partial(_repeated_call, model, named, len(ids))
     return ModelRun(model, lambda: model(*inputs, **named), sequences, rows=rows)
 
 
-def is_made_for_rows(model: nn.Module, named: Mapping[str, Any]) -> bool:
-    """Return whether a module is one of transformers, all of whose arguments may be repeated."""
-    config = getattr(model, "config", None)
-    known = getattr(config, "_attn_implementation", None) is not None
-    return known and all(x is None or isinstance(x, (Tensor, bool)) for x in named.values())
+def is_transformers_model(model: nn.Module) -> bool:
+    """Return whether a module has a config of transformers that names an implementation."""
+    return getattr(getattr(model, "config", None), "_attn_implementation", None) is not None
 
 
 def _repeated_call(
     model: nn.Module, named: Mapping[str, Any], B: int, times: int
 ) -> Callable[[], Any]:
     """Return the call of a module with the B rows of its arguments repeated."""
-
-    def repeated(x: Any) -> Any:
-        whole = isinstance(x, Tensor) and x.ndim > 1 and x.shape[0] == B
-        return x.repeat(times, *[1] * (x.ndim - 1)) if whole else x
-
-    return lambda: model(**{name: repeated(x) for name, x in named.items()})
+    arguments = {
+        name: torch.cat([x] * times) if isinstance(x, Tensor) and x.ndim > 1 and len(x) == B else x
+        for name, x in named.items()
+    }
+    return lambda: model(**arguments)
 
 
 def _self_attentions(
@@ -617,13 +607,9 @@ def _encoder_decoder_sites(network: EncoderDecoder) -> Iterator[AttentionSite]:
     yield from _self_attentions(network.encoder.layers, "encoder.", "source")
     for i, module in enumerate(network.layers):
         block: Any = module
-        place = f"decoder.layers.{i}"
-        yield AttentionSite(
-            f"{place}.attention", i, block.attention, block.attention_residual, "target", "target"
-        )
-        yield AttentionSite(
-            f"{place}.cross", i, block.cross, block.cross_residual, "target", "source"
-        )
+        place, own, cross = f"decoder.layers.{i}", block.attention_residual, block.cross_residual
+        yield AttentionSite(f"{place}.attention", i, block.attention, own, "target", "target")
+        yield AttentionSite(f"{place}.cross", i, block.cross, cross, "target", "source")
 
 
 def passed_once(trace: Trace | Mapping[str, Tensor]) -> dict[str, Tensor]:

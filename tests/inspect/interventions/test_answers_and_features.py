@@ -24,13 +24,9 @@ from regard.inspect import (
 from regard.inspect.model_run import prepare_run
 from tests.inspect.interventions.test_interventions import encoder_decoder
 from tests.inspect.planted import INDUCTION_HEAD, PREVIOUS_HEAD, planted_model
-from tests.inspect.small_model import model
+from tests.inspect.small_model import difference, model
 
 IDS, ANSWER = [5, 9, 2, 31], [9, 7, 40]
-
-
-def difference(logits: Tensor) -> Tensor:
-    return logits[0, -1, 11] - logits[0, -1, 40]
 
 
 @pytest.mark.parametrize("by_key", [False, True])
@@ -197,12 +193,11 @@ def test_probes_find_what_is_there_and_nothing_else() -> None:
     held = {*torch.randperm(400, generator=torch.Generator().manual_seed(0))[:100].tolist()}
     fitted = torch.tensor([i not in held for i in range(400)])
     z = x[fitted].double()
-    z = (z - z.mean(0)) / z.std(0, correction=0)
+    size = z.std(0, correction=0)
+    z = (z - z.mean(0)) / size
     y = nn.functional.one_hot(labels[fitted], 2).double()
     wanted = torch.linalg.solve(z.T @ z + 3 * torch.eye(12), z.T @ (y - y.mean(0)))
-    assert (
-        one.weight * x[fitted].double().std(0, correction=0)[:, None] - wanted
-    ).abs().max() < 1e-9
+    assert (one.weight * size[:, None] - wanted).abs().max() < 1e-9
     right = (one(x[~fitted]) == labels[~fitted]).double().mean()
     assert one.held_out == float(right)
 

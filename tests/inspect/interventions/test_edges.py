@@ -11,21 +11,13 @@ import torch
 from torch import Tensor
 
 import regard
-from regard.configs.reader import parse
 from regard.errors import ArgumentError, ArgumentTypeError
 from regard.inspect import EdgeRuns, find_circuit, patch
-from regard.models import Model
-from regard.models.families import family
-from tests.cost.tiny import TINY
 from tests.inspect.planted import planted_model
-from tests.inspect.small_model import model
+from tests.inspect.small_model import difference, model, wide_model, wide_model_of
 
 CLEAN, CORRUPT = torch.tensor([[5, 9, 2, 31, 9]]), torch.tensor([[5, 7, 2, 31, 9]])
 H, G, D, T = 4, 2, 8, 5
-
-
-def difference(logits: Tensor) -> Tensor:
-    return logits[0, -1, 11] - logits[0, -1, 40]
 
 
 def norm(module: Any, x: Tensor) -> Tensor:
@@ -66,13 +58,8 @@ def by_loops(small: Any, ids: Tensor, other: dict[str, Tensor], cut: set[tuple[s
     return norm(decoder.norm, read("logits"))[-1] @ decoder.head.weight.T, sent
 
 
-def small_in_fp64() -> Model:
-    small = model()
-    return Model(small.decoder.double(), small.tokenizer, small.config)
-
-
 def test_any_set_of_cut_edges_equals_the_loop() -> None:
-    small = small_in_fp64()
+    small = wide_model()
     runs = EdgeRuns(small, CLEAN, CORRUPT)
     _, other = by_loops(small, CORRUPT, {}, set())
     draw = torch.Generator().manual_seed(3)
@@ -97,22 +84,10 @@ def test_any_set_of_cut_edges_equals_the_loop() -> None:
         assert (found[4] - small.forward(CORRUPT)[:, -1:]).abs().max() < 1e-12
 
 
-def tiny_of(name: str) -> Model:
-    """A small model of a family with random weights, in fp64."""
-    own = family(TINY[name]["model_type"])
-    torch.manual_seed(1)
-    config = parse(own.config, TINY[name])
-    network = own.build(config)
-    with torch.no_grad():
-        for each in network.parameters():
-            each.add_(0.1 * torch.randn_like(each))
-    return Model(network.double().eval(), None, config)
-
-
 @pytest.mark.full(keep=2)
 @pytest.mark.parametrize("name", ["gpt_neox", "gpt2", "deepseek_v2", "mistral", "granite", "phi"])
 def test_all_edges_are_the_clean_run_and_none_the_corrupt_one(name: str) -> None:
-    small = tiny_of(name)
+    small = wide_model_of(name)
     runs = EdgeRuns(small, CLEAN, CORRUPT)
     kept = torch.stack([runs.exists, runs.exists, torch.zeros_like(runs.exists)])
     kept[1, 0, 0] = False
@@ -125,7 +100,7 @@ def test_all_edges_are_the_clean_run_and_none_the_corrupt_one(name: str) -> None
 
 
 def test_patching_of_edges_equals_the_loop() -> None:
-    small = small_in_fp64()
+    small = wide_model()
     _, clean = by_loops(small, CLEAN, {}, set())
     plain, _ = by_loops(small, CORRUPT, {}, set())
     base = float(plain[11] - plain[40])
@@ -177,7 +152,7 @@ def test_the_planted_circuit_is_the_one_that_is_found() -> None:
 
 
 def test_a_circuit_of_random_weights_keeps_what_it_says() -> None:
-    small = small_in_fp64()
+    small = wide_model()
     found = find_circuit(small, CLEAN, CORRUPT, difference, threshold=0.2)
     _, other = by_loops(small, CORRUPT, {}, set())
     edges = {(edge.sender, edge.receiver) for edge in found.edges}
@@ -205,7 +180,7 @@ def test_a_circuit_of_random_weights_keeps_what_it_says() -> None:
 def test_what_has_no_edges_is_refused() -> None:
     small = model()
     with pytest.raises(ArgumentError, match="edges need blocks"):
-        EdgeRuns(tiny_of("gemma2"), CLEAN, CORRUPT)
+        EdgeRuns(wide_model_of("gemma2"), CLEAN, CORRUPT)
     with pytest.raises(ArgumentTypeError, match="edges are those of a Model"):
         EdgeRuns(torch.nn.Linear(2, 2), CLEAN, CORRUPT)
     with pytest.raises(ArgumentError, match="same number of tokens"):

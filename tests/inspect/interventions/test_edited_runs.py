@@ -12,36 +12,19 @@ from torch import Tensor
 
 import regard
 from regard import Trace
-from regard.configs.reader import parse
 from regard.errors import ArgumentError
 from regard.inspect import ablate, patch
 from regard.inspect.interventions.edited_runs import EditedRun, Stopped, run_edited
 from regard.inspect.model_run import Edit, ModelRun, prepare_run
 from regard.models import Model
-from regard.models.families import family
 from tests.cost.tiny import TINY
-from tests.inspect.small_model import model
+from tests.inspect.small_model import model, wide_model, wide_model_of
 
 CLEAN, CORRUPT = torch.tensor([[5, 9, 2, 31, 9, 4]]), torch.tensor([[5, 7, 2, 31, 9, 4]])
 MODELS = (
     *("llama", "gemma2", "mistral", "gpt2", "bloom", "deepseek_v2", "gemma4_text"),
     *("regard, retention", "regard, gated_delta"),
 )
-
-
-def double(name: str) -> Model:
-    """In fp64, where orders of sums differ by far less than fp32's eps."""
-    if name == "small":
-        small = model()
-        return Model(small.decoder.double(), small.tokenizer, small.config)
-    own = family(TINY[name]["model_type"])
-    torch.manual_seed(1)
-    config = parse(own.config, TINY[name])
-    network = own.build(config)
-    with torch.no_grad():
-        for each in network.parameters():
-            each.add_(0.2 * torch.randn_like(each))
-    return Model(network.double().eval(), None, config)
 
 
 def flipped(position: int, length: int) -> Edit:
@@ -91,7 +74,7 @@ def rows(run: ModelRun, length: int) -> list[EditedRun]:
 @pytest.mark.parametrize("last_only", [True, False])
 @pytest.mark.parametrize("name", [n for n in MODELS if n in TINY])
 def test_rows_equal_runs_one_at_a_time(name: str, last_only: bool) -> None:
-    run = prepare_run(double(name), CLEAN)
+    run = prepare_run(wide_model_of(name, 0.2), CLEAN)
     runs = rows(run, 6)
     unchanged, found = run.run().output, dict(run_edited(run, runs, last_only=last_only))
     assert sorted(found) == list(range(len(runs)))
@@ -108,7 +91,7 @@ def test_rows_equal_runs_one_at_a_time(name: str, last_only: bool) -> None:
 
 
 def test_several_padded_texts_are_rows_too() -> None:
-    small = double("small")
+    small = wide_model()
     run = prepare_run(small, ["the blue forest", "a creature of the verdant forest", "a"])
     length = run.run().output.shape[1]
     runs = rows(run, length)
@@ -146,14 +129,10 @@ def test_what_an_edit_does_not_reach_is_computed_once() -> None:
 
 def foreign() -> Any:
     """A small model of transformers with two query heads for each key."""
-    transformers: Any = pytest.importorskip("transformers")
-    torch.manual_seed(3)
-    config = transformers.LlamaConfig(
-        vocab_size=50, hidden_size=32, intermediate_size=48, num_hidden_layers=3,
-        num_attention_heads=4, num_key_value_heads=2, initializer_range=0.2,
-        attn_implementation="sdpa",
-    )  # fmt: skip
-    return transformers.LlamaForCausalLM(config).double().eval()
+    pytest.importorskip("transformers")
+    from tests.integrations.families import decoder
+
+    return decoder("Llama", "sdpa", torch.float64)
 
 
 @pytest.mark.parametrize("reads", [False, True], ids=["alone", "rows read one another"])
@@ -166,9 +145,9 @@ def test_edits_of_a_foreign_model_are_rows(reads: bool, monkeypatch: pytest.Monk
         lambda _m, _x, named: times.append(len(named["input_ids"])), with_kwargs=True
     )
     run = prepare_run(network, CLEAN)
-    edits = [{f"model.layers.{i}.self_attn.z": head(h, 0.0)} for i in range(3) for h in range(4)]
+    edits = [{f"model.layers.{i}.self_attn.z": head(h, 0.0)} for i in range(2) for h in range(4)]
     found = dict(run_edited(run, [EditedRun(each) for each in edits]))
-    assert times == ([13, 13] + 12 * [1] if reads else [13, 13])
+    assert times == ([9, 9] + 8 * [1] if reads else [9, 9])
     for n, each in enumerate(edits):
         alone = run.run(each).output
         torch.testing.assert_close(found[n], alone, rtol=1e-12, atol=1e-12)
@@ -205,13 +184,11 @@ def test_a_trace_of_the_caller_sees_runs_as_they_are() -> None:
 
 
 def test_chosen_layers_heads_and_positions_are_parts_of_the_table() -> None:
-    small = double("small")
+    small = wide_model()
     every = patch(small, CLEAN, CORRUPT, 3)
     part = patch(small, CLEAN, CORRUPT, 3, layers=["embed", -1], positions=[1, -1])
-    assert (part.rows, part.columns) == (
-        ("embed", "layers.2"),
-        (every.columns[1], every.columns[5]),
-    )
+    columns = every.columns[1], every.columns[5]
+    assert (part.rows, part.columns) == (("embed", "layers.2"), columns)
     assert np.allclose(part.values, every.values[[0, 3]][:, [1, 5]], rtol=0, atol=1e-7)
     for what in ("heads", "paths"):
         whole = patch(small, CLEAN, CORRUPT, 3, what=what)  # type: ignore[arg-type]

@@ -44,16 +44,10 @@ from regard.nn import PostNorm, PreNorm
 from regard.tolerance import allowed_error
 from tests.cost.tiny import TINY
 from tests.inspect.planted import INDUCTION_HEAD, PREVIOUS_HEAD, planted_model
-from tests.inspect.small_model import model
+from tests.inspect.small_model import PAIR, difference, model, model_of, shaken
 from tests.rules import assert_close_rule, in_orders
 
 CLEAN, CORRUPT = torch.tensor([[5, 9, 2, 31, 9]]), torch.tensor([[5, 7, 2, 31, 9]])
-PAIR = (11, 40)
-
-
-def difference(logits: Tensor) -> Tensor:
-    """The metric of most tests, written as a function."""
-    return logits[0, -1, PAIR[0]] - logits[0, -1, PAIR[1]]
 
 
 def measured(small: Model, ids: Tensor) -> float:
@@ -204,21 +198,6 @@ DECODERS = (
 )
 
 
-def shaken(network: nn.Module) -> nn.Module:
-    """With other weights than those of the start, among which are zeros and ones."""
-    with torch.no_grad():
-        for each in network.parameters():
-            each.add_(0.1 * torch.randn_like(each))
-    return network.eval()
-
-
-def decoder_of(name: str) -> Model:
-    own = family(TINY[name]["model_type"])
-    torch.manual_seed(1)
-    config = parse(own.config, TINY[name])
-    return Model(shaken(own.build(config)), None, config)
-
-
 def assert_sums(
     table: EffectTable, small: Any, forward: Callable[[], Tensor], without: float, cap: float = 0.0
 ) -> None:
@@ -244,7 +223,7 @@ def assert_sums(
 @pytest.mark.parametrize("name", DECODERS)
 def test_direct_attribution_sums_to_the_logit(name: str) -> None:
     """Also with layer inputs (Gemma 4), parallel mechanisms and layers of one sublayer."""
-    small = decoder_of(name)
+    small = model_of(name)
     table = attribute(small, CLEAN, PAIR)
     assert table.rows[-1] == "rounding of the run"
     own = {"gemma4_text": "1.layer_input", "falcon_h1": "1.mixers.0.head.1", "nemotron_h": "1.mlp"}
@@ -479,19 +458,15 @@ def test_frozen_norms() -> None:
 
 @pytest.mark.full
 def test_foreign_models() -> None:
-    transformers = pytest.importorskip("transformers")
-    torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        vocab_size=60, hidden_size=16, intermediate_size=32, num_hidden_layers=2,
-        num_attention_heads=4, num_key_value_heads=2, initializer_range=0.3,
-        attn_implementation="sdpa",
-    )  # fmt: skip
-    network = transformers.LlamaForCausalLM(config).eval()
+    pytest.importorskip("transformers")
+    from tests.integrations.families import decoder
+
+    network = decoder("Llama", "sdpa")
     table = ablate(network, CLEAN, PAIR)
     with torch.no_grad():
         base = float(difference(network(CLEAN).logits))
         output = network.model.layers[1].self_attn.o_proj
-        with hooked(output, lambda x: changed(x, slice(4, 8), torch.zeros_like), pre=True):
+        with hooked(output, lambda x: changed(x, slice(8, 16), torch.zeros_like), pre=True):
             wanted = float(difference(network(CLEAN).logits)) - base
     assert table.rows[1] == "model.layers.1.self_attn"
     assert abs(table.values[1, 1] - wanted) < 1e-5 < abs(wanted)
@@ -582,11 +557,7 @@ def foreign(name: str) -> Any:
     }
     config = getattr(transformers, f"{name}Config")(**sizes, **ends, **kinds[name])
     torch.manual_seed(4)
-    found = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
-    with torch.no_grad():
-        for parameter in found.parameters():
-            parameter.add_(0.1 * torch.randn_like(parameter))
-    return found.eval()
+    return shaken(transformers.AutoModelForCausalLM.from_config(config, attn_implementation="sdpa"))
 
 
 @pytest.mark.full(keep=["Falcon", "Granite", "OPT"])
@@ -629,7 +600,7 @@ def test_a_stream_with_another_part_is_refused() -> None:
 
 def test_streams_that_are_no_sum_are_refused() -> None:
     with pytest.raises(ArgumentError, match="AltUpBlock, which keeps more in its residual stream"):
-        attribute(decoder_of("gemma3n_text"), CLEAN, PAIR)
+        attribute(model_of("gemma3n_text"), CLEAN, PAIR)
 
 
 def test_an_adapter_is_one_map() -> None:

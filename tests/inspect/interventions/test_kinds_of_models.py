@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 
 import regard
-from regard.configs.reader import parse
 from regard.errors import ArgumentError, ArgumentTypeError
 from regard.inspect import (
     ablate,
@@ -28,10 +27,9 @@ from regard.inspect import (
     rollout,
     taps,
 )
-from regard.models import Model, Seq2Seq, TextEncoder
+from regard.models import Seq2Seq, TextEncoder
 from regard.models.families import family
-from tests.cost.tiny import TINY
-from tests.inspect.small_model import tokenizer
+from tests.inspect.small_model import model_of, shaken, tokenizer
 
 bert = family("bert")
 t5 = family("t5")
@@ -53,54 +51,33 @@ def first_number(output: Tensor) -> Tensor:
     return output[0, -1, 0].float()
 
 
-def _random(network: nn.Module) -> Any:
-    with torch.no_grad():
-        for parameter in network.parameters():
-            parameter.add_(0.1 * torch.randn_like(parameter))
-    return network.eval()
-
-
 def _decoder(name: str) -> Kind:
-    found = family(TINY[name]["model_type"])
-    config = parse(found.config, {**TINY[name], "num_hidden_layers": 2})
-    return Kind(Model(_random(found.build(config)), None, config), IDS, OTHER, (11, 40))
+    return Kind(model_of(name, num_hidden_layers=2), IDS, OTHER, (11, 40))
 
 
 def _encoder() -> Kind:
     config = bert.config(tokenizer().vocab_size, 16, 2, 2, 24, 64)
-    model = TextEncoder(_random(bert.build(config)), tokenizer(), config)
+    model = TextEncoder(shaken(bert.build(config)), tokenizer(), config)
     return Kind(model, "the blue forest", "the verdant forest", "a creature of the forest")
 
 
 def _encoder_decoder() -> Kind:
     config = t5.config(tokenizer().vocab_size, 16, 8, 32, 1, 2)
-    model = Seq2Seq(_random(t5.build(config)), tokenizer(), config, start=0, eos_ids=[1])
+    model = Seq2Seq(shaken(t5.build(config)), tokenizer(), config, start=0, eos_ids=[1])
     return Kind(model, (IDS, IDS[:, :2]), (OTHER, IDS[:, :2]), (11, 40))
 
 
 def _transformers(name: str, implementation: str) -> Kind:
-    transformers: Any = pytest.importorskip("transformers")
-    import regard.integrations.transformers
+    pytest.importorskip("transformers")
+    from tests.integrations import families
 
-    assert regard.integrations.transformers
-    sizes: dict[str, Any] = {"vocab_size": 50, "attn_implementation": implementation}
-    if name != "bart":
-        sizes |= {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2}
-        sizes |= {"num_attention_heads": 2}
-    if name == "llama":
-        config = transformers.LlamaConfig(num_key_value_heads=1, **sizes)
-        return Kind(_random(transformers.LlamaForCausalLM(config)), IDS, OTHER, (11, 40))
-    if name == "bert":
-        network = transformers.BertModel(transformers.BertConfig(**sizes))
-        return Kind(_random(network), IDS, OTHER, first_number)
-    config = transformers.BartConfig(
-        d_model=16, encoder_ffn_dim=32, decoder_ffn_dim=32, encoder_layers=1, decoder_layers=1,
-        encoder_attention_heads=2, decoder_attention_heads=2, pad_token_id=1, bos_token_id=0,
-        eos_token_id=2, decoder_start_token_id=2, forced_eos_token_id=2, **sizes,
-    )  # fmt: skip
+    if name == "Llama":
+        return Kind(families.decoder(name, implementation), IDS, OTHER, (11, 40))
+    network = families.other(name, implementation)
+    if name == "Bert":
+        return Kind(network, IDS, OTHER, first_number)
     clean, corrupt = ({"input_ids": x, "decoder_input_ids": IDS[:, :2]} for x in (IDS, OTHER))
-    model = _random(transformers.BartForConditionalGeneration(config))
-    return Kind(model, clean, corrupt, (11, 40))
+    return Kind(network, clean, corrupt, (11, 40))
 
 
 def _torch() -> Kind:
@@ -109,7 +86,7 @@ def _torch() -> Kind:
     x = torch.randn(1, 3, 16, generator=torch.Generator().manual_seed(0))
     other = x.clone()
     other[0, 1] *= -1
-    return Kind(_random(network), x, other, first_number)
+    return Kind(shaken(network), x, other, first_number)
 
 
 def _accelerated(kind: Kind) -> Kind:
@@ -122,12 +99,12 @@ KINDS: dict[str, Callable[[], Kind]] = {
     "a recurrence": lambda: _decoder("regard, retention"),
     "a text encoder": _encoder,
     "an encoder-decoder": _encoder_decoder,
-    'transformers, "regard"': lambda: _transformers("llama", "regard"),
-    'transformers, "sdpa"': lambda: _transformers("llama", "sdpa"),
-    'transformers, "eager"': lambda: _transformers("llama", "eager"),
-    "a transformers encoder": lambda: _transformers("bert", "sdpa"),
-    "a transformers encoder-decoder": lambda: _transformers("bart", "sdpa"),
-    "transformers, accelerated": lambda: _accelerated(_transformers("llama", "sdpa")),
+    'transformers, "regard"': lambda: _transformers("Llama", "regard"),
+    'transformers, "sdpa"': lambda: _transformers("Llama", "sdpa"),
+    'transformers, "eager"': lambda: _transformers("Llama", "eager"),
+    "a transformers encoder": lambda: _transformers("Bert", "sdpa"),
+    "a transformers encoder-decoder": lambda: _transformers("Bart", "sdpa"),
+    "transformers, accelerated": lambda: _accelerated(_transformers("Llama", "sdpa")),
     "`nn.TransformerEncoder`": _torch,
     "`nn.TransformerEncoder`, accelerated": lambda: _accelerated(_torch()),
 }

@@ -12,14 +12,8 @@ from torch import Tensor, nn
 
 from regard.errors import ArgumentError
 from regard.inspect import ablate, attribute, knockout, logit_lens, patch, record, rollout
-from tests.inspect.interventions.test_interventions import (
-    CLEAN,
-    CORRUPT,
-    PAIR,
-    difference,
-    foreign,
-)
-from tests.inspect.small_model import model
+from tests.inspect.interventions.test_interventions import CLEAN, CORRUPT, foreign
+from tests.inspect.small_model import PAIR, difference, model
 
 
 class Stacked(nn.Module):

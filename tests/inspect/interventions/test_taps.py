@@ -93,28 +93,18 @@ def test_every_block_of_every_family(name: str) -> None:
     assert all(n in seen for n in blocks)
 
 
-@pytest.mark.parametrize("kind", ["llama, regard", "llama, sdpa", "gpt2, sdpa"])
-def test_models_of_transformers(kind: str) -> None:
-    transformers = pytest.importorskip("transformers")
-    import regard.integrations.transformers
+@pytest.mark.parametrize(
+    ("name", "implementation"), [("Llama", "regard"), ("Llama", "sdpa"), ("GPT2", "sdpa")]
+)
+def test_models_of_transformers(name: str, implementation: str) -> None:
+    pytest.importorskip("transformers")
+    from tests.integrations.families import decoder
 
-    assert regard.integrations.transformers
-    torch.manual_seed(0)
-    name, implementation = kind.split(", ")
-    if name == "llama":
-        config = transformers.LlamaConfig(
-            vocab_size=50, hidden_size=16, intermediate_size=32, num_hidden_layers=2,
-            num_attention_heads=4, num_key_value_heads=2, attn_implementation=implementation,
-        )  # fmt: skip
-        network = transformers.LlamaForCausalLM(config).eval()
+    network = decoder(name, implementation)
+    if name == "Llama":
         place = "layers" if implementation == "regard" else "model.layers"
         blocks, last = network.model.layers, "model.norm"
     else:
-        config = transformers.GPT2Config(
-            vocab_size=50, n_embd=16, n_layer=2, n_head=2, bos_token_id=0, eos_token_id=0,
-            attn_implementation=implementation,
-        )  # fmt: skip
-        network = transformers.GPT2LMHeadModel(config).eval()
         place, blocks, last = "transformer.h", network.transformer.h, "transformer.ln_f"
     modules = {f"{place}.{i}.residual": block for i, block in enumerate(blocks)}
     modules |= {f"{place}.{i}.mlp": block.mlp for i, block in enumerate(blocks)}

@@ -140,32 +140,27 @@ def kernel_row(call: QueryCall, head: int) -> KernelRow:
 
 def score_and_compare(row: KernelRow) -> tuple[tuple[ComputationStep, ...], SoftmaxRow, Checks]:
     """Compute the scores and the softmax of a row, and how far they are from the kernel's."""
-    steps = row.chain.steps()
-    row_softmax = softmax(steps[-1].values, row.sink)
+    steps, values = row.chain.steps(), visible_values(row)
+    s = steps[-1].values
+    row_softmax = softmax(s, row.sink)
     denominator = row.lse if row.sink is None else float(np.logaddexp(row.lse, row.sink))
     with np.errstate(invalid="ignore"):
-        kernel_weights = np.where(
-            np.isneginf(steps[-1].values), 0, np.exp(steps[-1].values - denominator)
-        )
-    sink_weight = 0.0 if row.sink is None else float(np.exp(row.sink - denominator))
-    sees_any_key = bool(row.chain.visible.any())
-    blocks = online_softmax(steps[-1].values, visible_values(row))
+        kernel_weights = np.where(np.isneginf(s), 0, np.exp(s - denominator))
+    total = float(kernel_weights.sum())
+    total += 0.0 if row.sink is None else float(np.exp(row.sink - denominator))
+    blocks = online_softmax(s, values)
     lse, z = finish_online(blocks, row.sink)
-    mixed = row_softmax.weights @ visible_values(row)
+    mixed, own_lse = row_softmax.weights @ values, np.array(row_softmax.lse)
+    same_lse, same_z = max_difference(np.array(lse), own_lse), max_difference(z, mixed)
+    weights = max_difference(row_softmax.weights, kernel_weights)
     checks = {
-        "weights against exp(s - lse) of the kernel": max_difference(
-            row_softmax.weights, kernel_weights
-        ),
-        "row sum of exp(s - lse) of the kernel against 1": abs(
-            float(kernel_weights.sum()) + sink_weight - 1
-        )
-        if sees_any_key
+        "weights against exp(s - lse) of the kernel": weights,
+        "row sum of exp(s - lse) of the kernel against 1": abs(total - 1)
+        if row.chain.visible.any()
         else 0.0,
-        "lse of the kernel": max_difference(np.array(row_softmax.lse), np.array(row.lse)),
+        "lse of the kernel": max_difference(own_lse, np.array(row.lse)),
         "output of the kernel": max_difference(mixed, row.out),
-        "online softmax": max(
-            max_difference(np.array(lse), np.array(row_softmax.lse)), max_difference(z, mixed)
-        ),
+        "online softmax": max(same_lse, same_z),
     }
     return steps, replace(row_softmax, sink=row.sink, online=blocks), checks
 
@@ -458,21 +453,18 @@ def why_masked(
 ) -> tuple[str, ...]:
     """Return, for each key, the terms of the mask that hide it from query i, or ""."""
     keys = positions if k_positions is None else k_positions
-    if (
-        empty := find_empty_slots(slice_positions(positions, slice(i, i + 1)))
-    ) is not None and bool(empty[0]):
-        return tuple("" if is_visible else EMPTY for is_visible in visible)
-    reasons = (
-        [set[str]() for _ in visible] if mask is None else _reasons(mask, positions, keys, i, head)
-    )
-    has_token = (as_tensor(keys)[0] >= 0).tolist()
-    words = (
-        (" and ".join(sorted(terms)) or "the kernel") if real else EMPTY
-        for terms, real in zip(reasons, has_token, strict=True)
-    )
-    return tuple(
-        "" if is_visible else word for is_visible, word in zip(visible, words, strict=True)
-    )
+    words = [EMPTY] * len(visible)
+    empty = find_empty_slots(slice_positions(positions, slice(i, i + 1)))
+    if empty is None or not bool(empty[0]):
+        reasons = [set[str]()] * len(visible)
+        if mask is not None:
+            reasons = _reasons(mask, positions, keys, i, head)
+        has_token = (as_tensor(keys)[0] >= 0).tolist()
+        words = [
+            (" and ".join(sorted(terms)) or "the kernel") if real else EMPTY
+            for terms, real in zip(reasons, has_token, strict=True)
+        ]
+    return tuple("" if seen else word for seen, word in zip(visible, words, strict=True))
 
 
 def _reasons(mask: masks.Mask, q: Positions, k: Positions, i: int, head: int) -> list[set[str]]:

@@ -227,14 +227,11 @@ def _hooks(
     run: ModelRun, site: AttentionSite, recorded_states: dict[str, list[Tensor]]
 ) -> list[RemovableHandle]:
     """Register hooks that keep the inputs and outputs of the modules around a site."""
-    attention, thread = site.attention, get_ident()
-    hooks: list[RemovableHandle] = []
+    thread, path = get_ident(), site.residual_path
 
     def keep(name: str, x: object) -> None:
         x = x[0] if isinstance(x, tuple) else x
-        if (
-            isinstance(x, Tensor) and get_ident() == thread
-        ):  # other threads may run the model as well
+        if isinstance(x, Tensor) and get_ident() == thread:  # other threads may run the model, too
             recorded_states.setdefault(name, []).append(x.detach())
 
     def keep_inputs(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -243,17 +240,13 @@ def _hooks(
         first = split_first_values(args[2] if len(args) > 2 else kwargs.get("cache"))[1]
         keep("first_values", None if first is None else first.values)
 
-    hooks.append(attention.register_forward_pre_hook(keep_inputs, with_kwargs=True))
-    for module, name in ((run.last, "last"), (run.embed, "embedding")):
+    def after(name: str) -> Callable[..., None]:
+        return lambda _module, _args, out: keep(name, out)
+
+    hooks = [site.attention.register_forward_pre_hook(keep_inputs, with_kwargs=True)]
+    if path is not None:
+        hooks.append(path.register_forward_pre_hook(lambda _, args: keep("entering", args[0])))
+    for module, name in ((run.last, "last"), (run.embed, "embedding"), (path, "residual")):
         if module is not None:
-            hooks.append(module.register_forward_hook(_after(keep, name)))
-    if site.residual_path is not None:
-        hooks.append(
-            site.residual_path.register_forward_pre_hook(lambda _, args: keep("entering", args[0]))
-        )
-        hooks.append(site.residual_path.register_forward_hook(_after(keep, "residual")))
+            hooks.append(module.register_forward_hook(after(name)))
     return hooks
-
-
-def _after(keep: Callable[[str, object], None], name: str) -> Callable[..., None]:
-    return lambda _module, _args, out: keep(name, out)

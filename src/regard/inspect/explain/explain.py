@@ -52,6 +52,7 @@ from regard.inspect.explain.explanation_parts import (
     hidden_states,
     input_chain,
     row_cost,
+    row_sizes,
 )
 from regard.inspect.explain.head_choice import find_token, strongest_key
 from regard.inspect.explain.layer_stages import summarize_layer
@@ -268,17 +269,18 @@ def explain(
 
     Source: Vaswani et al. 2017 (arXiv 1706.03762), section 3.2.
     """
-    if isinstance(model, (Recording, nn.Module)):
-        not_applicable: tuple[tuple[str, object], ...] = (("call", call), ("target", target))
-        for name, value in not_applicable:
-            if value is not None:
-                raise ArgumentError(
-                    f"{name} does not apply to a {type(model).__name__}; leave it out"
-                )
-        return _explain_recorded(model, text, labels, place, layer, head, query, key, batch)
-    for name, is_given in (("labels", labels is not None), ("batch", batch != 0)):
+    is_recorded = isinstance(model, (Recording, nn.Module))
+    given = {"call": call is not None, "target": target is not None}
+    if not is_recorded:
+        given = {"labels": labels is not None, "batch": batch != 0}
+    for name, is_given in given.items():
         if is_given:
             raise ArgumentError(f"{name} does not apply to a {type(model).__name__}; leave it out")
+    if isinstance(model, (Recording, nn.Module)):
+        recording = _recording_of(model, text, labels)
+        at = recording[place if place is not None else layer or 0].name
+        kind = _mechanism_at(model, at)
+        return explain_recorded_row(recording, at, head, query, key, batch=batch, mechanism=kind)
     takes_ids = isinstance(model, TextEncoder) and isinstance(text, Tensor)
     if isinstance(model, Model) and isinstance(text, (list, tuple, Tensor)):
         text = torch.tensor([encode_prompt(model, text)], device=model.device)
@@ -298,34 +300,23 @@ def explain(
         return _assemble(location, mechanism, run, row)
 
 
-def _explain_recorded(
-    model: Recording | nn.Module,
-    inputs: object,
-    labels: Labels | None,
-    place: str | None,
-    layer: int | None,
-    head: int,
-    query: int | str,
-    key: int | str | None,
-    batch: int,
-) -> Explanation:
-    """Explain a row of a recording, or record a module and explain a row of it."""
-    mechanism = "attention"
+def _recording_of(model: Recording | nn.Module, inputs: object, labels: Labels | None) -> Recording:
+    """Return a recording as it is, or that of a module."""
     if isinstance(model, nn.Module):
-        recording = record(
-            model, *(inputs if isinstance(inputs, tuple) else (inputs,)), labels=labels
+        return record(model, *(inputs if isinstance(inputs, tuple) else (inputs,)), labels=labels)
+    if inputs is not None or labels is not None:
+        raise ArgumentError(
+            "text and labels do not apply to a Recording, which has its own; leave them out"
         )
-    else:
-        if inputs is not None or labels is not None:
-            raise ArgumentError(
-                "text and labels do not apply to a Recording, which has its own; leave them out"
-            )
-        recording = model
-    name = recording[place if place is not None else layer or 0].name
-    if isinstance(model, nn.Module):
-        path = name.partition(".call")[0].partition(".part")[0]
-        mechanism = type(dict(model.named_modules()).get(path, model)).__name__
-    return explain_recorded_row(recording, name, head, query, key, batch=batch, mechanism=mechanism)
+    return model
+
+
+def _mechanism_at(model: Recording | nn.Module, place: str) -> str:
+    """Return the class of the module at a place, as far as it is known."""
+    if isinstance(model, Recording):
+        return "attention"
+    path = place.partition(".call")[0].partition(".part")[0]
+    return type(dict(model.named_modules()).get(path, model)).__name__
 
 
 @dataclass(frozen=True, eq=False)
@@ -387,16 +378,8 @@ def _assemble(
         mix = mix_of_rows(mechanism, run, calls, one.call, head, target.i, len(target.columns.ids))
     else:
         H, G = (len(run.taps[name]) for name in "qk")
-    sizes = {
-        "layers": len(target.prepared.main_sites),
-        "H": H,
-        "G": G,
-        "T": len(target.rows.ids),
-        "S": len(explained.k),
-        "D": explained.k.shape[1],
-        "E": explained.v.shape[1],
-        "M": run.taps["out"].shape[1],
-    }
+    layers, T, M = len(target.prepared.main_sites), len(target.rows.ids), run.taps["out"].shape[1]
+    sizes = row_sizes(layers, H, G, T, explained.k, explained.v, M)
     where = Location(
         model=target.prepared.name,
         text=target.prepared.text,

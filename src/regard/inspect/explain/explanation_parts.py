@@ -6,6 +6,7 @@ mechanisms, and its cost.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,6 +24,7 @@ from regard.inspect.explain.attention_row import (
     max_difference,
     softmax,
     to_array,
+    visible_values,
 )
 from regard.inspect.explain.captured_run import CapturedRun, QueryCall
 from regard.inspect.explain.explanation import (
@@ -67,17 +69,10 @@ def input_chain(
     for name, described_steps, head, recorded_values in zip(
         "qkv", (described.q, described.k, described.v), heads, recorded, strict=True
     ):
-        if name == "q":
-            chain = _steps_of_head(described_steps, head, row=query.row)
-        else:
-            chain = _steps_of_head(described_steps, head)
-            if (
-                described_steps
-                and len(chain[-1].values) > len(recorded_values)
-                and int(columns.min()) >= 0
-            ):
-                # the call had only some of the keys
-                chain = tuple(s._replace(values=s.values[columns]) for s in chain)
+        chain = _steps_of_head(described_steps, head, row=query.row if name == "q" else None)
+        has_more = name != "q" and bool(chain) and len(chain[-1].values) > len(recorded_values)
+        if has_more and int(columns.min()) >= 0:  # the call had only some of the keys
+            chain = tuple(s._replace(values=s.values[columns]) for s in chain)
         matches = bool(chain) and chain[-1].values.shape == recorded_values.shape
         if matches:
             checks[name] = max_difference(chain[-1].values, recorded_values)
@@ -136,9 +131,7 @@ def _rotary_angles(
 def _measured_angles(rotary: Rotary, positions: Positions) -> tuple[Array, float]:
     """Return the angles `[T, pairs]` and the factor of the rotation of the pairs (1, 0)."""
     n, T = rotary.inv_freq.shape[0], as_tensor(positions).shape[1]
-    unit_pairs = torch.zeros(
-        1, 1, T, rotary.dim, dtype=torch.float32, device=rotary.inv_freq.device
-    )
+    unit_pairs = rotary.inv_freq.new_zeros(1, 1, T, rotary.dim, dtype=torch.float32)
     first = slice(0, n) if rotary.layout == "half" else slice(0, 2 * n, 2)
     second = slice(n, 2 * n) if rotary.layout == "half" else slice(1, 2 * n, 2)
     unit_pairs[..., first] = 1
@@ -209,8 +202,9 @@ def head_patterns(call: QueryCall, head: int) -> HeadPatterns:
     n = max(1, -(-max(T, S) // MAX_CELLS))
     shape = (H, -(-T // n), -(-S // n))
     small, full = np.full(shape, np.nan), np.zeros((T if short else 0, S))
-    for start in range(0, T, QUERIES_PER_CHUNK // n * n or n):
-        rows = slice(start, min(start + (QUERIES_PER_CHUNK // n * n or n), T))
+    tall = QUERIES_PER_CHUNK // n * n or n
+    for start in range(0, T, tall):
+        rows = slice(start, min(start + tall, T))
         s, p = (x[0].numpy() for x in call.place.step_block(step, rows, slice(0, S), tuple(heads)))
         part = np.where(np.isneginf(s), np.nan, p)
         small[list(heads), rows.start // n : -(-rows.stop // n)] = pool_largest(part, n)
@@ -239,19 +233,8 @@ def counterfactuals(
     row: KernelRow, weights: Array, z: Array, key: int
 ) -> tuple[Counterfactual, ...]:
     """Compute the weights of the row under other rules, each of which changes one thing."""
-    return tuple(
-        compare_weights(
-            name,
-            equation,
-            weights_of_rule,
-            weights,
-            np.where(row.chain.visible[:, None], row.v, 0.0),
-            z,
-            key,
-        )
-        for name, equation, weights_of_rule in _other_rules(row)
-        if weights_of_rule is not None
-    )
+    v = visible_values(row)
+    return tuple(compare_weights(*rule, weights, v, z, key) for rule in _other_rules(row))
 
 
 def compare_weights(
@@ -291,7 +274,7 @@ def small_window(keys: int) -> int:
     return min(8, max(1, keys // 2))
 
 
-def _other_rules(row: KernelRow) -> Iterator[tuple[str, str, Array | None]]:
+def _other_rules(row: KernelRow) -> Iterator[tuple[str, str, Array]]:
     """Generate (name, equation, weights) of each counterfactual."""
     chain, sink = row.chain, row.sink
     positions, position = row.call.keys.numpy(), row.call.position
@@ -336,10 +319,8 @@ def _other_rules(row: KernelRow) -> Iterator[tuple[str, str, Array | None]]:
 
 def _top_k_visible(chain: ScoreFunction) -> NDArray[np.bool_]:
     """Return which visible keys are among the `TOP_K` largest scores."""
-    s = chain.steps()[-1].values
-    keep = np.zeros(len(s), bool)
-    keep[np.argsort(-s, kind="stable")[:TOP_K]] = True
-    visible_top: NDArray[np.bool_] = keep & chain.visible
+    best = np.argsort(-chain.steps()[-1].values, kind="stable")[:TOP_K]
+    visible_top: NDArray[np.bool_] = np.isin(np.arange(len(chain.visible)), best) & chain.visible
     return visible_top
 
 
@@ -358,6 +339,12 @@ def _linear_attention(chain: ScoreFunction) -> Array:
     return a / total if total > 0 else a
 
 
+def row_sizes(layers: int, H: int, G: int, T: int, k: Array, v: Array, M: int) -> dict[str, int]:
+    """Return the letters of an explanation, for keys `[S, D]` and values `[S, E]`."""
+    S, D = k.shape
+    return {"layers": layers, "H": H, "G": G, "T": T, "S": S, "D": D, "E": v.shape[1], "M": M}
+
+
 def row_cost(attention: nn.Module, sizes: dict[str, int], keys: int, itemsize: int) -> RowCost:
     """Compute the cost of one query against `keys` visible keys, and the size of caches for S
     tokens of this layer.
@@ -371,18 +358,17 @@ def row_cost(attention: nn.Module, sizes: dict[str, int], keys: int, itemsize: i
     Source: sizes of MLA from DeepSeek-AI 2024 (arXiv 2405.04434), section 3.1.2.
     """
     H, G, S, D, E = (sizes[letter] for letter in "HGSDE")
-    described = _describe(attention, S)
-    caches = [
-        _cache_cost("MHA", H * (D + E), S, itemsize),
-        *(
-            [_cache_cost(Phrase("GQA, G = {G}", G=G), G * (D + E), S, itemsize)]
-            if 1 < G < H
-            else []
-        ),
-        _cache_cost("MQA", D + E, S, itemsize),
-        _cache_cost("MLA", latent_values(4 * D, D // 2), S, itemsize),
-        _cache_cost(f"window {small_window(S)}", G * (D + E), small_window(S), itemsize),
+    describe: Any = getattr(attention, "describe", None)
+    described: Description | None = None if describe is None else describe(S)
+    window, grouped = small_window(S), [(Phrase("GQA, G = {G}", G=G), G * (D + E), S)]
+    kinds = [
+        ("MHA", H * (D + E), S),
+        *(grouped if 1 < G < H else []),
+        ("MQA", D + E, S),
+        ("MLA", latent_values(4 * D, D // 2), S),
+        (f"window {window}", G * (D + E), window),
     ]
+    caches = [CacheCost(name, n, T, n * T * itemsize, is_this_layer=False) for name, n, T in kinds]
     if described is not None:
         numbers, tokens = described.kv_per_token.value, described.kv_tokens.value
         whole = described.cached_values * itemsize
@@ -396,15 +382,3 @@ def row_cost(attention: nn.Module, sizes: dict[str, int], keys: int, itemsize: i
         attention_bytes(B=1, H=1, G=1, T=1, S=keys, D=D, E=E, itemsize=itemsize),
         tuple(caches),
     )
-
-
-def _cache_cost(name: str, numbers: int, tokens: int, itemsize: int) -> CacheCost:
-    return CacheCost(name, numbers, tokens, numbers * tokens * itemsize, is_this_layer=False)
-
-
-def _describe(attention: object, context: int) -> Description | None:
-    """Return the module's description of its cost, if it has one."""
-    if not hasattr(attention, "describe"):
-        return None
-    description: Description = attention.describe(context)
-    return description

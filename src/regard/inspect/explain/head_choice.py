@@ -185,9 +185,7 @@ def choose_head(
     """
     sites = prepared.main_sites if place is None else (prepared.site(place=place),)
     if all(explainable(site.attention).has_own_row for site in sites):
-        first = sites[
-            0 if layer is None else check_index("layer", layer, len(sites), "layer", "layers")
-        ]
+        first = sites[check_index("layer", layer or 0, len(sites), "layer", "layers")]
         return Choice(first.layer, head or 0, FIRST_HEAD_RULE)
     rows = _query_weights(prepared, sites, query, keep_all=key is not None)
     layers, heads, S = rows.shape
@@ -362,15 +360,9 @@ def _weights_of_query(
     """Return the weights of the query at each recorded site, `[sites, H, S]`."""
     rows: list[Tensor | None] = []
     for site in sites:
-        calls = calls_for_query(run, site, query)
-        if not calls:
-            rows.append(None)
-            continue
-        rows.append(
-            main_call_weights(
-                effective_calls(site, calls), len(prepared.sequences[site.key_sequence].ids)
-            )
-        )
+        calls, tokens = calls_for_query(run, site, query), prepared.sequences[site.key_sequence].ids
+        counted = effective_calls(site, calls)
+        rows.append(main_call_weights(counted, len(tokens)) if calls else None)
     known = next((row for row in rows if row is not None), None)
     if known is None:
         names = ", ".join(dict.fromkeys(type(site.attention).__name__ for site in sites))

@@ -100,11 +100,13 @@ def _build(
         for layer in network.layers:
             layer.cross = entry.build(DIM, HEADS, **check_options(entry, options))
         seq2seq = Seq2Seq(_frozen(network), tokenizer, _config(V), start=0, eos_ids=[0])
-        return seq2seq if target is not None else _copy_task(seq2seq, text)
+        if target is not None:
+            return seq2seq
+        # the text is the target as well, since the answer of random weights would be noise
+        return _pair(network, tokenizer, seq2seq.encode(text)[0][0].tolist(), text)
     if entry.family == "additive":
-        return _recurrent_pair(
-            entry, options, tokenizer.encode(text), tokenizer.encode(target or text), tokenizer
-        )
+        recurrence = _recurrent_network(entry, options, V)
+        return _pair(recurrence, tokenizer, tokenizer.encode(text), target or text)
     mixers = [entry.build(DIM, HEADS, **check_options(entry, options)) for _ in range(LAYERS)]
     blocks = [
         Block(m, SwiGLU(DIM, 2 * DIM), PreNorm(RMSNorm(DIM)), PreNorm(RMSNorm(DIM)))  # type: ignore[arg-type]
@@ -122,37 +124,23 @@ def _tokenizer() -> Tokenizer:
     return Tokenizer.load(Path(str(file)))
 
 
-def _recurrent_pair(
-    entry: Variant,
-    options: dict[str, object],
-    source: list[int],
-    target: list[int],
-    tokenizer: Tokenizer,
-) -> PretokenizedInput:
+def _recurrent_network(entry: Variant, options: dict[str, object], V: int) -> nn.Module:
     """Build a recurrent encoder and decoder of one layer, with this attention between them."""
-    network = recurrent(tokenizer.vocab_size, DIM, DIM, attention=entry.name)
+    network = recurrent(V, DIM, DIM, attention=entry.name)
     states = 2 * DIM if entry.name == "bahdanau" else DIM
     decoder: Any = network.decoder
-    decoder.attention = entry.build(
-        DIM, 1, **{"memory_dim": states, **check_options(entry, options)}
-    )
-    target_ids = [0, *target]
-    return PretokenizedInput(
-        _frozen(network),
-        (source, tokenizer.pieces(source)),
-        (target_ids, tokenizer.pieces(target_ids)),
-        names=tokenizer.pieces,
-    )
+    own = {"memory_dim": states, **check_options(entry, options)}
+    decoder.attention = entry.build(DIM, 1, **own)
+    return network
 
 
-def _copy_task(model: Seq2Seq, text: str) -> PretokenizedInput:
-    """Use the text as source and as target, since the answer of random weights would be noise."""
-    source = model.encode(text)[0][0].tolist()
-    target_ids = [model.start, *model.tokenizer.encode(text)]
-    pieces = model.tokenizer.pieces
-    return PretokenizedInput(
-        model.network, (source, pieces(source)), (target_ids, pieces(target_ids)), names=pieces
-    )
+def _pair(
+    network: nn.Module, tokenizer: Tokenizer, source: list[int], target: str
+) -> PretokenizedInput:
+    """Return a network with the ids of a source, and a target behind the start token 0."""
+    ids, pieces = [0, *tokenizer.encode(target)], tokenizer.pieces
+    read, said = (source, pieces(source)), (ids, pieces(ids))
+    return PretokenizedInput(_frozen(network), read, said, names=pieces)
 
 
 def _sharpen(model: Any) -> None:

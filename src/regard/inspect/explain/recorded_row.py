@@ -41,6 +41,7 @@ from regard.inspect.explain.explanation_parts import (
     head_patterns,
     input_step,
     row_cost,
+    row_sizes,
 )
 from regard.inspect.explain.head_choice import strongest_key
 from regard.inspect.model_run import check_index
@@ -83,14 +84,14 @@ def explain_recorded_row(
     steps, softmax, checks = score_and_compare(row)
     visible_columns = step.columns.tolist()
     names = tuple(columns[c] if columns else str(c) for c in visible_columns)
-    j, rule = _find_key(
-        place, i, visible_columns, columns, key, np.where(row.chain.visible, softmax.weights, -1)
-    )
+    seen_weights = np.where(row.chain.visible, softmax.weights, -1)
+    j, rule = _find_key(place, i, visible_columns, columns, key, seen_weights)
     mixed_terms = softmax.weights[:, None] * visible_values(row)
     mixed = mixed_terms.sum(0)
     assert step.out is not None, "checked above"
-    out = step.out[0, :, own]
-    sizes = _sizes(recording, place, row)
+    z, nothing = to_array(step.out[0, :, own]), np.zeros(0)
+    G, M = row.call.groups, place.H * row.v.shape[1]
+    sizes = row_sizes(len(recording), place.H, G, step.T, row.chain.k, row.v, M)
     names_of_rows = tuple(rows[t] if rows else str(t) for t in range(place.T))
     text = "".join(recording.pieces).replace("·", " ").strip()
     return Explanation(
@@ -128,7 +129,8 @@ def explain_recorded_row(
             why_masked(step.mask, step.q_positions, own, row.chain.visible, head, step.k_positions),
         ),
         softmax=softmax,
-        output=_output(mixed_terms, mixed, out, head),
+        # without an output projection
+        output=HeadOutput(mixed_terms, mixed, z[head], z.reshape(-1), nothing, nothing, nothing),
         heads=head_patterns(call, head),
         checks=checks,
         cost=row_cost(nn.Identity(), sizes, int(row.chain.visible.sum()), step.q.dtype.itemsize),
@@ -180,17 +182,13 @@ def _check_is_whole(place: Place) -> None:
             "explanation computes both from q and k, and would show them without the edit; record "
             "without that edit, or read recording.weights"
         )
-    missing = [
-        name
-        for name, lacks in (
-            ("all heads", place.heads != tuple(range(place.H))),
-            ("all rows", any(step.first for step in place.steps)),
-            ("v", any(pool.v is None for pool in place.pools)),
-            ("out", any(step.out is None for step in place.steps)),
-        )
-        if lacks
-    ]
-    if missing:
+    lacks = {
+        "all heads": place.heads != tuple(range(place.H)),
+        "all rows": any(step.first for step in place.steps),
+        "v": any(pool.v is None for pool in place.pools),
+        "out": any(step.out is None for step in place.steps),
+    }
+    if missing := [name for name, is_missing in lacks.items() if is_missing]:
         raise ArgumentError(
             f"{place.name} was recorded without {', '.join(missing)}, which an explanation needs; "
             "record without heads=, rows= and keep="
@@ -238,21 +236,6 @@ def _find_key(
     return strongest_key(weights, left_out)
 
 
-def _sizes(recording: Recording, place: Place, row: KernelRow) -> dict[str, int]:
-    """Return the letters of the explanation."""
-    E = row.v.shape[1]
-    return {
-        "layers": len(recording),
-        "H": place.H,
-        "G": row.call.groups,
-        "T": row.call.step.T,
-        "S": len(row.chain.k),
-        "D": row.chain.k.shape[1],
-        "E": E,
-        "M": place.H * E,
-    }
-
-
 def _inputs(row: KernelRow) -> InputChain:
     """Return the inputs of the kernel as the first steps."""
     D, n = row.chain.k.shape[1], len(row.chain.k)
@@ -263,10 +246,3 @@ def _inputs(row: KernelRow) -> InputChain:
         row.v,
         RotaryAngles("", np.zeros((n, 0)), np.zeros(0), (-1,) * D),
     )
-
-
-def _output(terms: Array, mixed: Array, out: Tensor, head: int) -> HeadOutput:
-    """Return the weighted values and the outputs of the heads, without an output projection."""
-    z = to_array(out)
-    nothing: Array = np.zeros(0)
-    return HeadOutput(terms, mixed, z[head], z.reshape(-1), nothing, nothing, nothing)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -16,10 +15,8 @@ from regard.inspect.interventions.effect_table import EffectTable
 from regard.inspect.interventions.residual_terms import CAPTURED
 from regard.inspect.model_run import (
     AnyModel,
-    Edit,
     Input,
     ModelRun,
-    RunResult,
     TokenSequence,
     encode_ids,
     passed_once,
@@ -65,9 +62,11 @@ def attribute_answer(
     taps = passed_once(whole.run(capture=(*CAPTURED, "pattern") if by_key else CAPTURED).trace)
     length = len(ids) if whole.tokens is None else len(whole.tokens.ids)
     first = length - len(ids)
-    tables = [
-        attribute_run(_prefix(whole, taps, first + n), i, by_key=by_key) for n, i in enumerate(ids)
-    ]
+    tables = []
+    for length_before, token in enumerate(ids, first):
+        known = {name: _cut(name, x, length_before) for name, x in taps.items()}
+        before = _first_tokens(whole, length_before)
+        tables.append(attribute_run(before, token, by_key=by_key, taps=known))
     names = list(dict.fromkeys(name for table in tables for name in table.rows))
     columns = tables[-1].columns if by_key else whole.labels(length)[first:]
     values = np.zeros((len(names), len(columns)))
@@ -115,34 +114,12 @@ def _whole_run(
     return prepare_run(model, (text, joined) if is_pair else joined), ids
 
 
-@dataclass(frozen=True, eq=False)
-class _PrefixRun(ModelRun):
-    """A run over the first tokens, whose activations are those of the whole run up to there."""
-
-    taps_before: Mapping[str, Tensor] = field(default_factory=dict)
-
-    def run(
-        self,
-        edit: Mapping[str, Edit] | None = None,
-        capture: Iterable[str] = (),
-        *,
-        gradients: bool = False,
-        times: int = 1,
-    ) -> RunResult:
-        """Return the activations without a run."""
-        assert not edit, "activations that are known cannot be edited"
-        return RunResult(self.taps_before["logits"], self.taps_before)  # type: ignore[arg-type]
-
-
-def _prefix(run: ModelRun, taps: Mapping[str, Tensor], length: int) -> ModelRun:
-    """Return the run over the first tokens of a causal run."""
-    known: dict[str, Any] = {each.name: getattr(run, each.name) for each in fields(ModelRun)}
-    sequences = dict(run.sequences)
-    if run.tokens is not None:
-        tokens = run.tokens
-        sequences[run.predicted] = TokenSequence(tokens.ids[:length], tokens.pieces[:length])
-    cut = {name: _cut(name, x, length) for name, x in taps.items()}
-    return _PrefixRun(**{**known, "sequences": sequences}, taps_before=cut)
+def _first_tokens(run: ModelRun, length: int) -> ModelRun:
+    """Return the run with the first of its tokens, whose activations are known."""
+    if run.tokens is None:
+        return run
+    tokens = TokenSequence(run.tokens.ids[:length], run.tokens.pieces[:length])
+    return replace(run, sequences={**run.sequences, run.predicted: tokens})
 
 
 def _cut(name: str, x: Tensor, length: int) -> Tensor:

@@ -4,7 +4,6 @@ heads that move a name; and what the model would predict after each layer (the l
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping
 from typing import Literal, NamedTuple, TypeAlias, get_args
 
@@ -12,7 +11,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from regard.did_you_mean import suggest
 from regard.errors import ArgumentError
 from regard.inspect.interventions.effect_table import (
     Answer,
@@ -20,6 +18,7 @@ from regard.inspect.interventions.effect_table import (
     Metric,
     answer_ids,
     answer_names,
+    head_table,
     last_logits,
     metric_of,
     token_id,
@@ -30,6 +29,7 @@ from regard.inspect.model_run import (
     Edit,
     Input,
     ModelRun,
+    check_option,
     check_passed,
     passed_once,
     prepare_run,
@@ -103,12 +103,7 @@ def attribute(
     al. 2023 (arXiv 2310.10348); integrated gradients: Hao et al. 2021 (arXiv 2004.11207), section
     3.
     """
-    if method not in get_args(Method):
-        known = get_args(Method)
-        raise ArgumentError(
-            f"method is {method!r}; it must be one of {', '.join(known)}{suggest(method, known)}",
-            argument="method",
-        )
+    check_option("method", method, get_args(Method))
     if corrupt is not None and method != "gradient":
         raise ArgumentError(
             f"corrupt does not apply to method {method!r}; use method='gradient'",
@@ -152,8 +147,12 @@ def answer_direction(
     return Direction(vector[0, 0].double().cpu(), float(constant.detach()), logit, name)
 
 
-def attribute_run(run: ModelRun, metric: Metric, *, by_key: bool) -> EffectTable:
-    """Attribute a logit of the last token to the terms of its hidden state."""
+def attribute_run(
+    run: ModelRun, metric: Metric, *, by_key: bool, taps: Mapping[str, Tensor] | None = None
+) -> EffectTable:
+    """Attribute a logit of the last token to the terms of its hidden state, from the activations of
+    a run, if they are known.
+    """
     if callable(metric):
         raise ArgumentError(
             "direct attribution needs a token or a pair of tokens as metric, because only a logit "
@@ -161,7 +160,7 @@ def attribute_run(run: ModelRun, metric: Metric, *, by_key: bool) -> EffectTable
         )
     if metric is None:
         metric = int(last_logits(run.run().output)[0].argmax())
-    decomposition = decompose(run, -1, by_key=by_key)
+    decomposition = decompose(run, -1, by_key=by_key, taps=taps)
     output, x = decomposition.output, decomposition.terms.state(decomposition.states[-1])
     with torch.no_grad():
         normed = output.norm(x)
@@ -225,9 +224,8 @@ def _gradient(run: ModelRun, corrupt: ModelRun | None, metric: Metric) -> Effect
     if corrupt is not None:
         clean = run.run(capture=["z"])
         other, target = passed_once(clean.trace), float(measured.measure(clean.output))
-    names = list(trace)
-    values = np.full((len(names), max(trace[name].shape[1] for name in names)), np.nan)
-    for i, name in enumerate(names):
+    effects = {}
+    for name in trace:
         z = trace[name].detach().double()
         there = torch.zeros_like(z) if other is None else other[name].double()
         if there.shape != z.shape:
@@ -237,16 +235,12 @@ def _gradient(run: ModelRun, corrupt: ModelRun | None, metric: Metric) -> Effect
                 argument="corrupt",
             )
         effect = ((there - z) * trace.gradient(name).double()).sum((0, 2, 3))
-        values[i, : len(effect)] = effect.cpu().numpy()
+        effects[name.removesuffix(".z")] = effect.tolist()
     aim = "zero ablation" if corrupt is None else "patching"
-    return EffectTable(
+    return head_table(
         Phrase("attribution patching: {aim} of heads, estimated by one gradient", aim=Phrase(aim)),
         Phrase("estimated change of {name}", name=measured.name),
-        values,
-        "layer",
-        "head",
-        tuple(name.removesuffix(".z") for name in names),
-        tuple(map(str, range(values.shape[1]))),
+        effects,
         baseline=before,
         target=None if other is None else target,
         notes=("a linear estimate, which fails where the metric is far from linear",),
@@ -282,8 +276,8 @@ def _integrated(run: ModelRun, metric: Metric, steps: int) -> EffectTable:
     names = list(passed_once(plain.trace))
     check_passed(names, "pattern")
     points, weights = np.polynomial.legendre.leggauss(steps)  # on (-1, 1)
-    values = np.full((len(names), max(plain.trace[name].shape[1] for name in names)), np.nan)
-    for i, name in enumerate(names):
+    effects = {}
+    for name in names:
         pattern = plain.trace[name]
         mean = torch.zeros_like(pattern, dtype=torch.float64)
         for point, weight in zip(points, weights, strict=True):
@@ -292,21 +286,14 @@ def _integrated(run: ModelRun, metric: Metric, steps: int) -> EffectTable:
             trace, _ = _with_gradients(run, measured.measure, name, edit)
             mean += weight / 2 * trace.gradient(name).double()
         effect = (pattern.double() * mean).sum((0, 2, 3))
-        values[i, : len(effect)] = effect.cpu().numpy()
-    return EffectTable(
+        effects[name.removesuffix(".pattern")] = effect.tolist()
+    return head_table(
         "integrated gradients of the patterns",
         Phrase("part of {name}", name=measured.name),
-        values,
-        "layer",
-        "head",
-        tuple(name.removesuffix(".pattern") for name in names),
-        tuple(map(str, range(values.shape[1]))),
+        effects,
         baseline=float(measured.measure(plain.output)),
         notes=("the heads of a layer sum to the metric minus that without the layer's attention",),
     )
-
-
-_HEAD = re.compile(r"(.*)\.head\.(\d+)$")
 
 
 def name_mover_scores(model: AnyModel, text: Input, answer: Answer) -> EffectTable:
@@ -341,24 +328,13 @@ def name_mover_scores(model: AnyModel, text: Input, answer: Answer) -> EffectTab
         raise ArgumentError(
             f"the answer {answer!r} does not stand in the text, so that no head moves it"
         )
-    scores: dict[str, dict[int, float]] = {}
+    scores: dict[str, list[float]] = {}
     for name, row in zip(parts.rows, parts.values, strict=True):
-        if match := _HEAD.match(name):
-            scores.setdefault(match[1], {})[int(match[2])] = float(row[keys].sum())
-    values = np.full((len(scores), 1 + max(h for heads in scores.values() for h in heads)), np.nan)
-    for i, heads in enumerate(scores.values()):
-        for h, value in heads.items():
-            values[i, h] = value
-    return EffectTable(
-        "name movers",
-        Phrase("{part} from its copies", part=parts.quantity),
-        values,
-        "layer",
-        "head",
-        tuple(scores),
-        tuple(map(str, range(values.shape[1]))),
-        baseline=parts.baseline,
-    )
+        place, is_head, _ = name.partition(".head.")  # the heads of a place stand in their order
+        if is_head:
+            scores.setdefault(place, []).append(float(row[keys].sum()))
+    quantity = Phrase("{part} from its copies", part=parts.quantity)
+    return head_table("name movers", quantity, scores, baseline=parts.baseline)
 
 
 def logit_lens(model: AnyModel, text: Input, answer: Answer | None = None) -> EffectTable:

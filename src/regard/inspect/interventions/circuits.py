@@ -18,8 +18,8 @@ from jaxtyping import Complex, Float
 from torch import Tensor, nn
 
 from regard.errors import ArgumentError, ArgumentTypeError
-from regard.inspect.interventions.effect_table import EffectTable
-from regard.inspect.interventions.residual_terms import FrozenNorm, OutputMap
+from regard.inspect.interventions.effect_table import EffectTable, head_table
+from regard.inspect.interventions.residual_terms import FrozenNorm, OutputMap, freeze
 from regard.inspect.model_run import check_index
 from regard.language import Phrase
 from regard.models.model import Model
@@ -283,9 +283,7 @@ def _frozen_gain(norm: nn.Module, size: int) -> FrozenNorm:
     """Return a norm as a linear map; its gain and centring do not depend on the state."""
     x = torch.randn(1, 1, size, generator=torch.Generator().manual_seed(0))
     parameter = next(norm.parameters(), None)
-    x = x if parameter is None else x.to(parameter)
-    with torch.no_grad():
-        return FrozenNorm(norm, x, norm(x))
+    return freeze(norm, x if parameter is None else x.to(parameter))
 
 
 def _reading_map(path: nn.Module | None, size: int) -> Callable[[Tensor], Tensor]:
@@ -388,21 +386,16 @@ def copying_scores(model: Model) -> EffectTable:
     Source: Elhage et al. 2021, section "copying / primacy of eigenvalues".
     """
     product = vocabulary_product(model)
-    layers = [_layer_maps(block, f"layers.{i}", 0) for i, block in enumerate(model.decoder.layers)]
-    values = np.full((len(layers), max(len(maps.output) for maps in layers)), np.nan)
-    for i, maps in enumerate(layers):
-        for h in range(len(maps.output)):
-            ov = maps.head(h).ov
-            eigenvalues = FactoredMatrix(product @ ov.left, ov.right).eigenvalues()
-            values[i, h] = float(eigenvalues.real.sum() / eigenvalues.abs().sum())
-    return EffectTable(
+    scores: dict[str, list[float]] = {}
+    for i, block in enumerate(model.decoder.layers):
+        maps = _layer_maps(block, f"layers.{i}", 0)
+        ovs = [maps.head(h).ov for h in range(len(maps.output))]
+        spectra = [FactoredMatrix(product @ ov.left, ov.right).eigenvalues() for ov in ovs]
+        scores[f"layers.{i}"] = [float(x.real.sum() / x.abs().sum()) for x in spectra]
+    return head_table(
         "copying scores of the OV circuits",
         "sum of the eigenvalues by that of their absolute values",
-        values,
-        "layer",
-        "head",
-        tuple(f"layers.{i}" for i in range(len(layers))),
-        tuple(map(str, range(values.shape[1]))),
+        scores,
         notes=("from weights alone: whether the head attends to a token is not counted",),
     )
 

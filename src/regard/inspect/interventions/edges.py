@@ -39,13 +39,14 @@ BATCH_NUMBERS = 1 << 24
 
 class _Layer(NamedTuple):
     """One block: what a head adds `[H, E, M]`, the factor on its feed-forward layer, and where its
-    senders begin.
+    senders and its receivers begin.
     """
 
     block: Any
     output: Tensor
     factor: float
     begin: int
+    receivers: int
     is_parallel: bool
     heads: int
     groups: int
@@ -54,6 +55,11 @@ class _Layer(NamedTuple):
     def mlp(self) -> int:
         """The index of the feed-forward layer among the senders."""
         return self.begin + self.heads
+
+    @property
+    def reading_mlp(self) -> int:
+        """The index of the feed-forward layer among the receivers, behind q, k and v."""
+        return self.receivers + self.heads + 2 * self.groups
 
 
 class _Run(NamedTuple):
@@ -78,7 +84,8 @@ def _layers_of(model: AnyModel) -> list[_Layer]:
         )
     if model.decoder.shares_between_layers:
         raise ArgumentError("layers share keys or values, which are edges that this does not cut")
-    layers, begin = [], 1
+    layers: list[_Layer] = []
+    begin, receivers = 1, 0
     for i, module in enumerate(model.decoder.layers):
         block: Any = module
         paths = [block.attention_residual, block.feed_forward_residual]
@@ -99,8 +106,8 @@ def _layers_of(model: AnyModel) -> list[_Layer]:
         own, mlp = (p.scale if isinstance(p, ScaledPreNorm) else 1.0 for p in paths)
         parallel = isinstance(block, ParallelBlock)
         G = attention.project.shape.G
-        layers.append(_Layer(block, own * output, mlp, begin, parallel, len(output), G))
-        begin += len(output) + 1
+        layers.append(_Layer(block, own * output, mlp, begin, receivers, parallel, len(output), G))
+        begin, receivers = layers[-1].mlp + 1, layers[-1].reading_mlp + 1
     return layers
 
 
@@ -250,21 +257,15 @@ class EdgeRuns:
         mask = mask & self.exists
         reads = mask.any(0).any(1)  # [R]
         first = len(self.layers) if embedded == 1 and inputs is None else 0
-        row = 0
-        for i, layer in enumerate(self.layers):
-            stop = row + layer.heads + 2 * layer.groups + 1
-            if bool(cut[row:stop].any()):
-                first = min(first, i)
-            row = stop
+        for i, layer in enumerate(self.layers[:first]):
+            if bool(cut[layer.receivers : layer.reading_mlp + 1].any()):
+                first = i
+                break
         known = self.layers[first].begin if first < len(self.layers) else S
         changes = _Changes(mask, self.other.sent, inputs)
         changes.senders[:, :known] = embedded * change[:known]
-        row = 0
-        for i, layer in enumerate(self.layers):
-            begin, mlp = row, row + layer.heads + 2 * layer.groups
-            row = mlp + 1
-            if i < first:
-                continue
+        for i, layer in enumerate(self.layers[first:], first):
+            begin, mlp = layer.receivers, layer.reading_mlp
             stream, middle = self.other.streams[i]
             rows = begin + reads[begin:mlp].nonzero()[:, 0]
             if len(rows):
@@ -277,10 +278,13 @@ class EdgeRuns:
                 x = changes.read(middle, [mlp])
                 y = self._feed_forward(layer, x[:, 0].flatten(0, 1)).unflatten(0, (C, B))
                 changes.senders[:, layer.mlp] = layer.factor * y - self.other.sent[layer.mlp]
-        x = changes.read(self.other.last, [row])[:, 0]
-        x = x[:, :, -1:] if last_only else x
+        x = changes.read(self.other.last, [len(mask[0]) - 1])[:, 0]
+        return self._predict(x[:, :, -1:] if last_only else x)
+
+    def _predict(self, x: Tensor) -> Tensor:
+        """Return the logits `[C, B, n, V]` of states before the last norm."""
         logits = self.decoder.require_head()(self.decoder.norm(x.flatten(0, 1)))
-        result: Tensor = logits.unflatten(0, (C, B))
+        result: Tensor = logits.unflatten(0, x.shape[:2])
         return result
 
     def _attend(self, layer: _Layer, x: Tensor, rows: Tensor, other: dict[str, Tensor]) -> Tensor:
@@ -350,10 +354,7 @@ class EdgeRuns:
         Returns:
             The logits, for each sender.
         """
-        x = (self.start.last + self.other.sent - self.start.sent)[:, :, -1:]
-        logits = self.decoder.require_head()(self.decoder.norm(x.flatten(0, 1)))
-        each_sender: Tensor = logits.unflatten(0, x.shape[:2])
-        return each_sender
+        return self._predict((self.start.last + self.other.sent - self.start.sent)[:, :, -1:])
 
     def _feed_forward(self, layer: _Layer, x: Tensor) -> Tensor:
         """Return the output `[C B, T, M]` of the feed-forward layer for states before its norm."""

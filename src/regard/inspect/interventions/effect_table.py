@@ -10,7 +10,7 @@ import importlib
 import io
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeAlias
@@ -143,11 +143,9 @@ def _similarity(run: ModelRun, model: TextEncoder, metric: Any) -> NamedMetric:
         )
     with torch.no_grad():
         other = model.pool(run.run().output) if metric is None else model.embed(metric)
-    name = (
-        "cosine with the unchanged vector"
-        if metric is None
-        else Phrase("cosine with {metric!r}", metric=metric)
-    )
+    name = "cosine with the unchanged vector"
+    if metric is not None:
+        name = Phrase("cosine with {metric!r}", metric=metric)
     return NamedMetric(
         name,
         lambda output: torch.cosine_similarity(model.pool(output), other.to(output)).mean(),
@@ -434,3 +432,33 @@ class EffectTable:
         except ArgumentError:
             shown = self._repr_html_()
         return {"text/plain": str(self), "text/html": shown}
+
+
+def head_table(
+    title: str, quantity: str, layers: Mapping[str, Sequence[float]], **facts: Any
+) -> EffectTable:
+    """Return a table of the heads of layers, with NaN where a layer has fewer than another.
+
+    >>> head_table("a", "effect", {"layers.0": [0.5], "layers.1": [0.0, 1.0]}).values.tolist()
+    [[0.5, nan], [0.0, 1.0]]
+    """
+    values = np.full((len(layers), max(map(len, layers.values()))), np.nan)
+    for row, numbers in zip(values, layers.values(), strict=True):
+        row[: len(numbers)] = numbers
+    heads = tuple(map(str, range(values.shape[1])))
+    return EffectTable(title, quantity, values, "layer", "head", tuple(layers), heads, **facts)
+
+
+def changes_table(
+    metric: NamedMetric,
+    title: str,
+    rows: Sequence[str],
+    columns: Sequence[str],
+    *,
+    axes: tuple[str, str] = ("layer", "head"),
+    **facts: Any,
+) -> EffectTable:
+    """Return a table without numbers for the changes of a metric, which `fill_table` measures."""
+    quantity = Phrase("change of {name}", name=metric.name)
+    values = np.full((len(rows), len(columns)), np.nan)
+    return EffectTable(title, quantity, values, *axes, tuple(rows), tuple(columns), **facts)

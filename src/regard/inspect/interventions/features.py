@@ -7,14 +7,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, Protocol, get_args
 
-import numpy as np
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
 from regard.errors import ArgumentError
 from regard.inspect.interventions.edited_runs import EditedRun, ReportCell, fill_table
-from regard.inspect.interventions.effect_table import EffectTable, Metric, metric_of
+from regard.inspect.interventions.effect_table import EffectTable, Metric, changes_table, metric_of
 from regard.inspect.model_run import AnyModel, Edit, Input, check_index, passed_once, prepare_run
 from regard.language import Phrase
 from regard.process_state import random_generator
@@ -144,14 +143,12 @@ def ablate_features(
         features = largest.topk(min(32, len(largest))).indices.tolist()
     chosen = [check_index("features", i, len(largest), "feature", "features") for i in features]
     cells = {(n, 0): EditedRun({tap: edit_features(sae, {i: 0.0})}) for n, i in enumerate(chosen)}
-    table = EffectTable(
+    table = changes_table(
+        measured,
         Phrase("features of {tap} set to 0", tap=tap),
-        Phrase("change of {name}", name=measured.name),
-        np.full((len(chosen), 1), np.nan),
-        "feature",
-        "",
-        tuple(map(str, chosen)),
-        ("effect",),
+        list(map(str, chosen)),
+        ["effect"],
+        axes=("feature", ""),
         baseline=float(measured.measure(unchanged.output)),
         cells=tuple((f"{float(largest[i]):.4g}",) for i in chosen),
     )

@@ -5,12 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Collection
 
-import numpy as np
 from torch import Tensor
 
 from regard.errors import ArgumentError
 from regard.inspect.interventions.edited_runs import EditedRun, ReportCell, fill_table
-from regard.inspect.interventions.effect_table import EffectTable, Metric, metric_of
+from regard.inspect.interventions.effect_table import EffectTable, Metric, changes_table, metric_of
 from regard.inspect.interventions.patching import check_heads, chosen_places
 from regard.inspect.model_run import (
     AnyModel,
@@ -104,10 +103,10 @@ def knockout(
     run = prepare_run(model, text)
     measured = metric_of(run, metric)
     unchanged = run.run(capture=["pattern"])
-    shapes = {name: unchanged.trace[name].shape for name in unchanged.trace}
-    check_passed(shapes, "pattern")
-    names = [name.replace("pattern", "scores") for name in shapes]
-    sizes = dict(zip(names, shapes.values(), strict=True))
+    trace = unchanged.trace
+    sizes = {name.replace("pattern", "scores"): trace[name].shape for name in trace}
+    names = list(sizes)
+    check_passed(names, "pattern")
     chosen = chosen_places(names, layers)
     for name in names:
         for axis, chosen_positions, size in (
@@ -129,18 +128,15 @@ def knockout(
             if head is None or all(head < sizes[each][1] for each in around):
                 edit = cut_attention(queries, keys, head=head)
                 cells[i, j] = EditedRun(dict.fromkeys(around, edit))
-    table = EffectTable(
+    table = changes_table(
+        measured,
         Phrase(
             "knockout of attention from {queries} to {keys}",
             queries=",".join(map(str, queries)),
             keys=",".join(map(str, keys)),
         ),
-        Phrase("change of {name}", name=measured.name),
-        np.full((len(chosen), len(selected)), np.nan),
-        "layer",
-        "head",
-        tuple(name.removesuffix(".scores") for name in chosen),
-        tuple("all" if head is None else str(head) for head in selected),
+        [name.removesuffix(".scores") for name in chosen],
+        ["all" if head is None else str(head) for head in selected],
         baseline=float(measured.measure(unchanged.output)),
         notes=repeat_notes(unchanged.trace),
     )

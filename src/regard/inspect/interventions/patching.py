@@ -8,7 +8,6 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, get_args
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -21,13 +20,20 @@ from regard.inspect.interventions.edited_runs import (
     fill_table,
     measure_cells,
 )
-from regard.inspect.interventions.effect_table import EffectTable, Metric, NamedMetric, metric_of
+from regard.inspect.interventions.effect_table import (
+    EffectTable,
+    Metric,
+    NamedMetric,
+    changes_table,
+    metric_of,
+)
 from regard.inspect.model_run import (
     AnyModel,
     Edit,
     Input,
     ModelRun,
     check_index,
+    check_option,
     check_passed,
     passed_once,
     prepare_run,
@@ -102,12 +108,7 @@ def ablate(
     Source: Michel et al. 2019 (arXiv 1905.10650), section 2.2; mean and resample ablation: Wang et
     al. 2022 (arXiv 2211.00593), section 2.1; Chan et al. 2022, "Causal scrubbing".
     """
-    if method not in get_args(Ablation):
-        known = get_args(Ablation)
-        raise ArgumentError(
-            f"method is {method!r}; it must be one of {', '.join(known)}{suggest(method, known)}",
-            argument="method",
-        )
+    check_option("method", method, get_args(Ablation))
     run = prepare_run(model, text)
     measured = metric_of(run, metric)
     unchanged = run.run(capture=["z"])
@@ -126,14 +127,11 @@ def ablate(
                 generator = random_generator(seed)
                 new = replacement(method, source[name][:, head], generator)
                 cells[i, j] = EditedRun({name: replace_head(head, new)})
-    table = EffectTable(
+    table = changes_table(
+        measured,
         ABLATIONS[method],
-        Phrase("change of {name}", name=measured.name),
-        np.full((len(chosen), len(selected)), np.nan),
-        "layer",
-        "head",
-        tuple(name.removesuffix(".z") for name in chosen),
-        tuple(map(str, selected)),
+        [name.removesuffix(".z") for name in chosen],
+        list(map(str, selected)),
         baseline=before,
         notes=repeat_notes(unchanged.trace),
     )
@@ -319,12 +317,7 @@ def patch(
     Source: Vig et al. 2020 (arXiv 2004.12265); Meng et al. 2022 (arXiv 2202.05262), section 2.1;
     paths: Wang et al. 2022 (arXiv 2211.00593), section 3.1.
     """
-    if what not in get_args(What):
-        known = get_args(What)
-        raise ArgumentError(
-            f"what is {what!r}; it must be one of {', '.join(known)}{suggest(what, known)}",
-            argument="what",
-        )
+    check_option("what", what, get_args(What))
     if receiver is not None and what not in ("paths", "edges"):
         raise ArgumentError(
             f"a receiver ends paths; what is {what!r}: use what='paths'", argument="receiver"
@@ -525,14 +518,12 @@ def _patch_edges(
         last = "embed" if name == "embed" else last
         if place in chosen and last in columns:
             cells[chosen.index(place), columns.index(last)] = value
-    table = EffectTable(
+    table = changes_table(
+        metric,
         Phrase("patching of the edges to {aim}", aim=_aim_of(receiver)),
-        Phrase("change of {name}", name=metric.name),
-        np.full((len(chosen), len(columns)), np.nan),
-        "layer",
-        "sending part",
-        tuple(chosen),
-        tuple(columns),
+        chosen,
+        columns,
+        axes=("layer", "sending part"),
         baseline=float(metric.measure(runs.start.logits)),
         target=float(metric.measure(runs.other.logits)),
         notes=notes,
@@ -646,14 +637,12 @@ def _fill(
     notes: tuple[str, ...] = (),
 ) -> EffectTable:
     """Measure all cells of a table of both runs."""
-    table = EffectTable(
+    table = changes_table(
+        both.metric,
         title,
-        Phrase("change of {name}", name=both.metric.name),
-        np.full((len(rows), len(columns)), np.nan),
-        "layer",
-        axis,
         rows,
         columns,
+        axes=("layer", axis),
         baseline=both.baseline,
         target=both.target,
         notes=notes,

@@ -14,6 +14,7 @@ import copy
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from types import NoneType
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -257,8 +258,16 @@ class Decomposition(NamedTuple):
     is_post_norm: bool = False
 
 
-def decompose(run: ModelRun, position: int, *, by_key: bool = False) -> Decomposition:
-    """Run a model once, and take the hidden state of one token before the last norm apart."""
+def decompose(
+    run: ModelRun,
+    position: int,
+    *,
+    by_key: bool = False,
+    taps: Mapping[str, Tensor] | None = None,
+) -> Decomposition:
+    """Run a model once, and take the hidden state of one token before the last norm apart; a model
+    of this package, of which the captured `taps` are known, does not run.
+    """
     captured = (*CAPTURED, "pattern") if by_key else CAPTURED
     if isinstance(run.model, nn.Module):
         return _decompose_module(run, run.model, position, captured, by_key=by_key)
@@ -268,7 +277,8 @@ def decompose(run: ModelRun, position: int, *, by_key: bool = False) -> Decompos
             "the logit lens need a decoder, or an encoder-decoder: measure its vector with ablate, "
             "patch, or attribute(method='integrated_gradients')"
         )
-    terms = ResidualTerms(position, passed_once(run.run(capture=captured).trace), by_key)
+    known = passed_once(run.run(capture=captured).trace) if taps is None else dict(taps)
+    terms = ResidualTerms(position, known, by_key)
     if isinstance(run.model, Seq2Seq):
         network = run.model.network
         output = OutputMap.of(network.norm, network.head, terms.taps["logits"])
@@ -300,10 +310,8 @@ def _decompose_blocks(
                 "residual stream than one sum of the outputs of its attention and its feed-forward "
                 "layer; ablate and patch measure the model all the same"
             )
-        for sublayer in _attention_layers(block, place):
-            _add_attention(terms, sublayer)
-        if not isinstance(block, MixerBlock):
-            _add_feed_forward(terms, place, block)
+        for sublayer in _sublayers(block, place):
+            _add_terms(terms, sublayer)
         if isinstance(block, LayerInputBlock):
             if block.layer_input is not None:
                 _add_layer_input(terms, place, block, for_layers)
@@ -325,51 +333,63 @@ def _add_layer_input(
     terms.add(f"{place}.layer_input", added[0, 0].double().cpu())
 
 
-class _AttentionLayer(NamedTuple):
-    """An attention layer of a block, with its residual connection."""
+class _Sublayer(NamedTuple):
+    """A sublayer of a block: the tap of what it adds, its residual connection (None adds it as it
+    is) with the name of its norm, and the place of its heads ("" without heads).
+    """
 
-    place: str
-    attention: nn.Module
-    residual: Residual
+    whole: str
+    module: nn.Module
+    residual: Residual | None
     norm: str
     factor: float = 1.0
+    heads_at: str = ""
 
 
-def _attention_layers(block: Block | DecoderBlock, place: str) -> list[_AttentionLayer]:
-    """Return the attention layers of a block, in the order of the computation."""
-    norm = f"{place}.attention.norm"
-    if isinstance(block, Block):
-        mixers, around = block.attention, block.attention_residual
-        if isinstance(mixers, ParallelMixers) and type(around) in (PreNorm, ScaledPreNorm):
-            each = zip(mixers.mixers, mixers.out_scales, strict=True)
-            return [
-                _AttentionLayer(f"{place}.mixers.{i}", mixer, around, norm, factor)
-                for i, (mixer, factor) in enumerate(each)
-            ]
-        return [_AttentionLayer(place, block.attention, around, norm)]
-    own, cross = f"{place}.attention", f"{place}.cross"
-    return [
-        _AttentionLayer(own, block.attention, block.attention_residual, norm),
-        _AttentionLayer(cross, block.cross, block.cross_residual, f"{cross}.norm"),
-    ]
+def _sublayers(block: Block | DecoderBlock, place: str) -> list[_Sublayer]:
+    """Return the sublayers of a block, in the order of the computation."""
+
+    def attention(
+        at: str, module: nn.Module, around: Residual, norm: str, factor: float = 1.0
+    ) -> _Sublayer:
+        whole = f"{at}.mlp" if isinstance(module, Tokenwise) else f"{at}.out"
+        return _Sublayer(whole, module, around, norm, factor, at)
+
+    mixers, around, norm = block.attention, block.attention_residual, f"{place}.attention.norm"
+    if isinstance(block, DecoderBlock):
+        own, cross = f"{place}.attention", f"{place}.cross"
+        found = [
+            attention(own, mixers, around, norm),
+            attention(cross, block.cross, block.cross_residual, f"{cross}.norm"),
+        ]
+    elif isinstance(mixers, ParallelMixers) and type(around) in (PreNorm, ScaledPreNorm):
+        each = enumerate(zip(mixers.mixers, mixers.out_scales, strict=True))
+        found = [attention(f"{place}.mixers.{i}", m, around, norm, f) for i, (m, f) in each]
+    else:
+        found = [attention(place, mixers, around, norm)]
+    if isinstance(block, MixerBlock):
+        return found
+    path = None if isinstance(block, ParallelBlock) else block.feed_forward_residual
+    return [*found, _Sublayer(f"{place}.mlp", block.feed_forward, path, f"{place}.mlp.norm")]
 
 
-def _frozen(norm: nn.Module, x: Tensor) -> FrozenNorm:
+def freeze(norm: nn.Module, x: Tensor) -> FrozenNorm:
+    """Return a norm with the scale that it has for states."""
     with torch.no_grad():
         return FrozenNorm(norm, x, norm(x))
 
 
-def _term_norm(residual: Residual, raw: Tensor) -> FrozenNorm | None:
+def _term_norm(residual: Residual | None, raw: Tensor) -> FrozenNorm | None:
     """Return the norm that a residual connection applies to what it adds; None if none."""
     if isinstance(residual, OutputNorm):
-        return _frozen(residual.norm, raw)
+        return freeze(residual.norm, raw)
     if isinstance(residual, SandwichNorm):
-        return _frozen(residual.after, raw)
+        return freeze(residual.after, raw)
     return None
 
 
 def _on_output(
-    residual: Residual, norm: FrozenNorm | None, factor: float = 1.0
+    residual: Residual | None, norm: FrozenNorm | None, factor: float
 ) -> Callable[[Tensor], Tensor]:
     """Return the norm or factor of a sublayer's output as a linear function of `[..., M]`."""
     if isinstance(residual, ScaledPreNorm):
@@ -384,26 +404,25 @@ def _through(norm: FrozenNorm) -> Callable[[Tensor], Tensor]:
     return lambda x: norm(x if x.ndim > 1 else x[None]).reshape(x.shape)
 
 
-def _add_attention(terms: ResidualTerms, layer: _AttentionLayer) -> None:
-    """Add the terms of the heads of one attention layer of one of our blocks."""
-    place, residual = layer.place, layer.residual
-    output = getattr(layer.attention, "output", None)
-    whole = f"{place}.mlp" if isinstance(layer.attention, Tokenwise) else f"{place}.out"
+def _add_terms(terms: ResidualTerms, layer: _Sublayer) -> None:
+    """Add the terms of one sublayer of one of our blocks: of its heads, if it has any."""
+    place, residual, whole = layer.heads_at, layer.residual, layer.whole
+    output = getattr(layer.module, "output", None)
     if whole not in terms.taps:
         raise ArgumentError(
-            f"{type(layer.attention).__name__} at {place} passes no tap 'out', so that what it "
+            f"{type(layer.module).__name__} at {place} passes no tap 'out', so that what it "
             "adds is not known; ablate and patch measure the model all the same"
         )
     norm = _term_norm(residual, terms.state(whole))
     if isinstance(residual, NormedResidual):
         _norm_stream(terms, residual.norm, f"{layer.norm}.bias", residual.alpha)
-    elif not isinstance(residual, (PreNorm, PostNorm, OutputNorm, SandwichNorm)):
+    elif not isinstance(residual, (PreNorm, PostNorm, OutputNorm, SandwichNorm, NoneType)):
         raise ArgumentError(
             f"{place} adds by {type(residual).__name__}, which is not "
             "known here; ablate and patch can still replace what it adds"
         )
     change = _on_output(residual, norm, layer.factor)
-    if isinstance(output, nn.Module) and f"{place}.z" in terms.taps:
+    if place and isinstance(output, nn.Module) and f"{place}.z" in terms.taps:
         terms.add_heads(place, output, change)
     else:  # a mechanism without heads is one term
         terms.add(whole, change(terms.vector_of(whole)))
@@ -413,26 +432,10 @@ def _add_attention(terms: ResidualTerms, layer: _AttentionLayer) -> None:
         _norm_stream(terms, residual.norm, f"{layer.norm}.bias")
 
 
-def _add_feed_forward(terms: ResidualTerms, place: str, block: Block | DecoderBlock) -> None:
-    """Add the term of the feed-forward layer of one of our blocks."""
-    residual, raw = block.feed_forward_residual, terms.state(f"{place}.mlp")
-    if isinstance(block, ParallelBlock):
-        terms.add(f"{place}.mlp", raw[0, 0].double().cpu())
-        return
-    norm = _term_norm(residual, raw)
-    if isinstance(residual, NormedResidual):
-        _norm_stream(terms, residual.norm, f"{place}.mlp.norm.bias", residual.alpha)
-    terms.add(f"{place}.mlp", _on_output(residual, norm)(raw[0, 0].double().cpu()))
-    if norm is not None and bool(norm.bias.any()):
-        terms.add(f"{place}.mlp.norm.bias", norm.bias)
-    if isinstance(residual, PostNorm):
-        _norm_stream(terms, residual.norm, f"{place}.mlp.norm.bias")
-
-
 def _norm_stream(terms: ResidualTerms, norm: nn.Module, name: str, factor: float = 1.0) -> None:
     """Pass the sum of the terms through a norm with its scale for this sum, times a factor."""
     parameter = next(norm.parameters(), None)
-    frozen = _frozen(norm, terms.total() if parameter is None else terms.total().to(parameter))
+    frozen = freeze(norm, terms.total() if parameter is None else terms.total().to(parameter))
     change = _through(frozen)
     terms.terms = [Term(each.name, factor * change(each.vector)) for each in terms.terms]
     if bool(frozen.bias.any()):
@@ -638,7 +641,7 @@ def _factors(y: Tensor, *parts: Tensor) -> list[float] | None:
 def _add_sublayer(terms: ResidualTerms, part: _ForeignSublayer, factor: float, i: int) -> None:
     """Add the terms of a sublayer of a foreign block at token i, with a norm and a factor."""
     norm = part.norm
-    frozen = None if norm is None else _frozen(norm.module, norm.x[:1, i : i + 1])
+    frozen = None if norm is None else freeze(norm.module, norm.x[:1, i : i + 1])
 
     def change(x: Tensor) -> Tensor:
         return factor * (x if frozen is None else _through(frozen)(x))

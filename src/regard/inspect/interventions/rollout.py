@@ -9,10 +9,9 @@ import numpy as np
 from jaxtyping import Float
 from numpy.typing import NDArray
 
-from regard.did_you_mean import suggest
 from regard.errors import ArgumentError
 from regard.inspect.interventions.effect_table import EffectTable
-from regard.inspect.model_run import AnyModel, Input
+from regard.inspect.model_run import AnyModel, Input, check_option, label_positions
 from regard.inspect.record.record_model import record
 from regard.inspect.record.recording import Recording
 from regard.language import Phrase, counted
@@ -70,12 +69,7 @@ def rollout(
 
     Source: Abnar and Zuidema 2020 (arXiv 2005.00928), section 3.
     """
-    if method not in get_args(RolloutMethod):
-        known = get_args(RolloutMethod)
-        raise ArgumentError(
-            f"method is {method!r}; it must be one of {', '.join(known)}{suggest(method, known)}",
-            argument="method",
-        )
+    check_option("method", method, get_args(RolloutMethod))
     if not 0 <= residual <= 1:
         raise ArgumentError(
             f"residual is {residual}; it must be between 0 and 1", argument="residual"
@@ -95,8 +89,7 @@ def rollout(
     values = rolled_out(layers) if method == "rollout" else flows(layers, query)
     places = ", ".join(call.place or "the model" for call in recording.unrecorded)
     missing = (Phrase("not recorded, and missing here: {places}", places=places),) if places else ()
-    labels = recording.labels(0)[0]
-    names = tuple(f"{i} {x}" for i, x in enumerate(labels)) or tuple(map(str, range(T)))
+    names = label_positions(recording.labels(0)[0], T)
     rows = names if query is None else (names[query],)
     return EffectTable(
         Phrase("attention {method} (a heuristic)", method=Phrase(method)),

@@ -268,8 +268,7 @@ class MeasuredPlace:
     @cached_property
     def tokens(self) -> Tensor:
         """Return the index of each row among the queries of the run, `[T]`."""
-        every = torch.tensor([i for step in self.place.steps for i in step.tokens()])
-        return every[self.chosen]
+        return torch.tensor(self.place.tokens)[self.chosen]
 
     @cached_property
     def sink_logits(self) -> Tensor:

@@ -7,7 +7,7 @@ from __future__ import annotations
 import csv
 import html
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -21,7 +21,7 @@ from torch import Tensor
 from regard.did_you_mean import suggest
 from regard.errors import ArgumentError
 from regard.files.atomic_write import write_user_file
-from regard.inspect.interventions.effect_table import EffectTable
+from regard.inspect.interventions.effect_table import EffectTable, head_table
 from regard.inspect.metrics.head_metrics import ACCUMULATORS, Accumulator, MeasuredPlace
 from regard.inspect.record.record_model import record
 from regard.inspect.record.recorded_place import Place
@@ -95,8 +95,7 @@ class CorpusMeasures:
         Raises:
             ArgumentError: the metric was not measured.
         """
-        values = self[name].numpy()
-        return EffectTable(
+        return head_table(
             Phrase(
                 "{name} of every head, over {texts} of {tokens}",
                 name=name,
@@ -104,11 +103,7 @@ class CorpusMeasures:
                 tokens=counted(self.tokens, "token"),
             ),
             name,
-            values,
-            "layer",
-            "head",
-            self.places,
-            tuple(map(str, range(values.shape[1]))),
+            dict(zip(self.places, self[name].tolist(), strict=True)),
             notes=("behaviour on these texts; another corpus may show another one",),
         )
 
@@ -434,11 +429,7 @@ def keys_for(
     if not 0 < share <= 1:
         raise ArgumentError(f"share is {share}; it must be above 0 and at most 1", argument="share")
     counts, n = torch.zeros(len(place.heads), dtype=torch.float64), 0
-    for row in _evenly_spread_rows(place, rows, batch):
-        p = place.block(row, slice(0, place.N), batch=slice(batch, batch + 1)).weights[0, :, 0]
-        total = p.sum(1, keepdim=True)
-        if not bool((total > 0).all()):
-            continue
+    for p, total in _sampled_rows(place, rows, batch):
         mass = p.sort(1, descending=True).values.cumsum(1)
         counts += (mass < share * total - 1e-12).sum(1) + 1
         n += 1
@@ -471,11 +462,7 @@ def redundancy(place: Place, *, batch: int = 0, rows: int = SAMPLED_ROWS) -> Sam
     """
     h = len(place.heads)
     divergences, n = torch.zeros(h, h, dtype=torch.float64), 0
-    for row in _evenly_spread_rows(place, rows, batch):
-        p = place.block(row, slice(0, place.N), batch=slice(batch, batch + 1)).weights[0, :, 0]
-        total = p.sum(1, keepdim=True)
-        if not bool((total > 0).all()):
-            continue
+    for p, total in _sampled_rows(place, rows, batch):
         p = p / total
         for i in range(h):
             divergences[i] += _divergence(p[i], p)
@@ -606,14 +593,21 @@ def retrieval_score(
     return retrieved[:, start:stop].double().mean(1)
 
 
-def _evenly_spread_rows(place: Place, rows: int, batch: int) -> list[slice]:
-    """Return evenly spaced rows that are tokens, among them the first and the last."""
+def _sampled_rows(place: Place, rows: int, batch: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """Generate weights `[h, N]`, and their sums, of evenly spaced rows that are tokens, among them
+    the first and the last; rows that see no key are left out.
+    """
     if rows < 1:
         raise ArgumentError(f"rows is {rows}; it must be at least 1", argument="rows")
     tokens = (place.row_positions[batch] >= 0).nonzero()[:, 0].tolist()
     n = min(rows, len(tokens))
     chosen = sorted({round(i * (len(tokens) - 1) / max(1, n - 1)) for i in range(n)})
-    return [slice(tokens[i], tokens[i] + 1) for i in chosen]
+    for i in chosen:
+        row = slice(tokens[i], tokens[i] + 1)
+        p = place.block(row, slice(0, place.N), batch=slice(batch, batch + 1)).weights[0, :, 0]
+        total = p.sum(1, keepdim=True)
+        if bool((total > 0).all()):
+            yield p, total
 
 
 def head_scores(model: Model, ids: Int[Tensor, "B T"]) -> dict[str, Float[Tensor, "layers H"]]:

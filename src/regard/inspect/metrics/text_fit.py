@@ -57,19 +57,20 @@ class TextFit:
         """What is strange, as a sentence in the language of printed texts; None if nothing is."""
         if not self.is_strange:
             return None
+        tokens = translate_count(self.tokens, "token")
         if self.unknown_tokens > MAX_SHARE_OF_BYTES * self.tokens:
             return translate(
                 "the tokenizer does not know {unknown} of {tokens}: the model sees the same "
                 "unknown token in their place, so what it does with them says little",
                 unknown=self.unknown_tokens,
-                tokens=translate_count(self.tokens, "token"),
+                tokens=tokens,
             )
         if self.partial_tokens > MAX_SHARE_OF_BYTES * self.tokens:
             return translate(
                 "{parts} of {tokens} are bytes of characters that the model has no token for; what "
                 "it does with them says little",
                 parts=self.partial_tokens,
-                tokens=translate_count(self.tokens, "token"),
+                tokens=tokens,
             )
         return translate(
             "the model predicts this text with a loss of {loss} nats per token, and a uniform "

@@ -65,14 +65,12 @@ def export(
     (8, 6, 6)
     """
     path = Path(what)
-    if isinstance(what, str) and what in FORMATS:
-        if what == "numpy":
-            return dense_patterns(recording, batch)
-        return (
-            _bertviz(recording, batch)
-            if what == "bertviz"
-            else _circuitsvis(recording, layer, batch)
-        )
+    if what == "numpy":
+        return dense_patterns(recording, batch)
+    if what == "bertviz":
+        return _bertviz(recording, batch)
+    if what == "circuitsvis":
+        return _circuitsvis(recording, layer, batch)
     kind = path.suffix.lower()
     if kind not in ENDINGS:
         known = (*FORMATS, *(f"a file that ends in {each}" for each in ENDINGS))
@@ -80,17 +78,14 @@ def export(
             f"{what} is no format; it must be {', '.join(known)}{suggest(str(what), FORMATS)}"
         )
     if kind == ".npz":
+        arrays: dict[str, Any] = {**dense_patterns(recording, batch)}
         with write_user_file(path) as place, place.open("wb") as stream:
-            np.savez(stream, **_arrays(dense_patterns(recording, batch)))
+            np.savez(stream, **arrays)
     elif kind == ".csv":
         _write_csv(recording, path, batch)
     else:
         _draw(recording, path, layer, head, batch)
     return path
-
-
-def _arrays(patterns: dict[str, NDArray[np.float64]]) -> dict[str, Any]:
-    return dict(patterns)
 
 
 def dense_patterns(recording: Recording, batch: int = 0) -> dict[str, NDArray[np.float64]]:

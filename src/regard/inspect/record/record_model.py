@@ -6,14 +6,14 @@ import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
 from regard.argument_checks import check_keyword_names
 from regard.errors import ArgumentError, ArgumentTypeError
-from regard.inspect.model_run import encode_ids
+from regard.inspect.model_run import encode_ids, is_transformers_model
 from regard.inspect.record.recorder import OPTIONAL_PARTS, Recorder, RecordingOptions
 from regard.inspect.record.recording import Labels, Recording, UnrecordedCall, label_places
 from regard.integrations.pytorch.module_places import COMPILED_PREFIX, ModulePlaces
@@ -38,44 +38,38 @@ RECORDED_IMPLEMENTATIONS = ("regard", "sdpa", "flex_attention")
 """The attention implementations of transformers that can be recorded."""
 
 
-class WatchedCalls(NamedTuple):
-    """What a run of a module showed about its attention calls."""
-
-    places: ModulePlaces
-
-    def unrecorded_calls(self) -> tuple[UnrecordedCall, ...]:
-        """Return the calls that could not be recorded, and the attention that is written out: a
-        softmax of four axes, or of three in a module that is attention by its name or class.
-        """
-        calls = [
-            UnrecordedCall(place, why, n) for (place, why), n in self.places.unrecorded.items()
-        ]
-        modules = {
-            path.replace(COMPILED_PREFIX, ""): type(module).__name__
-            for path, module in self.places.model.named_modules()
-        }
-        for (place, shape), n in self.places.written_out.items():
-            name = f"{place} {modules[place]}".lower()
-            if len(shape) > 3 or "attn" in name or "attention" in name:
-                calls.append(UnrecordedCall(place, WRITTEN_OUT.format(shape=shape), n))
-        return tuple(calls)
-
-    def nothing_recorded(self) -> str:
-        """Say why the recording is empty, and what may be done."""
-        if self.places.unrecorded:
-            return "these calls could not be recorded: " + "; ".join(
-                f"{place or 'the model itself'}: {why}" for place, why in self.places.unrecorded
-            )
-        if not self.places.written_out:
-            return NO_SUPPORTED_CALL
-        place, shape = next(iter(self.places.written_out))
-        why = WRITTEN_OUT.format(shape=shape)
-        return f"{NO_SUPPORTED_CALL}; {place or 'the model itself'} {why}"
+def _unrecorded_calls(places: ModulePlaces) -> tuple[UnrecordedCall, ...]:
+    """Return the calls that could not be recorded, and the attention that is written out: a softmax
+    of four axes, or of three in a module that is attention by its name or class.
+    """
+    calls = [UnrecordedCall(place, why, n) for (place, why), n in places.unrecorded.items()]
+    modules = {
+        path.replace(COMPILED_PREFIX, ""): type(module).__name__
+        for path, module in places.model.named_modules()
+    }
+    for (place, shape), n in places.written_out.items():
+        name = f"{place} {modules[place]}".lower()
+        if len(shape) > 3 or "attn" in name or "attention" in name:
+            calls.append(UnrecordedCall(place, WRITTEN_OUT.format(shape=shape), n))
+    return tuple(calls)
 
 
-def run_module(
+def _why_nothing(places: ModulePlaces) -> str:
+    """Say why the recording is empty, and what may be done."""
+    if places.unrecorded:
+        return "these calls could not be recorded: " + "; ".join(
+            f"{place or 'the model itself'}: {why}" for place, why in places.unrecorded
+        )
+    if not places.written_out:
+        return NO_SUPPORTED_CALL
+    place, shape = next(iter(places.written_out))
+    why = WRITTEN_OUT.format(shape=shape)
+    return f"{NO_SUPPORTED_CALL}; {place or 'the model itself'} {why}"
+
+
+def _run_module(
     model: nn.Module, inputs: Sequence[object], arguments: Mapping[str, object], recorder: Recorder
-) -> tuple[WatchedCalls, dict[str, Any]]:
+) -> tuple[ModulePlaces, dict[str, Any]]:
     """Run a module once, or generate with a transformers model, while a recorder is open."""
     named = dict(arguments)
     first = inputs[0] if len(inputs) == 1 else None
@@ -93,12 +87,7 @@ def run_module(
     ids = named.get("input_ids")
     if run is not model:
         ids = result
-    return WatchedCalls(places), {"ids": ids.cpu() if isinstance(ids, Tensor) else None}
-
-
-def is_transformers_model(model: nn.Module) -> bool:
-    """Return whether a module has a config of transformers that names an implementation."""
-    return getattr(getattr(model, "config", None), "_attn_implementation", None) is not None
+    return places, {"ids": ids.cpu() if isinstance(ids, Tensor) else None}
 
 
 def _transformers_run(
@@ -137,11 +126,7 @@ def _check_attention_implementation(model: nn.Module) -> None:
         implementation = getattr(config, "_attn_implementation", None)
         if implementation is not None:
             used.setdefault(id(config), (name or type(model).__name__, str(implementation)))
-    others = {
-        name: implementation
-        for name, implementation in used.values()
-        if implementation not in RECORDED_IMPLEMENTATIONS
-    }
+    others = {name: how for name, how in used.values() if how not in RECORDED_IMPLEMENTATIONS}
     if len(others) == len(used):
         from regard.integrations.transformers.supported_models import ways_to_record
 
@@ -150,18 +135,12 @@ def _check_attention_implementation(model: nn.Module) -> None:
             f"{type(model).__name__} computes its attention with {implementations}, so that "
             f"nothing would be recorded; {ways_to_record(model)}"
         )
-    parts = {
-        name: implementation
-        for name, implementation in others.items()
-        if name != type(model).__name__
-    }
-    if parts:
-        descriptions = ", ".join(
-            f"{name} ({implementation!r})" for name, implementation in parts.items()
-        )
+    others.pop(type(model).__name__, None)
+    if others:
+        parts = ", ".join(f"{name} ({how!r})" for name, how in others.items())
         warnings.warn(
             f"parts of {type(model).__name__} do not compute their attention with regard or sdpa, "
-            f"and are not recorded: {descriptions}; "
+            f"and are not recorded: {parts}; "
             'model.set_attn_implementation("regard") sets all parts',
             stacklevel=5,
         )
@@ -252,16 +231,15 @@ def record_with(
 ) -> Recording:
     """Run a model, and return what a recorder recorded of it, as `record` does."""
     recorder.missing = "ignore"  # an empty recording raises an error below
-    runner = _runner(model)
+    runner = next((run for kind, run in _RUNS.items() if isinstance(model, kind)), None)
     if runner is None:
         if not isinstance(model, nn.Module):
             raise ArgumentTypeError(
                 f"model is {type(model).__name__}; it must be a Model, a TextEncoder, a Seq2Seq or "
                 "an nn.Module: for any other code use `with regard.inspect.Recorder() as recorder`"
             )
-        watched, run_facts = run_module(model, inputs, arguments, recorder)
-        nothing = watched.nothing_recorded()
-        unrecorded = watched.unrecorded_calls()
+        places, run_facts = _run_module(model, inputs, arguments, recorder)
+        nothing, unrecorded = _why_nothing(places), _unrecorded_calls(places)
     else:
         run, allowed = runner
         named = _named_arguments(model, inputs, arguments, allowed)
@@ -318,14 +296,6 @@ _DEFAULTS: dict[str, object] = {
     "max_context": None,
 }
 """The arguments of a run of the models of this package, and their defaults."""
-
-
-def _runner(model: object) -> tuple[Run, tuple[str, ...]] | None:
-    """Return the function that runs a model of this package, and its arguments; or None."""
-    for kind, runner in _RUNS.items():
-        if isinstance(model, kind):
-            return runner
-    return None
 
 
 def describe_model(model: object) -> dict[str, str]:
@@ -423,16 +393,10 @@ def _run_text_encoder(
     return token_facts(model, encoded.ids)
 
 
-def _are_texts(text: object) -> bool:
-    """Return whether an argument is several texts."""
-    return isinstance(text, Sequence) and all(isinstance(row, str) for row in text)
-
-
 def _run_seq2seq(model: Seq2Seq, text: Text, target: str | None, tokens: int) -> dict[str, object]:
     """Run an encoder-decoder on a text and a target, or on its own answer."""
-    if not isinstance(text, str) and not _are_texts(text):
+    if not isinstance(text, (str, Sequence)) or not all(isinstance(row, str) for row in text):
         raise ArgumentTypeError("text must be a str, or several, for a Seq2Seq")
-    assert not isinstance(text, Tensor), "refused above"
     source, positions = model.encode(text)
     if target is None:
         beams = model.beam_search(source, positions, max_tokens=tokens or 64)

@@ -103,10 +103,21 @@ class RecordedStep:
 
     def row_positions(self, batch: int = 0) -> Tensor:
         """Return the positions `[t]` of the kept queries in one row of the batch."""
-        positions = as_tensor(
-            slice_positions(self.q_positions, slice(self.first, self.first + self.T))
-        )
-        return positions[batch if positions.shape[0] > 1 else 0].cpu()
+        kept = slice_positions(self.q_positions, slice(self.first, self.first + self.T))
+        return own_or_shared(as_tensor(kept), batch).cpu()
+
+    def key_positions(self, batch: int = 0) -> Tensor:
+        """Return the positions `[s]` of the keys in one row of the batch."""
+        return own_or_shared(as_tensor(self.k_positions), batch).cpu()
+
+    def call_rows(self, own: slice) -> slice:
+        """Return rows of this step as rows of its call, which may have had more of them."""
+        return slice(own.start + self.first, own.stop + self.first)
+
+    def allowed(self, mask: Mask, own: slice, keys: slice, batch: int) -> Tensor:
+        """Return which keys a mask allows some rows, bool `[h or 1, t, s]`."""
+        block = mask.block(self.q_positions, self.k_positions, self.call_rows(own), keys)
+        return own_or_shared(block, batch).cpu()
 
     def tokens(self) -> range:
         """Return the indices of the kept queries among all queries that reached the place."""
@@ -134,8 +145,7 @@ class RecordedStep:
 
         It needs such a form, and keys whose columns and positions are consecutive; else None.
         """
-        keys = as_tensor(self.k_positions)
-        keys = keys[batch if keys.shape[0] > 1 else 0].cpu()
+        keys = self.key_positions(batch)
         first = int(keys[0]) if len(keys) else 0
         if self.first_column is None or first < 0:
             return None
@@ -302,6 +312,10 @@ class Place:
         v = self.pools[step.pool].v
         return None if v is None else v[:, :, step.pool_slots()]
 
+    def groups_read(self, step: RecordedStep) -> list[int]:
+        """Return the index of the key/value head that each recorded head of a step reads."""
+        return [self.pools[step.pool].group_index(head, self.H) for head in self.heads]
+
     @cached_property
     def T(self) -> int:  # noqa: N802  (a letter of the glossary)
         """Return the number of rows of the pattern: the queries of all steps."""
@@ -313,6 +327,11 @@ class Place:
         for step in self.steps:
             starts.append(starts[-1] + step.T)
         return starts
+
+    @cached_property
+    def tokens(self) -> list[int]:
+        """Return the index of each row among all queries that reached the place, `[T]`."""
+        return [i for step in self.steps for i in step.tokens()]
 
     def first_row(self, number: int) -> int:
         """Return the first row of a step.
@@ -441,10 +460,8 @@ class Place:
         Returns:
             Scores and weights, each `[batch, heads, rows, keys]`.
         """
-        inputs, local = (
-            self.score_inputs(step, own, slots, heads, batch=batch, dtype=dtype),
-            [self.head_index(h) for h in heads],
-        )
+        inputs = self.score_inputs(step, own, slots, heads, batch=batch, dtype=dtype)
+        local = [self.head_index(h) for h in heads]
 
         def edited(x: Tensor) -> Tensor:
             return _select_heads(x[batch, :, own], local)[..., slots].to(dtype)
@@ -480,13 +497,10 @@ class Place:
         pool, local = self.pools[step.pool], [self.head_index(head) for head in heads]
         k = pool.k[batch][:, :, step.pool_slots(slots)].to(dtype)
         q = step.q[batch, :, own].to(dtype)
-        dot = (
-            _select_heads(q, local)
-            @ _select_heads(k, [pool.group_index(head, self.H) for head in heads]).mT
-        )
-        rows = slice(own.start + step.first, own.stop + step.first)
-        keys, picked = _range_of(slots)
-        where = (step.q_positions, step.k_positions, rows, keys)
+        groups = [pool.group_index(head, self.H) for head in heads]
+        dot = _select_heads(q, local) @ _select_heads(k, groups).mT
+        keys, picked = range_of(slots)
+        where = (step.q_positions, step.k_positions, step.call_rows(own), keys)
 
         def select(x: Tensor) -> Tensor:
             x = x[batch] if x.shape[0] > 1 else x
@@ -523,10 +537,17 @@ class Place:
         )
 
 
-def _range_of(slots: slice | Tensor) -> tuple[slice, Tensor | None]:
+def own_or_shared(x: Tensor, i: int) -> Tensor:
+    """Return entry i of `[n, ...]`, or the only entry, which all share."""
+    return x[i if x.shape[0] > 1 else 0]
+
+
+def range_of(slots: slice | Tensor) -> tuple[slice, Tensor | None]:
     """Return the smallest range with the slots, and the slots in it (None is all)."""
     if isinstance(slots, slice):
         return slots, None
+    if not len(slots):
+        return slice(0, 0), slots
     low = int(slots.min())
     return slice(low, int(slots.max()) + 1), slots - low
 

@@ -145,17 +145,17 @@ def _grow(x: Tensor, used: int, size: int) -> Tensor:
     return grown
 
 
+def _copy(x: Any) -> Any:
+    """Return a copy of a tensor on the CPU, which no later change affects; or a span as it is."""
+    return x if isinstance(x, Span) else x.detach().to("cpu", copy=True)
+
+
 def copy_rule(rule: Any) -> Any:
     """Return a mask, a bias or a score rule with copies of its tensors on the CPU."""
     if isinstance(rule, (Bias, ScoreRule)):
         own = rule.tensors()
-        return rule.with_tensors([x.detach().to("cpu", copy=True) for x in own]) if own else rule
-    return rule.with_tensors(lambda x: x.detach().to("cpu", copy=True))
-
-
-def depends_on_slots(*rules: Mask | Bias | None) -> bool:
-    """Return whether a mask or bias depends on the slot of a key, not its position only."""
-    return any(rule is not None and rule.by_slot for rule in rules)
+        return rule.with_tensors(list(map(_copy, own))) if own else rule
+    return rule.with_tensors(_copy)
 
 
 def to_dense_rules(
@@ -168,12 +168,9 @@ def to_dense_rules(
         rows = max(x.shape[0], slots.shape[0])
         return x.expand(rows, -1, -1, -1).gather(3, slots.expand(rows, *x.shape[1:3], -1))
 
-    dense_bias = (
-        None
-        if bias is None
-        else biases.DenseBias(gather_slots(bias.block(*positions, dtype=torch.float64)))
-    )
-    return masks.Dense(gather_slots(mask.block(*positions))), dense_bias
+    if bias is not None:
+        bias = biases.DenseBias(gather_slots(bias.block(*positions, dtype=torch.float64)))
+    return masks.Dense(gather_slots(mask.block(*positions))), bias
 
 
 class KeptParts(NamedTuple):
@@ -210,9 +207,7 @@ class PlaceBuilder:
         self._kept_parts, self._originals = kept_parts, originals
         self._steps: list[RecordedStep] = []
         self._stores: dict[tuple[object, ...], KeyValueStore] = {}
-        self._column_positions = torch.zeros(
-            1, 0, dtype=torch.int64
-        )  # [b,N] positions of the columns
+        self._column_positions = torch.zeros(1, 0, dtype=torch.int64)  # [b,N]
         self._last_position: Tensor | None = None  # [b] the last position of a query
         self._batch, self._H, self._queries = 0, 0, 0
         self.heads: tuple[int, ...] = ()
@@ -233,14 +228,10 @@ class PlaceBuilder:
             wanted = range(call.H) if self._kept_parts.heads is None else self._kept_parts.heads
             self.heads = tuple(h for h in range(call.H) if h in wanted)
         q_positions = as_tensor(call.q_positions).cpu()
-        last = (
-            q_positions.amax(1)
-            if q_positions.shape[1]
-            else q_positions.new_full((q_positions.shape[0],), -1)
-        )
-        self._last_position = (
-            last if self._last_position is None else torch.maximum(self._last_position, last)
-        )
+        last = q_positions.amax(1) if call.T else q_positions.new_full((len(q_positions),), -1)
+        if self._last_position is not None:
+            last = torch.maximum(self._last_position, last)
+        self._last_position = last
         if self.heads:
             self._steps.append(self._step(call, result, kernel))
         self._queries += call.T
@@ -263,13 +254,13 @@ class PlaceBuilder:
         heads, n = list(self.heads), call.H // call.G
         first = 0 if self._kept_parts.rows is None else max(0, call.T - self._kept_parts.rows)
 
-        def recorded_part(x: Tensor) -> Tensor:
-            return x.detach()[:, heads, first:].to("cpu", copy=True)
+        def recorded_part(x: Tensor) -> Any:
+            return _copy(x[:, heads, first:])
 
         groups = sorted({h // n for h in heads})
         slots = self._slots(call)
 
-        def replaced(x: Tensor | None) -> Tensor | None:
+        def replaced(x: Tensor | None) -> Any:
             if x is None or slots.call_slots is None:
                 return None if x is None else recorded_part(x)
             which = slots.call_slots[:, None, None].expand(x.shape[0], x.shape[1], x.shape[2], -1)
@@ -286,13 +277,13 @@ class PlaceBuilder:
             recorded_part(result.lse),
             recorded_part(result.out) if "out" in self._kept_parts.names else None,
             slots.columns,
-            _copy_positions(call.q_positions),
-            _copy_positions(slots.positions),
+            _copy(call.q_positions),
+            _copy(slots.positions),
             slots.mask,
             slots.bias,
             call.scale,
             call.softcap,
-            None if call.sink is None else call.sink.detach()[heads].to("cpu", copy=True),
+            None if call.sink is None else _copy(call.sink[heads]),
             kernel,
             first,
             self._queries + first,
@@ -342,26 +333,15 @@ class PlaceBuilder:
         asked = as_tensor(call.q_positions).cpu()
         column = self._columns_of(positions, asked)  # [b,s], -1 = empty
         k, v = call.k.detach(), call.v.detach()
-        by_slot = depends_on_slots(mask, bias)
+        by_slot = mask.by_slot or (bias is not None and bias.by_slot)
         used = (column >= 0).any(0)
-        if bool(
-            ((column == column[:1]) | ~used).all()
-        ):  # all rows of the batch have the same order
+        if bool(((column == column[:1]) | ~used).all()):  # every row of the batch in one order
             which = used.nonzero()[:, 0]
             if by_slot:
                 mask, bias = to_dense_rules(call, mask, bias, which[None, None, None])
-            here = which.to(k.device)
-            key_positions = positions[:, which]
-            return CallKeys(
-                column[0, which],
-                k[:, :, here],
-                v[:, :, here],
-                key_positions,
-                mask,
-                bias,
-                None,
-                which[None],
-            )
+            k, v = (x[:, :, which.to(k.device)] for x in (k, v))
+            place = column[0, which], k, v, positions[:, which]
+            return CallKeys(*place, mask, bias, None, which[None])
         columns = column[column >= 0].unique()
         match = column[:, :, None] == columns  # [b,s,n]
         present, slot = match.any(1), match.to(torch.uint8).argmax(1)
@@ -388,17 +368,14 @@ class PlaceBuilder:
         for b in range(rows if N else 0):
             own, order = known[b].sort()
             index = torch.searchsorted(own, positions[b]).clamp(max=N - 1)
-            column[b] = torch.where(
-                (own[index] == positions[b]) & (positions[b] >= 0), order[index], -1
-            )
+            is_known = (own[index] == positions[b]) & (positions[b] >= 0)
+            column[b] = torch.where(is_known, order[index], -1)
         new = (column < 0) & (positions >= 0)
         slots = [_query_slots(positions[b, new[b]], q_positions[b]) for b in range(rows)]
         if any(x is None for x in slots):
-            most = int(new.sum(1).max())
-            slots = [
-                most - n + positions[b, new[b]].argsort().argsort()
-                for b, n in enumerate(new.sum(1))
-            ]
+            counts = new.sum(1)
+            ranks = (positions[b, new[b]].argsort().argsort() for b in range(rows))
+            slots = [counts.max() - n + rank for n, rank in zip(counts, ranks, strict=True)]
         query_slots = [x for x in slots if x is not None]
         used = torch.cat(query_slots).unique()
         added = torch.full((rows, len(used)), -1)
@@ -434,11 +411,6 @@ def _in_other_slots(k_positions: Tensor, q_positions: Tensor) -> bool:
         for a, b in zip(k_positions, q_positions, strict=True)
     )
     return all(same)
-
-
-def _copy_positions(positions: Positions) -> Positions:
-    """Return positions that later changes of the caller's tensor do not affect."""
-    return positions if isinstance(positions, Span) else positions.detach().to("cpu", copy=True)
 
 
 class RecordingOptions(TypedDict, total=False):
@@ -559,9 +531,7 @@ class Recorder(Trace):
             recorded = {head for builder in self._builders.values() for head in builder.heads}
             places = list(self.seen_places)
         by_place = self._heads if isinstance(self._heads, Mapping) else {}
-        heads_of_all_places = (
-            () if self._heads is None or isinstance(self._heads, Mapping) else self._heads
-        )
+        everywhere = () if isinstance(self._heads, Mapping) else self._heads or ()
         asked = dict.fromkeys([*(self._places or ()), *by_place])
         unknown = [x for x in asked if not any(matches_place(here, (x,)) for here in places)]
         if unknown:
@@ -570,13 +540,10 @@ class Recorder(Trace):
                 f"there were no calls at the places {unknown}; the places that called regard's "
                 f"softmax attention are: {met}"
             )
-        wanted = {head for heads in (heads_of_all_places, *by_place.values()) for head in heads}
-        missing_heads = sorted(wanted - recorded)
-        return (
-            f"heads {missing_heads} were not recorded: no selected place has them"
-            if missing_heads
-            else ""
-        )
+        wanted = {head for heads in (everywhere, *by_place.values()) for head in heads}
+        if missing := sorted(wanted - recorded):
+            return f"heads {missing} were not recorded: no selected place has them"
+        return ""
 
     def _finish(self, opening: ActiveTrace) -> None:
         """Warn of what was requested but not recorded."""

@@ -117,8 +117,7 @@ def _fitting(place: Place, pair: tuple[tuple[str, ...], tuple[str, ...]]) -> Pla
     T, N = _queries(place), place.N
     rows = next((texts for texts in pair if len(texts) == T), ())
     columns = next((texts for texts in reversed(pair) if len(texts) == N), ())
-    query_indices = [i for step in place.steps for i in step.tokens()]
-    return PlaceLabels(tuple(rows[i] for i in query_indices) if rows else (), columns)
+    return PlaceLabels(tuple(rows[i] for i in place.tokens) if rows else (), columns)
 
 
 _ROWS = 256
@@ -355,7 +354,7 @@ class Recording:
         """
         place = self[layer]
         place.check_batch(batch)
-        return torch.cat([step.row_positions(batch) for step in place.steps])
+        return place.row_positions[batch]
 
     def labels(self, layer: int | str) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """Return the texts of the rows and of the columns of a place.
@@ -372,12 +371,8 @@ class Recording:
         crosses, encodes = ".cross" in place.name, place.name.startswith("encoder.")
         rows = self.source_pieces if encodes else self.pieces
         columns = self.source_pieces if encodes or crosses else self.pieces
-        token_indices = [i for step in place.steps for i in step.tokens()]
-        named = (
-            tuple(rows[i] for i in token_indices)
-            if token_indices and max(token_indices) < len(rows)
-            else ()
-        )
+        are_known = max(place.tokens, default=len(rows)) < len(rows)
+        named = tuple(rows[i] for i in place.tokens) if are_known else ()
         return named, columns[: place.N] if len(columns) >= place.N else ()
 
     @cached_property

@@ -196,27 +196,20 @@ def _step_data(step: RecordedStep, keep: _NamedTensors) -> dict[str, object]:
         keep(step.columns) if step.first_column is None else [step.first_column, len(step.columns)]
     )
     return {
-        "q": keep(step.q),
-        "lse": keep(step.lse),
-        "out": keep.optional(step.out),
+        **{name: keep.optional(getattr(step, name)) for name in ("q", "lse", *_OPTIONAL)},
+        **{name: keep.positions(getattr(step, name)) for name in ("q_positions", "k_positions")},
+        **{name: getattr(step, name) for name in ("scale", "softcap", "dropout", "kernel")},
+        **{name: getattr(step, name) for name in _INTEGERS},
         "columns": columns,
-        "q_positions": keep.positions(step.q_positions),
-        "k_positions": keep.positions(step.k_positions),
         "mask": mask_data(step.mask, step, keep),
         "bias": bias_data(step.bias, step, keep),
-        "scale": step.scale,
-        "softcap": step.softcap,
-        "sink": keep.optional(step.sink),
-        "kernel": step.kernel,
-        "first": step.first,
-        "token": step.token,
-        "dropout": step.dropout,
-        "pool": step.pool,
-        "pool_index": keep.optional(step.pool_index),
-        "scores": keep.optional(step.scores),
-        "pattern": keep.optional(step.pattern),
         "score": score_data(step.score, keep),
     }
+
+
+_OPTIONAL = ("out", "sink", "pool_index", "scores", "pattern")
+"""The tensors that a step may lack."""
+_INTEGERS = ("first", "token", "pool")
 
 
 def mask_data(mask: Mask, step: RecordedStep, keep: StoreTensor) -> dict[str, object]:
@@ -238,6 +231,11 @@ def mask_data(mask: Mask, step: RecordedStep, keep: StoreTensor) -> dict[str, ob
     return data if is_builtin(type(mask)) else {**data, **dense_table()}
 
 
+def _check_depth(what: str, depth: int) -> None:
+    if depth > _MAX_DEPTH:
+        raise ArgumentError(f"{what} is nested deeper than {_MAX_DEPTH}")
+
+
 def _has_text(mask: Mask) -> bool:
     """Return whether `masks.parse` reads the text of a mask back as an equal mask."""
     try:
@@ -253,8 +251,7 @@ def _is_ours(rule: Mask) -> bool:
 
 def mask_from(data: Any, tensors: Mapping[str, Tensor], depth: int = 0) -> Mask:
     """Build the mask that `mask_data` described; a dense mask where its class is unknown here."""
-    if depth > _MAX_DEPTH:
-        raise ArgumentError(f"a mask is nested deeper than {_MAX_DEPTH}")
+    _check_depth("a mask", depth)
     if "text" in data:
         try:
             return masks.parse(data["text"])
@@ -285,8 +282,7 @@ def bias_from(data: object, tensors: Mapping[str, Tensor], depth: int = 0) -> Bi
     """Build the bias that `bias_data` described; a dense bias where its class is unknown here."""
     if data is None:
         return None
-    if depth > _MAX_DEPTH:
-        raise ArgumentError(f"a bias is nested deeper than {_MAX_DEPTH}")
+    _check_depth("a bias", depth)
     return from_data(BIASES, data, tensors, lambda x: bias_from(x, tensors, depth + 1))
 
 
@@ -314,8 +310,7 @@ def score_from(data: object, tensors: Mapping[str, Tensor], depth: int = 0) -> S
     """
     if data is None:
         return None
-    if depth > _MAX_DEPTH:
-        raise ArgumentError(f"a score rule is nested deeper than {_MAX_DEPTH}")
+    _check_depth("a score rule", depth)
     text = RecordedRule.kind
     if isinstance(data, Mapping) and text in data:
         others = {name: x for name, x in data.items() if name != text}
@@ -349,9 +344,7 @@ def _read_recording(data: dict[str, Any], tensors: dict[str, Tensor]) -> Recordi
     """Build a recording from JSON data and tensors."""
     metadata = {str(k): str(v) for k, v in data["metadata"].items()}
     texts = [tuple(str(x) for x in data[name]) for name in ("pieces", "source_pieces")]
-    ids, source_ids = (
-        None if data[name] is None else tensors[data[name]] for name in ("ids", "source_ids")
-    )
+    ids, source_ids = (_optional(data[name], tensors) for name in ("ids", "source_ids"))
     places = [_read_place(x, tensors) for x in data["places"]]
     names = {place.name: place for place in places}
     if len(names) < len(places):
@@ -391,7 +384,7 @@ def _read_place(data: dict[str, Any], tensors: dict[str, Tensor]) -> Place:
     pools = tuple(
         KeyValuePool(
             tensors[p["k"]],
-            None if p["v"] is None else tensors[p["v"]],
+            _optional(p["v"], tensors),
             tensors[p["columns"]],
             tuple(map(_check_integer, p["groups"])),
             _check_integer(p["G"]),
@@ -401,55 +394,43 @@ def _read_place(data: dict[str, Any], tensors: dict[str, Tensor]) -> Place:
     )
     num_keys = sum(len(pool.columns) for pool in pools if pool.columns.ndim)
     steps = tuple(_read_step(x, tensors, num_keys) for x in data["steps"])
-    H, heads, N = (
-        _check_integer(data["H"]),
-        tuple(map(_check_integer, data["heads"])),
-        _check_integer(data["N"]),
-    )
-    place = Place(_check_name(data["name"]), steps, pools, H, heads, N)
+    H, *heads, N = map(_check_integer, (data["H"], *data["heads"], data["N"]))
+    place = Place(_check_name(data["name"]), steps, pools, H, tuple(heads), N)
     check_place(place)
     return place
 
 
 def _read_step(data: dict[str, Any], tensors: dict[str, Tensor], num_keys: int) -> RecordedStep:
     """Build a step of a place that stores `num_keys` keys."""
-
-    def named(name: str) -> Tensor | None:
-        return None if data[name] is None else tensors[data[name]]
-
-    data = {
-        "scores": None,
-        "pattern": None,
-        "score": None,
-        **data,
-    }  # format 1 has none of them, and files of calls without rules had no "score"
+    # format 1 has none of these, and files of calls without rules had no "score"
+    data = {"scores": None, "pattern": None, "score": None, **data}
     columns = data["columns"]
     if isinstance(columns, list):
         columns = as_tensor(_read_span(columns, num_keys))[0]
     else:
         columns = tensors[columns]
+    integers: dict[str, Any] = {name: _check_integer(data[name]) for name in _INTEGERS}
     return RecordedStep(
-        tensors[data["q"]],
-        tensors[data["lse"]],
-        named("out"),
-        columns,
-        _read_positions(data["q_positions"], tensors),
-        _read_positions(data["k_positions"], tensors),
-        mask_from(data["mask"], tensors),
-        bias_from(data["bias"], tensors),
-        float(data["scale"]),
-        None if data["softcap"] is None else float(data["softcap"]),
-        named("sink"),
-        _check_name(data["kernel"]),
-        _check_integer(data["first"]),
-        _check_integer(data["token"]),
-        float(data["dropout"]),
-        _check_integer(data["pool"]),
-        named("pool_index"),
-        named("scores"),
-        named("pattern"),
-        score_from(data["score"], tensors),
+        q=tensors[data["q"]],
+        lse=tensors[data["lse"]],
+        columns=columns,
+        q_positions=_read_positions(data["q_positions"], tensors),
+        k_positions=_read_positions(data["k_positions"], tensors),
+        mask=mask_from(data["mask"], tensors),
+        bias=bias_from(data["bias"], tensors),
+        scale=float(data["scale"]),
+        softcap=None if data["softcap"] is None else float(data["softcap"]),
+        kernel=_check_name(data["kernel"]),
+        dropout=float(data["dropout"]),
+        score=score_from(data["score"], tensors),
+        **{name: _optional(data[name], tensors) for name in _OPTIONAL},
+        **integers,
     )
+
+
+def _optional(name: Any, tensors: Mapping[str, Tensor]) -> Any:
+    """Return a tensor by its name, or None for None."""
+    return None if name is None else tensors[name]
 
 
 def _read_positions(data: Any, tensors: dict[str, Tensor]) -> Positions:

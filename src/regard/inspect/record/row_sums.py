@@ -51,8 +51,17 @@ class AuditSample:
     @property
     def rows(self) -> int:
         """Return the number of rows."""
-        result: int = self.own.stop - self.own.start
-        return result
+        return len(range(self.own.start, self.own.stop))
+
+    @cached_property
+    def k(self) -> Tensor:
+        """Return the keys that each recorded head reads, `[B, h, s, D]`."""
+        return self.place.keys(self.step)[:, self.place.groups_read(self.step)]
+
+    @cached_property
+    def scores(self) -> Tensor:
+        """Compute the scores without any fault, in fp64."""
+        return self.score_inputs.scores(self.step.scale, self.step.softcap)
 
     @property
     def lse(self) -> Tensor:
@@ -71,16 +80,14 @@ class AuditSample:
         """Compute ln sum_j exp(s_ij) in fp64, with the scores of an edit if there are any."""
         if self.step.scores is not None:
             return lse_of(self.step.scores[:, :, self.own].double())
-        return lse_of(self.score_inputs.scores(self.step.scale, self.step.softcap))
+        return lse_of(self.scores)
 
     @cached_property
     def true_out(self) -> Tensor | None:
         """Compute sum_j p_ij v_j in fp64; NaN where a visible value is not finite."""
         if self.step.edited:
             return _edited_output(self, torch.float64)
-        return self.output(
-            self.score_inputs.scores(self.step.scale, self.step.softcap), self.step.sink
-        )
+        return self.output(self.scores, self.step.sink)
 
     def output(self, s: Tensor, sink: Tensor | None) -> Tensor | None:
         """Compute the output from scores, with or without a sink; 0 for a row that sees no key."""
@@ -108,18 +115,13 @@ class AuditSample:
     @cached_property
     def rounding(self) -> float:
         """Return 2 eps (largest sum of |terms| of a visible score + largest |lse|)."""
-        pool, lse_dtype = self.place.pools[self.step.pool], self.lse.dtype
-        k = self.place.keys(self.step)[
-            :, [pool.group_index(h, self.place.H) for h in self.place.heads]
-        ]
-        q = self.step.q[:, :, self.own]
-        size = abs(self.step.scale) * (q.to(lse_dtype).abs() @ k.to(lse_dtype).abs().mT)
-        size = size if self.score_inputs.bias is None else size + self.score_inputs.bias.abs()
-        size = (
-            size
-            if self.step.scores is None
-            else self.step.scores[:, :, self.own].to(lse_dtype).abs()
-        )
+        lse_dtype = self.lse.dtype
+        if self.step.scores is not None:
+            size = self.step.scores[:, :, self.own].to(lse_dtype).abs()
+        else:
+            q = self.step.q[:, :, self.own].to(lse_dtype)
+            size = abs(self.step.scale) * (q.abs() @ self.k.to(lse_dtype).abs().mT)
+            size = size if self.score_inputs.bias is None else size + self.score_inputs.bias.abs()
         visible_sizes = size.masked_fill(~self.score_inputs.visible | ~size.isfinite(), 0)
         lse = self.true_lse.abs()
         largest = _largest(visible_sizes) + _largest(lse.masked_fill(~lse.isfinite(), 0))
@@ -151,8 +153,7 @@ def audit_sample(place: Place, number: int, own: slice) -> AuditSample:
     inputs = inputs._replace(visible=inputs.visible.expand(inputs.dot.shape))
     v = place.values(step)
     if v is not None:
-        pool = place.pools[step.pool]
-        v = v[:, [pool.group_index(head, place.H) for head in heads]]
+        v = v[:, place.groups_read(step)]
     return AuditSample(place, step, place.first_row(number) + own.start, own, inputs, v)
 
 
@@ -180,15 +181,11 @@ def _edited_output(sample: AuditSample, dtype: torch.dtype) -> Tensor | None:
 
 def _plain(sample: AuditSample, order: int) -> tuple[Tensor, Tensor | None]:
     """Compute (lse, out) by matmul and exp in the dtype of q, in a given order of sums."""
-    step, place = sample.step, sample.place
+    step = sample.step
     if step.edited:
         lse = sample.true_lse.to(step.lse.dtype)
         return lse, None if sample.out is None else _edited_output(sample, sample.out.dtype)
-    pool = place.pools[step.pool]
-    q, k = (
-        step.q[:, :, sample.own],
-        place.keys(step)[:, [pool.group_index(h, place.H) for h in place.heads]],
-    )
+    q, k = step.q[:, :, sample.own], sample.k
     generator = torch.Generator().manual_seed(order)
     keys, dims = (
         torch.randperm(n, generator=generator) if order else torch.arange(n)
@@ -205,9 +202,8 @@ def _plain(sample: AuditSample, order: int) -> tuple[Tensor, Tensor | None]:
     p = torch.exp(s - top)
     total = p.sum(-1, keepdim=True)
     sees_no_key = total == 0
-    lse = (top + total.masked_fill(sees_no_key, 1).log()).masked_fill(sees_no_key, -math.inf)[
-        ..., 0
-    ]
+    lse = top + total.masked_fill(sees_no_key, 1).log()
+    lse = lse.masked_fill(sees_no_key, -math.inf)[..., 0]
     if sample.out is None or sample.values is None:
         return lse, None
     v = sample.values[:, :, keys]
@@ -233,9 +229,7 @@ def explain_lse(samples: list[AuditSample], allowed: float) -> tuple[FaultHypoth
     if words is not None:
         return None, words
     for hypothesis in hypotheses(samples):
-        if all(
-            _is_close(lse_of(hypothesis.scores(sample)), sample.lse, allowed) for sample in samples
-        ):
+        if all(_is_close(lse_of(hypothesis.scores(x)), x.lse, allowed) for x in samples):
             return hypothesis, hypothesis.words
     return None, _unexplained(samples, allowed)
 
@@ -257,18 +251,15 @@ def explain_output(
     if all(bool((sample.out == 0).all()) for sample in kept_samples if sample.out is not None):
         return False, "the output is zero everywhere: it was not written"
     if any(sample.step.sink is not None for sample in kept_samples) and all(
-        _gives_output(sample, _true_scores(sample), None, allowed) for sample in kept_samples
+        _gives_output(sample, sample.scores, None, allowed) for sample in kept_samples
     ):
         return False, "the sink was left out of the output (the missing weight is P_sink)"
     for hypothesis in hypotheses(kept_samples):
         if fits(hypothesis):
             return False, f"{hypothesis.words} in the output, though not in the lse"
-    return (
-        False,
-        (
-            "the output is not the weighted sum of the recorded values: the kernel used other "
-            "values or other weights"
-        ),
+    return False, (
+        "the output is not the weighted sum of the recorded values: the kernel used other "
+        "values or other weights"
     )
 
 
@@ -346,11 +337,6 @@ def _mask_faults(mask: Mask) -> Iterator[FaultHypothesis]:
             yield FaultHypothesis(f"{term} was taken as {other}", _scores_under_mask(both))
 
 
-def _true_scores(sample: AuditSample) -> Tensor:
-    """Return the scores without any fault."""
-    return sample.score_inputs.scores(sample.step.scale, sample.step.softcap)
-
-
 def _changed_scores(sample: AuditSample, **change: Tensor | None) -> Tensor:
     """Return the scores after a change of their terms."""
     return sample.score_inputs._replace(**change).scores(sample.step.scale, sample.step.softcap)  # type: ignore[arg-type]
@@ -363,8 +349,7 @@ def _scores_at_scale(scale: float) -> Callable[[AuditSample], Tensor]:
 
 def _with_sink(sample: AuditSample) -> Tensor:
     """Return the scores with the sink as an additional key; this applies to the lse only."""
-    s = _true_scores(sample)
-    sink = sample.step.sink
+    s, sink = sample.scores, sample.step.sink
     assert sink is not None, "this fault is tried only where there is a sink"
     return torch.cat([s, sink.double()[:, None, None].expand(*s.shape[:-1], 1)], -1)
 
@@ -374,7 +359,7 @@ def _scores_under_mask(mask: Mask) -> Callable[[AuditSample], Tensor]:
 
     def scores(sample: AuditSample) -> Tensor:
         step = sample.step
-        rows = slice(sample.own.start + step.first, sample.own.stop + step.first)
+        rows = step.call_rows(sample.own)
         visible = mask.block(step.q_positions, step.k_positions, rows)
         visible = visible[:, list(sample.place.heads)] if visible.shape[1] > 1 else visible
         return _changed_scores(sample, visible=visible.expand(sample.score_inputs.dot.shape))
@@ -397,13 +382,9 @@ def _fitted_scale(samples: list[AuditSample]) -> float | None:
     worst = errors.masked_fill(~errors.isfinite(), -1).argmax()
     row = torch.unravel_index(worst, errors.shape)
     target = float(sample.lse[row])
-    inputs = sample.score_inputs._replace(
-        dot=sample.score_inputs.dot[row],
-        visible=sample.score_inputs.visible[row],
-        bias=None
-        if sample.score_inputs.bias is None
-        else sample.score_inputs.bias.expand(sample.score_inputs.dot.shape)[row],
-    )
+    dot, bias, visible = sample.score_inputs
+    bias = None if bias is None else bias.expand(dot.shape)[row]
+    inputs = ScoreInputs(dot[row], bias, visible[row])
     low, high = 0.0, 64 * abs(sample.step.scale)
 
     def lse_error(c: float) -> float:
@@ -414,11 +395,8 @@ def _fitted_scale(samples: list[AuditSample]) -> float | None:
     for _ in range(60):
         middle = (low + high) / 2
         low, high = (middle, high) if lse_error(low) * lse_error(middle) > 0 else (low, middle)
-    return (
-        None
-        if math.isclose(low, abs(sample.step.scale), rel_tol=1e-3)
-        else math.copysign(low, sample.step.scale)
-    )
+    is_right = math.isclose(low, abs(sample.step.scale), rel_tol=1e-3)
+    return None if is_right else math.copysign(low, sample.step.scale)
 
 
 def _is_close(suspected: Tensor, recorded: Tensor, allowed: float) -> bool:
@@ -427,10 +405,8 @@ def _is_close(suspected: Tensor, recorded: Tensor, allowed: float) -> bool:
     finite = suspected.isfinite()
     if not torch.equal(finite, recorded.isfinite()):
         return False
-    bound = (
-        2 * allowed * max(1.0, float(suspected[finite].abs().max()) if bool(finite.any()) else 1.0)
-    )
-    return not bool(finite.any()) or float((suspected - recorded)[finite].abs().max()) <= bound
+    bound = 2 * allowed * max(1.0, _largest(suspected[finite].abs()))
+    return _largest((suspected - recorded)[finite].abs()) <= bound
 
 
 def _gives_output(sample: AuditSample, s: Tensor, sink: Tensor | None, allowed: float) -> bool:
@@ -440,11 +416,7 @@ def _gives_output(sample: AuditSample, s: Tensor, sink: Tensor | None, allowed: 
     out = sample.output(s, sink)
     assert out is not None, "only samples with outputs are compared"
     assert sample.out is not None, "only samples with outputs are compared"
-    finite = out.isfinite()
-    return (
-        not bool(finite.any())
-        or float((out - sample.out.double())[finite].abs().max()) <= 2 * allowed
-    )
+    return _largest((out - sample.out.double())[out.isfinite()].abs()) <= 2 * allowed
 
 
 def _unexplained(samples: list[AuditSample], allowed: float) -> str:
@@ -501,11 +473,9 @@ class RowSums:
         return f"RowSums({self.place}, {self.rows} of {plural(self.of, 'row')}: {verdict})"
 
     def __str__(self) -> str:
-        out = (
-            ""
-            if self.output is None
-            else f", output error {self.output:.2g} (allowed {self.output_allowed:.2g})"
-        )
+        out = ""
+        if self.output is not None:
+            out = f", output error {self.output:.2g} (allowed {self.output_allowed:.2g})"
         verdict = "; ".join(self.findings) or "sound"
         rows = f"{self.rows} of {plural(self.of, 'row')}"
         return (

@@ -13,7 +13,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from regard.errors import ArgumentError
-from regard.inspect.record.recorded_place import ALL, Place
+from regard.inspect.record.recorded_place import ALL, Place, own_or_shared
 from regard.untrusted_text import tuple_repr
 
 TILE_SIZE = 256
@@ -114,9 +114,9 @@ def _nonempty_blocks(place: Place, rows: slice, wide: int, heads: slice, batch: 
         if step.first_column != 0:  # its keys do not start at column 0
             used[torch.div(step.columns, wide, rounding_mode="floor").unique()] = True
             continue
-        asked = slice(own.start + step.first, own.stop + step.first)
+        asked = step.call_rows(own)
         states = step.mask.tile_row(step.q_positions, step.k_positions, asked, wide)
-        states = states[batch if states.shape[0] > 1 else 0]
+        states = own_or_shared(states, batch)
         states = states[heads] if states.shape[0] > 1 else states  # [h or 1,nK]
         used[: states.shape[1]] |= (states > 0).any(0)
     return [bool(x) for x in used]

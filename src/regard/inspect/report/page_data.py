@@ -26,12 +26,7 @@ from regard.inspect.record.recorded_place import Place
 from regard.inspect.record.recording import Recording
 from regard.inspect.record.row_sums import row_sums
 from regard.inspect.record.tiles import PoolAccumulator, Pooled
-from regard.inspect.report.page_rules import (
-    Arrays,
-    PageRules,
-    row_and_column_positions,
-    split_by_pool,
-)
+from regard.inspect.report.page_rules import Arrays, PageRules, split_by_pool
 from regard.positions import Rotary
 from regard.units import plural
 
@@ -320,12 +315,7 @@ class PageData:
 
     def _positions(self, number: int, place: Place) -> None:
         """Store the positions of rows and columns that are not 0, 1, 2, ..."""
-        q, k = torch.zeros(place.T, dtype=torch.int64), torch.full((place.N,), -1)
-        first = 0
-        for step in place.steps:
-            q[first : first + step.T], key_positions = row_and_column_positions(step, self.row)
-            k[step.columns[key_positions >= 0]] = key_positions[key_positions >= 0]
-            first += step.T
+        q, k = place.row_positions[self.row].long(), place.column_positions[self.row]
         for name, x in (("q_positions", q), ("k_positions", k)):
             if not torch.equal(x, torch.arange(len(x))):
                 self.arrays[f"p{number}.{name}"] = x.numpy().astype(np.int32)
@@ -369,12 +359,7 @@ class PageData:
         """Return the heads in the order of a metric; heads without it are left out."""
         smallest_first, metric = name.startswith("-"), name.removeprefix("-")
         known = {(p, h): x for p, h in every if (x := self._metric(metric, p, h)) is not None}
-        return sorted(
-            known,
-            key=lambda place_and_head: (
-                known[place_and_head] if smallest_first else -known[place_and_head]
-            ),
-        )
+        return sorted(known, key=lambda head: known[head], reverse=not smallest_first)
 
     def embed(self, place: int, head: int, budget: int) -> None:
         """Embed exact tensors while the budget allows; q, k and lse of the first head always."""

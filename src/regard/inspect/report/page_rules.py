@@ -19,8 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from regard import masks
-from regard.inspect.record.recorded_place import Place, RecordedStep
-from regard.span import Positions, as_tensor
+from regard.inspect.record.recorded_place import ALL, Place, RecordedStep, own_or_shared
 
 Arrays = dict[str, NDArray[np.generic]]
 BIAS_CELLS_PER_CHUNK = 1 << 22
@@ -37,24 +36,6 @@ class RuleGroup:
 
     step: RecordedStep
     steps: list[tuple[RecordedStep, int]] = field(default_factory=list)
-
-
-def positions_of_row(x: Positions, row: int) -> Tensor:
-    """Return the positions of one row of the batch, `[L]`."""
-    positions = as_tensor(x)
-    return positions[row if positions.shape[0] > 1 else 0].cpu()
-
-
-def recorded_queries(step: RecordedStep) -> slice:
-    """Return which queries of its call a step recorded."""
-    return slice(step.first, step.first + step.T)
-
-
-def row_and_column_positions(step: RecordedStep, row: int) -> tuple[Tensor, Tensor]:
-    """Return the positions of a step's queries and of its keys, in one row of the batch."""
-    return positions_of_row(step.q_positions, row)[recorded_queries(step)], positions_of_row(
-        step.k_positions, row
-    )
 
 
 class PageRules:
@@ -105,12 +86,10 @@ class PageRules:
         for rows in self.groups:
             for step, first in rows.steps:
                 present = torch.zeros(1, 1, self.place.N, dtype=torch.bool)
-                present[:, :, step.columns] = row_and_column_positions(step, self.row)[1] >= 0
-                if not bool(present.all()):
-                    parts.append((slice(first, first + step.T), present.expand(1, step.T, -1)))
-                else:
-                    whole = torch.tensor([[[0, self.place.N]]], dtype=torch.int32)
-                    parts.append((slice(first, first + step.T), whole.expand(1, step.T, -1)))
+                present[:, :, step.columns] = step.key_positions(self.row) >= 0
+                if bool(present.all()):
+                    present = torch.tensor([[[0, self.place.N]]], dtype=torch.int32)
+                parts.append((slice(first, first + step.T), present.expand(1, step.T, -1)))
         if all(part.dtype == torch.int32 for _, part in parts):  # every call had all keys
             return None
         return self._stored(parts, 1)
@@ -140,9 +119,7 @@ class PageRules:
         size = max(1, MASK_CELLS_PER_CHUNK // max(1, N * heads))
         for start in range(0, step.T, size):
             stop = min(start + size, step.T)
-            asked = slice(start + step.first, stop + step.first)
-            block = mask.block(step.q_positions, step.k_positions, asked)
-            one = block[self.row if block.shape[0] > 1 else 0].cpu()
+            one = step.allowed(mask, slice(start, stop), ALL, self.row)
             cells = torch.zeros(one.shape[0], stop - start, N, dtype=torch.bool)
             cells[:, :, step.columns] = one
             ranges = _ranges_of_rows(cells)
@@ -278,14 +255,14 @@ def _bias_blocks(step: RecordedStep, row: int) -> Iterator[tuple[slice, Tensor]]
     size = max(1, BIAS_CELLS_PER_CHUNK // max(1, S * heads))
     for start in range(0, step.T, size):
         where = slice(start, min(start + size, step.T))
-        rows = slice(where.start + step.first, where.stop + step.first)
+        rows = step.call_rows(where)
         block = step.bias.block(step.q_positions, step.k_positions, rows, dtype=torch.float64)
-        yield where, block[row if block.shape[0] > 1 else 0].detach().cpu()
+        yield where, own_or_shared(block, row).detach().cpu()
 
 
 def _bias_by_offset(rows: RuleGroup, row: int) -> tuple[int, NDArray[np.float64]] | None:
     """Return (lowest q - k, values `[H or 1, offsets]`) if the bias is such; else None."""
-    both = [row_and_column_positions(step, row) for step, _ in rows.steps]
+    both = [(step.row_positions(row), step.key_positions(row)) for step, _ in rows.steps]
     offsets = [q[:, None] - k for q, k in both]
     low, high = min(int(x.min()) for x in offsets), max(int(x.max()) for x in offsets)
     table: Tensor | None = None

@@ -16,6 +16,7 @@ import secrets
 import threading
 from collections.abc import Awaitable, Callable, MutableMapping
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -133,7 +134,7 @@ class Endpoints:
         self._session, self._page, self._max_queue = session, page, max_queue
         self._pool = ThreadPoolExecutor(THREADS, "regard-view", self._begin_thread)
         self._queued = 0
-        self._facts: tuple[int, bytes] | None = None
+        self._facts: tuple[int, Response] | None = None
         self._making_facts = threading.Lock()
         self.dropped = 0
 
@@ -152,10 +153,10 @@ class Endpoints:
             Route("/meta", self._meta),
             Route("/progress", self._progress),
             Route(f"/tile/{tile}", self._answer_tile),
-            Route(f"/row/{one}", self._row),
-            Route(f"/column/{one}", self._column),
-            Route(f"/row-weights/{one}", self._row_weights),
-            Route(f"/column-weights/{one}", self._column_weights),
+            Route(f"/row/{one}", partial(self._row, make=describe_row)),
+            Route(f"/column/{one}", partial(self._column, make=describe_column)),
+            Route(f"/row-weights/{one}", partial(self._row, make=row_weights)),
+            Route(f"/column-weights/{one}", partial(self._column, make=column_weights)),
             Route(f"/cell/{cell}", self._cell),
             Route("/heads/{first:int}", self._heads),
             Route("/audit/{place:int}", self._audit),
@@ -170,12 +171,12 @@ class Endpoints:
         for work in (self._make_facts, self._session.prepare):
             self._pool.submit(work)
 
-    def _make_facts(self) -> bytes:
-        """Return the facts about the recording as JSON; they are made once a version."""
+    def _make_facts(self) -> Response:
+        """Return the answer with the facts about the recording, which is made once a version."""
         with self._making_facts:
             version = self._session.version
             if self._facts is None or self._facts[0] != version:
-                self._facts = version, _json(page_facts(self._session))
+                self._facts = version, _response(page_facts(self._session))
             return self._facts[1]
 
     async def _answer_page(self, request: Request) -> Response:
@@ -184,13 +185,11 @@ class Endpoints:
 
     async def _meta(self, request: Request) -> Response:
         """Answer with the places, heads and texts of the recording."""
-        return await self._answer(request, self._make_facts, "application/json")
+        return await self._answer(request, self._make_facts)
 
     async def _progress(self, request: Request) -> Response:
         """Answer with the number of places, what is still to come, and the most notable weight."""
-        return await self._answer(
-            request, lambda: _json(progress_facts(self._session)), "application/json"
-        )
+        return await self._answer(request, lambda: progress_facts(self._session))
 
     async def _answer_tile(self, request: Request) -> Response:
         """Answer with a tile: exact, or the best that is known so far."""
@@ -200,31 +199,24 @@ class Endpoints:
             request, lambda: encode_tile(self._session.tile(place, head, level, i, j), level)
         )
 
-    async def _row(self, request: Request) -> Response:
-        """Answer with the largest keys of a query, and the rest."""
-        return await self._one(request, "T", describe_row)
+    async def _row(self, request: Request, make: Callable[..., Any]) -> Response:
+        """Answer with what a function says of a query."""
+        tiles = self._session.head(*self._head(request))
+        i = _index("row", request.path_params["at"], tiles.T)
+        return await self._answer(request, lambda: make(tiles, i))
 
-    async def _column(self, request: Request) -> Response:
-        """Answer with the queries that read a key most."""
-        return await self._one(request, "N", describe_column)
-
-    async def _row_weights(self, request: Request) -> Response:
-        """Answer with the weights of a query over all keys."""
-        return await self._one(request, "T", row_weights)
-
-    async def _column_weights(self, request: Request) -> Response:
-        """Answer with the weights that all queries give to a key."""
-        return await self._one(request, "N", column_weights)
+    async def _column(self, request: Request, make: Callable[..., Any]) -> Response:
+        """Answer with what a function says of a key."""
+        tiles = self._session.head(*self._head(request))
+        j = _index("column", request.path_params["at"], tiles.N)
+        return await self._answer(request, lambda: make(tiles, j))
 
     async def _cell(self, request: Request) -> Response:
         """Answer with the chain of numbers of a cell."""
-        place, head = self._head(request)
-        tiles = self._session.head(place, head)
+        tiles = self._session.head(*self._head(request))
         i = _index("row", request.path_params["i"], tiles.T)
         j = _index("column", request.path_params["j"], tiles.N)
-        return await self._answer(
-            request, lambda: _json(describe_cell(tiles, i, j)), "application/json"
-        )
+        return await self._answer(request, lambda: describe_cell(tiles, i, j))
 
     async def _heads(self, request: Request) -> Response:
         """Answer with the overviews of some heads: their number, and each as `encode_overview`."""
@@ -244,39 +236,20 @@ class Endpoints:
     async def _audit(self, request: Request) -> Response:
         """Answer with the audit of a place."""
         place = _index("place", request.path_params["place"], len(self._session.places))
-        return await self._answer(
-            request, lambda: _json(audit_facts(self._session, place)), "application/json"
-        )
+        return await self._answer(request, lambda: audit_facts(self._session, place))
 
-    async def _one(self, request: Request, side: str, make: Callable[..., Any]) -> Response:
-        """Answer a question about one row or one column."""
-        place, head = self._head(request)
-        tiles = self._session.head(place, head)
-        name, count = ("row", tiles.T) if side == "T" else ("column", tiles.N)
-        index = _index(name, request.path_params["at"], count)
-
-        def answer() -> bytes:
-            result = make(tiles, index)
-            return encode_weights(result) if isinstance(result, torch.Tensor) else _json(result)
-
-        is_json = make in (describe_row, describe_column)
-        kind = "application/json" if is_json else "application/octet-stream"
-        return await self._answer(request, answer, kind)
-
-    async def _answer(
-        self, request: Request, make: Callable[[], bytes], kind: str = "application/octet-stream"
-    ) -> Response:
+    async def _answer(self, request: Request, make: Callable[[], object]) -> Response:
         """Compute an answer in the pool; drop it if the browser gives up before it begins."""
         if self._queued >= self._max_queue:
             raise HTTPException(429, f"{self._queued} requests wait already; ask again later")
         given_up = threading.Event()
 
-        def run() -> bytes:
+        def run() -> Response:
             if given_up.is_set():
                 self.dropped += 1
-                return b""
+                return Response()
             with self._session:
-                return make()
+                return _response(make())
 
         self._queued += 1
         try:
@@ -284,7 +257,7 @@ class Endpoints:
             while not (await asyncio.wait({future}, timeout=0.05))[0]:
                 if await request.is_disconnected():
                     given_up.set()
-            return Response(await future, media_type=kind)
+            return await future
         finally:
             self._queued -= 1
 
@@ -325,9 +298,17 @@ def _index(name: str, index: int, count: int) -> int:
     return index
 
 
-def _json(value: Any) -> bytes:
-    """Return JSON; numbers that are not finite become null."""
-    return json.dumps(to_page_value(value), allow_nan=False).encode()
+def _response(answer: object) -> Response:
+    """Return bytes and weights as they are, and all else as JSON, without numbers that it lacks."""
+    if isinstance(answer, Response):
+        return answer
+    if isinstance(answer, torch.Tensor):
+        answer = encode_weights(answer)
+    if isinstance(answer, bytes):
+        return Response(answer, media_type="application/octet-stream")
+    return Response(
+        json.dumps(to_page_value(answer), allow_nan=False), media_type="application/json"
+    )
 
 
 async def _error(_request: Request, error: Exception) -> Response:

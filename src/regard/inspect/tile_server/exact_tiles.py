@@ -22,7 +22,13 @@ from typing import NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from regard.inspect.record.recorded_place import ColumnRanges, Place, RecordedStep
+from regard.inspect.record.recorded_place import (
+    ColumnRanges,
+    Place,
+    RecordedStep,
+    own_or_shared,
+    range_of,
+)
 from regard.inspect.record.tiles import block_max, block_sums
 
 BLOCKS = 256
@@ -178,15 +184,11 @@ class HeadTiles:
                 return False
             return _inside(starts, stops, c0, c1)
         slots = step.slots(slice(c0, c1))
-        rows = slice(own.start + step.first, own.stop + step.first)
-        low, high = _slot_range(slots)
-        if high <= low:
+        keys, picked = range_of(slots)
+        if keys.stop <= keys.start:
             return False
-        block = step.mask.block(step.q_positions, step.k_positions, rows, slice(low, high))
-        block = block[self.batch if block.shape[0] > 1 else 0]
-        block = block[self.head if block.shape[0] > 1 else 0].cpu()
-        if isinstance(slots, Tensor):
-            block = block[:, slots - low]
+        block = own_or_shared(step.allowed(step.mask, own, keys, self.batch), self.head)
+        block = block if picked is None else block[:, picked]
         visible = torch.zeros(block.shape[0], c1 - c0, dtype=torch.bool)
         visible[:, step.columns[slots] - c0] = block
         return visible
@@ -289,13 +291,8 @@ class HeadTiles:
                 p = self._chunk(rows, columns)
                 if p is None:
                     continue
-                to = (
-                    slice((rows.start - where.r0) // size, -(-(rows.stop - where.r0) // size)),
-                    slice(
-                        (columns.start - where.c0) // size, -(-(columns.stop - where.c0) // size)
-                    ),
-                )
-                largest = _block_max_of(p, size)
+                to = _blocks_of(rows, where.r0, size), _blocks_of(columns, where.c0, size)
+                largest = _block_max_of(p, size, size)
                 origin = rows.start, columns.start
                 peaks = _add_peaks(peaks, p, largest, size, origin, self.keys_seen[rows])
                 hidden = p < 0
@@ -304,7 +301,12 @@ class HeadTiles:
                 mass[to] += block_sums(p.clamp(min=0) if any_hidden else p, size, size)
                 pairs[to] += block_sums((~hidden).to(p.dtype) if any_hidden else area, size, size)
                 most[to] = torch.maximum(most[to], largest)
-        return self._finish(where, size, mass, most, pairs, tuple(peaks))
+        area = _areas(where, size, mass)
+        mass /= self.seeing(where, size).clamp(min=1)[:, None]
+        mass = mass.masked_fill(pairs == 0, MASKED)
+        share = None if bool((pairs == area).all()) else (pairs / area).float()
+        keys = self.keys_of(where, size)
+        return TileData(mass.float(), most.float(), share, keys, tuple(peaks))
 
     def _chunk(self, rows: slice, columns: slice) -> Tensor | None:
         """Compute the weights of a range of rows and columns, -1 where masked; None if all are."""
@@ -320,23 +322,6 @@ class HeadTiles:
                 whole[target] = p
         return whole
 
-    def _finish(
-        self,
-        where: Range,
-        size: int,
-        mass: Tensor,
-        most: Tensor,
-        pairs: Tensor,
-        peaks: tuple[Peak, ...],
-    ) -> TileData:
-        """Divide the sums of a tile, and mark blocks without a visible pair."""
-        seeing = self.seeing(where, size)
-        area = _areas(where, size, mass)
-        empty = pairs == 0
-        mass = (mass / seeing.clamp(min=1)[:, None]).masked_fill(empty, MASKED)
-        share = None if bool((pairs == area).all()) else (pairs / area).float()
-        return TileData(mass.float(), most.float(), share, self.keys_of(where, size), peaks)
-
     def seeing(self, where: Range, size: int) -> Tensor:
         """Return how many rows of each block row see any key of the pattern, `[R]`."""
         sees = (self.keys_seen[where.r0 : where.r1] > 0).double()
@@ -347,22 +332,16 @@ class HeadTiles:
         keys = block_sums(self.keys_seen[where.r0 : where.r1, None], size, 1)[:, 0]
         return (keys / self.seeing(where, size).clamp(min=1)).float()
 
-    def preview(self, level: int, i: int, j: int, rows: int = 1) -> TileData:
-        """Compute a tile from some exact rows of each block row: a sample, with every column."""
+    def preview(self, level: int, i: int, j: int) -> TileData:
+        """Compute a tile from one exact row of each block row: a sample, with every column."""
         where, size = self.range(level, i, j), 1 << level
         R, C = -(-(where.r1 - where.r0) // size), -(-(where.c1 - where.c0) // size)
-        offsets = (torch.arange(rows) * size + size // 2) // rows
-        chosen = (where.r0 + size * torch.arange(R)[:, None] + offsets).clamp(max=where.r1 - 1)
-        flat = chosen.flatten()
-        sums, largest, pairs = self.row_blocks(flat, where.c0, where.c1, size)
-        sums, largest, pairs = (x.view(R, rows, C) for x in (sums, largest, pairs))
-        num_seeing = (self.keys_seen[chosen] > 0).double().sum(1).clamp(min=1)
-        columns_each = (where.c1 - where.c0 - size * torch.arange(C)).clamp(max=size).double()
-        total = pairs.double().sum(1)
-        mass = (sums.double().sum(1) / num_seeing[:, None]).masked_fill(total == 0, MASKED)
-        share = (total / (rows * columns_each)).float()
-        keys = self.keys_seen[chosen].mean(1).float()
-        return TileData(mass.float(), largest.amax(1).float(), share, keys, (), 0.0, rows)
+        chosen = (where.r0 + size * torch.arange(R) + size // 2).clamp(max=where.r1 - 1)
+        sums, largest, pairs = self.row_blocks(chosen, where.c0, where.c1, size)
+        columns_each = (where.c1 - where.c0 - size * torch.arange(C)).clamp(max=size)
+        mass, share = sums.masked_fill(pairs == 0, MASKED), pairs.double() / columns_each
+        keys = self.keys_seen[chosen].float()
+        return TileData(mass.float(), largest.float(), share.float(), keys, (), 0.0, 1)
 
     def row_blocks(
         self, rows: Tensor, c0: int, c1: int, size: int, observe: Observer | None = None
@@ -387,7 +366,7 @@ class HeadTiles:
                     observe(indices[seeing], columns.start, p)
                 to = indices[seeing], _blocks_of(columns, c0, size)
                 hidden = p < 0
-                largest[to] = _run_max(p, size)
+                largest[to] = _block_max_of(p, 1, size)
                 if bool(hidden.any()):
                     pairs[to] = block_sums((~hidden).to(p.dtype), 1, size)
                     p = p.clamp_(min=0)
@@ -423,12 +402,8 @@ class HeadTiles:
         scores *= step.scale
         if step.softcap is not None:
             scores.div_(step.softcap).tanh_().mul_(step.softcap)
-        indices = (
-            slice(first + rows.start, first + rows.stop)
-            if isinstance(rows, slice)
-            else first + rows
-        )
-        return scores.sub_(self.denominators[indices].to(self.dtype)[:, None]).exp_()
+        denominators = self.denominators[first : first + step.T][rows].to(self.dtype)
+        return scores.sub_(denominators[:, None]).exp_()
 
 
 def coarser_blocks(
@@ -445,7 +420,7 @@ def coarser_blocks(
     num_seeing = block_sums(seeing[:, None], times, 1)[:, 0]
     mass = (mass / num_seeing.clamp(min=1)[:, None]).masked_fill(counted == 0, MASKED)
     share = counted / block_sums(area, times, times)
-    return mass.float(), _block_max_of(part.max, times).float(), share.float()
+    return mass.float(), _block_max_of(part.max, times, times).float(), share.float()
 
 
 def _inside(starts: Tensor, stops: Tensor, c0: int, c1: int) -> Tensor:
@@ -469,19 +444,12 @@ def _areas(where: Range, size: int, blocks: Tensor) -> Tensor:
     return rows[:, None] * columns
 
 
-def _block_max_of(p: Tensor, size: int) -> Tensor:
-    """Return the largest entry of each block of `size` x `size`; padding counts as masked."""
-    if p.shape[0] % size or p.shape[1] % size:
-        pad = (0, -p.shape[1] % size, 0, -p.shape[0] % size)
+def _block_max_of(p: Tensor, tall: int, wide: int) -> Tensor:
+    """Return the largest entry of each block of `tall` x `wide`; padding counts as masked."""
+    if p.shape[0] % tall or p.shape[1] % wide:
+        pad = (0, -p.shape[1] % wide, 0, -p.shape[0] % tall)
         p = torch.nn.functional.pad(p, pad, value=MASKED)
-    return block_max(p, size, size)
-
-
-def _run_max(p: Tensor, size: int) -> Tensor:
-    """Return the largest entry of each run of `size` columns of `[t, c]`."""
-    if p.shape[1] % size:
-        p = torch.nn.functional.pad(p, (0, -p.shape[1] % size), value=MASKED)
-    return block_max(p, 1, size)
+    return block_max(p, tall, wide)
 
 
 def merge_peaks(peaks: list[Peak]) -> list[Peak]:
@@ -519,10 +487,3 @@ def _chunks(which: slice, size: int) -> Iterator[slice]:
     """Split a range into ranges of at most `size`."""
     for start in range(which.start, which.stop, size):
         yield slice(start, min(start + size, which.stop))
-
-
-def _slot_range(slots: slice | Tensor) -> tuple[int, int]:
-    """Return the first slot and the end of some slots of a step."""
-    if isinstance(slots, slice):
-        return slots.start, slots.stop
-    return (int(slots.min()), int(slots.max()) + 1) if len(slots) else (0, 0)

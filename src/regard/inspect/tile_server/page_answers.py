@@ -27,7 +27,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from regard.inspect.record.recorded_place import Place, RecordedStep
+from regard.inspect.record.recorded_place import RecordedStep, own_or_shared, range_of
 from regard.inspect.record.row_sums import row_sums
 from regard.inspect.report.page_data import AUDITED_SCORES, place_facts, source_facts
 from regard.inspect.tile_server.exact_tiles import HeadTiles, TileData
@@ -73,7 +73,7 @@ def _place(session: ViewSession, number: int, texts: list[list[str]]) -> dict[st
         "k_positions": _positions(place.column_positions[session.batch].tolist()),
         "source": session.sources[number],
         "top": HeadTiles(place, place.heads[0], session.batch).top_level,
-        "rule": _rule(place),
+        "rule": "; ".join(dict.fromkeys(str(step.mask) for step in place.steps)),
         "kernel": ", ".join(dict.fromkeys(step.kernel for step in place.steps)),
     }
 
@@ -87,11 +87,6 @@ def audit_facts(session: ViewSession, number: int) -> dict[str, Any]:
 def _positions(positions: list[int]) -> list[int] | None:
     """Return positions, or None if they are 0, 1, 2, ..."""
     return None if positions == list(range(len(positions))) else positions
-
-
-def _rule(place: Place) -> str:
-    """Return the masks of a place as text."""
-    return "; ".join(dict.fromkeys(str(step.mask) for step in place.steps))
 
 
 TOP = 20
@@ -138,8 +133,6 @@ def describe_row(tiles: HeadTiles, i: int) -> dict[str, Any]:
     p = row_weights(tiles, i)
     is_visible = ~(p < 0)
     weights, n = p.clamp(min=0).double(), int(is_visible.sum())
-    best = p.topk(min(TOP, n)).indices
-    exact = _exact(tiles, torch.tensor([i]), best)
     # numpy sorts 20 times faster than torch on processors with vectors of 512 bits
     ordered = np.sort(weights.numpy())[::-1].cumsum()
     counts = [1 << x for x in range(max(1, n.bit_length()))] if n else []
@@ -152,17 +145,12 @@ def describe_row(tiles: HeadTiles, i: int) -> dict[str, Any]:
     observe, metrics = measuring(tiles, torch.tensor([i]))
     observe(torch.tensor([0]), 0, p[None])
     values = metrics()
-    total = float(weights.sum())
     return {
         "i": i,
-        "seen": n,
-        "sum": total,
+        **_largest_of(p, "j", lambda best: _exact(tiles, torch.tensor([i]), best)),
         "sink": values["learned_sink"],
         "lse": _finite(float(step.lse[batch, tiles._index, own][0])),
         "entropy": math.log(values["effective_keys"]) if n else 0.0,
-        "top": [{"j": int(j), "weight": w} for j, w in zip(best, exact, strict=True)],
-        "others": n - len(exact),
-        "rest": max(0.0, total - sum(exact)),
         "cumulative": [[c, float(ordered[min(c, len(ordered)) - 1])] for c in counts],
         "distance": by_distance.tolist(),
     }
@@ -171,16 +159,19 @@ def describe_row(tiles: HeadTiles, i: int) -> dict[str, Any]:
 def describe_column(tiles: HeadTiles, j: int) -> dict[str, Any]:
     """Return the queries that give a key the largest weights in fp64, and the mean."""
     p = column_weights(tiles, j)
-    is_visible = ~(p < 0)
-    n, total = int(is_visible.sum()), float(p.clamp(min=0).double().sum())
+    facts = _largest_of(p, "i", lambda best: _exact(tiles, best, torch.tensor([j])))
+    return {"j": j, **facts, "mean": facts["sum"] / max(1, facts["seen"])}
+
+
+def _largest_of(p: Tensor, letter: str, exactly: Callable[[Tensor], list[float]]) -> dict[str, Any]:
+    """Return the number and the sum of visible weights, the largest in fp64, and the rest."""
+    n, total = int((~(p < 0)).sum()), float(p.clamp(min=0).double().sum())
     best = p.topk(min(TOP, n)).indices
-    exact = _exact(tiles, best, torch.tensor([j]))
+    exact = exactly(best)
     return {
-        "j": j,
         "seen": n,
         "sum": total,
-        "mean": total / max(1, n),
-        "top": [{"i": int(i), "weight": w} for i, w in zip(best, exact, strict=True)],
+        "top": [{letter: int(at), "weight": w} for at, w in zip(best, exact, strict=True)],
         "others": n - len(exact),
         "rest": max(0.0, total - sum(exact)),
     }
@@ -226,16 +217,10 @@ def describe_cell(tiles: HeadTiles, i: int, j: int) -> dict[str, Any]:
 def _reasons(tiles: HeadTiles, step: RecordedStep, own: slice, j: int) -> list[dict[str, str]]:
     """Return which terms of the mask forbid a cell, and why; none if it is visible."""
     slots = step.slots(slice(j, j + 1))
-    low = slots.start if isinstance(slots, slice) else int(slots[0])
-    rows = slice(own.start + step.first, own.stop + step.first)
-
-    def allows(mask: Mask) -> bool:
-        block = mask.block(step.q_positions, step.k_positions, rows, slice(low, low + 1))
-        block = block[tiles.batch if block.shape[0] > 1 else 0]
-        return bool(block[tiles.head if block.shape[0] > 1 else 0])
+    keys, _ = range_of(slots)
 
     def against(mask: Mask) -> list[dict[str, str]]:
-        if allows(mask):
+        if bool(own_or_shared(step.allowed(mask, own, keys, tiles.batch), tiles.head)):
             return []
         if inner := mask.operands():
             return [reason for each in inner for reason in against(each)]
@@ -307,20 +292,8 @@ def _blocks(tile: TileData, level: int, planes: list[Tensor | None]) -> bytes:
     bodies = [_numbers(plane) for plane in planes if plane is not None]
     peaks = b"".join(struct.pack("<IIff", *peak) for peak in tile.peaks)
     body = b"".join([peaks, _numbers(tile.keys), *bodies])
-    return (
-        HEADER.pack(
-            MAGIC,
-            BLOCKS,
-            level,
-            *tile.max.shape,
-            len(tile.peaks),
-            len(bodies),
-            tile.sampled,
-            tile.computed,
-            len(body),
-        )
-        + body
-    )
+    counts = *tile.max.shape, len(tile.peaks), len(bodies), tile.sampled
+    return HEADER.pack(MAGIC, BLOCKS, level, *counts, tile.computed, len(body)) + body
 
 
 def _numbers(x: Tensor) -> bytes:

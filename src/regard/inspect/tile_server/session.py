@@ -91,7 +91,6 @@ class ViewSession:
         *,
         b: Recording | None = None,
         batch: int = 0,
-        cache_bytes: int = CACHE_BYTES,
     ) -> None:
         self.recordings, self.batch = [recording] if b is None else [recording, b], batch
         self.expected = 0
@@ -109,7 +108,7 @@ class ViewSession:
         self._like: HeadTiles | None = None
         self._heads: OrderedDict[tuple[int, int], HeadTiles] = OrderedDict()
         self._cache: OrderedDict[tuple[Any, ...], TileData | _Mosaic] = OrderedDict()
-        self._cache_bytes, self._used = cache_bytes, 0
+        self._used = 0
         self._new_mosaics: KeptResults[_Mosaic] = KeptResults(limit=2)
         self._stored = 0
         self._parts: deque[tuple[int, int, int, int, int]] = deque()
@@ -276,7 +275,7 @@ class ViewSession:
                 self._used -= _bytes(self._cache.pop(key))
             self._cache[key] = tile
             self._used += _bytes(tile)
-            while self._used > self._cache_bytes and len(self._cache) > 1:
+            while self._used > CACHE_BYTES and len(self._cache) > 1:
                 self._used -= _bytes(self._cache.popitem(last=False)[1])
             self._stored += 1
         if self._stored % TRIM_AFTER == 0:
