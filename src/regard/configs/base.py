@@ -7,7 +7,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, TypeAlias
+from typing import Any, ClassVar, TypeAlias
 
 from regard.cost.model import ModelSpec
 from regard.did_you_mean import suggest
@@ -17,6 +17,10 @@ from regard.untrusted_text import short_repr
 
 Raw: TypeAlias = Mapping[str, object]
 """The parsed content of a config.json."""
+Flag: TypeAlias = bool | str
+"""A truth value of a recipe, or the name of the config's attribute that says it."""
+Number: TypeAlias = float | str
+"""A number of a recipe, or the name of the config's attribute that has it."""
 _KV_HEADS: dict[object, int] = {
     **dict.fromkeys(("ernie4_5", "glm", "glm4", "qwen3_next", "starcoder2"), 2),
     **dict.fromkeys(("qwen3_5_moe", "qwen3_5_moe_text", "qwen4_exp", "qwen4_exp_text"), 2),
@@ -86,6 +90,7 @@ class ModelConfig(ABC):
 
     Attributes:
         model_types: the values of `model_type` that this class reads. The first one is written.
+        renamed: other name of a key -> its name in this class.
         ignored: further keys that do not change the computation, besides those for every family.
         fixed: key -> the only values that are supported.
         unwritten: fields that say nothing in this family, and that a saved config.json lacks.
@@ -96,6 +101,7 @@ class ModelConfig(ABC):
     """
 
     model_types: ClassVar[tuple[str, ...]]
+    renamed: ClassVar[Mapping[str, str]] = {}
     ignored: ClassVar[frozenset[str]] = frozenset()
     fixed: ClassVar[Mapping[str, tuple[object, ...]]] = {}
     unwritten: ClassVar[frozenset[str]] = frozenset()
@@ -105,7 +111,11 @@ class ModelConfig(ABC):
     @classmethod
     def normalize_keys(cls, raw: Raw) -> dict[str, object]:
         """Return the keys in this class's spelling, with defaults that depend on other keys."""
-        return dict(raw)
+        return rename_keys(raw, cls.renamed)
+
+    def value(self, value: Any) -> Any:
+        """Return a value of a recipe, which may be the name of an attribute."""
+        return getattr(self, value) if isinstance(value, str) else value
 
     @abstractmethod
     def sizes(self, name: str) -> ModelSpec:

@@ -12,11 +12,14 @@ from regard.argument_checks import check_groups, check_number
 from regard.configs.base import (
     FULL,
     SLIDING,
+    Flag,
     ModelConfig,
+    Number,
     Raw,
     check_activation,
     check_sizes,
     layer_windows,
+    rename_keys,
 )
 from regard.configs.rope import (
     RopeSettings,
@@ -33,10 +36,6 @@ from regard.units import plural
 
 SILU: dict[str, tuple[object, ...]] = {"hidden_act": ("silu",)}
 """The activation that most families have, and that no key changes."""
-Flag: TypeAlias = bool | str
-"""A truth value, or the name of the config's attribute that says it."""
-Number: TypeAlias = float | str
-"""A number, or the name of the config's attribute that has it."""
 NormKind: TypeAlias = Literal[
     "rms", "rms 1 + w", "rms, bare", "layer", "layer 1 + w", "layer, no bias", "layer, bare"
 ]
@@ -188,14 +187,12 @@ class RotaryDecoderConfig(ModelConfig):
         if (experts := self.recipe.experts) is not None:
             check_experts(experts.count, self.value(experts.count), self.value(experts.active))
 
-    def value(self, value: Any) -> Any:
-        """Return a value of the recipe, which may be the name of an attribute."""
-        return getattr(self, value) if isinstance(value, str) else value
-
     @classmethod
     def normalize_keys(cls, raw: Raw) -> dict[str, object]:
         """Return the keys with all sizes of heads, and rotary settings in one form."""
-        keys = normalize_rope(raw, own=cls.rope_keys, absent=cls.absent_rope)
+        keys = normalize_rope(
+            rename_keys(raw, cls.renamed), own=cls.rope_keys, absent=cls.absent_rope
+        )
         heads, size = keys.get("num_attention_heads"), keys.get("hidden_size")
         if isinstance(heads, int) and isinstance(size, int) and heads > 0:
             if keys.get("num_key_value_heads") is None:

@@ -59,9 +59,11 @@ def _writers(block: Block) -> list[nn.Module]:
     return [getattr(part, name) for part, name in attributes if hasattr(part, name)]
 
 
-def embedding_and_head(vocabulary: int, dim: int, *, tied: bool) -> tuple[nn.Embedding, nn.Linear]:
-    """Build an embedding [V, M] and a head from M to V without bias; tied ones share the matrix."""
-    embedding, head = nn.Embedding(vocabulary, dim), Linear(dim, vocabulary, bias=False)
+def embedding_and_head(
+    vocabulary: int, dim: int, *, tied: bool, bias: bool = False
+) -> tuple[nn.Embedding, nn.Linear]:
+    """Build an embedding [V, M] and a head from M to V; tied ones share the matrix."""
+    embedding, head = nn.Embedding(vocabulary, dim), Linear(dim, vocabulary, bias=bias)
     if tied:
         head.weight = embedding.weight
     return embedding, head
