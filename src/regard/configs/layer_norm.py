@@ -64,7 +64,7 @@ class LayerNormConfig(ModelConfig, ABC):
         if isinstance(self.recipe.eps, str):
             check_number(self.recipe.eps, self.value(self.recipe.eps), 0, float("inf"), "above 0")
         check_activation(self.value(self.recipe.activation), self.recipe.activation)
-        resolve_head_dim(self.dim, self.heads, None)
+        resolve_head_dim(self.model_dim, self.heads, None)
         if self.rope is not None:
             check_rope(self.rope)
 
@@ -73,7 +73,7 @@ class LayerNormConfig(ModelConfig, ABC):
         return int(self.value(self.renamed.get(name, name)))
 
     @property
-    def dim(self) -> int:
+    def model_dim(self) -> int:
         """The model dim M."""
         return self._size("hidden_size")
 
@@ -91,7 +91,7 @@ class LayerNormConfig(ModelConfig, ABC):
     def hidden(self) -> int:
         """The hidden size of the feed-forward layers: 4 M if the file does not give it."""
         width = self.value(self.recipe.width)
-        return 4 * self.dim if width is None else int(width)
+        return 4 * self.model_dim if width is None else int(width)
 
     @property
     def groups(self) -> int:
@@ -119,7 +119,7 @@ class LayerNormConfig(ModelConfig, ABC):
 
     def sizes(self, name: str) -> ModelSpec:
         """Return the sizes of the decoder; the biases of a head count as biases."""
-        M, recipe, value = self.dim, self.recipe, self.value
+        M, recipe, value = self.model_dim, self.recipe, self.value
         D = resolve_head_dim(M, self.heads, None)
         shape = HeadShape(self.heads, self.groups, D, D)
         biases = {"bias": value(recipe.qkv_bias), "output_bias": value(recipe.output_bias)}

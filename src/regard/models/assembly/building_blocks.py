@@ -4,7 +4,8 @@ name, rotary modules for the settings of a config.json, and projections of heads
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, cast
 
 from torch import nn
@@ -71,6 +72,15 @@ def embedding_and_head(
 
 def _gelu_tanh() -> nn.Module:
     return nn.GELU("tanh")
+
+
+def flags_of_stored(**names: str) -> Callable[[Any, object, Collection[str]], Any]:
+    """Return a `complete_config` that sets each flag by whether the tensor of this name is stored;
+    without flags it returns the config as it is.
+    """
+    return lambda config, _raw, stored: replace(
+        config, **{flag: name in stored for flag, name in names.items()}
+    )
 
 
 NONLINEARITIES: dict[str, Callable[[], nn.Module]] = {

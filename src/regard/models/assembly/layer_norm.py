@@ -45,7 +45,7 @@ def family(
     config: type[LayerNormConfig], names: NameTable, options: Options = no_options, **more: Any
 ) -> Family:
     """Return the family of a config with a `LayerNormRecipe`; `more` replaces what is usual."""
-    usual = {
+    usual: dict[str, Any] = {
         "check": partial(_check, options=options),
         "prefixes": ("transformer.",),
         "head": "lm_head.weight",
@@ -62,7 +62,7 @@ def _check(config: LayerNormConfig, options: Options) -> None:
 
 def _decoder(config: LayerNormConfig, options: Options) -> Decoder:
     """Build the decoder of a config, with initial weights."""
-    M, recipe = config.dim, config.recipe
+    M, recipe = config.model_dim, config.recipe
     layers = _layers(config, options, config.layers)
     embedding, head = building_blocks.embedding_and_head(
         config.vocab_size, M, tied=config.value("tie_word_embeddings"), bias=recipe.head_bias
@@ -77,12 +77,12 @@ def _decoder(config: LayerNormConfig, options: Options) -> Decoder:
 def norm(config: LayerNormConfig) -> nn.LayerNorm:
     """Build a norm of the model dim."""
     eps = config.value(config.recipe.eps)
-    return nn.LayerNorm(config.dim, eps=eps, bias=config.recipe.norm_bias)
+    return nn.LayerNorm(config.model_dim, eps=eps, bias=config.recipe.norm_bias)
 
 
 def _layers(config: LayerNormConfig, options: Options, count: int) -> list[Block]:
     """Build the first layers of a config."""
-    M, recipe, value = config.dim, config.recipe, config.value
+    M, recipe, value = config.model_dim, config.recipe, config.value
     rotary = None if config.rope is None else building_blocks.rotary_module(config.rope)
     residual = NormedResidual if value(recipe.normed_residual) else PreNorm
     kind = {0: Block, 1: SharedNormBlock, 2: ParallelBlock}[config.parallel_norms]
@@ -101,7 +101,12 @@ def _layers(config: LayerNormConfig, options: Options, count: int) -> list[Block
 
 def _projection(config: LayerNormConfig, rotary: Rotary | None) -> Projection:
     """Build the maps to queries, keys and values."""
-    M, H, G, bias = config.dim, config.heads, config.groups, config.value(config.recipe.qkv_bias)
+    M, H, G, bias = (
+        config.model_dim,
+        config.heads,
+        config.groups,
+        config.value(config.recipe.qkv_bias),
+    )
     if config.rows is None:
         return building_blocks.rotary_heads(M, H, G, M // H, rotary, bias=bias)
     steps = [] if rotary is None else [rotary]

@@ -17,6 +17,7 @@ from regard.configs.gpt import (
     GPTNeoXConfig,
 )
 from regard.models.assembly import layer_norm
+from regard.models.assembly.building_blocks import flags_of_stored
 from regard.models.checkpoint.family import (
     NameTable,
     TensorRule,
@@ -28,7 +29,7 @@ from regard.models.checkpoint.family import (
 
 def _scale(config: GPT2Config, layer: int) -> Mapping[str, Any]:
     """Return the factor on the scores of a layer."""
-    scale = (config.dim // config.heads) ** -0.5 if config.scale_attn_weights else 1.0
+    scale = (config.model_dim // config.heads) ** -0.5 if config.scale_attn_weights else 1.0
     return {"scale": scale / (layer + 1) if config.scale_attn_by_inverse_layer_idx else scale}
 
 
@@ -119,7 +120,7 @@ FAMILIES = {
         GPTJConfig,
         GPTJ_NAMES,
         # the head has its own matrix and biases, and is never tied to the embedding
-        complete_config=lambda config, _raw, _stored: config,
+        complete_config=flags_of_stored(),
         head=None,
         buffers=(r"(transformer\.)?h\.\d+\.attn\.(bias|masked_bias|embed_positions)",),
     ),
@@ -127,7 +128,7 @@ FAMILIES = {
         GPTNeoXConfig,
         NEOX_NAMES,
         # a missing head is not tied to the embedding, unless config.json ties it
-        complete_config=lambda config, _raw, _stored: config,
+        complete_config=flags_of_stored(),
         prefixes=("gpt_neox.",),
         head="embed_out.weight",
         buffers=(r"(gpt_neox\.)?layers\.\d+\.attention\.(bias|masked_bias|rotary_emb\.inv_freq)",),

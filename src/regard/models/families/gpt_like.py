@@ -26,7 +26,7 @@ def _bloom_options(config: BloomConfig, _: int) -> Mapping[str, Any]:
 
 def _mpt_options(config: MptConfig, _: int) -> Mapping[str, Any]:
     """Return the bias and the scale of a layer, and its projection if that clips."""
-    M, H, own = config.dim, config.heads, MPT_ATTENTION | dict(config.attn_config)
+    M, H, own = config.model_dim, config.heads, MPT_ATTENTION | dict(config.attn_config)
     # the smallest slope of ALiBi is 2^-8; MPT's is 2^-alibi_bias_max
     slopes = [slope ** (own["alibi_bias_max"] / 8) for slope in alibi_slopes(H)]
     options = {"bias": ALiBi(slopes=slopes), "scale": own["softmax_scale"]}
