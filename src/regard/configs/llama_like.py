@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from regard.configs.base import Raw, layer_windows, rename_keys
+from regard.configs.base import Raw, layer_windows
 from regard.configs.llama import LlamaConfig
 from regard.configs.rope import RopeSettings, check_finite, shorten
 from regard.configs.rotary_decoder import (
@@ -287,6 +287,7 @@ class HunYuanConfig(GroupedQueryConfig):
         output_bias="attention_bias",
         stored={"q_norm": "query_layernorm", "k_norm": "key_layernorm"},
     )
+    renamed = {"attention_head_dim": "head_dim"}
     rope_keys = ("alpha",)
     code = "HunYuan"
     ignored = frozenset(
@@ -322,7 +323,7 @@ class HunYuanConfig(GroupedQueryConfig):
     @classmethod
     def normalize_keys(cls, raw: Raw) -> dict[str, object]:
         """Return the keys as for Llama; with alpha, the other numbers of a scaling say nothing."""
-        keys = rename_keys(raw, {"attention_head_dim": "head_dim"})
+        keys = dict(raw)
         for name in ("rope_scaling", "rope_parameters"):
             if isinstance(scaling := keys.get(name), Mapping) and scaling.get("alpha"):
                 keys[name] = {k: x for k, x in scaling.items() if k not in UNUSED_BY_NTK}
