@@ -130,6 +130,15 @@ def check_sizes(config: ModelConfig, *, zero: Collection[str] = ()) -> None:
             raise ArgumentError(f"{name} is {value}; it must be at least {least}")
 
 
+def check_length(key: str, values: Sequence[object], layers: int) -> None:
+    """Check that a key has a value for each layer."""
+    if len(values) != layers:
+        raise ArgumentError(
+            f"{key} has {plural(len(values), 'entry')} and num_hidden_layers is {layers}; give one "
+            "per layer"
+        )
+
+
 def rename_keys(raw: Raw, names: Mapping[str, str]) -> dict[str, object]:
     """Rename keys to the family's own spelling; a null counts as absent."""
     renamed = dict(raw)
@@ -227,11 +236,7 @@ def _slides_of_names(layer_types: Sequence[str], layers: int) -> list[bool]:
     """Return for each layer whether its type is "sliding_attention"."""
     if isinstance(layer_types, str) or not isinstance(layer_types, Sequence):
         raise ArgumentError(f"layer_types is {layer_types!r}; it must be a list of names")
-    if len(layer_types) != layers:
-        raise ArgumentError(
-            f"layer_types has {plural(len(layer_types), 'entry')} and num_hidden_layers is "
-            f"{layers}; give one per layer"
-        )
+    check_length("layer_types", layer_types, layers)
     for i, name in enumerate(layer_types):
         if name not in (FULL, SLIDING):
             hint = suggest(name, (FULL, SLIDING), cutoff=0.8)

@@ -66,6 +66,8 @@ class Gemma4Config(GroupedQueryConfig):
         activation="gelu_pytorch_tanh",
         logit_cap="final_logit_softcapping",
         window_pattern=6,
+        score_scale=1.0,
+        value_norm=True,
     )
     unwritten = frozenset({"rope_scaling", "rope_theta"})
     fixed = {

@@ -102,6 +102,7 @@ class DecoderRecipe:
             full attention.
         sinks: whether each head has a learned sink, in all layers or in those with a window.
         value_scale: the attribute with a factor on values; None is 1.
+        value_norm: whether each head of values has a norm without weights.
         clip: the largest absolute value of queries, keys and values.
         stored: Llama's name of a part in checkpoints -> this family's, where they differ.
         fused: the maps whose rows are stored in one tensor: "qkv_proj", "gate_up_proj".
@@ -127,9 +128,10 @@ class DecoderRecipe:
     window_pattern: int | None = None
     sinks: bool | Literal["with a window"] = False
     value_scale: str | None = None
+    value_norm: bool = False
     clip: str | None = None
     embedding_scale: Number = 1.0
-    score_scale: str | None = None
+    score_scale: Number | None = None
     residual_scale: str | None = None
     logit_scale: Number = 1.0
     score_cap: str | None = None

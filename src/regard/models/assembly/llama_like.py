@@ -326,6 +326,8 @@ def attention(
     project.v.linear = scaled_map(project.v.linear, value(recipe.value_scale) or 1)
     if limit is not None:
         project.v.flat = Clip(limit)
+    if recipe.value_norm:
+        project.v.steps.append(WeightlessRMSNorm(eps=value(recipe.eps)))
     if config.head_norms == "each head" and recipe.norm_rotated:
         for part in (project.q, project.k):
             part.steps.append(norm(config, D))
@@ -401,10 +403,15 @@ def block(config: RotaryDecoderConfig, mixer: Mixer, network: nn.Module) -> Bloc
     return Block(mixer, network, *(_residual(config) for _ in range(2)))
 
 
+def sandwich(config: RotaryDecoderConfig) -> SandwichNorm:
+    """Build a residual connection with norms before and after its sublayer."""
+    return SandwichNorm(norm(config), norm(config))
+
+
 def _residual(config: RotaryDecoderConfig) -> Residual:
     recipe = config.recipe
     if recipe.norms == "around":
-        return SandwichNorm(norm(config), norm(config))
+        return sandwich(config)
     if recipe.norms == "after":
         return OutputNorm(norm(config))
     if recipe.residual_scale is not None:
@@ -417,7 +424,7 @@ def norm(config: RotaryDecoderConfig, dim: int | None = None) -> nn.Module:
     kinds: dict[str, Callable[..., nn.Module]] = {
         "rms": RMSNorm,
         "rms 1 + w": OffsetRMSNorm,
-        "rms, bare": _bare_rms,
+        "rms, bare": bare_rms,
         "layer": nn.LayerNorm,
         "layer 1 + w": OffsetLayerNorm,
         "layer, no bias": partial(nn.LayerNorm, bias=False),
@@ -427,13 +434,22 @@ def norm(config: RotaryDecoderConfig, dim: int | None = None) -> nn.Module:
     return kind(config.hidden_size if dim is None else dim, eps=config.value(config.recipe.eps))
 
 
-def _bare_rms(_: int, *, eps: float) -> nn.Module:
+def bare_rms(_: int, *, eps: float) -> nn.Module:
+    """Build an RMS norm without weights, which fits any dim."""
     return WeightlessRMSNorm(eps=eps)
 
 
 def mixture(dim: int, hidden: int, router: Router, shared: nn.Module | None = None) -> MoE:
     """Build a mixture of SwiGLU experts with a hidden size, and a module for all tokens."""
     return MoE(router, [SwiGLU(dim, hidden) for _ in range(router.experts)], shared)
+
+
+def stacked_experts(stored: str, *, transposed: bool = False) -> NameTable:
+    """Return the entries of two tensors with the matrices of all experts."""
+    return {
+        f"{stored}experts.{name}": experts_in_one_tensor(*parts, transposed=transposed)
+        for name, parts in {"gate_up_proj": ("gate", "up"), "down_proj": ("down",)}.items()
+    }
 
 
 def experts_in_one_tensor(*parts: str, transposed: bool = False) -> TensorRule:
