@@ -86,9 +86,6 @@ class HYV3Config(ExpertLayersConfig):
     renamed = {"expert_hidden_dim": "moe_intermediate_size"}
     recipe = DecoderRecipe(
         head_norms="each head",
-        qkv_bias="attention_bias",
-        output_bias="attention_bias",
-        ff_bias="mlp_bias",
         experts=replace(SIGMOID_EXPERTS, normalized=True, dense=None),
         stored={
             "mlp.gate.weight": "mlp.router.gate.weight",
@@ -153,7 +150,7 @@ class MiMoV2FlashConfig(ExpertLayersConfig):
     model_types = ("mimo_v2_flash",)
     renamed = {"layernorm_epsilon": "rms_norm_eps"}
     recipe = DecoderRecipe(
-        qkv_bias="attention_bias",
+        output_bias=False,
         sinks="with a window",
         value_scale="attention_value_scale",
         experts=replace(SIGMOID_EXPERTS, count="n_routed_experts", shared=None, dense=None),

@@ -26,8 +26,6 @@ class GemmaConfig(GroupedQueryConfig):
     model_types: ClassVar[tuple[str, ...]] = ("gemma",)
     recipe = DecoderRecipe(
         norm="rms 1 + w",
-        qkv_bias="attention_bias",
-        output_bias="attention_bias",
         activation="gelu_pytorch_tanh",
         embedding_scale="embedding_scale",
     )

@@ -61,8 +61,6 @@ class Gemma4Config(GroupedQueryConfig):
     recipe = DecoderRecipe(
         norms="around",
         head_norms="each head",
-        qkv_bias="attention_bias",
-        output_bias="attention_bias",
         activation="gelu_pytorch_tanh",
         logit_cap="final_logit_softcapping",
         window_pattern=6,

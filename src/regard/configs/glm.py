@@ -21,7 +21,7 @@ class GlmConfig(GroupedQueryConfig):
     recipe = DecoderRecipe(
         partial="partial_rotary_factor",
         layout="interleaved",
-        qkv_bias="attention_bias",
+        output_bias=False,
         fused=("gate_up_proj",),
     )
 
@@ -64,7 +64,7 @@ class Glm4MoeConfig(GroupedQueryConfig):
     recipe = DecoderRecipe(
         partial="partial_rotary_factor",
         head_norms=("each head", "use_qk_norm"),
-        qkv_bias="attention_bias",
+        output_bias=False,
         experts=replace(SIGMOID_EXPERTS, count="n_routed_experts", shared_count="n_shared_experts"),
     )
     ignored = frozenset({"num_nextn_predict_layers"})

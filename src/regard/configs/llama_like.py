@@ -38,8 +38,6 @@ class ApertusConfig(GroupedQueryConfig):
     model_types = ("apertus",)
     recipe = DecoderRecipe(
         head_norms="each head",
-        qkv_bias="attention_bias",
-        output_bias="attention_bias",
         gated=False,
         activation="xielu",
         stored={
@@ -73,13 +71,7 @@ class ArceeConfig(LlamaConfig):
     max_position_embeddings: int = 4096
 
     model_types = ("arcee",)
-    recipe = DecoderRecipe(
-        qkv_bias="attention_bias",
-        output_bias="attention_bias",
-        ff_bias="mlp_bias",
-        gated=False,
-        activation="relu2",
-    )
+    recipe = DecoderRecipe(gated=False, activation="relu2")
     ignored = frozenset[str]()
     fixed = {"hidden_act": ("relu2",)}
 
@@ -259,7 +251,7 @@ class HeliumConfig(GroupedQueryConfig):
     mlp_bias: bool = False
 
     model_types = ("helium",)
-    recipe = DecoderRecipe(layout="interleaved", qkv_bias="attention_bias", ff_bias="mlp_bias")
+    recipe = DecoderRecipe(layout="interleaved", output_bias=False)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -283,8 +275,6 @@ class HunYuanConfig(GroupedQueryConfig):
     recipe = DecoderRecipe(
         head_norms="each head",
         norm_rotated=True,
-        qkv_bias="attention_bias",
-        output_bias="attention_bias",
         stored={"q_norm": "query_layernorm", "k_norm": "key_layernorm"},
     )
     renamed = {"attention_head_dim": "head_dim"}
@@ -349,8 +339,6 @@ class NanoChatConfig(GroupedQueryConfig):
         embedding_norm=True,
         head_norms="each head",
         norm_rotated=True,
-        qkv_bias="attention_bias",
-        output_bias="attention_bias",
         gated=False,
         activation="relu2",
         logit_cap="final_logit_softcapping",
@@ -381,9 +369,7 @@ class SeedOssConfig(GroupedQueryConfig):
     mlp_bias: bool = False
 
     model_types = ("seed_oss",)
-    recipe = DecoderRecipe(
-        qkv_bias="attention_bias", output_bias="attention_out_bias", ff_bias="mlp_bias"
-    )
+    recipe = DecoderRecipe(output_bias="attention_out_bias")
 
 
 @dataclass(frozen=True)

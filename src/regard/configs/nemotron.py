@@ -38,9 +38,6 @@ class NemotronConfig(RotaryDecoderConfig):
         norm="layer 1 + w",
         eps="norm_eps",
         partial="partial_rotary_factor",
-        qkv_bias="attention_bias",
-        output_bias="attention_bias",
-        ff_bias="mlp_bias",
         gated=False,
         activation="relu2",
     )

@@ -29,13 +29,7 @@ class OlmoConfig(RotaryDecoderConfig):
     attention_bias: bool = False
 
     model_types = ("olmo",)
-    recipe = DecoderRecipe(
-        norm="layer, bare",
-        eps=1e-5,
-        qkv_bias="attention_bias",
-        output_bias="attention_bias",
-        clip="clip_qkv",
-    )
+    recipe = DecoderRecipe(norm="layer, bare", eps=1e-5, clip="clip_qkv")
     fixed = SILU
 
     def __post_init__(self) -> None:
@@ -52,12 +46,7 @@ class Olmo2Config(GroupedQueryConfig):
     attention_bias: bool = False
 
     model_types = ("olmo2",)
-    recipe = DecoderRecipe(
-        norms="after",
-        head_norms="all heads",
-        qkv_bias="attention_bias",
-        output_bias="attention_bias",
-    )
+    recipe = DecoderRecipe(norms="after", head_norms="all heads")
 
 
 @dataclass(frozen=True)

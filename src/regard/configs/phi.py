@@ -106,8 +106,6 @@ class PhimoeConfig(RotaryDecoderConfig):
     model_types = ("phimoe",)
     recipe = DecoderRecipe(
         norm="layer",
-        qkv_bias="attention_bias",
-        output_bias="attention_bias",
         head_bias="lm_head_bias",
         experts=Experts(
             "num_local_experts",

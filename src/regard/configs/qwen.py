@@ -87,9 +87,7 @@ class Qwen3Config(Qwen2Config):
     attention_bias: bool = False
 
     model_types = ("qwen3",)
-    recipe = DecoderRecipe(
-        head_norms="each head", qkv_bias="attention_bias", output_bias="attention_bias"
-    )
+    recipe = DecoderRecipe(head_norms="each head")
     fixed = SILU
 
 

@@ -95,7 +95,8 @@ class DecoderRecipe:
         norm_rotated: whether the norm on each head stands behind the rotation.
         temperature: the attribute with the factor and the length of Ministral's queries, or None.
         embedding_norm: whether the embedding has a norm, too.
-        qkv_bias, output_bias, ff_bias, head_bias: which maps have biases.
+        qkv_bias, output_bias, ff_bias, head_bias: which maps have biases; None is what a config's
+            own `attention_bias` or `mlp_bias` says, and none without that key.
         width, gated, activation: the feed-forward layer; a config's own `hidden_act` comes first.
         layout, partial: the pairs of the rotary positions, and the rotated share of a head.
         window_pattern: without the keys that name the layers with a window, every n-th layer has
@@ -116,9 +117,9 @@ class DecoderRecipe:
     norm_rotated: bool = False
     temperature: str | None = None
     embedding_norm: bool = False
-    qkv_bias: Flag = False
-    output_bias: Flag = False
-    ff_bias: Flag = False
+    qkv_bias: Flag | None = None
+    output_bias: Flag | None = None
+    ff_bias: Flag | None = None
     head_bias: Flag = False
     width: str = "intermediate_size"
     gated: bool = True
@@ -296,8 +297,8 @@ class RotaryDecoderConfig(ModelConfig):
         return SoftmaxSpec.of(
             self.hidden_size,
             shape,
-            bias=self.value(self.recipe.qkv_bias),
-            output_bias=self.value(self.recipe.output_bias),
+            bias=self.has_bias("qkv_bias"),
+            output_bias=self.has_bias("output_bias"),
             norms=norms.get(self.head_norms, 0) if self.norm_size else 0,
             extra=H if self.has_sinks(window) else 0,
             window=window,
@@ -307,6 +308,12 @@ class RotaryDecoderConfig(ModelConfig):
         """Return the heads of a layer with a window, or without one."""
         D = self.head_dim
         return HeadShape(self.num_attention_heads, self.num_key_value_heads, D, D)
+
+    def has_bias(self, name: Literal["qkv_bias", "output_bias", "ff_bias"]) -> bool:
+        """Return whether maps have biases, as the recipe or a key says."""
+        said = getattr(self.recipe, name)
+        key = "mlp_bias" if name == "ff_bias" else "attention_bias"
+        return bool(getattr(self, key, False) if said is None else self.value(said))
 
     def has_sinks(self, window: int | None) -> bool:
         """Return whether the heads of a layer with a window, or without one, have sinks."""
@@ -335,7 +342,7 @@ class RotaryDecoderConfig(ModelConfig):
     def feed_forward(self, layer: int) -> FeedForwardSpec:
         """Return the sizes of the feed-forward part of a layer."""
         M, recipe, experts = self.hidden_size, self.recipe, self.recipe.experts
-        bias = self.value(recipe.ff_bias)
+        bias = self.has_bias("ff_bias")
         if experts is None or not self.has_experts(layer):
             learned = getattr(self, "hidden_act", recipe.activation) == "xielu"
             own = ParameterCounts(0, 4 if learned else 0)

@@ -65,9 +65,6 @@ class StepConfig(ExpertLayersConfig):
     recipe = DecoderRecipe(
         norm="rms 1 + w",
         head_norms="each head",
-        qkv_bias="attention_bias",
-        output_bias="attention_bias",
-        ff_bias="mlp_bias",
         score_scale="score_scale",
         experts=replace(
             SIGMOID_EXPERTS,

@@ -320,7 +320,7 @@ def attention(
         k_steps=k_steps,
         q_flat=q_flat,
         k_flat=k_flat,
-        bias=value(recipe.qkv_bias),
+        bias=config.has_bias("qkv_bias"),
         value_dim=E,
     )
     project.v.linear = scaled_map(project.v.linear, value(recipe.value_scale) or 1)
@@ -333,7 +333,7 @@ def attention(
             part.steps.append(norm(config, D))
     return Attention(
         project,
-        Linear(H * E, M, bias=value(recipe.output_bias)),
+        Linear(H * E, M, bias=config.has_bias("output_bias")),
         mask=masks.Causal() if mask is None else masks.Causal() & mask,
         scale=value(recipe.score_scale),
         softcap=value(recipe.score_cap),
@@ -354,7 +354,7 @@ def feed_forward(config: RotaryDecoderConfig, layer: int = 0) -> nn.Module:
         count = range(router_module.experts)
         every = [_swiglu(config, layer, width, expert=True) for _ in count]
         return MoE(router_module, every, shared)
-    bias, name = config.value(recipe.ff_bias), getattr(config, "hidden_act", recipe.activation)
+    bias, name = config.has_bias("ff_bias"), getattr(config, "hidden_act", recipe.activation)
     width = config.value(recipe.width)
     if recipe.gated and name == "silu":
         return _swiglu(config, layer, width)
@@ -366,7 +366,7 @@ def _swiglu(
     config: RotaryDecoderConfig, layer: int, width: int, *, expert: bool = False
 ) -> nn.Module:
     """Build a gated network of a layer, whose hidden numbers have the limits of the config."""
-    bias = False if expert else config.value(config.recipe.ff_bias)
+    bias = not expert and config.has_bias("ff_bias")
     limits = config.limits(layer, expert=expert)
     if limits is None:
         return SwiGLU(config.hidden_size, width, bias=bias)
