@@ -19,7 +19,6 @@ class GlmConfig(GroupedQueryConfig):
 
     model_types = ("glm",)
     recipe = DecoderRecipe(
-        partial="partial_rotary_factor",
         layout="interleaved",
         output_bias=False,
         fused=("gate_up_proj",),
@@ -62,7 +61,6 @@ class Glm4MoeConfig(GroupedQueryConfig):
 
     model_types = ("glm4_moe",)
     recipe = DecoderRecipe(
-        partial="partial_rotary_factor",
         head_norms=("each head", "use_qk_norm"),
         output_bias=False,
         experts=replace(SIGMOID_EXPERTS, count="n_routed_experts", shared_count="n_shared_experts"),

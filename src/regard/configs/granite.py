@@ -177,7 +177,6 @@ class BambaConfig(Mamba2Keys, HybridConfig):
 
     model_types = ("bamba",)
     family_file = "granite"
-    recipe = replace(LlamaConfig.recipe, partial="partial_rotary_factor")
     ignored = Mamba2Keys.ignored | {"z_loss_coefficient"}
 
     def usual_kinds(self) -> tuple[str, ...]:

@@ -427,7 +427,6 @@ class StableLmConfig(RotaryDecoderConfig):
     recipe = DecoderRecipe(
         norm="layer",
         eps="layer_norm_eps",
-        partial="partial_rotary_factor",
         qkv_bias="use_qkv_bias",
         parallel="use_parallel_residual",
     )

@@ -54,7 +54,6 @@ class MiniMaxConfig(MixtralConfig, HybridConfig):
     model_types = ("minimax",)
     family_file = "minimax"
     renamed = MAKERS_NAMES
-    recipe = replace(MixtralConfig.recipe, partial="partial_rotary_factor")
     ignored = frozenset({"block_size"})  # of other code's loops
     fixed = {
         **SILU,
@@ -99,7 +98,6 @@ class MiniMaxM2Config(GroupedQueryConfig):
 
     model_types = ("minimax_m2",)
     recipe = DecoderRecipe(
-        partial="partial_rotary_factor",
         head_norms="all heads",
         experts=Experts(
             "num_local_experts",
@@ -189,7 +187,6 @@ class MiniMaxM3Config(ExpertLayersConfig):
         norm="rms 1 + w",
         head_norms="each head",
         width="dense_intermediate_size",
-        partial="partial_rotary_factor",
         experts=replace(
             SIGMOID_EXPERTS,
             count="num_local_experts",

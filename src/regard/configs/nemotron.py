@@ -37,7 +37,6 @@ class NemotronConfig(RotaryDecoderConfig):
     recipe = DecoderRecipe(
         norm="layer 1 + w",
         eps="norm_eps",
-        partial="partial_rotary_factor",
         gated=False,
         activation="relu2",
     )

@@ -136,9 +136,7 @@ class QwenHybridConfig(GatedDeltaConfig):
     towers = "visual"
     buffers = (r"mtp\..*",)  # the layer for a second token
     fixed = FIXED
-    recipe = DecoderRecipe(
-        norm="rms 1 + w", head_norms="each head", partial="partial_rotary_factor"
-    )
+    recipe = DecoderRecipe(norm="rms 1 + w", head_norms="each head")
 
     def usual_kinds(self) -> tuple[str, ...]:
         """Return the kinds of `full_attention_interval`."""

@@ -98,7 +98,8 @@ class DecoderRecipe:
         qkv_bias, output_bias, ff_bias, head_bias: which maps have biases; None is what a config's
             own `attention_bias` or `mlp_bias` says, and none without that key.
         width, gated, activation: the feed-forward layer; a config's own `hidden_act` comes first.
-        layout, partial: the pairs of the rotary positions, and the rotated share of a head.
+        layout: the pairs of the rotary positions; a config's own `partial_rotary_factor` is the
+            rotated share of a head.
         window_pattern: without the keys that name the layers with a window, every n-th layer has
             full attention.
         sinks: whether each head has a learned sink, in all layers or in those with a window.
@@ -125,7 +126,6 @@ class DecoderRecipe:
     gated: bool = True
     activation: str = "silu"
     layout: Literal["half", "interleaved"] = "half"
-    partial: Number = 1.0
     window_pattern: int | None = None
     sinks: bool | Literal["with a window"] = False
     value_scale: str | None = None
@@ -217,7 +217,7 @@ class RotaryDecoderConfig(ModelConfig):
             self.rope_theta,
             without_own_keys(self.rope_scaling, self.rope_keys),
             self.max_position_embeddings,
-            self.value(self.recipe.partial),
+            getattr(self, "partial_rotary_factor", 1.0),
             self.recipe.layout,
         )
 
