@@ -53,7 +53,7 @@ class LayerNormRecipe:
 
 @dataclass(frozen=True)
 class LayerNormConfig(ModelConfig, ABC):
-    """The keys of a decoder with LayerNorms; `renamed` also spells the general names its way."""
+    """The keys of a model with LayerNorms, whose `renamed` has its own names of the usual sizes."""
 
     vocab_size: int
 
