@@ -6,19 +6,13 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from regard.argument_checks import resolve_head_dim
-from regard.configs.base import ModelConfig, Raw, check_activation, check_sizes, rename_keys
+from regard.configs.base import ModelConfig, Raw, check_activation, check_sizes
 from regard.cost.model import DenseSpec, LayerSpec, ModelSpec
 from regard.cost.softmax import CrossSpec, SoftmaxSpec
 from regard.cost.spec import HeadShape, ParameterCounts
 from regard.errors import ArgumentError
 
 TOKENS = ("pad_token_id", "eos_token_id", "decoder_start_token_id")
-GENERAL_NAMES = {
-    "hidden_size": "d_model",
-    "num_attention_heads": "encoder_attention_heads",
-    "num_hidden_layers": "encoder_layers",
-}
-"""General name of a key -> BART's."""
 
 
 @dataclass(frozen=True)
@@ -38,6 +32,11 @@ class StackedConfig(ModelConfig):
     eos_token_id: int = 2
     decoder_start_token_id: int | None = None
 
+    renamed = {
+        "hidden_size": "d_model",
+        "num_attention_heads": "encoder_attention_heads",
+        "num_hidden_layers": "encoder_layers",
+    }
     ignored = frozenset({"classif_dropout", "decoder_layerdrop", "encoder_layerdrop", "init_std"})
     fixed = {
         "is_encoder_decoder": (True,),
@@ -52,11 +51,6 @@ class StackedConfig(ModelConfig):
         for heads in (self.encoder_attention_heads, self.decoder_attention_heads):
             resolve_head_dim(self.d_model, heads, None)
         check_activation(self.activation_function, "activation_function")
-
-    @classmethod
-    def normalize_keys(cls, raw: Raw) -> dict[str, object]:
-        """Return the keys under BART's names; the general names are accepted, too."""
-        return rename_keys(raw, GENERAL_NAMES)
 
     def sizes(self, name: str) -> ModelSpec:
         """Return the sizes of both stacks, without positions and without norms around them."""

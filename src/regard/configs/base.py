@@ -7,7 +7,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, TypeAlias
+from typing import Any, ClassVar, TypeAlias
 
 from regard.cost.model import ModelSpec
 from regard.did_you_mean import suggest
@@ -17,6 +17,10 @@ from regard.untrusted_text import short_repr
 
 Raw: TypeAlias = Mapping[str, object]
 """The parsed content of a config.json."""
+Flag: TypeAlias = bool | str
+"""A truth value of a recipe, or the name of the config's attribute that says it."""
+Number: TypeAlias = float | str
+"""A number of a recipe, or the name of the config's attribute that has it."""
 _KV_HEADS: dict[object, int] = {
     **dict.fromkeys(("ernie4_5", "glm", "glm4", "qwen3_next", "starcoder2"), 2),
     **dict.fromkeys(("qwen3_5_moe", "qwen3_5_moe_text", "qwen4_exp", "qwen4_exp_text"), 2),
@@ -86,6 +90,7 @@ class ModelConfig(ABC):
 
     Attributes:
         model_types: the values of `model_type` that this class reads. The first one is written.
+        renamed: other name of a key -> its name in this class.
         ignored: further keys that do not change the computation, besides those for every family.
         fixed: key -> the only values that are supported.
         unwritten: fields that say nothing in this family, and that a saved config.json lacks.
@@ -96,6 +101,7 @@ class ModelConfig(ABC):
     """
 
     model_types: ClassVar[tuple[str, ...]]
+    renamed: ClassVar[Mapping[str, str]] = {}
     ignored: ClassVar[frozenset[str]] = frozenset()
     fixed: ClassVar[Mapping[str, tuple[object, ...]]] = {}
     unwritten: ClassVar[frozenset[str]] = frozenset()
@@ -105,7 +111,11 @@ class ModelConfig(ABC):
     @classmethod
     def normalize_keys(cls, raw: Raw) -> dict[str, object]:
         """Return the keys in this class's spelling, with defaults that depend on other keys."""
-        return dict(raw)
+        return rename_keys(raw, cls.renamed)
+
+    def value(self, value: Any) -> Any:
+        """Return a value of a recipe, which may be the name of an attribute."""
+        return getattr(self, value) if isinstance(value, str) else value
 
     @abstractmethod
     def sizes(self, name: str) -> ModelSpec:
@@ -118,6 +128,15 @@ def check_sizes(config: ModelConfig, *, zero: Collection[str] = ()) -> None:
         least = 0 if name in zero else 1
         if isinstance(value, int) and not isinstance(value, bool) and value < least:
             raise ArgumentError(f"{name} is {value}; it must be at least {least}")
+
+
+def check_length(key: str, values: Sequence[object], layers: int) -> None:
+    """Check that a key has a value for each layer."""
+    if len(values) != layers:
+        raise ArgumentError(
+            f"{key} has {plural(len(values), 'entry')} and num_hidden_layers is {layers}; give one "
+            "per layer"
+        )
 
 
 def rename_keys(raw: Raw, names: Mapping[str, str]) -> dict[str, object]:
@@ -217,11 +236,7 @@ def _slides_of_names(layer_types: Sequence[str], layers: int) -> list[bool]:
     """Return for each layer whether its type is "sliding_attention"."""
     if isinstance(layer_types, str) or not isinstance(layer_types, Sequence):
         raise ArgumentError(f"layer_types is {layer_types!r}; it must be a list of names")
-    if len(layer_types) != layers:
-        raise ArgumentError(
-            f"layer_types has {plural(len(layer_types), 'entry')} and num_hidden_layers is "
-            f"{layers}; give one per layer"
-        )
+    check_length("layer_types", layer_types, layers)
     for i, name in enumerate(layer_types):
         if name not in (FULL, SLIDING):
             hint = suggest(name, (FULL, SLIDING), cutoff=0.8)

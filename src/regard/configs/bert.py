@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -16,6 +17,7 @@ from regard.configs.base import (
     layer_windows,
     rename_keys,
 )
+from regard.configs.layer_norm import LayerNormConfig, LayerNormRecipe
 from regard.configs.rope import RopeSettings, normalize_rope
 from regard.cost.model import DenseSpec, LayerSpec, ModelSpec
 from regard.cost.softmax import NearbyKeys, SoftmaxSpec
@@ -25,12 +27,59 @@ from regard.units import plural
 
 
 @dataclass(frozen=True)
-class BertConfig(ModelConfig):
+class PostNormConfig(LayerNormConfig, ABC):
+    """An encoder with norms behind its sublayers, and biases everywhere."""
+
+    family_file = "bert"
+    zero: ClassVar[tuple[str, ...]] = ()
+
+    def __post_init__(self) -> None:
+        check_sizes(self, zero=self.zero)
+        resolve_head_dim(self.model_dim, self.heads, None)
+        check_activation(self.value(self.recipe.activation), self.recipe.activation)
+
+    @property
+    def offset(self) -> int:
+        """The number of unused rows in front of the table of positions."""
+        return 0
+
+    @property
+    def positions(self) -> int:
+        """The number of positions with a vector."""
+        return int(self.value("max_position_embeddings")) - self.offset
+
+    def sizes(self, name: str) -> ModelSpec:
+        """Return the sizes of the encoder with its pooler, without a head for masked words; unused
+        rows of the table of positions count as parameters.
+        """
+        M, H, segments = self.model_dim, self.heads, self.value("type_vocab_size")
+        D, norm = resolve_head_dim(M, H, None), ParameterCounts(norms=2 * M)
+        layer = LayerSpec(
+            SoftmaxSpec.of(M, HeadShape(H, H, D, D), bias=True, output_bias=True, causal=False),
+            DenseSpec(M, self.hidden, gated=False, bias=True),
+            norm + norm,
+        )
+        return ModelSpec(
+            name,
+            self.vocab_size,
+            M,
+            (layer,) * self.layers,
+            positions=(self.positions + self.offset + segments) * M,
+            position_rows=2 if segments else 1,
+            norms=norm,
+            head=False,
+            pooler=ParameterCounts(M * M, M) if self.value("pooler") else ParameterCounts(),
+            decodes=False,
+            max_context=self.positions,
+        )
+
+
+@dataclass(frozen=True)
+class BertConfig(PostNormConfig):
     """The keys of a BERT config.json that change the network, and two flags that only the stored
     tensors determine: `pooler` and `masked_words`.
     """
 
-    vocab_size: int
     hidden_size: int
     num_hidden_layers: int
     num_attention_heads: int
@@ -43,7 +92,9 @@ class BertConfig(ModelConfig):
     masked_words: bool = False
 
     model_types: ClassVar[tuple[str, ...]] = ("bert",)
-    family_file = "bert"
+    recipe = LayerNormRecipe(
+        eps="layer_norm_eps", activation="hidden_act", width="intermediate_size"
+    )
     ignored = frozenset(
         {
             "pooler_fc_size",
@@ -59,46 +110,6 @@ class BertConfig(ModelConfig):
         "tie_word_embeddings": (True,),
     }
 
-    def __post_init__(self) -> None:
-        check_sizes(self)
-        resolve_head_dim(self.hidden_size, self.num_attention_heads, None)
-        check_activation(self.hidden_act)
-
-    @property
-    def offset(self) -> int:
-        """The number of unused rows in front of the table of positions."""
-        return 0
-
-    @property
-    def positions(self) -> int:
-        """The number of positions with a vector."""
-        return self.max_position_embeddings - self.offset
-
-    def sizes(self, name: str) -> ModelSpec:
-        """Return the sizes of the encoder with its pooler, without a head for masked words; unused
-        rows of the table of positions count as parameters.
-        """
-        M, H = self.hidden_size, self.num_attention_heads
-        D, norm = resolve_head_dim(M, H, None), ParameterCounts(norms=2 * M)
-        layer = LayerSpec(
-            SoftmaxSpec.of(M, HeadShape(H, H, D, D), bias=True, output_bias=True, causal=False),
-            DenseSpec(M, self.intermediate_size, gated=False, bias=True),
-            norm + norm,
-        )
-        return ModelSpec(
-            name,
-            self.vocab_size,
-            M,
-            (layer,) * self.num_hidden_layers,
-            positions=(self.max_position_embeddings + self.type_vocab_size) * M,
-            position_rows=2,
-            norms=norm,
-            head=False,
-            pooler=ParameterCounts(M * M, M) if self.pooler else ParameterCounts(),
-            decodes=False,
-            max_context=self.positions,
-        )
-
 
 @dataclass(frozen=True)
 class RobertaConfig(BertConfig):
@@ -110,6 +121,7 @@ class RobertaConfig(BertConfig):
 
     model_types = ("roberta", "xlm-roberta", "camembert")
     ignored = BertConfig.ignored
+    zero = ("pad_token_id",)
     fixed = {
         "add_cross_attention": (False,),
         "is_decoder": (False,),
@@ -118,9 +130,7 @@ class RobertaConfig(BertConfig):
     }
 
     def __post_init__(self) -> None:
-        check_sizes(self, zero=("pad_token_id",))
-        resolve_head_dim(self.hidden_size, self.num_attention_heads, None)
-        check_activation(self.hidden_act)
+        super().__post_init__()
         if self.positions < 1:
             raise ArgumentError(
                 f"max_position_embeddings is {self.max_position_embeddings}, of which "
@@ -135,10 +145,9 @@ class RobertaConfig(BertConfig):
 
 
 @dataclass(frozen=True)
-class DistilBertConfig(ModelConfig):
+class DistilBertConfig(PostNormConfig):
     """The keys of DistilBERT, and a flag that only the stored tensors determine: `masked_words`."""
 
-    vocab_size: int
     dim: int
     n_layers: int
     n_heads: int
@@ -148,49 +157,18 @@ class DistilBertConfig(ModelConfig):
     masked_words: bool = False
 
     model_types = ("distilbert",)
-    family_file = "bert"
     ignored = frozenset(
         {"qa_dropout", "seq_classif_dropout", "sinusoidal_pos_embds", "tie_weights_"}
     )
     fixed = {"tie_word_embeddings": (True,)}
-    eps: ClassVar[float] = 1e-12
-
-    def __post_init__(self) -> None:
-        check_sizes(self)
-        resolve_head_dim(self.dim, self.n_heads, None)
-        check_activation(self.activation, "activation")
-
-    @classmethod
-    def normalize_keys(cls, raw: Raw) -> dict[str, object]:
-        """Return the keys under DistilBERT's names; the general names are accepted, too."""
-        names = {
-            "hidden_size": "dim",
-            "num_attention_heads": "n_heads",
-            "num_hidden_layers": "n_layers",
-        }
-        return rename_keys(raw, names)
-
-    def sizes(self, name: str) -> ModelSpec:
-        """Return the sizes of the encoder, without a head for masked words."""
-        M, H = self.dim, self.n_heads
-        D, norm = resolve_head_dim(M, H, None), ParameterCounts(norms=2 * M)
-        layer = LayerSpec(
-            SoftmaxSpec.of(M, HeadShape(H, H, D, D), bias=True, output_bias=True, causal=False),
-            DenseSpec(M, self.hidden_dim, gated=False, bias=True),
-            norm + norm,
-        )
-        return ModelSpec(
-            name,
-            self.vocab_size,
-            M,
-            (layer,) * self.n_layers,
-            positions=self.max_position_embeddings * M,
-            position_rows=1,
-            norms=norm,
-            head=False,
-            decodes=False,
-            max_context=self.max_position_embeddings,
-        )
+    renamed = {
+        "hidden_size": "dim",
+        "num_attention_heads": "n_heads",
+        "num_hidden_layers": "n_layers",
+    }
+    recipe = LayerNormRecipe(eps=1e-12, activation="activation", width="hidden_dim")
+    type_vocab_size = 0
+    pooler = False
 
 
 BASES = {"global_rope_theta": "rope_theta", "local_rope_theta": "rope_local_base_freq"}

@@ -27,8 +27,6 @@ class CohereConfig(RotaryDecoderConfig):
         eps="layer_norm_eps",
         parallel=True,
         layout="interleaved",
-        qkv_bias="attention_bias",
-        output_bias="attention_bias",
         logit_scale="logit_scale",
     )
     fixed = {

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import ClassVar
+from typing import Any, ClassVar
 
-from regard.configs.base import FULL, SLIDING, Raw, layer_windows, rename_keys
+from regard.configs.base import FULL, SLIDING, Raw, layer_windows
 from regard.configs.rope import RopeSettings, shorten
 from regard.configs.rotary_decoder import (
     SIGMOID_EXPERTS,
@@ -83,11 +83,9 @@ class HYV3Config(ExpertLayersConfig):
     mlp_bias: bool = False
 
     model_types = ("hy_v3",)
+    renamed = {"expert_hidden_dim": "moe_intermediate_size"}
     recipe = DecoderRecipe(
         head_norms="each head",
-        qkv_bias="attention_bias",
-        output_bias="attention_bias",
-        ff_bias="mlp_bias",
         experts=replace(SIGMOID_EXPERTS, normalized=True, dense=None),
         stored={
             "mlp.gate.weight": "mlp.router.gate.weight",
@@ -109,13 +107,6 @@ class HYV3Config(ExpertLayersConfig):
         "qk_norm": (True,),
         "route_norm": (True,),
     }
-
-    @classmethod
-    def normalize_keys(cls, raw: Raw) -> dict[str, object]:
-        """Return the keys with one name for the width of an expert."""
-        return super().normalize_keys(
-            rename_keys(raw, {"expert_hidden_dim": "moe_intermediate_size"})
-        )
 
     @property
     def routed_scaling_factor(self) -> float:
@@ -157,8 +148,9 @@ class MiMoV2FlashConfig(ExpertLayersConfig):
     attention_bias: bool = False
 
     model_types = ("mimo_v2_flash",)
+    renamed = {"layernorm_epsilon": "rms_norm_eps"}
     recipe = DecoderRecipe(
-        qkv_bias="attention_bias",
+        output_bias=False,
         sinks="with a window",
         value_scale="attention_value_scale",
         experts=replace(SIGMOID_EXPERTS, count="n_routed_experts", shared=None, dense=None),
@@ -182,7 +174,7 @@ class MiMoV2FlashConfig(ExpertLayersConfig):
         """Return the keys of transformers for those of the makers: `hybrid_layer_pattern` has a 1
         for each layer with a window, and `sliding_window_size` counts the keys before the query.
         """
-        keys = rename_keys(raw, {"layernorm_epsilon": "rms_norm_eps"})
+        keys: dict[str, Any] = dict(raw)
         pattern = keys.pop("hybrid_layer_pattern", None)
         size = keys.pop("sliding_window_size", None)
         if isinstance(pattern, list) and keys.get("layer_types") is None:

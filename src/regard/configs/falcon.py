@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from regard.argument_checks import check_groups, resolve_head_dim
-from regard.configs.base import ModelConfig, Raw, check_activation, check_sizes, rename_keys
-from regard.configs.gpt import check_eps, layer_norm_block, layer_norm_decoder, layer_norms
+from regard.configs.base import Raw
 from regard.configs.hybrid import Mamba2Keys, Mamba2Sizes
+from regard.configs.layer_norm import LayerNormConfig, LayerNormRecipe
 from regard.configs.llama import LlamaConfig
-from regard.configs.rope import RopeSettings, check_rope, normalize_rope
+from regard.configs.rope import RopeSettings, normalize_rope
 from regard.configs.rotary_decoder import SILU
 from regard.cost.model import ModelSpec
 from regard.errors import ArgumentError
@@ -18,12 +18,11 @@ from regard.units import plural
 
 
 @dataclass(frozen=True)
-class FalconConfig(ModelConfig):
+class FalconConfig(LayerNormConfig):
     """The keys of Falcon: parallel sublayers, and one key and value for all query heads (7B) or for
     groups of them (40B, 180B, 11B).
     """
 
-    vocab_size: int
     hidden_size: int
     num_hidden_layers: int
     num_attention_heads: int
@@ -42,6 +41,19 @@ class FalconConfig(ModelConfig):
 
     model_types = ("falcon",)
     family_file = "falcon"
+    renamed = {
+        "n_head": "num_attention_heads",
+        "n_layer": "num_hidden_layers",
+        "n_head_kv": "num_kv_heads",
+    }
+    recipe = LayerNormRecipe(
+        activation="activation",
+        width="ffn_hidden_size",
+        rows="groups",
+        qkv_bias="bias",
+        output_bias="bias",
+        ff_bias="bias",
+    )
     code = "Falcon"
     ignored = frozenset({"ff_factor"})
     fixed = {
@@ -51,11 +63,8 @@ class FalconConfig(ModelConfig):
     }
 
     def __post_init__(self) -> None:
-        check_sizes(self)
-        check_eps("layer_norm_epsilon", self.layer_norm_epsilon)
-        check_activation(self.activation, "activation")
+        super().__post_init__()
         check_groups(self.num_attention_heads, self.groups)
-        check_rope(self.rope)
         if self.num_ln_in_parallel_attn not in (None, 1, 2):
             raise ArgumentError(
                 f"num_ln_in_parallel_attn is {self.num_ln_in_parallel_attn}; it must be 1 or 2"
@@ -64,9 +73,7 @@ class FalconConfig(ModelConfig):
     @classmethod
     def normalize_keys(cls, raw: Raw) -> dict[str, object]:
         """Return the keys under Falcon's present names; rotary settings may be nested."""
-        names = {"n_head": "num_attention_heads", "n_layer": "num_hidden_layers"}
-        keys = rename_keys(raw, names | {"n_head_kv": "num_kv_heads"})
-        return normalize_rope(keys)
+        return normalize_rope(super().normalize_keys(raw))
 
     @property
     def groups(self) -> int:
@@ -77,38 +84,15 @@ class FalconConfig(ModelConfig):
         return 1 if alone else self.num_attention_heads
 
     @property
-    def hidden(self) -> int:
-        """The hidden size of the feed-forward layers: 4 M if ffn_hidden_size is not given."""
-        return 4 * self.hidden_size if self.ffn_hidden_size is None else self.ffn_hidden_size
-
-    @property
-    def shares_norm(self) -> bool:
-        """Whether both sublayers of a block read the result of one norm."""
-        default = 2 if self.new_decoder_architecture else 1
-        count = self.num_ln_in_parallel_attn or default
-        return not (self.new_decoder_architecture and count == 2)
+    def parallel_norms(self) -> int:
+        """The norms in front of parallel sublayers: 2 at most in the new architecture."""
+        return (self.num_ln_in_parallel_attn or 2) if self.new_decoder_architecture else 1
 
     @property
     def rope(self) -> RopeSettings:
         """The settings of the rotary positions of every layer."""
         D = resolve_head_dim(self.hidden_size, self.num_attention_heads, None)
         return RopeSettings(D, self.rope_theta, self.rope_scaling, self.max_position_embeddings)
-
-    def sizes(self, name: str) -> ModelSpec:
-        """Return the sizes of the decoder."""
-        layer = layer_norm_block(
-            self.hidden_size,
-            self.num_attention_heads,
-            self.hidden,
-            groups=self.groups,
-            bias=self.bias,
-            qkv_bias=self.bias,
-            output_bias=self.bias,
-        )
-        # the norms have biases in any case
-        norms = layer_norms(self.hidden_size, 1 if self.shares_norm else 2)
-        layers = (replace(layer, norms=norms),) * self.num_hidden_layers
-        return layer_norm_decoder(name, self.vocab_size, layers, tied=self.tie_word_embeddings)
 
 
 @dataclass(frozen=True)

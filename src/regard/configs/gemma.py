@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from regard.argument_checks import check_number
 from regard.configs.base import FULL, SLIDING, Raw, layer_windows
-from regard.configs.rope import RopeSettings, check_rope, normalize_rope
+from regard.configs.rope import RopeSettings, check_rope, normalize_rope, ropes_of_both_kinds
 from regard.configs.rotary_decoder import DecoderRecipe, GroupedQueryConfig, language_model
 from regard.cost.model import DenseSpec, FeedForwardSpec, ModelSpec
 from regard.cost.softmax import SharedKeysSpec
@@ -26,8 +26,6 @@ class GemmaConfig(GroupedQueryConfig):
     model_types: ClassVar[tuple[str, ...]] = ("gemma",)
     recipe = DecoderRecipe(
         norm="rms 1 + w",
-        qkv_bias="attention_bias",
-        output_bias="attention_bias",
         activation="gelu_pytorch_tanh",
         embedding_scale="embedding_scale",
     )
@@ -158,14 +156,7 @@ class Gemma3Config(WindowedGemmaConfig):
         """Return the keys with both rotary bases, and `layer_types` for sliding_window_pattern."""
         if raw.get("model_type") == "gemma3":
             raw = language_model(raw, PICTURES, **SIZES)
-        keys = normalize_rope({"head_dim": 256, **raw}, layered=True)
-        both = keys.pop("rope_parameters")
-        full, sliding = both[FULL], both[SLIDING]
-        if sliding["rope_scaling"] is not None:
-            raise ArgumentError(
-                f"rope_parameters.{SLIDING} has the scaling {sliding['rope_scaling']}; gemma3_text "
-                f"supports one only for {FULL}"
-            )
+        keys, full, sliding = ropes_of_both_kinds({"head_dim": 256, **raw}, "gemma3_text")
         for key, value in (("rope_theta", full), ("rope_local_base_freq", sliding)):
             if "rope_theta" in value:
                 keys[key] = value["rope_theta"]
@@ -226,7 +217,9 @@ class Gemma3nConfig(Gemma3Config):
     }
     family_file = "gemma"
     towers = "vision_tower audio_tower embed_vision embed_audio"
-    recipe = replace(Gemma3Config.recipe, window_pattern=5)
+    recipe = replace(
+        Gemma3Config.recipe, norm="rms", window_pattern=5, score_scale=1.0, value_norm=True
+    )
     zero = ("num_kv_shared_layers",)
 
     def __post_init__(self) -> None:

@@ -61,11 +61,11 @@ class Gemma4Config(GroupedQueryConfig):
     recipe = DecoderRecipe(
         norms="around",
         head_norms="each head",
-        qkv_bias="attention_bias",
-        output_bias="attention_bias",
         activation="gelu_pytorch_tanh",
         logit_cap="final_logit_softcapping",
         window_pattern=6,
+        score_scale=1.0,
+        value_norm=True,
     )
     unwritten = frozenset({"rope_scaling", "rope_theta"})
     fixed = {

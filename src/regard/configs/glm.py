@@ -19,9 +19,8 @@ class GlmConfig(GroupedQueryConfig):
 
     model_types = ("glm",)
     recipe = DecoderRecipe(
-        partial="partial_rotary_factor",
         layout="interleaved",
-        qkv_bias="attention_bias",
+        output_bias=False,
         fused=("gate_up_proj",),
     )
 
@@ -62,9 +61,8 @@ class Glm4MoeConfig(GroupedQueryConfig):
 
     model_types = ("glm4_moe",)
     recipe = DecoderRecipe(
-        partial="partial_rotary_factor",
         head_norms=("each head", "use_qk_norm"),
-        qkv_bias="attention_bias",
+        output_bias=False,
         experts=replace(SIGMOID_EXPERTS, count="n_routed_experts", shared_count="n_shared_experts"),
     )
     ignored = frozenset({"num_nextn_predict_layers"})

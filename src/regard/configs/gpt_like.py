@@ -6,32 +6,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from regard.argument_checks import check_number, resolve_head_dim
-from regard.configs.base import (
-    ModelConfig,
-    Raw,
-    UnknownKey,
-    check_activation,
-    check_sizes,
-    rename_keys,
-)
-from regard.configs.gpt import (
-    check_eps,
-    layer_norm_block,
-    layer_norm_decoder,
-    with_learned_positions,
-)
+from regard.argument_checks import check_number
+from regard.configs.base import Raw, UnknownKey
+from regard.configs.layer_norm import LayerNormConfig, LayerNormRecipe
 from regard.configs.reader import is_harmless
-from regard.cost.model import ModelSpec
 from regard.errors import ArgumentError
 from regard.untrusted_text import short_repr
 
 
 @dataclass(frozen=True)
-class BloomConfig(ModelConfig):
+class BloomConfig(LayerNormConfig):
     """The keys of BLOOM, which has ALiBi and a norm behind the embedding."""
 
-    vocab_size: int
     hidden_size: int
     n_layer: int
     n_head: int
@@ -41,6 +27,17 @@ class BloomConfig(ModelConfig):
 
     model_types = ("bloom",)
     family_file = "gpt_like"
+    renamed = {
+        "n_embed": "hidden_size",
+        "num_attention_heads": "n_head",
+        "num_hidden_layers": "n_layer",
+    }
+    recipe = LayerNormRecipe(
+        rows="heads",
+        embedding_norm=True,
+        normed_residual="apply_residual_connection_post_layernorm",
+    )
+    activation_function = "gelu_new"
     ignored = frozenset(
         {
             "attention_softmax_in_fp32",
@@ -54,28 +51,6 @@ class BloomConfig(ModelConfig):
         }
     )
     fixed = {"n_inner": (None,)}
-
-    def __post_init__(self) -> None:
-        check_sizes(self)
-        check_eps("layer_norm_epsilon", self.layer_norm_epsilon)
-        resolve_head_dim(self.hidden_size, self.n_head, None)
-
-    @classmethod
-    def normalize_keys(cls, raw: Raw) -> dict[str, object]:
-        """Return the keys with BLOOM's spelling, also from n_embed and the general names."""
-        names = {
-            "n_embed": "hidden_size",
-            "num_attention_heads": "n_head",
-            "num_hidden_layers": "n_layer",
-        }
-        return rename_keys(raw, names)
-
-    def sizes(self, name: str) -> ModelSpec:
-        """Return the sizes of the decoder, with the norm after its embedding."""
-        layers = (layer_norm_block(self.hidden_size, self.n_head, 4 * self.hidden_size),)
-        return layer_norm_decoder(
-            name, self.vocab_size, layers * self.n_layer, tied=self.tie_word_embeddings, norms=2
-        )
 
 
 MPT_ATTENTION = {"alibi_bias_max": 8, "clip_qkv": None, "softmax_scale": None}
@@ -91,10 +66,9 @@ MPT_FIXED: dict[str, tuple[object, ...]] = {
 
 
 @dataclass(frozen=True)
-class MptConfig(ModelConfig):
+class MptConfig(LayerNormConfig):
     """The keys of MPT, which has ALiBi and no biases."""
 
-    vocab_size: int
     d_model: int
     n_heads: int
     n_layers: int
@@ -105,6 +79,13 @@ class MptConfig(ModelConfig):
 
     model_types = ("mpt",)
     family_file = "gpt_like"
+    renamed = {
+        "hidden_size": "d_model",
+        "num_attention_heads": "n_heads",
+        "num_hidden_layers": "n_layers",
+    }
+    recipe = LayerNormRecipe(qkv_bias=False, output_bias=False, ff_bias=False, norm_bias=False)
+    activation_function = "gelu"
     code = "MPT"
     ignored = frozenset(
         {
@@ -124,9 +105,7 @@ class MptConfig(ModelConfig):
     }
 
     def __post_init__(self) -> None:
-        check_sizes(self)
-        check_eps("layer_norm_epsilon", self.layer_norm_epsilon)
-        resolve_head_dim(self.d_model, self.n_heads, None)
+        super().__post_init__()
         for key, value in self.attn_config.items():
             name, allowed = f"attn_config.{key}", MPT_FIXED.get(key)
             if allowed is not None and value not in allowed:
@@ -143,12 +122,7 @@ class MptConfig(ModelConfig):
     @classmethod
     def normalize_keys(cls, raw: Raw) -> dict[str, object]:
         """Return the keys with MPT's spelling of sizes, and the keys of attn_config that matter."""
-        names = {
-            "hidden_size": "d_model",
-            "num_attention_heads": "n_heads",
-            "num_hidden_layers": "n_layers",
-        }
-        keys = rename_keys(raw, names)
+        keys = super().normalize_keys(raw)
         attention = keys["attn_config"] = {} if (own := keys.get("attn_config")) is None else own
         if isinstance(attention, Mapping):
             without = {"attn_impl", "is_encoder_decoder"}
@@ -157,25 +131,11 @@ class MptConfig(ModelConfig):
             }
         return keys
 
-    def sizes(self, name: str) -> ModelSpec:
-        """Return the sizes of the decoder, which has no biases at all."""
-        layer = layer_norm_block(
-            self.d_model,
-            self.n_heads,
-            4 * self.d_model,
-            bias=False,
-            qkv_bias=False,
-            output_bias=False,
-        )
-        layers, tied = (layer,) * self.n_layers, self.tie_word_embeddings
-        return layer_norm_decoder(name, self.vocab_size, layers, tied=tied, bias=False)
-
 
 @dataclass(frozen=True)
-class OPTConfig(ModelConfig):
+class OPTConfig(LayerNormConfig):
     """The keys of OPT. Its table of positions has two unused rows in front."""
 
-    vocab_size: int
     hidden_size: int
     num_hidden_layers: int
     num_attention_heads: int
@@ -187,6 +147,9 @@ class OPTConfig(ModelConfig):
 
     model_types = ("opt",)
     family_file = "gpt_like"
+    recipe = LayerNormRecipe(
+        eps=1e-5, width="ffn_dim", rows=None, positions="max_position_embeddings", unused=2
+    )
     ignored = frozenset({"init_std", "layerdrop"})
     fixed = {
         "_remove_final_layer_norm": (False,),
@@ -196,22 +159,9 @@ class OPTConfig(ModelConfig):
     }
 
     def __post_init__(self) -> None:
-        check_sizes(self)
-        check_activation(self.activation_function, "activation_function")
-        resolve_head_dim(self.hidden_size, self.num_attention_heads, None)
+        super().__post_init__()
         if self.word_embed_proj_dim not in (None, self.hidden_size):
             raise ArgumentError(
                 f"word_embed_proj_dim is {self.word_embed_proj_dim}; only hidden_size, "
                 f"{self.hidden_size}, is supported"
             )
-
-    def sizes(self, name: str) -> ModelSpec:
-        """Return the sizes of the decoder, with its table of positions."""
-        layers = (layer_norm_block(self.hidden_size, self.num_attention_heads, self.ffn_dim),)
-        model = layer_norm_decoder(
-            name,
-            self.vocab_size,
-            layers * self.num_hidden_layers,
-            tied=self.tie_word_embeddings,
-        )
-        return with_learned_positions(model, self.max_position_embeddings, unused=2)

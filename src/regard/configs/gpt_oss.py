@@ -43,8 +43,6 @@ class GptOssConfig(GroupedQueryConfig):
     model_types = ("gpt_oss",)
     family_file = "gpt_oss"
     recipe = DecoderRecipe(
-        qkv_bias="attention_bias",
-        output_bias="attention_bias",
         window_pattern=2,
         sinks=True,
         experts=Experts("num_local_experts"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 
 from regard.configs.base import FULL, SLIDING, Raw
-from regard.configs.hybrid import LINEAR, HybridConfig, Mamba2Keys, Names, named_kinds
+from regard.configs.hybrid import LINEAR, HybridConfig, Mamba2Keys, Names
 from regard.configs.llama import LlamaConfig
 from regard.configs.rope import RopeSettings
 from regard.configs.rotary_decoder import SILU, Experts, check_experts
@@ -145,11 +145,9 @@ class GraniteHybridConfig(Mamba2Keys, HybridConfig):
         rope = self.rope if self.position_embedding_type == "rope" else None
         return (rope,) * self.num_hidden_layers
 
-    def kinds(self) -> tuple[str, ...]:
-        """Return the kinds of `layer_types`; without that key all layers are Mamba-2."""
-        if self.layer_types is None:
-            return (LINEAR,) * self.num_hidden_layers
-        return named_kinds(self.layer_types, self.num_hidden_layers)
+    def usual_kinds(self) -> tuple[str, ...]:
+        """Return Mamba-2 in all layers."""
+        return (LINEAR,) * self.num_hidden_layers
 
     def feed_forward(self, layer: int) -> FeedForwardSpec:
         """Return the sizes of a mixture of experts with a shared one, or of the latter alone."""
@@ -179,10 +177,9 @@ class BambaConfig(Mamba2Keys, HybridConfig):
 
     model_types = ("bamba",)
     family_file = "granite"
-    recipe = replace(LlamaConfig.recipe, partial="partial_rotary_factor")
     ignored = Mamba2Keys.ignored | {"z_loss_coefficient"}
 
-    def kinds(self) -> tuple[str, ...]:
+    def usual_kinds(self) -> tuple[str, ...]:
         """Return attention for the layers of `attn_layer_indices`."""
         layers, indices = self.num_hidden_layers, self.attn_layer_indices or ()
         for i in indices:

@@ -10,7 +10,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
-from regard.configs.base import FULL, Raw
+from regard.configs.base import FULL, Raw, check_length
 from regard.configs.rope import RopeSettings
 from regard.configs.rotary_decoder import GroupedQueryConfig
 from regard.cost.fixed_state import LinearSpec
@@ -38,11 +38,7 @@ def check_layer_names(
     key: str, names: Sequence[str], layers: int, allowed: Collection[str]
 ) -> None:
     """Check that every layer has a known name."""
-    if len(names) != layers:
-        raise ArgumentError(
-            f"{key} has {plural(len(names), 'entry')} and num_hidden_layers is {layers}; give one "
-            "per layer"
-        )
+    check_length(key, names, layers)
     for i, name in enumerate(names):
         if name not in allowed:
             raise ArgumentError(
@@ -59,9 +55,18 @@ class HybridConfig(GroupedQueryConfig):
         super().__post_init__()
         self.kinds()
 
-    @abstractmethod
     def kinds(self) -> tuple[str, ...]:
-        """Return the kind of each layer."""
+        """Return the kinds of `layer_types`, or the usual ones without that key."""
+        names = getattr(self, "layer_types", None)
+        return self.usual_kinds() if names is None else named_kinds(names, self.num_hidden_layers)
+
+    @abstractmethod
+    def usual_kinds(self) -> tuple[str, ...]:
+        """Return the kind of each layer where no key names them."""
+
+    def ropes(self) -> tuple[RopeSettings | None, ...]:
+        """Return the rotary settings of each layer with attention; None for the others."""
+        return tuple(self.rope if kind == FULL else None for kind in self.kinds())
 
     @abstractmethod
     def recurrent(self) -> Spec:
@@ -82,10 +87,6 @@ class GatedDeltaConfig(HybridConfig):
     linear_num_key_heads: int = 16
     linear_num_value_heads: int = 32
     layer_types: Names = None
-
-    def ropes(self) -> tuple[RopeSettings | None, ...]:
-        """Return the rotary settings of each layer with attention; None for the others."""
-        return tuple(self.rope if kind == FULL else None for kind in self.kinds())
 
     def recurrent(self) -> Spec:
         """Return the sizes of a layer of Gated DeltaNet."""

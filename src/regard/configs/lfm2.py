@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from regard.argument_checks import check_number
-from regard.configs.base import FULL, Raw, rename_keys
+from regard.configs.base import FULL, Raw
 from regard.configs.rope import RopeSettings
 from regard.configs.rotary_decoder import DecoderRecipe, Experts, RotaryDecoderConfig
 from regard.cost.delta_rules import short_convolution
@@ -36,6 +36,7 @@ class Lfm2Config(RotaryDecoderConfig):
 
     model_types = ("lfm2",)
     family_file = "lfm2"
+    renamed = {"block_ff_dim": "intermediate_size", "tie_embedding": "tie_word_embeddings"}
     recipe = DecoderRecipe(
         eps="norm_eps",
         head_norms="each head",
@@ -73,8 +74,7 @@ class Lfm2Config(RotaryDecoderConfig):
     @classmethod
     def normalize_keys(cls, raw: Raw) -> dict[str, object]:
         """Return the keys as for Llama, with `layer_types` for the numbers of layers."""
-        names = {"block_ff_dim": "intermediate_size", "tie_embedding": "tie_word_embeddings"}
-        keys = super().normalize_keys(rename_keys(raw, names))
+        keys = super().normalize_keys(raw)
         full, layers = keys.get("full_attn_idxs"), keys.get("num_hidden_layers")
         if keys.get("layer_types") is None and isinstance(full, list) and isinstance(layers, int):
             keys["layer_types"] = [FULL if i in full else CONV for i in range(layers)]

@@ -33,9 +33,6 @@ class LlamaConfig(GroupedQueryConfig):
     mlp_bias: bool = False
 
     model_types = ("llama",)
-    recipe = DecoderRecipe(
-        qkv_bias="attention_bias", output_bias="attention_bias", ff_bias="mlp_bias"
-    )
     ignored = frozenset({"is_llama_config", "max_sequence_length"})
     fixed = {**SILU, "rope_interleaved": (False,)}
 
@@ -97,8 +94,6 @@ class Llama4Config(GroupedQueryConfig):
     family_file = "llama"
     towers = "vision_model multi_modal_projector"
     recipe = DecoderRecipe(
-        qkv_bias="attention_bias",
-        output_bias="attention_bias",
         layout="interleaved",
         experts=Experts("num_local_experts", shared="intermediate_size"),
     )

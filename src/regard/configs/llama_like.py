@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from regard.configs.base import Raw, layer_windows, rename_keys
+from regard.configs.base import Raw, layer_windows
 from regard.configs.llama import LlamaConfig
 from regard.configs.rope import RopeSettings, check_finite, shorten
 from regard.configs.rotary_decoder import (
@@ -38,8 +38,6 @@ class ApertusConfig(GroupedQueryConfig):
     model_types = ("apertus",)
     recipe = DecoderRecipe(
         head_norms="each head",
-        qkv_bias="attention_bias",
-        output_bias="attention_bias",
         gated=False,
         activation="xielu",
         stored={
@@ -73,13 +71,7 @@ class ArceeConfig(LlamaConfig):
     max_position_embeddings: int = 4096
 
     model_types = ("arcee",)
-    recipe = DecoderRecipe(
-        qkv_bias="attention_bias",
-        output_bias="attention_bias",
-        ff_bias="mlp_bias",
-        gated=False,
-        activation="relu2",
-    )
+    recipe = DecoderRecipe(gated=False, activation="relu2")
     ignored = frozenset[str]()
     fixed = {"hidden_act": ("relu2",)}
 
@@ -259,7 +251,7 @@ class HeliumConfig(GroupedQueryConfig):
     mlp_bias: bool = False
 
     model_types = ("helium",)
-    recipe = DecoderRecipe(layout="interleaved", qkv_bias="attention_bias", ff_bias="mlp_bias")
+    recipe = DecoderRecipe(layout="interleaved", output_bias=False)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -283,10 +275,9 @@ class HunYuanConfig(GroupedQueryConfig):
     recipe = DecoderRecipe(
         head_norms="each head",
         norm_rotated=True,
-        qkv_bias="attention_bias",
-        output_bias="attention_bias",
         stored={"q_norm": "query_layernorm", "k_norm": "key_layernorm"},
     )
+    renamed = {"attention_head_dim": "head_dim"}
     rope_keys = ("alpha",)
     code = "HunYuan"
     ignored = frozenset(
@@ -322,7 +313,7 @@ class HunYuanConfig(GroupedQueryConfig):
     @classmethod
     def normalize_keys(cls, raw: Raw) -> dict[str, object]:
         """Return the keys as for Llama; with alpha, the other numbers of a scaling say nothing."""
-        keys = rename_keys(raw, {"attention_head_dim": "head_dim"})
+        keys = dict(raw)
         for name in ("rope_scaling", "rope_parameters"):
             if isinstance(scaling := keys.get(name), Mapping) and scaling.get("alpha"):
                 keys[name] = {k: x for k, x in scaling.items() if k not in UNUSED_BY_NTK}
@@ -348,8 +339,6 @@ class NanoChatConfig(GroupedQueryConfig):
         embedding_norm=True,
         head_norms="each head",
         norm_rotated=True,
-        qkv_bias="attention_bias",
-        output_bias="attention_bias",
         gated=False,
         activation="relu2",
         logit_cap="final_logit_softcapping",
@@ -380,9 +369,7 @@ class SeedOssConfig(GroupedQueryConfig):
     mlp_bias: bool = False
 
     model_types = ("seed_oss",)
-    recipe = DecoderRecipe(
-        qkv_bias="attention_bias", output_bias="attention_out_bias", ff_bias="mlp_bias"
-    )
+    recipe = DecoderRecipe(output_bias="attention_out_bias")
 
 
 @dataclass(frozen=True)
@@ -440,7 +427,6 @@ class StableLmConfig(RotaryDecoderConfig):
     recipe = DecoderRecipe(
         norm="layer",
         eps="layer_norm_eps",
-        partial="partial_rotary_factor",
         qkv_bias="use_qkv_bias",
         parallel="use_parallel_residual",
     )

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 from regard.argument_checks import check_groups, check_number
-from regard.configs.base import FULL, ModelConfig, Raw, check_sizes, rename_keys
+from regard.configs.base import FULL, ModelConfig, Raw, check_sizes
 from regard.configs.hybrid import (
     LINEAR,
     NO_LIMITS,
@@ -28,12 +28,35 @@ from regard.errors import ArgumentError
 
 
 @dataclass(frozen=True)
-class MambaConfig(ModelConfig):
-    """The keys of Mamba, which has no attention and no feed-forward layers."""
+class StateSpaceConfig(ModelConfig, ABC):
+    """The keys of decoders of one mechanism, without attention and without feed-forward layers."""
 
     vocab_size: int
     hidden_size: int
     num_hidden_layers: int
+
+    family_file = "mamba"
+
+    def __post_init__(self) -> None:
+        check_sizes(self)
+        eps = self.value("layer_norm_epsilon")
+        check_number("layer_norm_epsilon", eps, -1e-300, math.inf, "at least 0")
+
+    @abstractmethod
+    def recurrent(self) -> Spec:
+        """Return the sizes of the mechanism of a layer."""
+
+    def sizes(self, name: str) -> ModelSpec:
+        """Return the sizes of the decoder."""
+        norm, tied = ParameterCounts(norms=self.hidden_size), self.value("tie_word_embeddings")
+        layers = (LayerSpec(self.recurrent(), None, norm),) * self.num_hidden_layers
+        return ModelSpec(name, self.vocab_size, self.hidden_size, layers, norms=norm, tied=tied)
+
+
+@dataclass(frozen=True)
+class MambaConfig(StateSpaceConfig):
+    """The keys of Mamba, which has no attention and no feed-forward layers."""
+
     time_step_rank: int
     expand: int = 2
     state_size: int = 16
@@ -45,7 +68,11 @@ class MambaConfig(ModelConfig):
     tie_word_embeddings: bool = True
 
     model_types = ("mamba",)
-    family_file = "mamba"
+    renamed = {
+        "d_model": "hidden_size",
+        "n_layer": "num_hidden_layers",
+        "d_inner": "intermediate_size",
+    }
     ignored = (
         STEP_KEYS - {"time_step_rank"}
         | {"fused_add_norm", "pad_vocab_size_multiple", "rescale_prenorm_residual"}
@@ -53,15 +80,10 @@ class MambaConfig(ModelConfig):
     )
     fixed = {**SILU, "rms_norm": (True,), "ssm_cfg": ({},)}
 
-    def __post_init__(self) -> None:
-        check_sizes(self)
-        check_number("layer_norm_epsilon", self.layer_norm_epsilon, -1e-300, math.inf, "at least 0")
-
     @classmethod
     def normalize_keys(cls, raw: Raw) -> dict[str, object]:
         """Return the keys; a rank that is "auto" is a sixteenth of hidden_size."""
-        names = {"d_model": "hidden_size", "n_layer": "num_hidden_layers"}
-        keys = rename_keys(rename_keys(raw, names), {"d_inner": "intermediate_size"})
+        keys = super().normalize_keys(raw)
         size, expand = keys.get("hidden_size"), keys.get("expand", cls.expand)
         inner = keys.pop("intermediate_size", None)
         if isinstance(size, int) and isinstance(expand, int):
@@ -74,21 +96,17 @@ class MambaConfig(ModelConfig):
                 )
         return keys
 
-    def sizes(self, name: str) -> ModelSpec:
-        """Return the sizes of the decoder."""
-        M = self.hidden_size
-        mixer = mamba(
-            M,
-            self.expand * M,
+    def recurrent(self) -> Spec:
+        """Return the sizes of a layer."""
+        return mamba(
+            self.hidden_size,
+            self.expand * self.hidden_size,
             self.state_size,
             self.conv_kernel,
             self.time_step_rank,
             bias=self.use_bias,
             conv_bias=self.use_conv_bias,
         )
-        layers = (LayerSpec(mixer, None, ParameterCounts(norms=M)),) * self.num_hidden_layers
-        norm, tied = ParameterCounts(norms=M), self.tie_word_embeddings
-        return ModelSpec(name, self.vocab_size, M, layers, norms=norm, tied=tied)
 
 
 @dataclass(frozen=True)
@@ -103,12 +121,9 @@ class FalconMambaConfig(MambaConfig):
 
 
 @dataclass(frozen=True)
-class Mamba2Config(ModelConfig):
+class Mamba2Config(StateSpaceConfig):
     """The keys of Mamba-2, which has no attention and no feed-forward layers."""
 
-    vocab_size: int
-    hidden_size: int
-    num_hidden_layers: int
     num_heads: int
     head_dim: int = 64
     expand: int = 2
@@ -123,7 +138,6 @@ class Mamba2Config(ModelConfig):
     tie_word_embeddings: bool = False
 
     model_types = ("mamba2",)
-    family_file = "mamba"
     # the released code applies the gate before the norm whatever norm_before_gate says
     ignored = STEP_KEYS | {
         "chunk_size",
@@ -136,8 +150,7 @@ class Mamba2Config(ModelConfig):
     }
 
     def __post_init__(self) -> None:
-        check_sizes(self)
-        check_number("layer_norm_epsilon", self.layer_norm_epsilon, -1e-300, math.inf, "at least 0")
+        super().__post_init__()
         step_limits(self.time_step_limit)
         sizes = self.mixer_sizes()
         sizes.check("num_heads", "n_groups")
@@ -162,18 +175,9 @@ class Mamba2Config(ModelConfig):
             conv_bias=self.use_conv_bias,
         )
 
-    def sizes(self, name: str) -> ModelSpec:
-        """Return the sizes of the decoder."""
-        M = self.hidden_size
-        layer = LayerSpec(self.mixer_sizes().spec(), None, ParameterCounts(norms=M))
-        return ModelSpec(
-            name,
-            self.vocab_size,
-            M,
-            (layer,) * self.num_hidden_layers,
-            norms=ParameterCounts(norms=M),
-            tied=self.tie_word_embeddings,
-        )
+    def recurrent(self) -> Spec:
+        """Return the sizes of a layer."""
+        return self.mixer_sizes().spec()
 
 
 @dataclass(frozen=True)

@@ -8,9 +8,9 @@ from typing import Any
 
 from regard.configs.base import FULL, Raw, layer_windows, rename_keys
 from regard.configs.expert_layers import ExpertLayersConfig
-from regard.configs.hybrid import LINEAR, HybridConfig, Names, check_layer_names, named_kinds
+from regard.configs.hybrid import LINEAR, HybridConfig, Names, check_layer_names
 from regard.configs.mistral import MixtralConfig
-from regard.configs.rope import RopeSettings, rotated_share
+from regard.configs.rope import rotated_share
 from regard.configs.rotary_decoder import (
     SIGMOID_EXPERTS,
     SILU,
@@ -53,7 +53,7 @@ class MiniMaxConfig(MixtralConfig, HybridConfig):
 
     model_types = ("minimax",)
     family_file = "minimax"
-    recipe = replace(MixtralConfig.recipe, partial="partial_rotary_factor")
+    renamed = MAKERS_NAMES
     ignored = frozenset({"block_size"})  # of other code's loops
     fixed = {
         **SILU,
@@ -66,8 +66,7 @@ class MiniMaxConfig(MixtralConfig, HybridConfig):
         """Return the keys as for Llama, also with the makers' names: attn_type_list has a 1 for
         each layer with softmax attention, and rotary_dim counts the rotated dims of a head.
         """
-        keys = super().normalize_keys(rename_keys(raw, MAKERS_NAMES))
-        keys = rotated_share(keys)
+        keys = rotated_share(super().normalize_keys(raw))
         names = keys.get("layer_types")
         if isinstance(names, list):
             keys["layer_types"] = [
@@ -75,15 +74,9 @@ class MiniMaxConfig(MixtralConfig, HybridConfig):
             ]
         return keys
 
-    def kinds(self) -> tuple[str, ...]:
-        """Return the kinds of `layer_types`; without them every second layer has attention."""
-        if self.layer_types is not None:
-            return named_kinds(self.layer_types, self.num_hidden_layers)
+    def usual_kinds(self) -> tuple[str, ...]:
+        """Return attention in every second layer."""
         return tuple(FULL if i % 2 == 0 else LINEAR for i in range(self.num_hidden_layers))
-
-    def ropes(self) -> tuple[RopeSettings | None, ...]:
-        """Return the rotary settings of each layer with softmax attention; None for the others."""
-        return tuple(self.rope if kind == FULL else None for kind in self.kinds())
 
     def recurrent(self) -> Spec:
         """Return the sizes of a layer of lightning attention."""
@@ -105,7 +98,6 @@ class MiniMaxM2Config(GroupedQueryConfig):
 
     model_types = ("minimax_m2",)
     recipe = DecoderRecipe(
-        partial="partial_rotary_factor",
         head_norms="all heads",
         experts=Experts(
             "num_local_experts",
@@ -195,7 +187,6 @@ class MiniMaxM3Config(ExpertLayersConfig):
         norm="rms 1 + w",
         head_norms="each head",
         width="dense_intermediate_size",
-        partial="partial_rotary_factor",
         experts=replace(
             SIGMOID_EXPERTS,
             count="num_local_experts",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from regard.configs.base import FULL, Raw
+from regard.configs.base import FULL, Raw, check_length
 from regard.configs.hybrid import (
     LINEAR,
     NO_LIMITS,
@@ -19,7 +19,6 @@ from regard.configs.rotary_decoder import DecoderRecipe, RotaryDecoderConfig, ch
 from regard.cost.model import DenseSpec, FeedForwardSpec, LayerSpec, MoESpec
 from regard.cost.spec import ParameterCounts
 from regard.errors import ArgumentError
-from regard.units import plural
 
 
 @dataclass(frozen=True)
@@ -38,10 +37,6 @@ class NemotronConfig(RotaryDecoderConfig):
     recipe = DecoderRecipe(
         norm="layer 1 + w",
         eps="norm_eps",
-        partial="partial_rotary_factor",
-        qkv_bias="attention_bias",
-        output_bias="attention_bias",
-        ff_bias="mlp_bias",
         gated=False,
         activation="relu2",
     )
@@ -139,11 +134,7 @@ class NemotronHConfig(PositionlessConfig):
     def kinds(self) -> tuple[str, ...]:
         """Return the kind of each layer: `MAMBA`, `FULL`, `MLP` or `MOE`."""
         names = self.layers_block_type
-        if len(names) != self.num_hidden_layers:
-            raise ArgumentError(
-                f"layers_block_type has {plural(len(names), 'entry')} and num_hidden_layers is "
-                f"{self.num_hidden_layers}; give one per layer"
-            )
+        check_length("layers_block_type", names, self.num_hidden_layers)
         for i, name in enumerate(names):
             if name not in BLOCK_NAMES:
                 raise ArgumentError(

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from regard.argument_checks import check_number
-from regard.configs.base import FULL, SLIDING, Raw
-from regard.configs.hybrid import LINEAR, GatedDeltaConfig, named_kinds
-from regard.configs.rope import RopeSettings, normalize_rope
+from regard.configs.base import FULL, Raw
+from regard.configs.hybrid import LINEAR, GatedDeltaConfig
+from regard.configs.rope import RopeSettings, ropes_of_both_kinds
 from regard.configs.rotary_decoder import (
     SILU,
     DecoderRecipe,
@@ -29,13 +29,7 @@ class OlmoConfig(RotaryDecoderConfig):
     attention_bias: bool = False
 
     model_types = ("olmo",)
-    recipe = DecoderRecipe(
-        norm="layer, bare",
-        eps=1e-5,
-        qkv_bias="attention_bias",
-        output_bias="attention_bias",
-        clip="clip_qkv",
-    )
+    recipe = DecoderRecipe(norm="layer, bare", eps=1e-5, clip="clip_qkv")
     fixed = SILU
 
     def __post_init__(self) -> None:
@@ -52,12 +46,7 @@ class Olmo2Config(GroupedQueryConfig):
     attention_bias: bool = False
 
     model_types = ("olmo2",)
-    recipe = DecoderRecipe(
-        norms="after",
-        head_norms="all heads",
-        qkv_bias="attention_bias",
-        output_bias="attention_bias",
-    )
+    recipe = DecoderRecipe(norms="after", head_norms="all heads")
 
 
 @dataclass(frozen=True)
@@ -78,13 +67,7 @@ class Olmo3Config(Olmo2Config):
         """Return the keys with one rotary base, and the scaling of the layers without a window."""
         nested = raw.get("rope_parameters")
         if isinstance(nested, Mapping) and any(isinstance(x, Mapping) for x in nested.values()):
-            both = normalize_rope(raw, layered=True)["rope_parameters"]
-            full, sliding = both[FULL], both[SLIDING]
-            if sliding["rope_scaling"] is not None:
-                raise ArgumentError(
-                    f"rope_parameters.{SLIDING} has the scaling {sliding['rope_scaling']}; olmo3 "
-                    f"supports one only for {FULL}"
-                )
+            _, full, sliding = ropes_of_both_kinds(raw, "olmo3")
             bases = {x["rope_theta"] for x in (full, sliding) if "rope_theta" in x}
             if len(bases) > 1:
                 raise ArgumentError(
@@ -170,10 +153,8 @@ class OlmoHybridConfig(GatedDeltaConfig):
             keys.setdefault("linear_value_head_dim", 2 * D)
         return keys
 
-    def kinds(self) -> tuple[str, ...]:
-        """Return the kinds of `layer_types`, or attention in every fourth or in the last layer."""
-        if self.layer_types is not None:
-            return named_kinds(self.layer_types, self.num_hidden_layers)
+    def usual_kinds(self) -> tuple[str, ...]:
+        """Return attention in every fourth layer, or in the last of fewer."""
         n = min(4, self.num_hidden_layers)
         return tuple(FULL if i % 4 == n - 1 else LINEAR for i in range(self.num_hidden_layers))
 

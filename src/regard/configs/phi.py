@@ -31,7 +31,6 @@ class PhiConfig(RotaryDecoderConfig):
         norm="layer",
         eps="layer_norm_eps",
         parallel=True,
-        partial="partial_rotary_factor",
         qkv_bias=True,
         output_bias=True,
         ff_bias=True,
@@ -58,7 +57,7 @@ class Phi3Config(GroupedQueryConfig):
     sliding_window: int | None = None
 
     model_types = ("phi3",)
-    recipe = DecoderRecipe(partial="partial_rotary_factor", fused=("qkv_proj", "gate_up_proj"))
+    recipe = DecoderRecipe(fused=("qkv_proj", "gate_up_proj"))
     code = "Phi3"
     fixed = {
         **SILU,
@@ -106,8 +105,6 @@ class PhimoeConfig(RotaryDecoderConfig):
     model_types = ("phimoe",)
     recipe = DecoderRecipe(
         norm="layer",
-        qkv_bias="attention_bias",
-        output_bias="attention_bias",
         head_bias="lm_head_bias",
         experts=Experts(
             "num_local_experts",

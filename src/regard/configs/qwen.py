@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from regard.argument_checks import check_choice
-from regard.configs.base import FULL, Raw, rename_keys
-from regard.configs.hybrid import LINEAR, GatedDeltaConfig, named_kinds
+from regard.configs.base import FULL, Raw
+from regard.configs.hybrid import LINEAR, GatedDeltaConfig
 from regard.configs.rotary_decoder import SILU, DecoderRecipe, Experts, GroupedQueryConfig
 from regard.cost.fixed_state import ShortConvolution
 from regard.cost.model import DenseSpec, FeedForwardSpec, LayerSpec, ModelSpec, MoESpec
@@ -87,9 +87,7 @@ class Qwen3Config(Qwen2Config):
     attention_bias: bool = False
 
     model_types = ("qwen3",)
-    recipe = DecoderRecipe(
-        head_norms="each head", qkv_bias="attention_bias", output_bias="attention_bias"
-    )
+    recipe = DecoderRecipe(head_norms="each head")
     fixed = SILU
 
 
@@ -109,12 +107,8 @@ class Qwen3MoeConfig(Qwen3Config):
         Qwen3Config.recipe,
         experts=Experts("num_experts", "moe_intermediate_size", normalized="norm_topk_prob"),
     )
+    renamed = {"num_local_experts": "num_experts"}
     fixed = {**SILU, **DENSE}
-
-    @classmethod
-    def normalize_keys(cls, raw: Raw) -> dict[str, object]:
-        """Return the keys as for Qwen 3; num_local_experts is another name of num_experts."""
-        return super().normalize_keys(rename_keys(raw, {"num_local_experts": "num_experts"}))
 
 
 FIXED: dict[str, tuple[object, ...]] = {
@@ -142,14 +136,10 @@ class QwenHybridConfig(GatedDeltaConfig):
     towers = "visual"
     buffers = (r"mtp\..*",)  # the layer for a second token
     fixed = FIXED
-    recipe = DecoderRecipe(
-        norm="rms 1 + w", head_norms="each head", partial="partial_rotary_factor"
-    )
+    recipe = DecoderRecipe(norm="rms 1 + w", head_norms="each head")
 
-    def kinds(self) -> tuple[str, ...]:
-        """Return the kinds of `layer_types`, or of `full_attention_interval`."""
-        if self.layer_types is not None:
-            return named_kinds(self.layer_types, self.num_hidden_layers)
+    def usual_kinds(self) -> tuple[str, ...]:
+        """Return the kinds of `full_attention_interval`."""
         n = self.full_attention_interval
         return tuple(FULL if (i + 1) % n == 0 else LINEAR for i in range(self.num_hidden_layers))
 

@@ -339,6 +339,22 @@ def _merge_settings(
     return settings | {"rope_scaling": scalings[0] if scalings else None}
 
 
+def ropes_of_both_kinds(
+    raw: Mapping[str, Any], family: str
+) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
+    """Return the keys without rotary settings, and those of layers without a window and with one,
+    which must have no scaling.
+    """
+    keys = normalize_rope(raw, layered=True)
+    both = keys.pop("rope_parameters")
+    if (scaling := both[SLIDING]["rope_scaling"]) is not None:
+        raise ArgumentError(
+            f"rope_parameters.{SLIDING} has the scaling {scaling}; {family} supports one only for "
+            f"{FULL}"
+        )
+    return keys, both[FULL], both[SLIDING]
+
+
 def rotated_share(keys: Mapping[str, Any]) -> dict[str, Any]:
     """Return the keys with `partial_rotary_factor` in place of `rotary_dim`."""
     rest = dict(keys)

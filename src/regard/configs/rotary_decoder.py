@@ -12,11 +12,14 @@ from regard.argument_checks import check_groups, check_number
 from regard.configs.base import (
     FULL,
     SLIDING,
+    Flag,
     ModelConfig,
+    Number,
     Raw,
     check_activation,
     check_sizes,
     layer_windows,
+    rename_keys,
 )
 from regard.configs.rope import (
     RopeSettings,
@@ -33,10 +36,6 @@ from regard.units import plural
 
 SILU: dict[str, tuple[object, ...]] = {"hidden_act": ("silu",)}
 """The activation that most families have, and that no key changes."""
-Flag: TypeAlias = bool | str
-"""A truth value, or the name of the config's attribute that says it."""
-Number: TypeAlias = float | str
-"""A number, or the name of the config's attribute that has it."""
 NormKind: TypeAlias = Literal[
     "rms", "rms 1 + w", "rms, bare", "layer", "layer 1 + w", "layer, no bias", "layer, bare"
 ]
@@ -96,13 +95,16 @@ class DecoderRecipe:
         norm_rotated: whether the norm on each head stands behind the rotation.
         temperature: the attribute with the factor and the length of Ministral's queries, or None.
         embedding_norm: whether the embedding has a norm, too.
-        qkv_bias, output_bias, ff_bias, head_bias: which maps have biases.
+        qkv_bias, output_bias, ff_bias, head_bias: which maps have biases; None is what a config's
+            own `attention_bias` or `mlp_bias` says, and none without that key.
         width, gated, activation: the feed-forward layer; a config's own `hidden_act` comes first.
-        layout, partial: the pairs of the rotary positions, and the rotated share of a head.
+        layout: the pairs of the rotary positions; a config's own `partial_rotary_factor` is the
+            rotated share of a head.
         window_pattern: without the keys that name the layers with a window, every n-th layer has
             full attention.
         sinks: whether each head has a learned sink, in all layers or in those with a window.
         value_scale: the attribute with a factor on values; None is 1.
+        value_norm: whether each head of values has a norm without weights.
         clip: the largest absolute value of queries, keys and values.
         stored: Llama's name of a part in checkpoints -> this family's, where they differ.
         fused: the maps whose rows are stored in one tensor: "qkv_proj", "gate_up_proj".
@@ -116,21 +118,21 @@ class DecoderRecipe:
     norm_rotated: bool = False
     temperature: str | None = None
     embedding_norm: bool = False
-    qkv_bias: Flag = False
-    output_bias: Flag = False
-    ff_bias: Flag = False
+    qkv_bias: Flag | None = None
+    output_bias: Flag | None = None
+    ff_bias: Flag | None = None
     head_bias: Flag = False
     width: str = "intermediate_size"
     gated: bool = True
     activation: str = "silu"
     layout: Literal["half", "interleaved"] = "half"
-    partial: Number = 1.0
     window_pattern: int | None = None
     sinks: bool | Literal["with a window"] = False
     value_scale: str | None = None
+    value_norm: bool = False
     clip: str | None = None
     embedding_scale: Number = 1.0
-    score_scale: str | None = None
+    score_scale: Number | None = None
     residual_scale: str | None = None
     logit_scale: Number = 1.0
     score_cap: str | None = None
@@ -188,14 +190,12 @@ class RotaryDecoderConfig(ModelConfig):
         if (experts := self.recipe.experts) is not None:
             check_experts(experts.count, self.value(experts.count), self.value(experts.active))
 
-    def value(self, value: Any) -> Any:
-        """Return a value of the recipe, which may be the name of an attribute."""
-        return getattr(self, value) if isinstance(value, str) else value
-
     @classmethod
     def normalize_keys(cls, raw: Raw) -> dict[str, object]:
         """Return the keys with all sizes of heads, and rotary settings in one form."""
-        keys = normalize_rope(raw, own=cls.rope_keys, absent=cls.absent_rope)
+        keys = normalize_rope(
+            rename_keys(raw, cls.renamed), own=cls.rope_keys, absent=cls.absent_rope
+        )
         heads, size = keys.get("num_attention_heads"), keys.get("hidden_size")
         if isinstance(heads, int) and isinstance(size, int) and heads > 0:
             if keys.get("num_key_value_heads") is None:
@@ -217,7 +217,7 @@ class RotaryDecoderConfig(ModelConfig):
             self.rope_theta,
             without_own_keys(self.rope_scaling, self.rope_keys),
             self.max_position_embeddings,
-            self.value(self.recipe.partial),
+            getattr(self, "partial_rotary_factor", 1.0),
             self.recipe.layout,
         )
 
@@ -297,8 +297,8 @@ class RotaryDecoderConfig(ModelConfig):
         return SoftmaxSpec.of(
             self.hidden_size,
             shape,
-            bias=self.value(self.recipe.qkv_bias),
-            output_bias=self.value(self.recipe.output_bias),
+            bias=self.has_bias("qkv_bias"),
+            output_bias=self.has_bias("output_bias"),
             norms=norms.get(self.head_norms, 0) if self.norm_size else 0,
             extra=H if self.has_sinks(window) else 0,
             window=window,
@@ -308,6 +308,12 @@ class RotaryDecoderConfig(ModelConfig):
         """Return the heads of a layer with a window, or without one."""
         D = self.head_dim
         return HeadShape(self.num_attention_heads, self.num_key_value_heads, D, D)
+
+    def has_bias(self, name: Literal["qkv_bias", "output_bias", "ff_bias"]) -> bool:
+        """Return whether maps have biases, as the recipe or a key says."""
+        said = getattr(self.recipe, name)
+        key = "mlp_bias" if name == "ff_bias" else "attention_bias"
+        return bool(getattr(self, key, False) if said is None else self.value(said))
 
     def has_sinks(self, window: int | None) -> bool:
         """Return whether the heads of a layer with a window, or without one, have sinks."""
@@ -336,7 +342,7 @@ class RotaryDecoderConfig(ModelConfig):
     def feed_forward(self, layer: int) -> FeedForwardSpec:
         """Return the sizes of the feed-forward part of a layer."""
         M, recipe, experts = self.hidden_size, self.recipe, self.recipe.experts
-        bias = self.value(recipe.ff_bias)
+        bias = self.has_bias("ff_bias")
         if experts is None or not self.has_experts(layer):
             learned = getattr(self, "hidden_act", recipe.activation) == "xielu"
             own = ParameterCounts(0, 4 if learned else 0)

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, replace
 
 from regard.argument_checks import check_number
-from regard.configs.base import ModelConfig, Raw, rename_keys
+from regard.configs.base import ModelConfig, Raw
 from regard.cost.decayed_state import channel_mix_spec, rwkv4_spec
 from regard.cost.fixed_state import ShortConvolution
 from regard.cost.model import LayerSpec, ModelSpec
@@ -30,6 +30,7 @@ class RwkvConfig(ModelConfig):
 
     model_types = ("rwkv",)
     family_file = "rwkv"
+    renamed = {"max_position_embeddings": "context_length"}
 
     def __post_init__(self) -> None:
         for key, value in vars(self).items():
@@ -40,7 +41,7 @@ class RwkvConfig(ModelConfig):
     @classmethod
     def normalize_keys(cls, raw: Raw) -> dict[str, object]:
         """Return the keys with the two sizes that follow from hidden_size if they are not given."""
-        keys = rename_keys(raw, {"max_position_embeddings": "context_length"})
+        keys = super().normalize_keys(raw)
         size = keys.get("hidden_size")
         if isinstance(size, int):
             for name, default in (("attention_hidden_size", size), ("intermediate_size", 4 * size)):

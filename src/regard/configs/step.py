@@ -6,14 +6,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from regard.configs.base import FULL, SLIDING, Raw, rename_keys
+from regard.configs.base import FULL, SLIDING, Raw, check_length, rename_keys
 from regard.configs.expert_layers import ExpertLayersConfig
 from regard.configs.rope import RopeSettings, shorten
 from regard.configs.rotary_decoder import SIGMOID_EXPERTS, SILU, DecoderRecipe, language_model
 from regard.cost.softmax import SoftmaxSpec
 from regard.cost.spec import HeadShape, ParameterCounts
 from regard.errors import ArgumentError
-from regard.units import plural
 
 STEP_NAMES = {
     "num_attention_groups": "num_key_value_heads",
@@ -66,9 +65,6 @@ class StepConfig(ExpertLayersConfig):
     recipe = DecoderRecipe(
         norm="rms 1 + w",
         head_norms="each head",
-        qkv_bias="attention_bias",
-        output_bias="attention_bias",
-        ff_bias="mlp_bias",
         score_scale="score_scale",
         experts=replace(
             SIGMOID_EXPERTS,
@@ -113,11 +109,8 @@ class StepConfig(ExpertLayersConfig):
         super().__post_init__()
         for name in LIMITS:
             listed = getattr(self, name)
-            if listed is not None and len(listed) != self.num_hidden_layers:
-                raise ArgumentError(
-                    f"{name} has {plural(len(listed), 'entry')} and num_hidden_layers is "
-                    f"{self.num_hidden_layers}; give one per layer"
-                )
+            if listed is not None:
+                check_length(name, listed, self.num_hidden_layers)
 
     @classmethod
     def normalize_keys(cls, raw: Raw) -> dict[str, object]:
@@ -222,11 +215,7 @@ def _ropes_of_layers(keys: Mapping[str, Any], kinds: Any) -> dict[str, object]:
     if not isinstance(scaling, Mapping):
         raise ArgumentError(f"rope_scaling is {shorten(scaling)}; it must be an object")
     for name, values in zip(LISTS, (kinds, bases, shares), strict=True):
-        if len(values) != n:
-            raise ArgumentError(
-                f"{name} has {plural(len(values), 'entry')} and num_hidden_layers is {n}; give one "
-                "per layer"
-            )
+        check_length(name, values, n)
     for kind in (FULL, SLIDING):
         own = [x[1:] for x in zip(kinds, bases, shares, strict=True) if x[0] == kind]
         if own != own[:1] * len(own):

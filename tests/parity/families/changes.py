@@ -13,7 +13,7 @@ from torch import nn
 
 from regard.biases import ALiBi
 from regard.masks import Causal, Window
-from regard.nn import CausalConvolution
+from regard.nn import Attention, CausalConvolution, Recurrent
 from regard.nn.blocks.norms import OffsetRMSNorm
 from regard.nn.projections.fused import FusedQKV
 from regard.nn.recurrence.delta import ChannelLogDecay, LogDecay
@@ -166,21 +166,25 @@ def norms_swapped(network: Any) -> None:
         paths[0].norm, paths[1].norm = paths[1].norm, paths[0].norm
 
 
+def reorder(attention: Any, order: Any) -> None:
+    """The rows of a fused matrix, read in another order."""
+    old = attention.project
+    attention.project = FusedQKV(
+        old.linear.in_features,
+        old.heads,
+        old.groups,
+        old.head_dim,
+        order=order,
+        steps=tuple(old.steps),
+        bias=old.linear.bias is not None,
+    )
+    attention.project.linear = old.linear
+
+
 def head_by_head(network: Any) -> None:
     """[q k v] of each head read as [all q | all k | all v], or the reverse."""
     for attention in attentions(network):
-        old = attention.project
-        order: Any = "parts" if old.order == "heads" else "heads"
-        attention.project = FusedQKV(
-            old.linear.in_features,
-            old.heads,
-            old.groups,
-            old.head_dim,
-            order=order,
-            steps=tuple(old.steps),
-            bias=old.linear.bias is not None,
-        )
-        attention.project.linear = old.linear
+        reorder(attention, "parts" if attention.project.order == "heads" else "heads")
 
 
 def keys_for_values(network: Any) -> None:
@@ -201,9 +205,18 @@ def activation(made: nn.Module) -> Change:
     return named(str(made), change)
 
 
+def recurrences(network: nn.Module) -> list[Any]:
+    """All layers with a state."""
+    return [module for module in network.modules() if isinstance(module, Recurrent)]
+
+
+def softmax_layers(network: nn.Module) -> list[Any]:
+    return [module for module in network.modules() if isinstance(module, Attention)]
+
+
 def other_groups(network: Any) -> None:
     """Query head h with key/value head h % G."""
-    for attention in attentions(network):
+    for attention in softmax_layers(network):
         H, G, D, _, _ = attention.project.shape
         order = torch.tensor([h // (H // G) + G * (h % (H // G)) for h in range(H)])
         for linear, dim in ((attention.project.q.linear, 0), (attention.output, 1)):

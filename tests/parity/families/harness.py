@@ -7,20 +7,24 @@ The model is made small and random by transformers, saved by it as a folder, and
 
 from __future__ import annotations
 
+import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 import regard
+from regard.errors import FileError
 from regard.models.model import Model
 from regard.span import Span
 from tests.parity.layers import FAR, assert_far, assert_near, distance
 
+__all__ = ["FAR", "assert_far", "assert_near", "distance"]  # of the layers' harness
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 transformers = pytest.importorskip("transformers", reason="parity needs the transformers extra")
 
@@ -64,6 +68,51 @@ def saved(model: Any, folder: Path) -> Path:
     """The model as transformers writes it."""
     model.save_pretrained(folder)
     return folder
+
+
+def assert_refused(
+    folder: Path, message: str, tensors: Mapping[str, Tensor] | None = None, **keys: Any
+) -> None:
+    """A folder with these tensors, and for this once with other keys in its config.json, does not
+    load.
+    """
+    config = folder / "config.json"
+    raw = config.read_text()
+    if tensors is not None:
+        save_file(dict(tensors), folder / "model.safetensors")
+    config.write_text(json.dumps(json.loads(raw) | keys))
+    with pytest.raises(FileError, match=message):
+        regard.load(folder)
+    config.write_text(raw)
+
+
+def without(tensors: Mapping[str, Tensor], part: str) -> dict[str, Tensor]:
+    """The tensors whose names do not contain a part."""
+    return {name: x for name, x in tensors.items() if part not in name}
+
+
+def assert_generates(model: Any, folder: Path, *options: dict[str, Any]) -> Model:
+    """Chunked prompts with each of some options, copied prefixes, batches and beams give what
+    transformers generates.
+    """
+    saved(model, folder)
+    regard.load("tiny").tokenizer.save(folder)
+    mine = regard.load(folder)
+    text, more = "def add(a, b):", " return a"
+    ids = mine.encode(text + more)
+    with torch.no_grad():
+        whole = model.generate(ids, max_new_tokens=8, do_sample=False, eos_token_id=None)
+    wanted = mine.tokenizer.decode(whole[0, ids.shape[1] :].tolist())
+    for more_options in options or ({},):
+        pieces = mine.generate(text + more, max_tokens=8, chunk=3, **more_options)
+        assert "".join(pieces) == wanted
+    prefix = mine.cache_prefix(text)
+    for _ in range(2):  # the prefix is copied, not changed
+        assert "".join(mine.generate(more, max_tokens=8, prefix=prefix)) == wanted
+    pieces = mine.generate([text + more, "x"], max_tokens=8)
+    assert "".join(piece for row, piece in pieces if row == 0) == wanted
+    assert mine.beam_search(text + more, beams=1, max_tokens=8)[0].text == wanted
+    return mine
 
 
 def ids_of(model: Any, batch: int = 2, length: int = LENGTH, seed: int = 5) -> Tensor:
@@ -138,17 +187,3 @@ def assert_differs(
     replaced = change(network)
     network = replaced if isinstance(replaced, nn.Module) else network
     assert_far(network(ids, Span(start, LENGTH)), exact)
-
-
-__all__ = [
-    "FAR",
-    "assert_decoder",
-    "assert_differs",
-    "assert_far",
-    "assert_near",
-    "distance",
-    "draw",
-    "ids_of",
-    "saved",
-    "theirs",
-]

@@ -23,7 +23,7 @@ from regard.nn import WeightlessRMSNorm
 from regard.nn.blocks import residual_streams
 from regard.positions import Rotary, TrailingRotary
 from tests.parity.families import changes
-from tests.parity.families.cases import Case, assert_case, assert_wrong
+from tests.parity.families.cases import Case, parity_tests
 from tests.parity.families.changes import drop, named, put, zeros
 from tests.parity.families.harness import assert_near, ids_of, saved, transformers
 from tests.parity.families.published import build, count
@@ -186,16 +186,7 @@ CASES = {
 }
 
 
-@pytest.mark.full(keep=1)
-@pytest.mark.parametrize("case", CASES)
-def test_deepseek_v4(case: str, tmp_path: Path) -> None:
-    assert_case(CASES[case], tmp_path)
-
-
-@pytest.mark.full(keep=1)
-@pytest.mark.parametrize("case", list(CASES)[:2])
-def test_wrong_variants_are_far(case: str, tmp_path: Path) -> None:
-    assert_wrong(CASES[case], tmp_path)
+test_deepseek_v4, test_wrong_variants_are_far = parity_tests(CASES, keep=1, keep_wrong=1)
 
 
 def test_chunks_of_every_size(tmp_path: Path) -> None:

@@ -15,12 +15,18 @@ from safetensors.torch import save_file
 import regard
 from regard.nn import CausalConvolution, OutputNorm, PreNorm
 from regard.nn.blocks.norms import L2Norm, OffsetRMSNorm
-from regard.nn.recurrence.recurrent import Recurrent
 from regard.positions import Rotary
 from tests.parity.families import changes
 from tests.parity.families.cases import Case, parity_tests
 from tests.parity.families.changes import Change, drop, named, put, zeros
-from tests.parity.families.harness import assert_near, ids_of, saved
+from tests.parity.families.harness import (
+    assert_generates,
+    assert_near,
+    assert_refused,
+    ids_of,
+    saved,
+    without,
+)
 from tests.parity.families.test_llama_relatives import (
     gate_and_up_swapped,
     no_shared_gate,
@@ -56,10 +62,6 @@ EXPERTS = {
 }
 
 
-def recurrences(network: Any) -> list[Recurrent]:
-    return [m for m in network.modules() if isinstance(m, Recurrent)]
-
-
 def gates(network: Any) -> list[Any]:
     """The output gates of the layers with attention."""
     return [block.attention.project for block in network.layers if hasattr(block.attention, "mask")]
@@ -87,7 +89,7 @@ def gates_head_by_head(network: Any) -> None:
 
 def other_value_heads(network: Any) -> None:
     """Value head n with key head n % G."""
-    for mixer in recurrences(network):
+    for mixer in changes.recurrences(network):
         for linear in (mixer.project.v.linear, mixer.gate.linear):
             linear.weight.data = linear.weight.data.unflatten(0, (2, 2, -1)).transpose(0, 1)
             linear.weight.data = linear.weight.data.flatten(0, 2).contiguous()
@@ -153,25 +155,11 @@ test_every_family, test_wrong_variants_are_far = parity_tests(CASES)
 
 @pytest.mark.full
 def test_generation_with_states(tmp_path: Path) -> None:
-    """Chunked prompts, copied prefixes, beams and batches are one pass; a state is never cut."""
+    """With caches of two kinds; a state is never cut."""
     model = CASES["qwen3_next"].model(vocab_size=1024)
-    folder = saved(model, tmp_path)
-    regard.load("tiny").tokenizer.save(folder)
-    mine = regard.load(folder)
-    text, more = "def add(a, b):", " return a"
-    ids = mine.encode(text + more)
-    with torch.no_grad():
-        whole = model.generate(ids, max_new_tokens=8, do_sample=False, eos_token_id=None)
-    wanted = mine.tokenizer.decode(whole[0, ids.shape[1] :].tolist())
-    for cache in ("growing", "ring"):
-        options: dict[str, Any] = {"max_tokens": 8, "cache": cache, "max_context": 128}
-        assert "".join(mine.generate(text + more, chunk=3, **options)) == wanted
-    prefix = mine.cache_prefix(text)
-    for _ in range(2):  # the prefix is copied, not changed
-        assert "".join(mine.generate(more, max_tokens=8, prefix=prefix)) == wanted
-    pieces = mine.generate([text + more, "x"], max_tokens=8)
-    assert "".join(piece for row, piece in pieces if row == 0) == wanted
-    assert mine.beam_search(text + more, beams=1, max_tokens=8)[0].text == wanted
+    options = ({"cache": cache, "max_context": 128} for cache in ("growing", "ring"))
+    mine = assert_generates(model, tmp_path, *options)
+    ids = mine.encode("def add(a, b): return a")
     caches = mine.new_caches()
     mine(ids, caches=caches)
     with pytest.raises(regard.ArgumentError, match="crop to 3, but the state sums over 9"):
@@ -189,9 +177,8 @@ def test_experts_in_one_tensor_and_the_layer_for_a_second_token(tmp_path: Path) 
     tensors["mtp.fc.weight"] = torch.zeros(2, 3)
     save_file(tensors, folder / "model.safetensors")
     assert torch.equal(regard.load(folder)(ids_of(model)), expected)
-    save_file({k: x for k, x in tensors.items() if k != fused[0]}, folder / "model.safetensors")
-    with pytest.raises(regard.FileError, match=r"10 missing .*experts.0.gate_proj.weight"):
-        regard.load(folder)
+    message = r"10 missing .*experts.0.gate_proj.weight"
+    assert_refused(folder, message, without(tensors, fused[0]))
 
 
 def test_filters_of_different_sizes(tmp_path: Path) -> None:
@@ -218,5 +205,5 @@ def test_filters_of_different_sizes(tmp_path: Path) -> None:
     mine = regard.load(folder)
     ids = ids_of(model)
     assert_near(mine(ids), model(input_ids=ids, use_cache=False).logits)
-    assert [m.norm.eps for m in recurrences(mine.decoder)] == [1e-5, 1e-5]
+    assert [m.norm.eps for m in changes.recurrences(mine.decoder)] == [1e-5, 1e-5]
     assert not any(isinstance(m, Rotary) for m in mine.decoder.modules())

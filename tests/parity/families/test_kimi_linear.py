@@ -20,7 +20,7 @@ from regard.nn.blocks.norms import L2Norm
 from regard.nn.recurrence.delta import ChannelLogDecay
 from regard.positions import Rotary
 from tests.parity.families import changes
-from tests.parity.families.cases import Case, assert_case, assert_wrong
+from tests.parity.families.cases import Case, parity_tests
 from tests.parity.families.changes import drop, put, zeros
 from tests.parity.families.harness import assert_near, ids_of, saved
 from tests.parity.families.test_llama_relatives import (
@@ -58,10 +58,6 @@ SIZES: dict[str, Any] = {
 }
 
 
-def recurrences(network: Any) -> list[Recurrent]:
-    return [block.attention for block in network.layers if isinstance(block.attention, Recurrent)]
-
-
 def rotated_keys(network: Any) -> None:
     """The part of queries and keys that has positions in DeepSeek-V3."""
     for project in (m for m in network.modules() if isinstance(m, LatentProjection)):
@@ -85,13 +81,13 @@ def one_decay_for_a_head(network: Any) -> None:
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return self.decay(x).mean(-1)
 
-    for mixer in recurrences(network):
+    for mixer in changes.recurrences(network):
         mixer.rule.decay = Mean(mixer.rule.decay)
 
 
 def filters_exchanged(network: Any) -> None:
     """The filters of queries and of keys."""
-    for mixer in recurrences(network):
+    for mixer in changes.recurrences(network):
         q, k, _ = mixer.project.convolution.parts
         q.weight.data, k.weight.data = k.weight.data, q.weight.data
 
@@ -120,14 +116,7 @@ CASE = Case(
 )
 
 
-@pytest.mark.full
-def test_kimi_linear(tmp_path: Path) -> None:
-    assert_case(CASE, tmp_path)
-
-
-@pytest.mark.full
-def test_wrong_variants_are_far(tmp_path: Path) -> None:
-    assert_wrong(CASE, tmp_path)
+test_kimi_linear, test_wrong_variants_are_far = parity_tests({"kimi_linear": CASE})
 
 
 def test_file_of_the_makers(tmp_path: Path) -> None:

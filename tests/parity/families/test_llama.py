@@ -11,7 +11,7 @@ import torch
 
 from regard.errors import ArgumentError
 from tests.parity.families import changes
-from tests.parity.families.cases import Case, assert_case, assert_wrong
+from tests.parity.families.cases import Case, parity_tests
 from tests.parity.families.changes import swap
 from tests.parity.families.harness import theirs
 from tests.parity.families.published import (
@@ -75,16 +75,7 @@ CASES: dict[str, Case] = {
 }
 
 
-@pytest.mark.full(keep=2)
-@pytest.mark.parametrize("case", CASES)
-def test_llama(case: str, tmp_path: Path) -> None:
-    assert_case(CASES[case], tmp_path)
-
-
-@pytest.mark.full(keep=["llama3"])
-@pytest.mark.parametrize("case", CASES)
-def test_wrong_variants_are_far(case: str, tmp_path: Path) -> None:
-    assert_wrong(CASES[case], tmp_path)
+test_llama, test_wrong_variants_are_far = parity_tests(CASES, keep=2, keep_wrong=["llama3"])
 
 
 @pytest.mark.full

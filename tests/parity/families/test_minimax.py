@@ -51,10 +51,6 @@ SIZES: dict[str, Any] = {
 }
 
 
-def recurrences(network: Any) -> list[Recurrent]:
-    return [block.attention for block in network.layers if isinstance(block.attention, Recurrent)]
-
-
 def residuals(network: nn.Module) -> list[NormedResidual]:
     return [m for m in network.modules() if isinstance(m, NormedResidual)]
 
@@ -67,14 +63,14 @@ def norm_before_each_sublayer(network: Any) -> None:
 
 
 def rates_of_the_first_layer(network: Any) -> None:
-    first, *rest = recurrences(network)
+    first, *rest = changes.recurrences(network)
     for mixer in rest:
         mixer.rule = first.rule
 
 
 def queries_for_keys(network: Any) -> None:
     """The rows of queries and keys exchanged; their products alone would be the same."""
-    for mixer in recurrences(network):
+    for mixer in changes.recurrences(network):
         q, v = mixer.project.q.linear, mixer.project.v.linear
         q.weight.data, v.weight.data = v.weight.data, q.weight.data
 

@@ -11,13 +11,18 @@ import pytest
 import torch
 
 import regard
-from regard.errors import ArgumentError, FileError
+from regard.errors import ArgumentError
 from regard.models.assembly import building_blocks
 from regard.positions import LongRoPE, Rotary
 from tests.parity.families import changes
 from tests.parity.families.cases import Case, parity_tests
 from tests.parity.families.changes import swap
-from tests.parity.families.harness import assert_decoder, assert_differs, theirs
+from tests.parity.families.harness import (
+    assert_decoder,
+    assert_differs,
+    assert_refused,
+    theirs,
+)
 from tests.parity.families.published import (
     assert_following,
     assert_saved,
@@ -212,6 +217,5 @@ def test_code_beside_a_checkpoint_is_never_run(tmp_path: Path) -> None:
     raw = json.loads(path.read_text())
     path.write_text(json.dumps(raw | {"auto_map": MINI["auto_map"]}))
     assert regard.load(tmp_path).config.vocab_size == 96
-    path.write_text(json.dumps(raw | {"auto_map": {"AutoModelForCausalLM": "evil.Evil"}}))
-    with pytest.raises(FileError, match=r"auto_map names 'evil\.Evil'"):
-        regard.load(tmp_path)
+    other = {"AutoModelForCausalLM": "evil.Evil"}
+    assert_refused(tmp_path, r"auto_map names 'evil\.Evil'", auto_map=other)

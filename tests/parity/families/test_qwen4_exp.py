@@ -24,7 +24,14 @@ from regard.nn.blocks.residual_streams import GatedStreams, StreamGate, StreamNo
 from tests.parity.families import changes, test_gated_delta_hybrids
 from tests.parity.families.cases import Case, parity_tests
 from tests.parity.families.changes import drop, named, put, swap, zeros
-from tests.parity.families.harness import assert_near, ids_of, saved
+from tests.parity.families.harness import (
+    assert_generates,
+    assert_near,
+    assert_refused,
+    ids_of,
+    saved,
+    without,
+)
 
 SIZES: dict[str, Any] = {
     **test_gated_delta_hybrids.SIZES,
@@ -176,22 +183,7 @@ def test_no_n_gram_reaches_over_the_end_of_a_text(tmp_path: Path) -> None:
 
 @pytest.mark.full
 def test_generation(tmp_path: Path) -> None:
-    """Chunked prompts, copied prefixes, beams and batches give what transformers generates."""
-    model = CASES["n-grams, streams and chosen blocks"].model(vocab_size=1024)
-    folder = saved(model, tmp_path)
-    regard.load("tiny").tokenizer.save(folder)
-    mine = regard.load(folder)
-    text, more = "def add(a, b):", " return a"
-    ids = mine.encode(text + more)
-    whole = model.generate(ids, max_new_tokens=8, do_sample=False, eos_token_id=None)
-    wanted = mine.tokenizer.decode(whole[0, ids.shape[1] :].tolist())
-    assert "".join(mine.generate(text + more, max_tokens=8, chunk=3)) == wanted
-    prefix = mine.cache_prefix(text)
-    for _ in range(2):  # the prefix is copied, not changed
-        assert "".join(mine.generate(more, max_tokens=8, prefix=prefix)) == wanted
-    pieces = mine.generate([text + more, "x"], max_tokens=8)
-    assert "".join(piece for row, piece in pieces if row == 0) == wanted
-    assert mine.beam_search(text + more, beams=1, max_tokens=8)[0].text == wanted
+    assert_generates(CASES["n-grams, streams and chosen blocks"].model(vocab_size=1024), tmp_path)
 
 
 def by_loops(sizes: NGramSizes, ids: list[int], table: Tensor) -> Tensor:
@@ -287,9 +279,7 @@ def test_files(tmp_path: Path) -> None:
     grams = "model.layers.0.ple.ple_embedding."
     part, name = grams + "ngram_embedding.shard_1.weight", grams + "layer_multipliers"
     assert {part, name} <= set(tensors)
-    save_file({k: x for k, x in tensors.items() if k != part}, file)
-    with pytest.raises(regard.FileError, match=r"1 missing .*shard_1"):
-        regard.load(folder)
+    assert_refused(folder, r"1 missing .*shard_1", without(tensors, part))
     save_file(tensors | {name: tensors[name] + 2}, file)
     assert (regard.load(folder)(ids_of(model)) - expected).abs().max() > 1e-3, "files say it"
     name = grams + "ngram_heads_offsets"

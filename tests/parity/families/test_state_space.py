@@ -15,28 +15,38 @@ from torch import nn
 
 import regard
 from regard.models.save import save
-from regard.nn import Attention, FeedForward, MoE
+from regard.nn import FeedForward, MoE
 from regard.nn.blocks.norms import JoinedHeadsRMSNorm
 from regard.positions import Rotary
+from tests.parity.families import changes
 from tests.parity.families.cases import Case, assert_wrong, parity_tests
 from tests.parity.families.changes import Change, each, named, norms_swapped, on, put, zeros
-from tests.parity.families.harness import assert_decoder, ids_of, saved, transformers
+from tests.parity.families.harness import (
+    assert_decoder,
+    assert_refused,
+    ids_of,
+    saved,
+    transformers,
+)
 from tests.parity.families.test_llama_relatives import (
     gate_and_up_swapped,
     other_weights_of_experts,
 )
 
-SIZES: dict[str, Any] = {
+COMMON_SIZES: dict[str, Any] = {
     "vocab_size": 96,
     "hidden_size": 24,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "pad_token_id": 2,
+}
+SIZES: dict[str, Any] = {
+    **COMMON_SIZES,
     "intermediate_size": 20,
     "num_hidden_layers": 3,
     "num_attention_heads": 6,
     "num_key_value_heads": 2,
     "max_position_embeddings": 2048,
-    "bos_token_id": 0,
-    "eos_token_id": 1,
-    "pad_token_id": 2,
     "rms_norm_eps": 1e-3,
     "mamba_n_heads": 6,
     "mamba_d_head": 8,
@@ -45,8 +55,7 @@ SIZES: dict[str, Any] = {
     "mamba_d_conv": 3,
 }
 NEMOTRON: dict[str, Any] = {
-    "vocab_size": 96,
-    "hidden_size": 24,
+    **COMMON_SIZES,
     "intermediate_size": 20,
     "layers_block_type": ["mlp", "mamba", "attention", "moe", "mamba"],
     "num_attention_heads": 6,
@@ -65,13 +74,9 @@ NEMOTRON: dict[str, Any] = {
     "n_group": 2,
     "topk_group": 1,
     "routed_scaling_factor": 1.5,
-    "bos_token_id": 0,
-    "eos_token_id": 1,
-    "pad_token_id": 2,
 }
 JAMBA: dict[str, Any] = {
-    "vocab_size": 96,
-    "hidden_size": 24,
+    **COMMON_SIZES,
     "intermediate_size": 20,
     "num_hidden_layers": 4,
     "num_attention_heads": 6,
@@ -84,9 +89,6 @@ JAMBA: dict[str, Any] = {
     "mamba_d_state": 5,
     "mamba_d_conv": 3,
     "mamba_dt_rank": 4,
-    "bos_token_id": 0,
-    "eos_token_id": 1,
-    "pad_token_id": 2,
 }
 LFM2: dict[str, Any] = {
     **{k: v for k, v in SIZES.items() if "mamba" not in k and k != "rms_norm_eps"},
@@ -104,8 +106,7 @@ MOE_OF_LFM2 = {
 LIMITS = {"time_step_limit": (0.4, 0.9)}
 LAYERS = ["mamba", "attention", "mamba"]
 MAMBA2: dict[str, Any] = {
-    "vocab_size": 96,
-    "hidden_size": 24,
+    **COMMON_SIZES,
     "num_hidden_layers": 2,
     "num_heads": 6,
     "head_dim": 8,
@@ -114,39 +115,23 @@ MAMBA2: dict[str, Any] = {
     "n_groups": 2,
     "conv_kernel": 3,
     "layer_norm_epsilon": 1e-3,
-    "bos_token_id": 0,
-    "eos_token_id": 1,
-    "pad_token_id": 2,
 }
 RWKV: dict[str, Any] = {
-    "vocab_size": 96,
-    "hidden_size": 24,
+    **COMMON_SIZES,
     "num_hidden_layers": 3,
     "attention_hidden_size": 20,
     "intermediate_size": 28,
     "context_length": 64,
     "rescale_every": 2,
     "layer_norm_epsilon": 1e-2,
-    "bos_token_id": 0,
-    "eos_token_id": 1,
-    "pad_token_id": 2,
 }
-
-
-def recurrences(network: nn.Module) -> list[Any]:
-    """All layers with a state."""
-    return [module for module in network.modules() if hasattr(module, "rule")]
-
-
-def softmax_layers(network: nn.Module) -> list[Attention]:
-    return [module for module in network.modules() if isinstance(module, Attention)]
 
 
 def part(place: str, change: Callable[[Any], Any]) -> Change:
     """A change of one part of every layer."""
 
     def apply(network: Any) -> None:
-        for mixer in recurrences(network):
+        for mixer in changes.recurrences(network):
             change(mixer.get_submodule(place) if place else mixer)
 
     return named(f"{change.__name__} {place}", apply)
@@ -199,28 +184,18 @@ COMMON = (
 
 
 def other_scale(network: Any) -> None:
-    for attention in softmax_layers(network):
+    for attention in changes.softmax_layers(network):
         attention.scale = 0.11
 
 
-def other_key_heads(network: Any) -> None:
-    """Query head h with key/value head h % G."""
-    for attention in softmax_layers(network):
-        H, G, D, _, _ = attention.project.shape
-        order = torch.tensor([h // (H // G) + G * (h % (H // G)) for h in range(H)])
-        for linear, dim in ((attention.project.q.linear, 0), (attention.output, 1)):
-            weight = linear.weight.data.unflatten(dim, (H, D)).index_select(dim, order)
-            linear.weight.data = weight.flatten(dim, dim + 1)
-
-
 def positions_removed(network: Any) -> None:
-    for attention in softmax_layers(network):
+    for attention in changes.softmax_layers(network):
         for heads in (attention.project.q, attention.project.k):
             heads.steps = nn.ModuleList(x for x in heads.steps if not isinstance(x, Rotary))
 
 
 def positions_added(network: Any) -> None:
-    for attention in softmax_layers(network):
+    for attention in changes.softmax_layers(network):
         for heads in (attention.project.q, attention.project.k):
             heads.steps.append(Rotary(heads.head_dim))
 
@@ -311,7 +286,7 @@ def no_norm_of_the_embedding(network: Any) -> None:
     network.embed.norm.weight.data.fill_(1)
 
 
-ATTENTION: tuple[Change, ...] = (other_scale, other_key_heads)
+ATTENTION: tuple[Change, ...] = (other_scale, changes.other_groups)
 FAMILIES: dict[str, Case] = {
     "mamba2": Case(
         "Mamba2",
@@ -567,9 +542,8 @@ def test_infinity_as_python_writes_it(tmp_path: Path) -> None:
     assert "Infinity]" in file.read_text()
     assert regard.load(tmp_path).config == first
     for wrong in ([0.5, 0.1], [0.1], [-1.0, 1.0], [0.0, {"__float__": "NaN"}]):
-        file.write_text(json.dumps(keys | {"time_step_limit": wrong}))
-        with pytest.raises(regard.FileError, match=r"time_step_limit is .*; it must be two"):
-            regard.load(tmp_path)
+        message = r"time_step_limit is .*; it must be two"
+        assert_refused(tmp_path, message, time_step_limit=wrong)
 
 
 def test_the_residual_stream_stays_in_float32(tmp_path: Path) -> None:

@@ -70,6 +70,17 @@ class Seeing(NamedTuple):
     keys: dict[str, Any] = {}
 
 
+KIMI = Seeing(
+    "Kimi_K25",
+    {"model_type": "deepseek_v3", **test_deepseek.SMALL},
+    {
+        **{k: v for k, v in SIGHT.items() if k != "image_size"},
+        **dict.fromkeys(("pos_emb_height", "pos_emb_width", "pos_emb_time"), 2),
+    },
+    "deepseek_v3",
+    keys={"tie_word_embeddings": False, "projection_hidden_size": 16},
+)
+PIXTRAL = SIGHT | {"model_type": "pixtral", "head_dim": 8}
 CASES = {
     "gemma3": Seeing(
         "Gemma3", test_gemma.THIRD, SIGHT, "gemma3_text", keys={"mm_tokens_per_image": 4}
@@ -91,13 +102,13 @@ CASES = {
     "ministral3": Seeing(
         "Mistral3",
         {"model_type": "ministral3", **SIZES, **HEAD_DIM, "rope_parameters": MINISTRAL},
-        SIGHT | {"model_type": "pixtral", "head_dim": 8},
+        PIXTRAL,
         "ministral3",
     ),
     "mistral small 3.1": Seeing(
         "Mistral3",
         {"model_type": "mistral", **SIZES, **HEAD_DIM, "sliding_window": None},
-        SIGHT | {"model_type": "pixtral", "head_dim": 8},
+        PIXTRAL,
         "ministral3",
     ),
     "mistral small 4": Seeing(
@@ -107,29 +118,11 @@ CASES = {
             **test_deepseek.SMALL,
             "rope_parameters": test_deepseek.YARN | {"llama_4_scaling_beta": 0.1},
         },
-        SIGHT | {"model_type": "pixtral", "head_dim": 8},
+        PIXTRAL,
         "mistral4",
     ),
-    "kimi k2.5": Seeing(
-        "Kimi_K25",
-        {"model_type": "deepseek_v3", **test_deepseek.SMALL},
-        {
-            **{k: v for k, v in SIGHT.items() if k != "image_size"},
-            **dict.fromkeys(("pos_emb_height", "pos_emb_width", "pos_emb_time"), 2),
-        },
-        "deepseek_v3",
-        keys={"tie_word_embeddings": False, "projection_hidden_size": 16},
-    ),
-    "kimi k2.5, tied": Seeing(
-        "Kimi_K25",
-        {"model_type": "deepseek_v3", **test_deepseek.SMALL},
-        {
-            **{k: v for k, v in SIGHT.items() if k != "image_size"},
-            **dict.fromkeys(("pos_emb_height", "pos_emb_width", "pos_emb_time"), 2),
-        },
-        "deepseek_v3",
-        keys={"projection_hidden_size": 16},
-    ),
+    "kimi k2.5": KIMI,
+    "kimi k2.5, tied": KIMI._replace(keys={"projection_hidden_size": 16}),
     "step3p7": Seeing("Step3p7", test_step.TEXT, SIGHT, "step3p5", "vision_model"),
     "qwen3_5": Seeing(
         "Qwen3_5",

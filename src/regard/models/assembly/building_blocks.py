@@ -4,7 +4,8 @@ name, rotary modules for the settings of a config.json, and projections of heads
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, cast
 
 from torch import nn
@@ -59,9 +60,11 @@ def _writers(block: Block) -> list[nn.Module]:
     return [getattr(part, name) for part, name in attributes if hasattr(part, name)]
 
 
-def embedding_and_head(vocabulary: int, dim: int, *, tied: bool) -> tuple[nn.Embedding, nn.Linear]:
-    """Build an embedding [V, M] and a head from M to V without bias; tied ones share the matrix."""
-    embedding, head = nn.Embedding(vocabulary, dim), Linear(dim, vocabulary, bias=False)
+def embedding_and_head(
+    vocabulary: int, dim: int, *, tied: bool, bias: bool = False
+) -> tuple[nn.Embedding, nn.Linear]:
+    """Build an embedding [V, M] and a head from M to V; tied ones share the matrix."""
+    embedding, head = nn.Embedding(vocabulary, dim), Linear(dim, vocabulary, bias=bias)
     if tied:
         head.weight = embedding.weight
     return embedding, head
@@ -69,6 +72,15 @@ def embedding_and_head(vocabulary: int, dim: int, *, tied: bool) -> tuple[nn.Emb
 
 def _gelu_tanh() -> nn.Module:
     return nn.GELU("tanh")
+
+
+def flags_of_stored(**names: str) -> Callable[[Any, object, Collection[str]], Any]:
+    """Return a `complete_config` that sets each flag by whether the tensor of this name is stored;
+    without flags it returns the config as it is.
+    """
+    return lambda config, _raw, stored: replace(
+        config, **{flag: name in stored for flag, name in names.items()}
+    )
 
 
 NONLINEARITIES: dict[str, Callable[[], nn.Module]] = {

@@ -320,18 +320,20 @@ def attention(
         k_steps=k_steps,
         q_flat=q_flat,
         k_flat=k_flat,
-        bias=value(recipe.qkv_bias),
+        bias=config.has_bias("qkv_bias"),
         value_dim=E,
     )
     project.v.linear = scaled_map(project.v.linear, value(recipe.value_scale) or 1)
     if limit is not None:
         project.v.flat = Clip(limit)
+    if recipe.value_norm:
+        project.v.steps.append(WeightlessRMSNorm(eps=value(recipe.eps)))
     if config.head_norms == "each head" and recipe.norm_rotated:
         for part in (project.q, project.k):
             part.steps.append(norm(config, D))
     return Attention(
         project,
-        Linear(H * E, M, bias=value(recipe.output_bias)),
+        Linear(H * E, M, bias=config.has_bias("output_bias")),
         mask=masks.Causal() if mask is None else masks.Causal() & mask,
         scale=value(recipe.score_scale),
         softcap=value(recipe.score_cap),
@@ -352,7 +354,7 @@ def feed_forward(config: RotaryDecoderConfig, layer: int = 0) -> nn.Module:
         count = range(router_module.experts)
         every = [_swiglu(config, layer, width, expert=True) for _ in count]
         return MoE(router_module, every, shared)
-    bias, name = config.value(recipe.ff_bias), getattr(config, "hidden_act", recipe.activation)
+    bias, name = config.has_bias("ff_bias"), getattr(config, "hidden_act", recipe.activation)
     width = config.value(recipe.width)
     if recipe.gated and name == "silu":
         return _swiglu(config, layer, width)
@@ -364,7 +366,7 @@ def _swiglu(
     config: RotaryDecoderConfig, layer: int, width: int, *, expert: bool = False
 ) -> nn.Module:
     """Build a gated network of a layer, whose hidden numbers have the limits of the config."""
-    bias = False if expert else config.value(config.recipe.ff_bias)
+    bias = not expert and config.has_bias("ff_bias")
     limits = config.limits(layer, expert=expert)
     if limits is None:
         return SwiGLU(config.hidden_size, width, bias=bias)
@@ -401,10 +403,15 @@ def block(config: RotaryDecoderConfig, mixer: Mixer, network: nn.Module) -> Bloc
     return Block(mixer, network, *(_residual(config) for _ in range(2)))
 
 
+def sandwich(config: RotaryDecoderConfig) -> SandwichNorm:
+    """Build a residual connection with norms before and after its sublayer."""
+    return SandwichNorm(norm(config), norm(config))
+
+
 def _residual(config: RotaryDecoderConfig) -> Residual:
     recipe = config.recipe
     if recipe.norms == "around":
-        return SandwichNorm(norm(config), norm(config))
+        return sandwich(config)
     if recipe.norms == "after":
         return OutputNorm(norm(config))
     if recipe.residual_scale is not None:
@@ -417,7 +424,7 @@ def norm(config: RotaryDecoderConfig, dim: int | None = None) -> nn.Module:
     kinds: dict[str, Callable[..., nn.Module]] = {
         "rms": RMSNorm,
         "rms 1 + w": OffsetRMSNorm,
-        "rms, bare": _bare_rms,
+        "rms, bare": bare_rms,
         "layer": nn.LayerNorm,
         "layer 1 + w": OffsetLayerNorm,
         "layer, no bias": partial(nn.LayerNorm, bias=False),
@@ -427,13 +434,22 @@ def norm(config: RotaryDecoderConfig, dim: int | None = None) -> nn.Module:
     return kind(config.hidden_size if dim is None else dim, eps=config.value(config.recipe.eps))
 
 
-def _bare_rms(_: int, *, eps: float) -> nn.Module:
+def bare_rms(_: int, *, eps: float) -> nn.Module:
+    """Build an RMS norm without weights, which fits any dim."""
     return WeightlessRMSNorm(eps=eps)
 
 
 def mixture(dim: int, hidden: int, router: Router, shared: nn.Module | None = None) -> MoE:
     """Build a mixture of SwiGLU experts with a hidden size, and a module for all tokens."""
     return MoE(router, [SwiGLU(dim, hidden) for _ in range(router.experts)], shared)
+
+
+def stacked_experts(stored: str, *, transposed: bool = False) -> NameTable:
+    """Return the entries of two tensors with the matrices of all experts."""
+    return {
+        f"{stored}experts.{name}": experts_in_one_tensor(*parts, transposed=transposed)
+        for name, parts in {"gate_up_proj": ("gate", "up"), "down_proj": ("down",)}.items()
+    }
 
 
 def experts_in_one_tensor(*parts: str, transposed: bool = False) -> TensorRule:

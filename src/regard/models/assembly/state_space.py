@@ -18,12 +18,12 @@ from regard.configs.mamba import Mamba2Config, MambaConfig, PositionlessConfig
 from regard.configs.rotary_decoder import RotaryDecoderConfig
 from regard.models.assembly import llama_like
 from regard.models.assembly.building_blocks import embedding_and_head, initialize_weights
+from regard.models.assembly.gated_delta import filters
 from regard.models.assembly.llama_like import MODEL_LAYER, STORED_LAYER
 from regard.models.checkpoint.family import (
     Family,
     NameEntry,
     NameTable,
-    TensorRule,
     only,
     stacked_rows,
 )
@@ -127,13 +127,6 @@ def names(stored: str, ours: str) -> NameTable:
         stored + "out_proj.weight": ours + "output.weight",
         stored + "out_proj.bias": ours + "output.bias",
     }
-
-
-def filters(parameter_name: str) -> TensorRule:
-    """Return the rule of the filters of a convolution, stored as [channels, 1, kernel]."""
-    return TensorRule(
-        (parameter_name,), lambda stored, _: (stored[:, 0],), lambda parts: parts[0][:, None]
-    )
 
 
 _RULE = MODEL_LAYER + "attention.rule.A_log"

@@ -5,15 +5,19 @@ is the embedding's matrix. Source: Lewis et al. 2019 (arXiv 1910.13461); Junczys
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 
 from torch import Tensor, nn
 
 from regard.configs.bart import BartConfig, MarianConfig, StackedConfig, WhisperConfig
-from regard.configs.base import Raw
-from regard.masks import Causal
-from regard.models.assembly.building_blocks import activation
+from regard.models.assembly.building_blocks import flags_of_stored
+from regard.models.assembly.stacks import (
+    LayerSizes,
+    decoder_blocks,
+    encoder_blocks,
+    initialize_normal,
+)
 from regard.models.checkpoint.family import (
     Family,
     NameTable,
@@ -24,49 +28,11 @@ from regard.models.checkpoint.family import (
 from regard.models.encoder import Encoder
 from regard.models.encoder_decoder import EncoderDecoder
 from regard.models.speech_to_text import SpeechEncoder
-from regard.nn import (
-    Attention,
-    Block,
-    CrossAttention,
-    DecoderBlock,
-    FeedForward,
-    HeadProjection,
-    InputEmbedding,
-    PostNorm,
-    PreNorm,
-    SeparateQKV,
-)
+from regard.nn import InputEmbedding, PostNorm, PreNorm
 from regard.nn.blocks.blocks import Residual
 from regard.nn.blocks.embedding import LogMelEmbedding, SinusoidalPositions
-from regard.nn.variants.projections import output_projection
 from regard.nn.weights import Linear
 from regard.positions import LearnedPositions, sinusoidal
-
-
-@dataclass(frozen=True)
-class LayerSizes:
-    """The sizes and the kind of the layers of one stack."""
-
-    dim: int
-    heads: int
-    hidden: int
-    activation: str
-    key_bias: bool = True
-    residual: type[Residual] = PostNorm
-
-    def attention_parts(self) -> tuple[SeparateQKV, nn.Linear]:
-        """Return the projection of queries, keys and values, and the output map."""
-        M, H = self.dim, self.heads
-        q, k, v = (HeadProjection(M, H, M // H, bias=bias) for bias in (True, self.key_bias, True))
-        return SeparateQKV(q, k, v), output_projection(M, H, M // H, bias=True)
-
-    def feed_forward(self) -> FeedForward:
-        """Return the feed-forward layer, with biases in both maps."""
-        return FeedForward(self.dim, self.hidden, activation(self.activation))
-
-    def residuals(self, count: int) -> list[Residual]:
-        """Return the residual connections of a block."""
-        return [self.residual(nn.LayerNorm(self.dim)) for _ in range(count)]
 
 
 def encoder_sizes(config: StackedConfig, residual: type[Residual] = PostNorm) -> LayerSizes:
@@ -76,8 +42,8 @@ def encoder_sizes(config: StackedConfig, residual: type[Residual] = PostNorm) ->
         config.encoder_attention_heads,
         config.encoder_ffn_dim,
         config.activation_function,
-        config.key_bias,
-        residual,
+        key_bias=config.key_bias,
+        residual=residual,
     )
 
 
@@ -88,27 +54,6 @@ def decoder_sizes(config: StackedConfig, residual: type[Residual] = PostNorm) ->
         heads=config.decoder_attention_heads,
         hidden=config.decoder_ffn_dim,
     )
-
-
-def encoder_blocks(sizes: LayerSizes, count: int) -> list[Block]:
-    """Build the blocks of an encoder."""
-    return [
-        Block(Attention(*sizes.attention_parts()), sizes.feed_forward(), *sizes.residuals(2))
-        for _ in range(count)
-    ]
-
-
-def decoder_blocks(sizes: LayerSizes, count: int) -> list[DecoderBlock]:
-    """Build the blocks of a decoder."""
-    return [
-        DecoderBlock(
-            Attention(*sizes.attention_parts(), mask=Causal()),
-            CrossAttention(*sizes.attention_parts()),
-            sizes.feed_forward(),
-            *sizes.residuals(3),
-        )
-        for _ in range(count)
-    ]
 
 
 def _encoder_decoder(
@@ -128,27 +73,11 @@ def _encoder_decoder(
     )
     blocks = decoder_blocks(decoder_sizes(config), config.decoder_layers)
     model = EncoderDecoder(encoder, embeds[1], blocks, nn.Identity(), head)
-    _initialize(model)
+    initialize_normal(model)
     return model
 
 
-def _initialize(model: nn.Module) -> None:
-    """Draw initial weights in place: normal (standard deviation 0.02), and biases 0."""
-    for module in model.modules():
-        if isinstance(module, (nn.Linear, nn.Embedding)):
-            nn.init.normal_(module.weight, std=0.02)
-        if isinstance(module, nn.Linear) and module.bias is not None:
-            nn.init.zeros_(module.bias)
-
-
 LOGITS_BIAS = "final_logits_bias"
-
-
-def _complete_config(
-    config: BartConfig | MarianConfig, _: Raw, stored: Collection[str]
-) -> BartConfig | MarianConfig:
-    """Set `logits_bias` by whether it is stored."""
-    return replace(config, logits_bias=LOGITS_BIAS in stored)
 
 
 def _first_row(stored: Tensor, _: object) -> tuple[Tensor]:
@@ -233,7 +162,7 @@ def _build_whisper(config: WhisperConfig) -> EncoderDecoder:
     blocks = decoder_blocks(decoder_sizes(config, PreNorm), config.decoder_layers)
     embed = InputEmbedding(embedding, LearnedPositions(config.max_target_positions, M))
     model = EncoderDecoder(encoder, embed, blocks, nn.LayerNorm(M), head)
-    _initialize(model)
+    initialize_normal(model)
     table.weight.data.copy_(sinusoidal(S, M, layout="tensor2tensor"))
     return model
 
@@ -260,7 +189,7 @@ FAMILIES = {
         BartConfig,
         _build_bart,
         BART_NAMES,
-        complete_config=_complete_config,
+        complete_config=flags_of_stored(logits_bias=LOGITS_BIAS),
         prefixes=("model.",),
         architecture="encoder-decoder",
     ),
@@ -268,7 +197,7 @@ FAMILIES = {
         MarianConfig,
         _build_marian,
         SHARED_NAMES,
-        complete_config=_complete_config,
+        complete_config=flags_of_stored(logits_bias=LOGITS_BIAS),
         prefixes=("model.",),
         buffers=(r"(model\.)?(encoder|decoder)\.embed_positions\.weight",),  # sinusoids
         architecture="encoder-decoder",
@@ -277,7 +206,7 @@ FAMILIES = {
         WhisperConfig,
         _build_whisper,
         WHISPER_NAMES,
-        complete_config=lambda config, _raw, _stored: config,
+        complete_config=flags_of_stored(),
         prefixes=("model.",),
         architecture="speech-to-text",
     ),

@@ -106,9 +106,11 @@ def _check(config: LatentConfig, router: Callable[[], Router]) -> None:
         router()
 
 
-def sigmoid_router(config: DeepseekV3Config | KimiLinearConfig) -> SigmoidRouter:
-    """Build the router of V3 with sigmoid scores; groups are ranked by their best two experts."""
-    return SigmoidRouter(
+def grouped_router(
+    kind: Callable[..., Router], config: DeepseekV3Config | KimiLinearConfig
+) -> Router:
+    """Build a router whose groups are ranked by their best two experts."""
+    return kind(
         config.hidden_size,
         config.n_routed_experts,
         config.num_experts_per_tok,
@@ -118,16 +120,7 @@ def sigmoid_router(config: DeepseekV3Config | KimiLinearConfig) -> SigmoidRouter
     )
 
 
-def mistral_router(config: Mistral4Config) -> SoftmaxRouter:
-    """Build the router of Mistral 4: softmax, in groups that are ranked by their best two."""
-    return SoftmaxRouter(
-        config.hidden_size,
-        config.n_routed_experts,
-        config.num_experts_per_tok,
-        groups=groups(config.n_group, config.topk_group, 2),
-        normalize=config.norm_topk_prob,
-        scale=config.routed_scaling_factor,
-    )
+sigmoid_router = partial(grouped_router, SigmoidRouter)
 
 
 def tempered_attention(
@@ -375,14 +368,8 @@ FAMILIES = {
     ),
     "mistral4": _family(
         Mistral4Config,
-        mistral_router,
-        {
-            STORED_LAYER + "mlp.experts.gate_up_proj": llama_like.experts_in_one_tensor(
-                "gate", "up"
-            ),
-            STORED_LAYER + "mlp.experts.down_proj": llama_like.experts_in_one_tensor("down"),
-            **NAMES,
-        },
+        partial(grouped_router, SoftmaxRouter),
+        {**llama_like.stacked_experts(STORED_LAYER + "mlp."), **NAMES},
         tempered_attention,
         towers=Ministral3Config.towers,
     ),

@@ -5,73 +5,21 @@ beside each other. Source: Almazrouei et al. 2023 (arXiv 2311.16867); Falcon-LLM
 
 from __future__ import annotations
 
-from torch import nn
-
-from regard import masks
 from regard.configs.falcon import FalconConfig, FalconH1Config
 from regard.configs.hybrid import step_limits
-from regard.models.assembly import building_blocks, llama_like, state_space
-from regard.models.assembly.building_blocks import (
-    activation,
-    embedding_and_head,
-    initialize_weights,
-)
+from regard.models.assembly import layer_norm, llama_like, state_space
 from regard.models.checkpoint.family import (
-    Family,
     NameTable,
     TensorRule,
     as_stored,
     weight_and_bias,
     weights_and_biases,
 )
-from regard.models.decoder import Decoder
-from regard.nn import (
-    Attention,
-    Block,
-    FeedForward,
-    FusedQKV,
-    HeadProjection,
-    InputEmbedding,
-    ParallelBlock,
-    PreNorm,
-    Recurrent,
-    SharedNormBlock,
-    SwiGLU,
-)
+from regard.nn import Block, HeadProjection, Recurrent, SwiGLU
 from regard.nn.blocks.mixer_block import ParallelMixers
 from regard.nn.recurrence.decays import Mamba2Rule
-from regard.nn.weights import Linear, scaled_map
+from regard.nn.weights import scaled_map
 from regard.positions import Rotary
-
-
-def _build(config: FalconConfig) -> Decoder:
-    """Build the decoder of a config, with initial weights."""
-    M = config.hidden_size
-    embedding, head = embedding_and_head(config.vocab_size, M, tied=config.tie_word_embeddings)
-    rotary = building_blocks.rotary_module(config.rope)
-    layers = [_block(config, rotary) for _ in range(config.num_hidden_layers)]
-    return initialize_weights(Decoder(InputEmbedding(embedding), layers, _norm(config), head))
-
-
-def _norm(config: FalconConfig) -> nn.LayerNorm:
-    return nn.LayerNorm(config.hidden_size, eps=config.layer_norm_epsilon)
-
-
-def _block(config: FalconConfig, rotary: Rotary) -> Block:
-    M, H, bias = config.hidden_size, config.num_attention_heads, config.bias
-    project = FusedQKV(M, H, config.groups, M // H, order="groups", steps=[rotary], bias=bias)
-    attention = Attention(project, Linear(M, M, bias=bias), mask=masks.Causal())
-    feed_forward = FeedForward(M, config.hidden, activation(config.activation), bias=bias)
-    first = PreNorm(_norm(config))
-    if config.shares_norm:
-        return SharedNormBlock(attention, feed_forward, first)
-    return ParallelBlock(attention, feed_forward, first, PreNorm(_norm(config)))
-
-
-def _check(config: FalconConfig) -> None:
-    """Refuse a rotary scaling that this family does not have."""
-    _block(config, building_blocks.rotary_module(config.rope))
-
 
 STORED_LAYER, MODEL_LAYER = "transformer.h.{}.", "layers.{}."
 PARTS = {
@@ -142,13 +90,9 @@ H1_NAMES: NameTable = {
     **state_space.FEED_FORWARD,
 }
 FAMILIES = {
-    "falcon": Family(
+    "falcon": layer_norm.family(
         FalconConfig,
-        _build,
         NAMES,
-        check=_check,
-        prefixes=("transformer.",),
-        head="lm_head.weight",
         buffers=(r"(transformer\.)?h\.\d+\.self_attention\.rotary_emb\.inv_freq",),
     ),
     "falcon_h1": state_space.family(FalconH1Config, _h1_layer, H1_NAMES),

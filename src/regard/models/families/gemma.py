@@ -7,16 +7,15 @@ from __future__ import annotations
 
 from torch import nn
 
-from regard import masks
 from regard.configs.base import FULL, SLIDING
 from regard.configs.gemma import Gemma3nConfig
-from regard.models.assembly import building_blocks, llama_like
+from regard.models.assembly import llama_like
 from regard.models.assembly.building_blocks import initialize_weights
 from regard.models.assembly.llama_like import MODEL_LAYER, STORED_LAYER
 from regard.models.assembly.shared_memory import last_layers
 from regard.models.checkpoint.family import NameTable
 from regard.models.decoder import Decoder
-from regard.nn import Attention, HeadProjection, RMSNorm, SandwichNorm, SeparateQKV
+from regard.nn import Attention
 from regard.nn.attention.cross import without_own_memory
 from regard.nn.blocks.feed_forward import GatedFeedForward, GaussianTopK
 from regard.nn.blocks.residual_streams import (
@@ -28,9 +27,6 @@ from regard.nn.blocks.residual_streams import (
     LayerInput,
     LowRankResidual,
 )
-from regard.nn.projections.steps import WeightlessRMSNorm
-from regard.nn.weights import Linear
-from regard.positions import Rotary
 
 
 def memory_from(config: Gemma3nConfig) -> tuple[int | None, ...]:
@@ -44,12 +40,10 @@ def _build(config: Gemma3nConfig) -> Decoder:
     M, eps = config.hidden_size, config.rms_norm_eps
     L, P = config.num_hidden_layers, config.hidden_size_per_layer_input
     sizes, sources = AltUpSizes(M, config.altup_num_inputs, L, P), memory_from(config)
-    full, local = (
-        building_blocks.rotary_module(settings) for settings in (config.rope, config.local_rope)
-    )
+    rows = zip(llama_like.rotary_modules(config), config.windows(), sources, strict=True)
     layers = []
-    for i, (window, source) in enumerate(zip(config.windows(), sources, strict=True)):
-        mixer = _attention(config, full if window is None else local, window)
+    for i, (rotary, window, source) in enumerate(rows):
+        mixer = llama_like.attention(config, rotary, window)
         mixer = mixer if source is None else without_own_memory(mixer)
         layers.append(_block(config, sizes, i, mixer))
     embedding, head = llama_like.embedding_and_head(config)
@@ -58,29 +52,15 @@ def _build(config: Gemma3nConfig) -> Decoder:
     return initialize_weights(Decoder(embed, layers, AltUpMerge(sizes, eps=eps), head, sources))
 
 
-def _attention(config: Gemma3nConfig, rotary: Rotary, window: int | None) -> Attention:
-    M, D, H = config.hidden_size, config.head_dim, config.num_attention_heads
-    G, eps, bias = config.num_key_value_heads, config.rms_norm_eps, config.attention_bias
-    q = HeadProjection(M, H, D, RMSNorm(D, eps=eps), rotary, bias=bias)
-    k = HeadProjection(M, G, D, RMSNorm(D, eps=eps), rotary, bias=bias)
-    v = HeadProjection(M, G, D, WeightlessRMSNorm(eps=eps), bias=bias)
-    mask = masks.Causal() if window is None else masks.Causal() & masks.Window(window)
-    output = Linear(H * D, M, bias=bias)
-    return Attention(SeparateQKV(q, k, v), output, mask=mask, scale=1.0)
-
-
 def _block(config: Gemma3nConfig, sizes: AltUpSizes, index: int, mixer: Attention) -> AltUpBlock:
     M, eps, sparsity = config.hidden_size, config.rms_norm_eps, config.sparsities()[index]
     gelu: nn.Module = nn.GELU("tanh")
     activation = GaussianTopK(sparsity, gelu) if sparsity else gelu
-    around, around_feed_forward = (
-        SandwichNorm(RMSNorm(M, eps=eps), RMSNorm(M, eps=eps)) for _ in range(2)
-    )
     return AltUpBlock(
         mixer,
         GatedFeedForward(M, config.intermediate_size, activation),
-        around,
-        around_feed_forward,
+        llama_like.sandwich(config),
+        llama_like.sandwich(config),
         altup=AltUp(M, sizes.streams, eps=eps),
         laurel=LowRankResidual(M, config.laurel_rank, eps=eps),
         layer_input=LayerInput(M, sizes.layer_dim, scaled=config.altup_correct_scale, eps=eps),
@@ -91,8 +71,7 @@ def _block(config: Gemma3nConfig, sizes: AltUpSizes, index: int, mixer: Attentio
 
 def check(config: Gemma3nConfig) -> None:
     """Check the numbers of both rotary settings, and which layers share keys and values."""
-    for settings in (config.rope, config.local_rope):
-        building_blocks.rotary_module(settings)
+    llama_like.check(config)
     memory_from(config)
 
 

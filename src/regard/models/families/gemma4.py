@@ -8,16 +8,14 @@ from __future__ import annotations
 
 from torch import nn
 
-from regard import masks
-from regard.configs.base import FULL
 from regard.configs.gemma4 import Gemma4Config
-from regard.models.assembly import building_blocks, llama_like
+from regard.models.assembly import llama_like
 from regard.models.assembly.building_blocks import initialize_weights
 from regard.models.assembly.llama_like import MODEL_LAYER, STORED_LAYER
 from regard.models.assembly.shared_memory import last_layers
 from regard.models.checkpoint.family import NameTable, as_stored
 from regard.models.decoder import Decoder
-from regard.nn import Attention, HeadProjection, InputEmbedding, RMSNorm, SandwichNorm, SeparateQKV
+from regard.nn import Attention, InputEmbedding, RMSNorm, SandwichNorm, SeparateQKV
 from regard.nn.attention.cross import without_own_memory
 from regard.nn.blocks.experts import ExpertsBesideDense
 from regard.nn.blocks.feed_forward import GatedFeedForward
@@ -29,8 +27,6 @@ from regard.nn.blocks.residual_streams import (
     LayerInputBlock,
 )
 from regard.nn.blocks.routers import ScaledSoftmaxRouter
-from regard.nn.projections.steps import WeightlessRMSNorm
-from regard.nn.weights import Linear
 from regard.positions import Rotary
 
 
@@ -38,10 +34,8 @@ def _build(config: Gemma4Config) -> Decoder:
     """Build the decoder of a config, with initial weights."""
     M, eps = config.hidden_size, config.rms_norm_eps
     L, P = config.num_hidden_layers, config.hidden_size_per_layer_input
-    sizes, sources = (
-        AltUpSizes(M, 1, L, P),
-        last_layers(config.kinds(), config.num_kv_shared_layers),
-    )
+    sizes = AltUpSizes(M, 1, L, P)
+    sources = last_layers(config.kinds(), config.num_kv_shared_layers)
     rotaries = llama_like.rotary_modules(config)
     layers = [_block(config, sizes, i, rotary) for i, rotary in enumerate(rotaries)]
     embedding, head = llama_like.embedding_and_head(config)
@@ -69,7 +63,7 @@ def _block(
     return LayerInputBlock(
         without_own_memory(mixer) if config.shares_keys(index) else mixer,
         network,
-        SandwichNorm(RMSNorm(M, eps=eps), RMSNorm(M, eps=eps)),
+        llama_like.sandwich(config),
         SandwichNorm(inner, RMSNorm(M, eps=eps)),
         layer_input=LayerInput(M, P, scaled=False, eps=eps) if P else None,
         sizes=sizes,
@@ -78,25 +72,18 @@ def _block(
 
 
 def _attention(config: Gemma4Config, index: int, rotary: Rotary | None) -> Attention:
-    M, eps, bias = config.hidden_size, config.rms_norm_eps, config.attention_bias
-    kind, window = config.kinds()[index], config.windows()[index]
-    shape = config.head_shape(window)
-    H, G, D = shape.heads, shape.groups, shape.head_dim
-    assert rotary is not None, "every layer has rotary positions"
-    q, k = (HeadProjection(M, n, D, RMSNorm(D, eps=eps), rotary, bias=bias) for n in (H, G))
-    v = HeadProjection(M, G, D, WeightlessRMSNorm(eps=eps), bias=bias)
-    if kind == FULL and config.attention_k_eq_v:
-        v.linear = k.linear
-    mask = masks.Causal() if window is None else masks.Causal() & masks.Window(window)
-    output = Linear(H * D, M, bias=bias)
-    return Attention(SeparateQKV(q, k, v), output, mask=mask, scale=1.0)
+    """Build the attention of a layer, whose values may be its keys."""
+    window = config.windows()[index]
+    mixer = llama_like.attention(config, rotary, window)
+    if window is None and config.attention_k_eq_v:
+        assert isinstance(mixer.project, SeparateQKV)
+        mixer.project.v.linear = mixer.project.k.linear
+    return mixer
 
 
 def _check(config: Gemma4Config) -> None:
     """Check the numbers of both rotary settings, and which layers share keys and values."""
-    for settings in config.ropes():
-        assert settings is not None, "every layer has rotary positions"
-        building_blocks.rotary_module(settings)
+    llama_like.check(config)
     last_layers(config.kinds(), config.num_kv_shared_layers)
 
 
@@ -111,8 +98,7 @@ EXPERTS: NameTable = {
     "router.proj.weight": f"{MODEL_LAYER}feed_forward.router.linear.weight",
     "router.scale": f"{MODEL_LAYER}feed_forward.router.input_scale",
     "router.per_expert_scale": f"{MODEL_LAYER}feed_forward.router.expert_scale",
-    "experts.gate_up_proj": llama_like.experts_in_one_tensor("gate", "up"),
-    "experts.down_proj": llama_like.experts_in_one_tensor("down"),
+    **llama_like.stacked_experts(""),
     "post_feedforward_layernorm_1.weight": f"{MODEL_LAYER}feed_forward.dense_after.weight",
     "pre_feedforward_layernorm_2.weight": f"{MODEL_LAYER}feed_forward.norm.weight",
     "post_feedforward_layernorm_2.weight": f"{MODEL_LAYER}feed_forward.after.weight",

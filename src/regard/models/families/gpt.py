@@ -6,12 +6,9 @@ Ben Allal et al. 2023 (arXiv 2301.03988); Wang and Komatsuzaki 2021, "GPT-J-6B";
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
+from typing import Any
 
-from torch import nn
-
-from regard import masks
-from regard.argument_checks import resolve_head_dim
 from regard.configs.gpt import (
     GPT2Config,
     GPTBigCodeConfig,
@@ -19,119 +16,25 @@ from regard.configs.gpt import (
     GPTNeoConfig,
     GPTNeoXConfig,
 )
-from regard.models.assembly import building_blocks
-from regard.models.assembly.building_blocks import (
-    activation,
-    embedding_and_head,
-    initialize_weights,
-)
+from regard.models.assembly import layer_norm
+from regard.models.assembly.building_blocks import flags_of_stored
 from regard.models.checkpoint.family import (
-    Family,
     NameTable,
     TensorRule,
     transposed,
     weight_and_bias,
     weights_and_biases,
 )
-from regard.models.decoder import Decoder
-from regard.nn import (
-    Attention,
-    Block,
-    FeedForward,
-    FusedQKV,
-    InputEmbedding,
-    ParallelBlock,
-    PreNorm,
-    SharedNormBlock,
-)
-from regard.nn.variants.projections import separate_qkv
-from regard.nn.weights import Linear
-from regard.positions import LearnedPositions, Rotary
 
 
-def _norms(dim: int, eps: float, count: int = 2) -> list[PreNorm]:
-    return [PreNorm(nn.LayerNorm(dim, eps=eps)) for _ in range(count)]
+def _scale(config: GPT2Config, layer: int) -> Mapping[str, Any]:
+    """Return the factor on the scores of a layer."""
+    scale = (config.model_dim // config.heads) ** -0.5 if config.scale_attn_weights else 1.0
+    return {"scale": scale / (layer + 1) if config.scale_attn_by_inverse_layer_idx else scale}
 
 
-def _decoder(
-    config: GPT2Config | GPTNeoConfig | GPTNeoXConfig,
-    dim: int,
-    layers: Sequence[Block],
-    eps: float,
-    positions: int | None = None,
-) -> Decoder:
-    """Build a decoder with a last norm, and with learned positions if there are any."""
-    embedding, head = embedding_and_head(config.vocab_size, dim, tied=config.tie_word_embeddings)
-    learned = None if positions is None else LearnedPositions(positions, dim)
-    embed, last = InputEmbedding(embedding, learned), nn.LayerNorm(dim, eps=eps)
-    return initialize_weights(Decoder(embed, layers, last, head))
-
-
-def _build_gpt2(config: GPT2Config) -> Decoder:
-    layers = [_gpt2_block(config, i) for i in range(config.n_layer)]
-    return _decoder(config, config.n_embd, layers, config.layer_norm_epsilon, config.n_positions)
-
-
-def _gpt2_block(config: GPT2Config, layer: int) -> Block:
-    M, H = config.n_embd, config.n_head
-    D = resolve_head_dim(M, H, None)
-    if isinstance(config, GPTBigCodeConfig) and config.multi_query:
-        project = FusedQKV(M, H, 1, D, order="parts")
-    else:
-        by_head = isinstance(config, GPTBigCodeConfig)
-        project = FusedQKV(M, H, H, D, order="heads" if by_head else "parts")
-    scale = D**-0.5 if config.scale_attn_weights else 1.0
-    if config.scale_attn_by_inverse_layer_idx:
-        scale /= layer + 1
-    attention = Attention(project, Linear(M, M), mask=masks.Causal(), scale=scale)
-    feed_forward = FeedForward(M, config.hidden, activation(config.activation_function))
-    return Block(attention, feed_forward, *_norms(M, config.layer_norm_epsilon))
-
-
-def _build_gpt_neo(config: GPTNeoConfig) -> Decoder:
-    layers = [_gpt_neo_block(config, window) for window in config.windows()]
-    positions = config.max_position_embeddings
-    return _decoder(config, config.hidden_size, layers, config.layer_norm_epsilon, positions)
-
-
-def _gpt_neo_block(config: GPTNeoConfig, window: int | None) -> Block:
-    M, H = config.hidden_size, config.num_heads
-    D = resolve_head_dim(M, H, None)
-    mask = masks.Causal() if window is None else masks.Causal() & masks.Window(window)
-    attention = Attention(separate_qkv(M, H, H, D), Linear(M, M), mask=mask, scale=1.0)
-    feed_forward = FeedForward(M, config.hidden, activation(config.activation_function))
-    return Block(attention, feed_forward, *_norms(M, config.layer_norm_epsilon))
-
-
-def _build_gptj(config: GPTJConfig) -> Decoder:
-    M, V = config.n_embd, config.vocab_size
-    rotary = building_blocks.rotary_module(config.rope)
-    layers = [_gptj_block(config, rotary) for _ in range(config.n_layer)]
-    embed, last = InputEmbedding(nn.Embedding(V, M)), nn.LayerNorm(M, eps=config.layer_norm_epsilon)
-    return initialize_weights(Decoder(embed, layers, last, Linear(M, V)))
-
-
-def _gptj_block(config: GPTJConfig, rotary: Rotary) -> Block:
-    M, H = config.n_embd, config.n_head
-    project = building_blocks.rotary_heads(M, H, H, M // H, rotary)
-    attention = Attention(project, Linear(M, M, bias=False), mask=masks.Causal())
-    feed_forward = FeedForward(M, config.hidden, activation(config.activation_function))
-    return SharedNormBlock(attention, feed_forward, *_norms(M, config.layer_norm_epsilon, 1))
-
-
-def _build_gpt_neox(config: GPTNeoXConfig) -> Decoder:
-    rotary = building_blocks.rotary_module(config.rope)
-    layers = [_gpt_neox_block(config, rotary) for _ in range(config.num_hidden_layers)]
-    return _decoder(config, config.hidden_size, layers, config.layer_norm_eps)
-
-
-def _gpt_neox_block(config: GPTNeoXConfig, rotary: Rotary) -> Block:
-    M, H, bias = config.hidden_size, config.num_attention_heads, config.attention_bias
-    project = FusedQKV(M, H, H, M // H, order="heads", steps=[rotary], bias=bias)
-    attention = Attention(project, Linear(M, M, bias=bias), mask=masks.Causal())
-    feed_forward = FeedForward(M, config.intermediate_size, activation(config.hidden_act))
-    kind = ParallelBlock if config.use_parallel_residual else Block
-    return kind(attention, feed_forward, *_norms(M, config.layer_norm_eps))
+def _no_scale(_config: GPTNeoConfig, _layer: int) -> Mapping[str, Any]:
+    return {"scale": 1.0}
 
 
 STORED_LAYER, MODEL_LAYER = "transformer.h.{}.", "layers.{}."
@@ -202,48 +105,30 @@ NEOX_NAMES = {
     "embed_out.weight": "head.weight",
     **weights_and_biases(NEOX_PARTS, "gpt_neox.layers.{}.", MODEL_LAYER),
 }
+BUFFERS = (r"(transformer\.)?h\.\d+\.attn\.(bias|masked_bias)",)
+"""Masks, which older versions stored."""
 FAMILIES = {
-    "gpt2": Family(
-        GPT2Config,
-        _build_gpt2,
-        GPT2_NAMES,
-        prefixes=("transformer.",),
-        head="lm_head.weight",
-        buffers=(r"(transformer\.)?h\.\d+\.attn\.(bias|masked_bias)",),
-    ),
-    "gpt_bigcode": Family(
-        GPTBigCodeConfig,
-        _build_gpt2,
-        BIG_CODE_NAMES,
-        prefixes=("transformer.",),
-        head="lm_head.weight",
-        buffers=(r"(transformer\.)?h\.\d+\.attn\.(bias|masked_bias)",),
-    ),
-    "gpt_neo": Family(
+    "gpt2": layer_norm.family(GPT2Config, GPT2_NAMES, _scale, buffers=BUFFERS),
+    "gpt_bigcode": layer_norm.family(GPTBigCodeConfig, BIG_CODE_NAMES, _scale, buffers=BUFFERS),
+    "gpt_neo": layer_norm.family(
         GPTNeoConfig,
-        _build_gpt_neo,
         GPT_NEO_NAMES,
-        prefixes=("transformer.",),
-        head="lm_head.weight",
+        _no_scale,
         buffers=(r"(transformer\.)?h\.\d+\.attn\.attention\.(bias|masked_bias)",),
     ),
-    "gptj": Family(
+    "gptj": layer_norm.family(
         GPTJConfig,
-        _build_gptj,
         GPTJ_NAMES,
         # the head has its own matrix and biases, and is never tied to the embedding
-        complete_config=lambda config, _raw, _stored: config,
-        check=lambda config: building_blocks.rotary_module(config.rope),
-        prefixes=("transformer.",),
+        complete_config=flags_of_stored(),
+        head=None,
         buffers=(r"(transformer\.)?h\.\d+\.attn\.(bias|masked_bias|embed_positions)",),
     ),
-    "gpt_neox": Family(
+    "gpt_neox": layer_norm.family(
         GPTNeoXConfig,
-        _build_gpt_neox,
         NEOX_NAMES,
         # a missing head is not tied to the embedding, unless config.json ties it
-        complete_config=lambda config, _raw, _stored: config,
-        check=lambda config: building_blocks.rotary_module(config.rope),
+        complete_config=flags_of_stored(),
         prefixes=("gpt_neox.",),
         head="embed_out.weight",
         buffers=(r"(gpt_neox\.)?layers\.\d+\.attention\.(bias|masked_bias|rotary_emb\.inv_freq)",),

@@ -57,10 +57,7 @@ _NAMES: NameTable = {
     **llama_like.ATTENTION,
     **llama_like.PRE_NORMS,
     STORED + "router.weight": FEED_FORWARD + "router.linear.weight",
-    STORED + "experts.gate_up_proj": llama_like.experts_in_one_tensor(
-        "gate", "up", transposed=True
-    ),
-    STORED + "experts.down_proj": llama_like.experts_in_one_tensor("down", transposed=True),
+    **llama_like.stacked_experts(STORED, transposed=True),
     **{
         f"{STORED}{theirs}{part}_proj.weight": f"{FEED_FORWARD}{ours}{part}.weight"
         for theirs, ours in (("", ""), ("shared_expert.", "shared."))

@@ -20,6 +20,7 @@ from regard.configs.mamba import FalconMambaConfig, JambaConfig, Mamba2Config, M
 from regard.configs.nemotron import MAMBA, MLP, NemotronHConfig
 from regard.configs.rotary_decoder import Experts
 from regard.models.assembly import llama_like, state_space
+from regard.models.assembly.gated_delta import filters
 from regard.models.assembly.llama_like import MODEL_LAYER, STORED_LAYER
 from regard.models.checkpoint.family import Family, NameTable, as_stored, only, stacked_rows
 from regard.models.decoder import Decoder
@@ -35,7 +36,6 @@ from regard.nn import (
     SigmoidRouter,
     SoftmaxRouter,
     SwiGLU,
-    WeightlessRMSNorm,
 )
 from regard.nn.blocks.experts import MoE
 from regard.nn.blocks.feed_forward import ReLUSquared
@@ -64,7 +64,7 @@ def _build_mamba(config: MambaConfig) -> Decoder:
     sizes = (config.hidden_size, config.expand * config.hidden_size, config.state_size)
     norm = None
     if isinstance(config, FalconMambaConfig):
-        norm = partial(_bare_norm, eps=config.mixer_rms_eps)
+        norm = partial(llama_like.bare_rms, eps=config.mixer_rms_eps)
     return _stack(
         config,
         lambda: _mamba(
@@ -76,10 +76,6 @@ def _build_mamba(config: MambaConfig) -> Decoder:
             norm=norm,
         ),
     )
-
-
-def _bare_norm(_: int, *, eps: float) -> nn.Module:
-    return WeightlessRMSNorm(eps=eps)
 
 
 def _stack(config: MambaConfig | Mamba2Config, mixer: Callable[[], Mixer]) -> Decoder:
@@ -177,7 +173,7 @@ def _mamba_names(stored: str, ours: str) -> NameTable:
             )
             for end in ("weight", "bias")
         },
-        stored + "conv1d.weight": state_space.filters(ours + "project.convolution.weight"),
+        stored + "conv1d.weight": filters(ours + "project.convolution.weight"),
         stored + "conv1d.bias": ours + "project.convolution.bias",
         stored + "x_proj.weight": stacked_rows(
             ours + "rule.down.weight",
@@ -270,9 +266,10 @@ _NETWORKS = {"": "", "experts.{}.": "experts.{}.", "shared_experts.": "shared."}
 NEMOTRON_NAMES: NameTable = {
     **BACKBONE,
     **only(state_space.names(MIXER, ATTENTION), requires=RULE),
-    MIXER + "q_proj.weight": as_stored(ATTENTION + "project.q.linear.weight", unless=RULE),
-    MIXER + "k_proj.weight": as_stored(ATTENTION + "project.k.linear.weight", unless=RULE),
-    MIXER + "v_proj.weight": as_stored(ATTENTION + "project.v.linear.weight", unless=RULE),
+    **{
+        f"{MIXER}{x}_proj.weight": as_stored(f"{ATTENTION}project.{x}.linear.weight", unless=RULE)
+        for x in "qkv"
+    },
     MIXER + "o_proj.weight": as_stored(ATTENTION + "output.weight", unless=RULE),
     MIXER + "gate.weight": NETWORK + "router.linear.weight",
     MIXER + "gate.e_score_correction_bias": NETWORK + "router.correction",

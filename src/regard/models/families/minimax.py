@@ -95,8 +95,7 @@ M3_NAMES: NameTable = {
         )
         for theirs, ours in (("", ""), ("shared_experts.", "shared."))
     },
-    STORED_LAYER + "mlp.experts.gate_up_proj": llama_like.experts_in_one_tensor("gate", "up"),
-    STORED_LAYER + "mlp.experts.down_proj": llama_like.experts_in_one_tensor("down"),
+    **llama_like.stacked_experts(STORED_LAYER + "mlp."),
     **llama_like.recipe_names(MiniMaxM3Config.recipe),
     **{
         f"{STORED}indexer.{part}_{theirs}.weight": f"{MIXER}selector.{part}.{ours}.weight"

@@ -74,10 +74,7 @@ DELTA: NameTable = {
     STORED_DELTA + "out_proj.weight": as_stored(MIXER + "output.weight", requires=STRENGTH),
 }
 """What Qwen3-Next and Qwen3.5 store alike of a layer of Gated DeltaNet."""
-FUSED_EXPERTS: NameTable = {
-    STORED_LAYER + "mlp.experts.gate_up_proj": llama_like.experts_in_one_tensor("gate", "up"),
-    STORED_LAYER + "mlp.experts.down_proj": llama_like.experts_in_one_tensor("down"),
-}
+FUSED_EXPERTS = llama_like.stacked_experts(STORED_LAYER + "mlp.")
 """Further names of experts, with all matrices in one tensor, as in Qwen3.5."""
 SEPARATE_MAPS: NameTable = {
     STORED_DELTA + "in_proj_qkv.weight": stacked_rows(*QKV),

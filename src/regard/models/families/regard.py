@@ -15,13 +15,12 @@ import torch
 from torch import nn
 
 from regard.configs.regard import RegardConfig
-from regard.models.assembly.building_blocks import initialize_weights
+from regard.models.assembly.building_blocks import embedding_and_head, initialize_weights
 from regard.models.assembly.catalogue_mixer import build_mixer
 from regard.models.checkpoint.family import SAME_NAMES, Family
 from regard.models.decoder import Decoder
 from regard.nn import Block, InputEmbedding, PreNorm, RMSNorm, SinusoidalPositions, SwiGLU
 from regard.nn.mixer import Mixer
-from regard.nn.weights import Linear
 from regard.positions import LearnedPositions
 
 
@@ -49,10 +48,9 @@ class Config(RegardConfig):
 
 def build(config: Config) -> Decoder:
     """Build the decoder of a config, with initial weights."""
-    embedding = nn.Embedding(config.vocab_size, config.hidden_size)
-    head = Linear(config.hidden_size, config.vocab_size, bias=False)
-    if config.tie_word_embeddings:
-        head.weight = embedding.weight
+    embedding, head = embedding_and_head(
+        config.vocab_size, config.hidden_size, tied=config.tie_word_embeddings
+    )
     layers = [_block(config, layer) for layer in range(config.num_hidden_layers)]
     decoder = Decoder(_embed(config, embedding), layers, _norm(config), head)
     return initialize_weights(decoder)

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from dataclasses import replace
 from functools import partial
-from typing import NamedTuple
 
 from torch import nn
 
@@ -34,52 +33,12 @@ from regard.nn.projections.heads import SeparateQKV
 from regard.nn.variants.projections import output_projection, separate_qkv
 
 
-class T5AttentionSizes(NamedTuple):
-    """The sizes of an attention layer of T5, whose head dim need not be M / H."""
-
-    dim: int
-    heads: int
-    head_dim: int
-
-    def parts(self) -> tuple[SeparateQKV, nn.Linear]:
-        """Return the projection of queries, keys and values, and the output map, without biases."""
-        return separate_qkv(self.dim, self.heads, self.heads, self.head_dim), output_projection(
-            *self
-        )
-
-
-def stack_bias(
-    sizes: T5AttentionSizes, buckets: int, max_distance: int, *, bidirectional: bool
-) -> T5Relative:
+def stack_bias(config: T5Config, *, bidirectional: bool) -> T5Relative:
     """Build the position bias of a stack, whose layers share its table, normal with std M^-0.5."""
-    table = nn.Embedding(buckets, sizes.heads).weight
-    nn.init.normal_(table, std=sizes.dim**-0.5)
-    return T5Relative(table, bidirectional=bidirectional, max_distance=max_distance)
-
-
-def encoder_block(
-    sizes: T5AttentionSizes,
-    bias: T5Relative,
-    feed_forward: nn.Module,
-    norm: Callable[[], nn.Module],
-) -> Block:
-    """Build a pre-norm block of the encoder (arXiv 1910.10683, section 2.1)."""
-    own = Attention(*sizes.parts(), scale=1.0, bias=bias)
-    return Block(own, feed_forward, PreNorm(norm()), PreNorm(norm()))
-
-
-def decoder_block(
-    sizes: T5AttentionSizes,
-    bias: T5Relative,
-    feed_forward: nn.Module,
-    norm: Callable[[], nn.Module],
-) -> DecoderBlock:
-    """Build a pre-norm block of the decoder; its cross-attention has no bias. Source: Raffel et al.
-    2020 (arXiv 1910.10683), section 2.1.
-    """
-    own = Attention(*sizes.parts(), mask=Causal(), scale=1.0, bias=bias)
-    cross = CrossAttention(*sizes.parts(), scale=1.0)
-    return DecoderBlock(own, cross, feed_forward, *(PreNorm(norm()) for _ in range(3)))
+    table = nn.Embedding(config.relative_attention_num_buckets, config.num_heads).weight
+    nn.init.normal_(table, std=config.d_model**-0.5)
+    distance = config.relative_attention_max_distance
+    return T5Relative(table, bidirectional=bidirectional, max_distance=distance)
 
 
 def initialize_t5(model: EncoderDecoder, head_dim: int) -> None:
@@ -103,19 +62,31 @@ def complete_config(config: T5Config, _: Raw, stored: Collection[str]) -> T5Conf
 
 
 def build(config: T5Config) -> EncoderDecoder:
-    """Build the encoder-decoder of a config, with the initial weights of the released code."""
-    M, V, D = config.d_model, config.vocab_size, config.d_kv
-    sizes, norm = (
-        T5AttentionSizes(M, config.num_heads, D),
-        partial(RMSNorm, M, eps=config.layer_norm_epsilon),
-    )
-    buckets = config.relative_attention_num_buckets, config.relative_attention_max_distance
-    both, ahead = (stack_bias(sizes, *buckets, bidirectional=x) for x in (True, False))
+    """Build the encoder-decoder of a config, with the initial weights of the released code; blocks
+    are pre-norm, and cross-attention has no bias (arXiv 1910.10683, section 2.1).
+    """
+    M, V, H, D = config.d_model, config.vocab_size, config.num_heads, config.d_kv
+    norm = partial(RMSNorm, M, eps=config.layer_norm_epsilon)
+
+    def parts() -> tuple[SeparateQKV, nn.Linear]:  # the head dim need not be M / H
+        return separate_qkv(M, H, H, D), output_projection(M, H, D)
+
+    both, ahead = (stack_bias(config, bidirectional=x) for x in (True, False))
     encoder_blocks = [
-        encoder_block(sizes, both, _feed_forward(config), norm) for _ in range(config.num_layers)
+        Block(
+            Attention(*parts(), scale=1.0, bias=both),
+            _feed_forward(config),
+            *(PreNorm(norm()) for _ in range(2)),
+        )
+        for _ in range(config.num_layers)
     ]
     decoder_blocks = [
-        decoder_block(sizes, ahead, _feed_forward(config), norm)
+        DecoderBlock(
+            Attention(*parts(), mask=Causal(), scale=1.0, bias=ahead),
+            CrossAttention(*parts(), scale=1.0),
+            _feed_forward(config),
+            *(PreNorm(norm()) for _ in range(3)),
+        )
         for _ in range(config.decoder_layers)
     ]
     scale = M**-0.5 if config.scale_decoder_outputs else 1.0
