@@ -221,7 +221,10 @@ EPILOG = "For example: regard convert tiny tiny-mla --to mla --rank 96"
 
 MAX_TEXT_BYTES = 1 << 30
 """The maximum size in bytes of a text to measure on."""
-HEADS, POSITIONS, MEASURING, HEALING = "Attention", "Positions", "Measurement", "Finetuning"
+head_option = partial(option, panel="Attention")
+position_option = partial(option, panel="Positions")
+measuring_option = partial(option, panel="Measurement")
+healing_option = partial(option, panel="Finetuning")
 
 
 def convert(
@@ -234,43 +237,34 @@ def convert(
     out: Path = argument(
         "The folder to write; it must be new or empty.", default=..., metavar="OUT"
     ),
-    to: str | None = option(
+    to: str | None = head_option(
         "Attention of the new checkpoint: mha, gqa (with --kv-heads), mqa, or mla (with --rank).",
         shown="unchanged",
-        panel=HEADS,
     ),
-    kv_heads: int | None = option(
+    kv_heads: int | None = head_option(
         "Number of key/value heads. For fewer heads, heads are pooled; for more, heads are "
         "repeated.",
-        panel=HEADS,
         min=1,
     ),
-    groups: str | None = option(
+    groups: str | None = head_option(
         "How heads are pooled: mean, or svd, which moves the differences into the query and "
         "output matrices.",
         shown="svd, or mean where a norm follows the heads",
-        panel=HEADS,
     ),
-    rank: int | None = option(
-        "Size of the MLA latent, kv_lora_rank.",
-        shown="full rank, which is exact",
-        panel=HEADS,
-        min=2,
+    rank: int | None = head_option(
+        "Size of the MLA latent, kv_lora_rank.", shown="full rank, which is exact", min=2
     ),
-    rotary_layout: str | None = option(
-        "Which dims form a rotary pair in the new checkpoint: half or interleaved.", panel=POSITIONS
+    rotary_layout: str | None = position_option(
+        "Which dims form a rotary pair in the new checkpoint: half or interleaved."
     ),
-    stored_layout: str | None = option(
-        "The rotary layout of the stored weights, if config.json has the wrong one.",
-        panel=POSITIONS,
+    stored_layout: str | None = position_option(
+        "The rotary layout of the stored weights, if config.json has the wrong one."
     ),
-    context: int | None = option(
-        "Context length to reach by scaling rotary positions, in tokens.", panel=POSITIONS, min=1
+    context: int | None = position_option(
+        "Context length to reach by scaling rotary positions, in tokens.", min=1
     ),
-    scaling: str = option(
-        "Method of --context: linear, ntk, dynamic, yarn or llama3.",
-        default="yarn",
-        panel=POSITIONS,
+    scaling: str = position_option(
+        "Method of --context: linear, ntk, dynamic, yarn or llama3.", default="yarn"
     ),
     dtype: str | None = option(
         "Number format of the weights: float32, float16, bfloat16 or float64.", shown="unchanged"
@@ -280,29 +274,21 @@ def convert(
     ),
     revision: str | None = REVISION,
     ignore: list[str] | None = IGNORE,
-    text: Path | None = option(
-        "Text file on which both models are measured.", shown="the topics of pydoc", panel=MEASURING
+    text: Path | None = measuring_option(
+        "Text file on which both models are measured.", shown="the topics of pydoc"
     ),
-    tokens: int = option(
-        "Maximum number of tokens to measure on.", default=4096, panel=MEASURING, min=2
+    tokens: int = measuring_option("Maximum number of tokens to measure on.", default=4096, min=2),
+    length: int | None = measuring_option(
+        "Number of tokens in a window of the text.", shown="the trained length, at most 512", min=2
     ),
-    length: int | None = option(
-        "Number of tokens in a window of the text.",
-        shown="the trained length, at most 512",
-        panel=MEASURING,
-        min=2,
-    ),
-    heal: int | None = option(
+    heal: int | None = healing_option(
         "Finetune all weights on the text for this many steps after the conversion.",
         "--heal",
-        panel=HEALING,
         min=1,
     ),
-    lr: float = option("Peak learning rate of --heal.", default=1e-4, panel=HEALING),
-    batch: int = option("Number of windows in a step of --heal.", default=4, panel=HEALING, min=1),
-    seed: int = option(
-        "Random seed for the order of the data in --heal.", default=0, panel=HEALING
-    ),
+    lr: float = healing_option("Peak learning rate of --heal.", default=1e-4),
+    batch: int = healing_option("Number of windows in a step of --heal.", default=4, min=1),
+    seed: int = healing_option("Random seed for the order of the data in --heal.", default=0),
     json: bool = JSON,
 ) -> None:
     """Write a checkpoint with other heads, latents, positions, dtype or weights of fewer bits,

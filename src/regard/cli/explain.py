@@ -7,6 +7,7 @@ from __future__ import annotations
 import json as json_format
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +18,6 @@ from regard.cli.options import (
     COLOR,
     JSON,
     LANG,
-    MODEL,
     SET,
     TEXT_FILE,
     LoadOptions,
@@ -27,6 +27,7 @@ from regard.cli.options import (
     console_of,
     grouped,
     load,
+    model_option,
     option,
     usage_error,
     working,
@@ -45,8 +46,10 @@ EPILOG = (
     "creature"
 )
 USAGE = "TEXT"  # or --file, or --module
-WHERE, OUT = "What to explain", "Output"
-MECHANISM, MODULE = "A mechanism with random weights", "A module of your own"
+row_option = partial(option, panel="What to explain")
+output_option = partial(option, panel="Output")
+mechanism_option = partial(option, panel="A mechanism with random weights")
+module_option = partial(option, panel="A module of your own")
 MAX_TOKENS = 1 << 14
 """The maximum number of tokens of a text; a small model takes half a minute for that many."""
 
@@ -55,40 +58,31 @@ MAX_TOKENS = 1 << 14
 class Row:
     """The options that say which query, key and head are explained."""
 
-    layer: int | None = option(
-        "Layer, from 0; negative numbers count from the end.",
-        shown="chosen by the weights",
-        panel=WHERE,
+    layer: int | None = row_option(
+        "Layer, from 0; negative numbers count from the end.", shown="chosen by the weights"
     )
-    head: int | None = option(
-        "Query head, from 0; negative numbers count from the end.",
-        shown="chosen by the weights",
-        panel=WHERE,
+    head: int | None = row_option(
+        "Query head, from 0; negative numbers count from the end.", shown="chosen by the weights"
     )
-    query: str | None = option(
+    query: str | None = row_option(
         "Query token: its index (-1 is the last token), or a word of the text, which means "
         "its last token.",
         shown="the last token, or of a text encoder the word with the largest weight",
-        panel=WHERE,
     )
-    key: str | None = option(
-        "Key token, named as for --query.",
-        shown="the key with the largest weight, not the query",
-        panel=WHERE,
+    key: str | None = row_option(
+        "Key token, named as for --query.", shown="the key with the largest weight, not the query"
     )
-    place: str | None = option(
+    place: str | None = row_option(
         "Attention module, by its path such as decoder.layers.0.cross, instead of --layer.",
         shown="by --layer",
-        panel=WHERE,
     )
-    call: str | None = option(
+    call: str | None = row_option(
         "Which call of the module, if it computes attention several times (branches, passes): "
         "a name or a number.",
         shown="the one with the largest weight",
-        panel=WHERE,
     )
-    target: str | None = option(
-        "Target text of an encoder-decoder.", shown="the text that it generates", panel=WHERE
+    target: str | None = row_option(
+        "Target text of an encoder-decoder.", shown="the text that it generates"
     )
 
 
@@ -96,32 +90,26 @@ class Row:
 class Output:
     """The options that say how an explanation is shown."""
 
-    html: Path | None = option(
-        "Write one self-contained HTML page to this file, instead of printing text.", panel=OUT
+    html: Path | None = output_option(
+        "Write one self-contained HTML page to this file, instead of printing text."
     )
     lang: str | None = LANG
-    beside: str | None = option("Another text to compare with on the page (--html).", panel=OUT)
-    beside_model: str | None = option(
+    beside: str | None = output_option("Another text to compare with on the page (--html).")
+    beside_model: str | None = output_option(
         "Another model to compare with on the page (--html): a name or a folder.",
         shown="the same model",
-        panel=OUT,
     )
-    figure: Path | None = option(
-        "Draw the head's attention pattern and the query's row to this .svg, .png or .pdf file.",
-        panel=OUT,
+    figure: Path | None = output_option(
+        "Draw the head's attention pattern and the query's row to this .svg, .png or .pdf file."
     )
     json: bool = JSON
-    full: bool = option(
-        "Print every step with all numbers, instead of one screen.",
-        "--full",
-        default=False,
-        panel=OUT,
+    full: bool = output_option(
+        "Print every step with all numbers, instead of one screen.", "--full", default=False
     )
-    list_heads: bool = option(
+    list_heads: bool = output_option(
         "List the key with the largest weight in every head for this query, and exit.",
         "--list",
         default=False,
-        panel=OUT,
     )
     color: bool | None = COLOR
 
@@ -136,27 +124,24 @@ def explain(
     file: str | None = TEXT_FILE,
     *,
     row: Row,
-    model: str | None = option(
+    model: str | None = model_option(
         'The model: "tiny", which comes with the package, "minilm" or "smollm2" from packages, a '
         "Hugging Face folder, a GGUF file, or org/name on the hub.",
         shown="a trained model that is installed and reads the text's language, or tiny",
-        panel=MODEL,
     ),
-    attention: str | None = option(
+    attention: str | None = mechanism_option(
         "Explain this mechanism of the catalogue (regard describe) with random weights, "
-        "instead of a model.",
-        panel=MECHANISM,
+        "instead of a model."
     ),
     settings: list[str] | None = SET,
-    seed: int = option("Random seed for the weights.", default=0, panel=MECHANISM),
-    module: str | None = option(
+    seed: int = mechanism_option("Random seed for the weights.", default=0),
+    module: str | None = module_option(
         "Instead of a text: your own function, which is imported and called without arguments. "
         "It returns (model, inputs) or (model, inputs, labels): any torch.nn.Module, its "
         "inputs, and texts for its tokens, as regard.inspect.record takes them.",
-        panel=MODULE,
         metavar="PACKAGE.MODULE:FUNCTION",
     ),
-    batch: int = option("Row of the batch of --module.", default=0, panel=MODULE, min=0),
+    batch: int = module_option("Row of the batch of --module.", default=0, min=0),
     output: Output,
     reading: PromptOptions,
     load_options: LoadOptions,

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields, is_dataclass
-from functools import wraps
+from functools import partial, wraps
 from pathlib import Path
 from typing import (
     TYPE_CHECKING,
@@ -66,51 +66,44 @@ def argument(
     return typer.Argument(default, help=text, metavar=metavar, show_default=shown)
 
 
-MODEL = "The model"
-"""The group of the options with which a model is loaded."""
+model_option = partial(option, panel="The model")
+"""Return an option with which a model is loaded."""
+reading_option = partial(option, panel="How the text is read")
+"""Return an option with which a text becomes ids."""
+sampling_option = partial(option, panel="Sampling")
+"""Return an option with which each next token is chosen."""
 
-READING = "How the text is read"
-"""The group of the options with which a text becomes ids."""
-
-SAMPLING = "Sampling"
-"""The group of the options with which each next token is chosen."""
-
-WEIGHTS = option(
+WEIGHTS = model_option(
     "Store the weights of linear maps in fewer bits: int8 or int4, or float16 or bfloat16 "
     "under float32.",
-    panel=MODEL,
     shown="as the checkpoint",
 )
 
-SOURCE = option(
+SOURCE = model_option(
     'The model: "tiny", which comes with the package, "minilm" or "smollm2" from packages, a '
     "Hugging Face folder, a GGUF file, or org/name on the hub.",
     default="tiny",
-    panel=MODEL,
 )
-DTYPE = option(
+DTYPE = model_option(
     "Number format to compute in: float32, float16, bfloat16 or float64.",
-    panel=MODEL,
     shown="the checkpoint's dtype",
 )
-DEVICE = option("Device: cpu, cuda, ...", panel=MODEL, shown="the CPU")
-REVISION = option(
-    "The branch, tag or commit of a repository on the hub.", panel=MODEL, shown="main branch"
+DEVICE = model_option("Device: cpu, cuda, ...", shown="the CPU")
+REVISION = model_option(
+    "The branch, tag or commit of a repository on the hub.", shown="main branch"
 )
-ADAPTER = option(
-    "Merge this LoRA or DoRA adapter of PEFT into the weights.", panel=MODEL, metavar="FOLDER"
+ADAPTER = model_option(
+    "Merge this LoRA or DoRA adapter of PEFT into the weights.", metavar="FOLDER"
 )
-ALLOW_MISSING = option(
+ALLOW_MISSING = model_option(
     "Names of weights that the folder may lack (* and ? match); they are then random, not "
-    "trained. Repeatable.",
-    panel=MODEL,
+    "trained. Repeatable."
 )
-IGNORE = option(
+IGNORE = model_option(
     "Unknown keys of config.json and names of stored tensors (* and ? match) to ignore, because "
-    "they change nothing. Repeatable.",
-    panel=MODEL,
+    "they change nothing. Repeatable."
 )
-FINITE = option("Refuse weights that are NaN or infinite.", "--finite", default=False, panel=MODEL)
+FINITE = model_option("Refuse weights that are NaN or infinite.", "--finite", default=False)
 TEXT_FILE = option(
     "Read the text from this file (UTF-8) instead; - is standard input.", "--file", metavar="PATH"
 )
@@ -316,25 +309,20 @@ class LoadOptions:
 class PromptOptions:
     """The options with which a command reads its texts: as they are, as ids, or as messages."""
 
-    chat: bool = option(
+    chat: bool = reading_option(
         "Each text is a message of a user, written in the model's chat template.",
         "--chat",
         default=False,
-        panel=READING,
     )
-    messages: Path | None = option(
+    messages: Path | None = reading_option(
         'JSON file with the messages of a conversation, instead of a text: [{"role": "user", '
-        '"content": "..."}].',
-        panel=READING,
+        '"content": "..."}].'
     )
-    ids: bool = option(
-        "Each text is token ids, such as '12 7 9'.", "--ids", default=False, panel=READING
-    )
-    special: bool | None = option(
+    ids: bool = reading_option("Each text is token ids, such as '12 7 9'.", "--ids", default=False)
+    special: bool | None = reading_option(
         "Read names of special tokens in texts as these tokens, or as ordinary text.",
         "--special/--no-special",
         shown="as text, with a warning",
-        panel=READING,
     )
 
     def flags_given(self) -> list[str]:
@@ -433,39 +421,29 @@ def _ids_of(text: str) -> list[int]:
 class SamplingOptions:
     """The options with which a command chooses each next token."""
 
-    temperature: float = option(
-        "0 takes the most likely token; larger values are more random.",
-        default=0.0,
-        panel=SAMPLING,
-        min=0,
+    temperature: float = sampling_option(
+        "0 takes the most likely token; larger values are more random.", default=0.0, min=0
     )
-    top_k: int | None = option(
-        "Sample only from the k most likely tokens.", shown="all tokens", panel=SAMPLING, min=1
+    top_k: int | None = sampling_option(
+        "Sample only from the k most likely tokens.", shown="all tokens", min=1
     )
-    top_p: float | None = option(
+    top_p: float | None = sampling_option(
         "Sample only from the most likely tokens whose probabilities sum to p.",
         shown="all tokens",
-        panel=SAMPLING,
         min=0,
         max=1,
     )
-    min_p: float | None = option(
+    min_p: float | None = sampling_option(
         "Sample only from tokens with at least p times the probability of the most likely one.",
         shown="all tokens",
-        panel=SAMPLING,
         min=0,
         max=1,
     )
-    repetition_penalty: float = option(
-        "Values above 1 make tokens that are already in the text less likely.",
-        default=1.0,
-        panel=SAMPLING,
-        min=0,
+    repetition_penalty: float = sampling_option(
+        "Values above 1 make tokens that are already in the text less likely.", default=1.0, min=0
     )
-    seed: int = option(
-        "Random seed; of several prompts, each has the next one.",
-        default=0,
-        panel=SAMPLING,
+    seed: int = sampling_option(
+        "Random seed; of several prompts, each has the next one.", default=0
     )
 
     def params(self) -> SamplingParams:
@@ -488,17 +466,15 @@ class SamplingOptions:
 class ProposalOptions:
     """The options with which a command lets a model read several proposed tokens at once."""
 
-    speculate: Literal["lookup"] | None = option(
+    speculate: Literal["lookup"] | None = sampling_option(
         "Propose tokens that followed the last ones before in the text, and read several at once; "
         "the result is the same.",
         shown="off",
-        panel=SAMPLING,
     )
-    draft: str | None = option(
+    draft: str | None = sampling_option(
         "A smaller model with the same tokens, which proposes them instead.",
         metavar="MODEL",
         shown="none",
-        panel=SAMPLING,
     )
 
     def chosen(self, options: LoadOptions) -> dict[str, Any]:

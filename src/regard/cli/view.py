@@ -35,7 +35,8 @@ if TYPE_CHECKING:
     from regard.inspect.tile_server.serve import Server
 
 EPILOG = "For example: regard view tiny --file long.txt, or regard view run.safetensors"
-RECORD, SERVE = "What to record", "The server"
+record_option = partial(option, panel="What to record")
+server_option = partial(option, panel="The server")
 
 
 @grouped
@@ -47,33 +48,25 @@ def view(
     ),
     text: str | None = argument("The text, for a model.", shown="that of --file"),
     file: str | None = TEXT_FILE,
-    layer: list[int] | None = option(
-        "Record this layer. Repeatable.", "--layer", shown="all", panel=RECORD
+    layer: list[int] | None = record_option(
+        "Record this layer. Repeatable.", "--layer", shown="all"
     ),
-    head: list[int] | None = option(
-        "Record this query head of each layer. Repeatable.", "--head", shown="all", panel=RECORD
+    head: list[int] | None = record_option(
+        "Record this query head of each layer. Repeatable.", "--head", shown="all"
     ),
-    save: Path | None = option("Also write the recording to this .safetensors file.", panel=RECORD),
-    beside: Path | None = option(
-        "A second recording: its heads are shown too, beside or minus those of the first.",
-        panel=SERVE,
+    save: Path | None = record_option("Also write the recording to this .safetensors file."),
+    beside: Path | None = server_option(
+        "A second recording: its heads are shown too, beside or minus those of the first."
     ),
-    memory: float = option(
-        "GiB that recorded queries and keys may take.", default=4.0, panel=RECORD
-    ),
-    port: int = option(
-        "Port of the server; 0 is a free one.", default=0, panel=SERVE, min=0, max=65535
-    ),
-    host: str = option("Address to listen on.", default="127.0.0.1", panel=SERVE),
-    allow_remote: bool = option(
+    memory: float = record_option("GiB that recorded queries and keys may take.", default=4.0),
+    port: int = server_option("Port of the server; 0 is a free one.", default=0, min=0, max=65535),
+    host: str = server_option("Address to listen on.", default="127.0.0.1"),
+    allow_remote: bool = server_option(
         "Allow an address that other machines can reach; nothing is encrypted.",
         "--allow-remote",
         default=False,
-        panel=SERVE,
     ),
-    open_browser: bool = option(
-        "Open the link in the browser.", "--open", default=False, panel=SERVE
-    ),
+    open_browser: bool = server_option("Open the link in the browser.", "--open", default=False),
     lang: str | None = LANG,
     *,
     reading: PromptOptions,
