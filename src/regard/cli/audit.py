@@ -19,6 +19,7 @@ from regard.cli.options import (
     argument,
     check_device_option,
     console_of,
+    dtype_of,
     grouped,
     load,
     option,
@@ -255,19 +256,9 @@ def audit(
 def _run_audit(
     target: str | None, model: str | None, load_options: LoadOptions, **audit_options: Any
 ) -> Audit:
-    import torch
-
     from regard.inspect import audit as run
 
-    names = ("float32", "float16", "bfloat16", "float64")
-    if load_options.dtype not in names:
-        raise usage_error(
-            "--dtype",
-            "{dtype!r} is not one of {names}",
-            dtype=load_options.dtype,
-            names=", ".join(names),
-        )
-    dtype = getattr(torch, load_options.dtype)
+    dtype = dtype_of(str(load_options.dtype))
     audited_code: object = target if model is None else load(model, load_options)
     name = model
     if target is not None and target.endswith(".safetensors"):

@@ -23,6 +23,7 @@ from regard.cli.options import (
     grouped,
     note,
     option,
+    options_on_command_line,
     usage_error,
 )
 from regard.language import Phrase, translate
@@ -265,11 +266,8 @@ def _plan(
 
 def _check_like(context: typer.Context, sizes: ComparedSizes) -> None:
     """Leave `window` to the model of --like, and raise an error for sizes that it replaces."""
-    given_names = {
-        name
-        for name in ("dim", "layers", "heads", "hidden", "window")
-        if (source := context.get_parameter_source(name)) and source.name == "COMMANDLINE"
-    }
+    names = ("dim", "layers", "heads", "hidden", "window")
+    given_names = options_on_command_line(context, names)
     if not sizes.like:
         return
     for name in sorted(given_names - {"window"}):
@@ -340,11 +338,10 @@ def _show(
         interrupted=interrupted,
         notes=comparison.notes,
     )
-    typer.echo(
-        json_format.dumps(results, indent=1, allow_nan=False)
-        if output.json
-        else render_table(results)
-    )
+    if output.json:
+        typer.echo(json_format.dumps(results, indent=1, allow_nan=False))
+    else:
+        typer.echo(render_table(results))
     if output.csv is not None:
         write(output.csv, as_csv(plan, measurements))
     if output.html is not None:

@@ -200,10 +200,7 @@ def explain(
             reading=reading,
         )
 
-    def page_of(data: dict[str, Any]) -> str:
-        return page(explanation, run, data, output.lang, beside_run)
-
-    _write_output(explanation, page_of, output)
+    _write_output(explanation, partial(page_data, explanation, run, beside=beside_run), output)
 
 
 def _default_model(text: str) -> str:
@@ -251,22 +248,21 @@ def _explain_module(name: str, row: Row, batch: int, output: Output) -> None:
     place = row.place if row.place is not None else row.layer
     target = _module.choose_module_head(run, query, key, place, row.head, batch)
     explanation = _module.explain_module(run, target, query, key, batch)
-
-    def page_of(data: dict[str, Any]) -> str:
-        return _module.module_page(run, explanation, data, output.lang, batch)
-
-    _write_output(explanation, page_of, output)
+    _write_output(explanation, partial(_module.page_data, run, explanation, batch=batch), output)
 
 
 def _write_output(
-    explanation: Explanation, page_of: Callable[[dict[str, Any]], str], output: Output
+    explanation: Explanation, page_of: Callable[[dict[str, Any]], dict[str, Any]], output: Output
 ) -> None:
     """Write the page and the figure if they were requested; print JSON or the text."""
+    from regard.language import language
+
     data, html, figure = explanation.as_dict(), output.html, output.figure
     if html is not None:
         from regard.view.html_page import write
+        from regard.view.page import report_page
 
-        size = write(html, page_of(data))
+        size = write(html, report_page(page_of(data), output.lang or language()))
         typer.echo(
             f"{escape_controls(str(html))}: {units.size(size)}, layer {explanation.layer}, head "
             f"{explanation.head}",
@@ -280,7 +276,6 @@ def _write_output(
     if output.json:
         typer.echo(json_format.dumps(data, allow_nan=False))
     elif html is None and figure is None:
-        from regard.language import language
         from regard.view.explanation_summary import show_summary
         from regard.view.explanation_text import show
 
@@ -467,22 +462,16 @@ class ExplainTarget:
         return replace(explanation, where=replace(explanation.where, chosen_by=self.choice.rule))
 
 
-def page(
-    explanation: Explanation,
-    read: ModelRun,
-    data: dict[str, object],
-    lang: str | None,
-    beside: ModelRun | None,
-) -> str:
-    """Return the page with a recording of the whole run, opened at the explained query, and
-    optionally another run to compare with.
+def page_data(
+    explanation: Explanation, read: ModelRun, data: dict[str, object], beside: ModelRun | None
+) -> dict[str, Any]:
+    """Return the data of the page with a recording of the whole run, opened at the explained query,
+    and optionally another run to compare with.
     """
     from types import SimpleNamespace
 
     from regard.inspect.explain.captured_run import record_run
     from regard.inspect.report import report
-    from regard.language import language
-    from regard.view.page import report_page as page_of
 
     recording = record_run(read)
     names = [
@@ -511,7 +500,7 @@ def page(
     )
     # open the view of the explained weight, or the comparison; the page has the other views too
     report_data["meta"]["start"]["view"] = "cell" if beside is None else "compare"
-    return page_of(report_data, lang or language())
+    return report_data
 
 
 def print_heads(target: ExplainTarget, json: bool, console: Console, lang: str | None) -> None:
@@ -535,9 +524,8 @@ def print_heads(target: ExplainTarget, json: bool, console: Console, lang: str |
         for h, (weight, key) in enumerate(zip(*layer, strict=True))
     ]
     if json:
-        typer.echo(
-            json_format.dumps({"query": target.query_index, "piece": query_token, "heads": rows})
-        )
+        found = {"query": target.query_index, "piece": query_token, "heads": rows}
+        typer.echo(json_format.dumps(found))
     else:
         show_heads(
             f"{target.query_index} {query_token}",

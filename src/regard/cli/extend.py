@@ -147,11 +147,10 @@ def _write(results: ExtensionResults, options: dict[str, Any]) -> None:
     from regard.view.html_page import write
 
     command = shlex.join(["regard", *sys.argv[1:]])
-    typer.echo(
-        json_format.dumps(results.as_dict(command), indent=1, allow_nan=False)
-        if options["json"]
-        else render_table(results)
-    )
+    if options["json"]:
+        typer.echo(json_format.dumps(results.as_dict(command), indent=1, allow_nan=False))
+    else:
+        typer.echo(render_table(results))
     if options["html"] is not None:
         write(options["html"], render_page(results, command))
     if options["plot"] is not None:

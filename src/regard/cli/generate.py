@@ -67,7 +67,7 @@ def generate_seq2seq(
     typer.echo("\n---\n".join(escape_controls(text, keep=MULTILINE) for text in answers))
     sys.stdout.flush()
     count = translate_count(len(answers), "text")
-    note(translate("{texts} in {seconds}", texts=count, seconds=units.seconds(seconds)))
+    note("{texts} in {seconds}", texts=count, seconds=units.seconds(seconds))
 
 
 def print_batch(

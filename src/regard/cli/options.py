@@ -7,7 +7,7 @@ from __future__ import annotations
 import inspect
 import json
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields, is_dataclass
 from functools import partial, wraps
@@ -36,6 +36,7 @@ from regard.units import size
 from regard.untrusted_text import short_repr
 
 if TYPE_CHECKING:
+    import torch
     from rich.console import Console
 
     from regard.models import Model, Seq2Seq, TextEncoder
@@ -160,6 +161,12 @@ def grouped(command: Callable[..., None]) -> Callable[..., None]:
     return call
 
 
+def options_on_command_line(context: typer.Context, options: Iterable[str]) -> set[str]:
+    """Return the names of the options that were given on the command line, not by default."""
+    sources = {name: context.get_parameter_source(name) for name in options}
+    return {name for name, where in sources.items() if where and where.name == "COMMANDLINE"}
+
+
 def _options_of(group: Any) -> dict[str, tuple[Any, object]]:
     """Return the type and the option of each field that is one: its default, or what its type is
     annotated with.
@@ -186,10 +193,8 @@ def given_text(text: str | None, file: str | None) -> str:
         assert text is not None
         if _is_file(text):
             note(
-                Phrase(
-                    "the text is the name of a file: to read the file, write --file {text}",
-                    text=short_repr(text),
-                )
+                "the text is the name of a file: to read the file, write --file {text}",
+                text=short_repr(text),
             )
         return text
     if file == "-":
@@ -242,9 +247,9 @@ def console_of(color: bool | None, widest: int = CONSOLE_WIDTH) -> Console:
     )
 
 
-def note(message: str, start: str = "") -> None:
+def note(message: str, start: str = "", /, **values: object) -> None:
     """Print a remark on standard error, in the reader's language and within the terminal."""
-    typer.echo(wrap(start + translate(message), line_width()), err=True)
+    typer.echo(wrap(start + translate(message, **values), line_width()), err=True)
 
 
 @contextmanager
@@ -259,8 +264,7 @@ def working(what: str, characters: int) -> Iterator[Callable[[str], None]]:
     console = Console(stderr=True)
     if not console.file.isatty():  # rich's own word follows FORCE_COLOR, even in a pipe
         if characters >= LONG_TEXT:
-            size = translate_count(characters, "character")
-            note(translate("{what}: {size}", what=what, size=size))
+            note("{what}: {size}", what=what, size=translate_count(characters, "character"))
         yield lambda _: None
         return
     columns = TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn()
@@ -397,12 +401,10 @@ def note_names(model: Model | TextEncoder | Seq2Seq, prompts: Sequence[Any]) -> 
     tokenizer = model.tokenizer
     for name in tokenizer.special_names(json.dumps(prompts, ensure_ascii=False))[:1]:
         note(
-            translate(
-                "the prompt contains {name}, the name of a special token, which is read as "
-                "ordinary text; --special reads such names as the tokens, and --no-special says "
-                "that this is meant",
-                name=name,
-            )
+            "the prompt contains {name}, the name of a special token, which is read as ordinary "
+            "text; --special reads such names as the tokens, and --no-special says that this is "
+            "meant",
+            name=name,
         )
     tokenizer.has_warned = True  # said here; the package says it to those who call it
 
@@ -495,24 +497,13 @@ def load(source: str, options: LoadOptions, kind: type[object] | None = None) ->
     Prints on standard error which weights are randomly initialized, because the folder lacks them,
     and which keys and tensors were ignored.
     """
-    import torch
-
     import regard
 
     check_device_option(options.device)  # before the weights are read
-    dtype_names = ("float32", "float16", "bfloat16", "float64")
-    if options.dtype is not None and options.dtype not in dtype_names:
-        raise usage_error(
-            "--dtype",
-            "{dtype!r} is not one of {names}",
-            dtype=options.dtype,
-            names=", ".join(dtype_names),
-        )
-    torch_dtype = None if options.dtype is None else getattr(torch, options.dtype)
     kind_option: dict[str, Any] = {} if kind is None else {"kind": kind}
     model = regard.load(
         source,
-        dtype=torch_dtype,
+        dtype=None if options.dtype is None else dtype_of(options.dtype),
         weights=options.weights,
         revision=options.revision,
         adapter=options.adapter,
@@ -522,31 +513,42 @@ def load(source: str, options: LoadOptions, kind: type[object] | None = None) ->
         **kind_option,
     )
     if model.newly_initialized:
-        examples = ", ".join(model.newly_initialized[:3]) + (
-            ", ..." if len(model.newly_initialized) > 3 else ""
-        )
         note(
-            Phrase(
-                "not trained, initialized at random: {weights} ({examples})",
-                weights=counted(len(model.newly_initialized), "weight"),
-                examples=examples,
-            )
+            "not trained, initialized at random: {weights} ({examples})",
+            weights=counted(len(model.newly_initialized), "weight"),
+            examples=_examples(model.newly_initialized, 3),
         )
     report_ignored(model.ignored)
     if model.converted is not None:
         known = model.converted
         note(
-            Phrase(
-                "{converted} of {matrices} matrices of {method} became plain numbers, because no "
-                "stored form has the same ones: {before} became {after}",
-                converted=known.converted,
-                matrices=known.matrices,
-                method=known.method,
-                before=size(known.bytes_before),
-                after=size(known.bytes_after),
-            )
+            "{converted} of {matrices} matrices of {method} became plain numbers, because no "
+            "stored form has the same ones: {before} became {after}",
+            converted=known.converted,
+            matrices=known.matrices,
+            method=known.method,
+            before=size(known.bytes_before),
+            after=size(known.bytes_after),
         )
     return model if options.device is None else model.to(options.device)
+
+
+def dtype_of(name: str) -> torch.dtype:
+    """Return the dtype that --dtype names.
+
+    >>> dtype_of("float16")
+    torch.float16
+    """
+    import torch
+
+    names = ("float32", "float16", "bfloat16", "float64")
+    if name not in names:
+        names_text = ", ".join(names)
+        raise usage_error(
+            "--dtype", "{dtype!r} is not one of {names}", dtype=name, names=names_text
+        )
+    dtype: torch.dtype = getattr(torch, name)
+    return dtype
 
 
 def check_device_option(device: str | None) -> None:
@@ -564,10 +566,13 @@ def check_device_option(device: str | None) -> None:
 def report_ignored(names: Sequence[str]) -> None:
     """Print on standard error which keys and tensors of a model's folder were ignored."""
     if names:
-        examples = ", ".join(short_repr(name) for name in names[:10]) + (
-            ", ..." if len(names) > 10 else ""
-        )
-        note(Phrase("ignored in the model's folder: {examples}", examples=examples))
+        examples = _examples([short_repr(name) for name in names], 10)
+        note("ignored in the model's folder: {examples}", examples=examples)
+
+
+def _examples(names: Sequence[str], most: int) -> str:
+    """Return the first names of a list."""
+    return ", ".join(names[:most]) + (", ..." if len(names) > most else "")
 
 
 def check_files(

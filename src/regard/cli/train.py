@@ -7,7 +7,7 @@ from __future__ import annotations
 import json as json_format
 import sys
 import tomllib
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
@@ -15,19 +15,21 @@ from typing import Any, Literal
 
 import typer
 
-from regard.cli.options import JSON, argument, grouped, note, option, usage_error
+from regard.cli.options import (
+    JSON,
+    argument,
+    grouped,
+    note,
+    option,
+    options_on_command_line,
+    usage_error,
+)
 from regard.did_you_mean import suggest
 from regard.errors import FileError
 from regard.files.reading import read_text
 from regard.language import translate
 from regard.text_table import line_width, wrap
 from regard.untrusted_text import error_text, short_repr
-
-
-def options_on_command_line(context: typer.Context, options: Iterable[str]) -> set[str]:
-    """Return the names of the options that were given on the command line, not by default."""
-    sources = {name: context.get_parameter_source(name) for name in options}
-    return {name for name, where in sources.items() if where and where.name == "COMMANDLINE"}
 
 
 def merge_config(
@@ -138,6 +140,11 @@ def train_task(options: dict[str, Any], given_names: set[str]) -> None:
         typer.echo(json_format.dumps(figures))
     else:
         _show(run, figures)
+    _end(stopped_by)
+
+
+def _end(stopped_by: int | None) -> None:
+    """End the command as the signal demands that stopped it, if one did."""
     if stopped_by:
         note("interrupted and saved; continue with the same command and --resume")
         raise typer.Exit(128 + stopped_by)
@@ -344,9 +351,7 @@ def train(ctx: typer.Context, train_options: TrainOptions) -> None:
         typer.echo(json_format.dumps(figures))
     else:
         typer.echo("  ".join(f"{name} {value}" for name, value in figures.items()))
-    if stopped_by:
-        note("interrupted and saved; continue with the same command and --resume")
-        raise typer.Exit(128 + stopped_by)
+    _end(stopped_by)
 
 
 def _check(options: dict[str, Any]) -> None:
