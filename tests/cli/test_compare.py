@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import csv
 import json
+import shlex
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,24 +18,9 @@ from regard.compare import experiment
 from regard.compare.mechanisms import DEFAULT_NAMES
 from tests.cli.command import Said
 
-SMALL = (
-    "--dim",
-    "32",
-    "--layers",
-    "1",
-    "--window",
-    "8",
-    "--context",
-    "6",
-    "--context",
-    "12",
-    "--length",
-    "64",
-    "--batch",
-    "1",
-    "--rounds",
-    "1",
-    "--no-memory",
+SMALL = shlex.split(
+    "--dim 32 --layers 1 --window 8 --context 6 --context 12 --length 64 --batch 1 --rounds 1 "
+    "--no-memory"
 )
 TAUGHT = ("--quality", "--task", "mqar", "--steps", "2", "--lr", "0.01")
 
@@ -49,14 +35,8 @@ def _interrupts() -> Iterator[None]:
 
 @pytest.mark.full
 def test_a_comparison_and_its_files(tmp_path: Path, said: Said) -> None:
-    files = (
-        "--csv",
-        str(tmp_path / "c.csv"),
-        "--html",
-        str(tmp_path / "c.html"),
-        "--out",
-        str(tmp_path / "kept"),
-    )
+    names = {"--csv": "c.csv", "--html": "c.html", "--out": "kept"}
+    files = [x for flag, name in names.items() for x in (flag, tmp_path / name)]
     text = said("compare", "mha", "linear", *SMALL, *TAUGHT, *files)
     assert "1 layer, dim 32, 4 heads, feed-forward width 96 in all" in text
     assert "mqar against cache bytes: " in text

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -20,14 +21,8 @@ from regard.cost.roofline import MACHINES
 from tests.cli.command import Said
 
 KEYS = {
-    "parameters",
-    "attention_parameters",
-    "kv_bytes_per_token",
-    "kv_bytes",
-    "prefill_flops",
-    "decode_flops",
-    "decode_bytes",
-    "parts",
+    *("parameters", "attention_parameters", "kv_bytes_per_token", "kv_bytes"),
+    *("prefill_flops", "decode_flops", "decode_bytes", "parts"),
 }
 
 
@@ -107,35 +102,10 @@ def test_sizes_as_flags(said: Said) -> None:
         f"--set={x}"
         for x in ("kv_rank=512", "nope_dim=128", "rope_dim=64", "value_dim=128", "q_rank=1536")
     ]
-    experts = (
-        "--experts",
-        "160",
-        "--active",
-        "6",
-        "--expert-ff",
-        "1536",
-        "--shared",
-        "2",
-        "--dense-layers",
-        "1",
-    )
-    v2 = ("--layers", "60", "--dim", "5120", "--heads", "128", "--ff", "12288", "--vocab", "102400")
-    assert (
-        figures(said, *v2, "--attention", "mla", *latent, *experts)["parameters"] == 235_741_434_880
-    )
-    small = figures(
-        said,
-        "--layers",
-        "1",
-        "--dim",
-        "32",
-        "--heads",
-        "4",
-        "--plain",
-        "--tied",
-        "--vocab",
-        "100",
-    )
+    experts = shlex.split("--experts 160 --active 6 --expert-ff 1536 --shared 2 --dense-layers 1")
+    v2 = shlex.split("--layers 60 --dim 5120 --heads 128 --ff 12288 --vocab 102400 --attention mla")
+    assert figures(said, *v2, *latent, *experts)["parameters"] == 235_741_434_880
+    small = figures(said, *shlex.split("--layers 1 --dim 32 --heads 4 --plain --tied --vocab 100"))
     assert small["parameters"] == 4 * 32 * 32 + 2 * 32 * 128 + 100 * 32 + 3 * 32
     memory = figures(said, *sizes, "--attention", "infini", "--context", "1M")
     assert memory["state_bytes"] == memory["kv_bytes"] == 4 * 32 * 32 * 128 * 129
@@ -179,11 +149,9 @@ def test_two_models_of_which_one_does_not_fit(said: Said) -> None:
 
 def test_a_machine_of_ones_own(said: Said) -> None:
     told = figures(said, "llama-3-8b", "--bandwidth", "5e10", "--flops", "1e12")
-    assert told["roofline"]["decode"] == {
-        "seconds": told["decode_bytes"] / 5e10,
-        "bound_by": "memory",
-        "reached": None,
-    }
+    seconds = told["decode_bytes"] / 5e10
+    wanted = {"seconds": seconds, "bound_by": "memory", "reached": None}
+    assert told["roofline"]["decode"] == wanted
     assert told["roofline"]["prefill"]["seconds"] == told["prefill_flops"] / 1e12
 
 
@@ -298,23 +266,10 @@ with contextlib.suppress(SystemExit):
     main(["cost", "gpt3", "--json"])
 print(json.dumps(sorted({*sys.modules} - before)), file=sys.stderr)
 """
-LIGHT = (
-    "argument_checks",
-    "cli",
-    "configs",
-    "cost",
-    "did_you_mean",
-    "errors",
-    "files",
-    "language",
-    "registry",
-    "span",
-    "standard_output",
-    "text_table",
-    "units",
-    "untrusted_text",
-    "view",
-)
+LIGHT = {
+    *("argument_checks", "cli", "configs", "cost", "did_you_mean", "errors", "files", "language"),
+    *("registry", "span", "standard_output", "text_table", "units", "untrusted_text", "view"),
+}
 
 
 def test_it_starts_without_torch_and_numpy_and_imports_little() -> None:
@@ -333,7 +288,7 @@ def test_it_starts_without_torch_and_numpy_and_imports_little() -> None:
     heavy = {"torch", "numpy", "matplotlib", "transformers", "tokenizers", "safetensors"}
     assert heavy.isdisjoint(found)
     ours = {name.split(".")[1] for name in found if name.startswith("regard.")}
-    assert ours <= {*LIGHT}
+    assert ours <= LIGHT
     assert len(found) <= 450
 
 

@@ -112,13 +112,8 @@ def test_every_head_can_be_listed(said: Said) -> None:
     assert len(lines) == 2 + 3 * 4
     assert sum(line.startswith("▶") for line in lines) == 1
     found = json.loads(said("explain", TEXT, "--list", "--json"))
-    assert [(row["layer"], row["head"]) for row in found["heads"][:5]] == [
-        (0, 0),
-        (0, 1),
-        (0, 2),
-        (0, 3),
-        (1, 0),
-    ]
+    order = [(row["layer"], row["head"]) for row in found["heads"]]
+    assert order == [(layer, head) for layer in range(3) for head in range(4)]
     choice = strongest_head(model(), model().encode(TEXT), -1)
     best = max(found["heads"], key=lambda row: row["weight"])
     assert (best["layer"], best["head"]) == (choice.layer, choice.head)
@@ -272,14 +267,8 @@ def test_the_recipe_says_what_was_reduced() -> None:
         model(), TEXT, layer=1, head=2, query="creature", key=0
     ).as_dict()
     said = recipe(found)
-    for part in (
-        "layers.1, head 2",
-        "key 0 a",
-        "rows are queries (8)",
-        "every weight",
-        "scale 0.353553",
-    ):
-        assert part in said
+    parts = "layers.1, head 2", "key 0 a", "rows are queries (8)", "every weight", "scale 0.353553"
+    assert all(part in said for part in parts), said
     assert "the largest weight of 3 x 3" in recipe({**found, "pool": 3})
     assert "‹202E›" in recipe({**found, "model": "a\u202eb"})
 

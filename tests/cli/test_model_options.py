@@ -119,24 +119,12 @@ def test_an_encoder_decoder_answers(tmp_path: Path, capsys: pytest.CaptureFixtur
     small.randomize(network)
     save(network, config, tmp_path)
     small.model().tokenizer.save(tmp_path)
-    code, out, err = command(
-        capsys,
-        "generate",
-        "the key",
-        "a value",
-        "--model",
-        tmp_path,
-        "--max-tokens",
-        "4",
-        "--beams",
-        "2",
-    )
+    given = ("--model", tmp_path, "--max-tokens", "4")
+    code, out, err = command(capsys, "generate", "the key", "a value", *given, "--beams", "2")
     assert code == 0, err
     assert "\n---\n" in out
     assert "2 texts in " in err
-    code, out, _ = command(
-        capsys, "generate", "the key", "--model", tmp_path, "--max-tokens", "4", "--json"
-    )
+    code, out, _ = command(capsys, "generate", "the key", *given, "--json")
     assert code == 0
     assert json.loads(out)["rows"][0]["prompt"] == "the key"
 

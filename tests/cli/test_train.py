@@ -21,30 +21,10 @@ from regard.models.tokenizer import Tokenizer
 from regard.ops import tokenwise
 from regard.train import Batches
 
-SMALL = [
-    "--steps",
-    "12",
-    "--batch",
-    "4",
-    "--context",
-    "16",
-    "--dim",
-    "16",
-    "--layers",
-    "2",
-    "--heads",
-    "4",
-    "--kv-heads",
-    "2",
-    "--vocab",
-    "280",
-    "--warmup",
-    "2",
-    "--save-every",
-    "5",
-    "--repeat",
-    "0.2",
-]
+SMALL = shlex.split(
+    "--steps 12 --batch 4 --context 16 --dim 16 --layers 2 --heads 4 --kv-heads 2 --vocab 280 "
+    "--warmup 2 --save-every 5 --repeat 0.2"
+)
 
 
 @pytest.fixture
@@ -220,12 +200,8 @@ def test_a_mechanism_of_the_catalogue_by_flags(
     flags = ["--attention", "gqa", "--position", "alibi", "--window", "6", "--set", "head_dim=8"]
     assert train(text, out, *flags) == 0
     said = configured(out)
-    assert (said["model_type"], said["attention"], said["position"], said["window"]) == (
-        "regard",
-        "gqa",
-        "alibi",
-        6,
-    )
+    wanted = {"model_type": "regard", "attention": "gqa", "position": "alibi", "window": 6}
+    assert said.items() >= wanted.items()
     assert said["attention_options"] == {"groups": 2, "head_dim": 8}
     assert "model: regard" in capsys.readouterr().err
     assert run(["generate", "Line 3", "--model", str(out), "--max-tokens", "2"]) == 0
@@ -233,28 +209,14 @@ def test_a_mechanism_of_the_catalogue_by_flags(
     assert "--attention gqa --position alibi --window 6 --set head_dim=8" in line
     plain = tmp_path / "plain"
     assert train(text, plain) == 0
-    assert (
-        configured(plain)["model_type"],
-        "--attention" in (plain / "command.txt").read_text(),
-    ) == (
-        "llama",
-        False,
-    )
+    assert configured(plain)["model_type"] == "llama"
+    assert "--attention" not in (plain / "command.txt").read_text()
 
 
 def test_what_the_loss_does_not_train_is_said(
     text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    sizes = [
-        "--set",
-        "topk=4",
-        "--set",
-        "index_heads=2",
-        "--set",
-        "index_dim=4",
-        "--set",
-        "rotary_dim=4",
-    ]
+    sizes = shlex.split("--set topk=4 --set index_heads=2 --set index_dim=4 --set rotary_dim=4")
     assert train(text, tmp_path / "out", "--attention", "dsa", *sizes) == 0
     assert "note: the loss has no gradient for layers.0.attention" in capsys.readouterr().err
 
@@ -370,13 +332,5 @@ def test_help_shows_an_example_without_importing_torch() -> None:
     assert "Example" in ran.stdout
     for panel in ("Model", "Steps", "Data", "Output and machine"):
         assert f"\n{panel}:\n" in ran.stdout
-    for flag in (
-        "--attention",
-        "--position",
-        "--window",
-        "--set",
-        "--clip",
-        "--weight-decay",
-        "--config",
-    ):
+    for flag in shlex.split("--attention --position --window --set --clip --weight-decay --config"):
         assert flag in ran.stdout
