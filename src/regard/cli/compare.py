@@ -20,6 +20,7 @@ from regard.cli.options import (
     argument,
     check_device_option,
     check_files,
+    command_line,
     grouped,
     note,
     option,
@@ -222,7 +223,7 @@ def compare(
         note(f"{one.name}: {written(one.attention, one.options)}", "... ")
     comparison = _comparison(plan, measurements, quality, output.out)
     interrupted = _run(comparison)
-    _show(comparison, _command(sys.argv[1:]), output, interrupted=interrupted)
+    _show(comparison, command_line(), output, interrupted=interrupted)
     if interrupted:
         if output.out is not None:
             note("interrupted; the same command continues from the saved measurements")
@@ -368,12 +369,6 @@ def _listing() -> str:
 def _listed(name: str, text: str) -> str:
     """Return a name and its sentence within the width of the terminal."""
     return wrap(text, line_width(), indent=f"  {name:<12} ", hang=" " * 15)
-
-
-def _command(arguments: list[str]) -> str:
-    import shlex
-
-    return shlex.join(["regard", *arguments])
 
 
 def _report(line: str) -> None:

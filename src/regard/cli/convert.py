@@ -90,58 +90,47 @@ def _measurement_lines(measured: ModelComparison) -> Iterator[str]:
         or "ids drawn at random (seed 0): there is no tokenizer, and a loss means nothing"
     )
     yield ""
-    yield (
-        translate(
-            "on {tokens:,} predicted tokens in {rows} windows of {length}, {text}:",
-            tokens=measured.tokens,
-            rows=measured.rows,
-            length=measured.length,
-            text=translate(text),
-        )
+    yield translate(
+        "on {tokens:,} predicted tokens in {rows} windows of {length}, {text}:",
+        tokens=measured.tokens,
+        rows=measured.rows,
+        length=measured.length,
+        text=translate(text),
     )
     error_note = (
         "; ± is the standard error over windows"
         if measured.rows > 1
         else "; one window gives no standard error"
     )
-    yield (
-        translate(
-            "  KL(before | after)      {divergence:.4g}{divergence_error} nats per "
-            "token{error_note}",
-            divergence=measured.divergence,
-            divergence_error=_plus_minus(measured.divergence_error),
-            error_note=translate(error_note),
-        )
+    yield translate(
+        "  KL(before | after)      {divergence:.4g}{divergence_error} nats per token{error_note}",
+        divergence=measured.divergence,
+        divergence_error=_plus_minus(measured.divergence_error),
+        error_note=translate(error_note),
     )
-    yield (
-        translate(
-            "  same likeliest token    {agreement:.1%}{error}",
-            agreement=measured.agreement,
-            error=_plus_minus(100 * measured.agreement_error, " %"),
-        )
+    yield translate(
+        "  same likeliest token    {agreement:.1%}{error}",
+        agreement=measured.agreement,
+        error=_plus_minus(100 * measured.agreement_error, " %"),
     )
     if not math.isnan(measured.loss_before):
-        yield (
-            translate(
-                "  loss, nats per token    {loss_before:.4f} -> {loss_after:.4f}: "
-                "{loss_change:+.4f}{loss_change_error}",
-                loss_before=measured.loss_before,
-                loss_after=measured.loss_after,
-                loss_change=measured.loss_change,
-                loss_change_error=_plus_minus(measured.loss_change_error),
-            )
+        yield translate(
+            "  loss, nats per token    {loss_before:.4f} -> {loss_after:.4f}: "
+            "{loss_change:+.4f}{loss_change_error}",
+            loss_before=measured.loss_before,
+            loss_after=measured.loss_after,
+            loss_change=measured.loss_change,
+            loss_change_error=_plus_minus(measured.loss_change_error),
         )
         yield translate(
             "  perplexity              {before} -> {after}",
             before=f"{measured.perplexity_before:.3f}",
             after=f"{measured.perplexity_after:.3f}",
         )
-    yield (
-        translate(
-            "  logits differ by        {largest:.3g} at most, by {relative:.3g} of their norm",
-            largest=measured.largest,
-            relative=measured.relative,
-        )
+    yield translate(
+        "  logits differ by        {largest:.3g} at most, by {relative:.3g} of their norm",
+        largest=measured.largest,
+        relative=measured.relative,
     )
     if measured.short:
         yield translate(
@@ -159,11 +148,9 @@ def _weight_error_lines(step: ConversionStep) -> Iterator[str]:
     """Yield the weight errors by layer, and the error by rank."""
     if step.layers and any(max(error) > 0 for error in step.layers):
         yield ""
-        yield (
-            translate(
-                "{step}: relative weight error (Frobenius, of scores and of values to outputs)",
-                step=translate(step.what).partition(translate(": "))[0],
-            )
+        yield translate(
+            "{step}: relative weight error (Frobenius, of scores and of values to outputs)",
+            step=translate(step.what).partition(translate(": "))[0],
         )
         for i, error in enumerate(step.layers):
             yield translate(
@@ -182,33 +169,27 @@ def _weight_error_lines(step: ConversionStep) -> Iterator[str]:
 def _finetuning_lines(result: FinetuneResult) -> Iterator[str]:
     """Yield the lines about the finetuning: its settings, and the loss before and after it."""
     yield ""
-    yield (
-        translate(
-            "finetuning: {steps} of {batch} x {length} tokens, AdamW on all weights, peak "
-            "learning rate {lr:g}, seed {seed}",
-            steps=translate_count(result.steps, "step"),
-            batch=result.batch,
-            length=result.length,
-            lr=result.lr,
-            seed=result.seed,
-        )
+    yield translate(
+        "finetuning: {steps} of {batch} x {length} tokens, AdamW on all weights, peak "
+        "learning rate {lr:g}, seed {seed}",
+        steps=translate_count(result.steps, "step"),
+        batch=result.batch,
+        length=result.length,
+        lr=result.lr,
+        seed=result.seed,
     )
-    yield (
-        translate(
-            "  trained text, {tokens}: loss {loss_before:.4f} -> {loss_after:.4f}",
-            tokens=translate_count(result.tokens, "token"),
-            loss_before=result.loss_before,
-            loss_after=result.loss_after,
-        )
+    yield translate(
+        "  trained text, {tokens}: loss {loss_before:.4f} -> {loss_after:.4f}",
+        tokens=translate_count(result.tokens, "token"),
+        loss_before=result.loss_before,
+        loss_after=result.loss_after,
     )
     if result.held_tokens:
-        yield (
-            translate(
-                "  held-out text, {tokens}: loss {held_before:.4f} -> {held_after:.4f}",
-                tokens=translate_count(result.held_tokens, "token"),
-                held_before=result.held_before,
-                held_after=result.held_after,
-            )
+        yield translate(
+            "  held-out text, {tokens}: loss {held_before:.4f} -> {held_after:.4f}",
+            tokens=translate_count(result.held_tokens, "token"),
+            held_before=result.held_before,
+            held_after=result.held_after,
         )
     else:
         yield translate(

@@ -161,14 +161,9 @@ def _figures_as_json(
     options: dict[str, object],
     description: Description | None,
 ) -> dict[str, object]:
-    figures = (
-        {}
-        if description is None
-        else {
-            **asdict(description),
-            "cached_values": description.cached_values,
-        }
-    )
+    figures: dict[str, object] = {}
+    if description is not None:
+        figures = {**asdict(description), "cached_values": description.cached_values}
     figures |= {"name": entry.name, "family": entry.family, "equation": entry.equation}
     return {**figures, "source": entry.source, "options": {"dim": dim, "heads": heads, **options}}
 

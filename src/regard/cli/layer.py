@@ -5,8 +5,6 @@ tensors.
 from __future__ import annotations
 
 import json as json_format
-import shlex
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,6 +17,7 @@ from regard.cli.options import (
     argument,
     check_device_option,
     check_files,
+    command_line,
     note,
     option,
     usage_error,
@@ -147,8 +146,7 @@ def _write(results: list[dict[str, object]], path: Path) -> None:
     from regard.view import html_page
     from regard.view.layer_text import sections
 
-    command = shlex.join(["regard", *sys.argv[1:]])
     names = ", ".join(str(one["name"]) for one in results)
     facts = {"mode": "evaluation", "times": "the fastest of five runs of each stage alone"}
-    page = html_page.page("One layer of attention", names, facts, command, sections(results))
+    page = html_page.page("One layer of attention", names, facts, command_line(), sections(results))
     typer.echo(f"{escape_controls(str(path))}: {units.size(html_page.write(path, page))}", err=True)

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import shlex
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -165,6 +166,11 @@ def options_on_command_line(context: typer.Context, options: Iterable[str]) -> s
     """Return the names of the options that were given on the command line, not by default."""
     sources = {name: context.get_parameter_source(name) for name in options}
     return {name for name, where in sources.items() if where and where.name == "COMMANDLINE"}
+
+
+def command_line() -> str:
+    """Return the command that is running, as a shell takes it."""
+    return shlex.join(["regard", *sys.argv[1:]])
 
 
 def _options_of(group: Any) -> dict[str, tuple[Any, object]]:
