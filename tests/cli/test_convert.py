@@ -115,16 +115,9 @@ def test_without_a_tokenizer(source: Path, tmp_path: Path, said: Said) -> None:
     ],
 )
 def test_wrong_usage(
-    arguments: tuple[str, ...],
-    message: str,
-    source: Path,
-    tmp_path: Path,
-    said: Said,
-    monkeypatch: pytest.MonkeyPatch,
+    arguments: tuple[str, ...], message: str, source: Path, tmp_path: Path, refused: Said
 ) -> None:
-    monkeypatch.setenv("COLUMNS", "400")
-    monkeypatch.setenv("NO_COLOR", "1")
-    assert message in said("convert", source, tmp_path / "out", *arguments, code=2)
+    assert message in refused("convert", source, tmp_path / "out", *arguments)
     assert not (tmp_path / "out").exists()
 
 

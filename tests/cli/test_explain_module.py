@@ -125,6 +125,5 @@ def test_the_page_has_labels_and_names(capsys: pytest.CaptureFixture[str], tmp_p
     ids=str,
 )
 @pytest.mark.full(keep=3)
-def test_what_is_refused(arguments: list[str], message: str, said: Said) -> None:
-    error = " ".join(said("explain", *arguments, code=2).replace("│", "").split())
-    assert message in error
+def test_what_is_refused(arguments: list[str], message: str, refused: Said) -> None:
+    assert message in refused("explain", *arguments)
