@@ -43,8 +43,8 @@ def print_audit(report: Audit, console: Console) -> None:
     how = translate(report.called)
     if report.called.endswith(masked):
         how = report.called.removesuffix(masked) + translate(", causal mask given")
-    called = translate("{target}, called {how}", target=report.target, how=how)
-    console.print(called, highlight=False, markup=False)
+    say = partial(console.print, highlight=False, markup=False)
+    say(translate("{target}, called {how}", target=report.target, how=how))
     for f in report.findings:
         table = Table(show_header=False, box=None, padding=(0, 1))
         example = ", ".join(f"{name} {value}" for name, value in f.example.items())
@@ -58,15 +58,12 @@ def print_audit(report: Audit, console: Console) -> None:
             table.add_row(f"  {name}", _unstyled(value))
         style = "bold red" if f.severity == "error" else "bold yellow"
         console.print()
-        title = f"{translate(f.severity)} {f.name}"
-        console.print(title, style=style, highlight=False, markup=False)
-        sentence = translate(f.sentence)
-        console.print(f"  {sentence}", highlight=False, markup=False)
+        say(f"{translate(f.severity)} {f.name}", style=style)
+        say(f"  {translate(f.sentence)}")
         console.print(table, highlight=False)
     console.print()
     for known in report.accepted:
-        accepted = translate("accepted: {name}", name=known.name)
-        console.print(accepted, highlight=False, markup=False)
+        say(translate("accepted: {name}", name=known.name))
     kinds = (
         (translate("could not be made"), True, "yellow"),
         (translate("does not apply"), False, "dim"),
@@ -76,11 +73,7 @@ def print_audit(report: Audit, console: Console) -> None:
         if skipped:
             table = Table(title, translate("why"), box=None, padding=(0, 1), header_style=style)
             for check in skipped:
-                table.add_row(
-                    translate(check.name),
-                    _unstyled(translate(check.why)),
-                    style=style,
-                )
+                table.add_row(translate(check.name), _unstyled(translate(check.why)), style=style)
             console.print(table, highlight=False)
     console.print(translate(report.counts()))
     if not report.findings and report.untried:

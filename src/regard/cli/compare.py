@@ -25,6 +25,7 @@ from regard.cli.options import (
     note,
     option,
     options_on_command_line,
+    refuse_given,
     usage_error,
 )
 from regard.language import Phrase, translate
@@ -156,18 +157,11 @@ class Quality:
 
     def check(self) -> None:
         """Raise an error for options of training if --quality is not given."""
-        training_options = {
-            "--task": self.task,
-            "--steps": self.steps,
-            "--lr": self.lr,
-            "--seeds": self.seeds > 1,
-            "--text": self.text != "python-docs",
-        }
-        for name, value in training_options.items():
-            if value and not self.quality:
-                raise usage_error(
-                    name, "applies only to training; give --quality too, or leave it out"
-                )
+        if self.quality:
+            return
+        given = {"--task": self.task, "--steps": self.steps, "--lr": self.lr}
+        given |= {"--seeds": self.seeds > 1, "--text": self.text != "python-docs"}
+        refuse_given(given, "applies only to training; give --quality too, or leave it out")
 
 
 @dataclass

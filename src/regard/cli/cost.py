@@ -85,11 +85,7 @@ class MechanismOptions:
 
     def named(self) -> dict[str, Any]:
         """Collect the options of the mechanism from its flags and from `--set name=value`."""
-        named = {
-            "groups": self.kv_heads,
-            "head_dim": self.head_dim,
-            "window": self.window,
-        }
+        named = {"groups": self.kv_heads, "head_dim": self.head_dim, "window": self.window}
         options: dict[str, Any] = {name: x for name, x in named.items() if x is not None}
         for setting in self.settings or []:
             name, sign, value = setting.partition("=")

@@ -29,6 +29,7 @@ from regard.cli.options import (
     load,
     model_option,
     option,
+    refuse_given,
     usage_error,
     working,
 )
@@ -168,7 +169,10 @@ def explain(
         others |= {"--target": row.target, "--call": row.call, "--set": settings, "--seed": seed}
         others |= {"--beside": output.beside, "--beside-model": output.beside_model}
         others |= {"--model": model} | dict.fromkeys(flags, True)
-        _check_alone(others)
+        refuse_given(
+            others,
+            "does not apply to --module, whose function builds model and inputs; leave it out",
+        )
         _explain_module(module, row, batch, output)
         return
     prompt = reading.prompt(text, file)
@@ -220,16 +224,6 @@ def _default_model(text: str) -> str:
         )
     typer.echo(note, err=True)
     return name
-
-
-def _check_alone(others: dict[str, Any]) -> None:
-    """Raise an error for options that do not apply to --module."""
-    for flag, value in others.items():
-        if value:
-            raise usage_error(
-                flag,
-                "does not apply to --module, whose function builds model and inputs; leave it out",
-            )
 
 
 def _explain_module(name: str, row: Row, batch: int, output: Output) -> None:
@@ -353,13 +347,10 @@ def check_options(
 ) -> None:
     """Raise an error for options of a mechanism where there is a model, and the other way round."""
     if attention is None:
-        for flag, value in mechanism_options.items():
-            if value:
-                raise usage_error(
-                    flag,
-                    "applies only to a mechanism with random weights; name one, such as "
-                    "--attention gqa",
-                )
+        refuse_given(
+            mechanism_options,
+            "applies only to a mechanism with random weights; name one, such as --attention gqa",
+        )
     elif source != "tiny":
         raise usage_error(
             "--attention", "builds a network with random weights; leave out --model or --attention"

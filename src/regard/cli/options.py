@@ -129,6 +129,15 @@ def usage_error(option: str | None, text: str, /, **values: object) -> typer.Bad
     return typer.BadParameter(translate(text, **values), param_hint=option)
 
 
+def refuse_given(flags: Mapping[str, object], reason: str) -> None:
+    """Raise an error about the first flag that has a value; the reason says why it does not apply.
+
+    >>> refuse_given({"--seed": 0}, "applies to a model; leave it out")
+    """
+    for flag in (flag for flag, value in flags.items() if value):
+        raise usage_error(flag, reason)
+
+
 def grouped(command: Callable[..., None]) -> Callable[..., None]:
     """Let a command take groups of options: typer sees one option for each field of a parameter
     whose type is a dataclass, and the command gets the dataclass.

@@ -23,6 +23,7 @@ from regard.cli.options import (
     note,
     option,
     progress_bar,
+    refuse_given,
     usage_error,
     working,
 )
@@ -79,13 +80,13 @@ def view(
     token of the printed link. Ctrl-C ends it.
     """
     check_files({"--save": save})
-    serving = _serving(port, host, allow_remote, open_browser, lang)
-    if beside is not None:
-        from regard.inspect import load as load_recording
-
-        serving["b"] = load_recording(beside)
     from regard.files.gguf_files import is_gguf
+    from regard.inspect import load as load_recording
 
+    serving: dict[str, Any] = {"port": port, "host": host, "allow_remote": allow_remote}
+    serving |= {"open_browser": open_browser, "lang": lang}
+    if beside is not None:
+        serving["b"] = load_recording(beside)
     running: RunningRecording | None = None
     if Path(of).is_file() and not is_gguf(Path(of)):
         if Path(of).suffix != ".safetensors":
@@ -95,16 +96,11 @@ def view(
                 "view MODEL --file {of}",
                 of=short_repr(of),
             )
-        server = _serve_recording(
-            of,
-            text,
-            file,
-            [*reading.flags_given(), *load_options.flags_given()],
-            save,
-            layer,
-            head,
-            serving,
-        )
+        given: dict[str, object] = {"TEXT": text, "--file": file, "--save": save}
+        given |= {"--layer": layer, "--head": head}
+        given |= dict.fromkeys([*reading.flags_given(), *load_options.flags_given()], True)
+        refuse_given(given, "applies to a model, but a recording was given; leave it out")
+        server = _serve(load_recording(of), serving)
     else:
         from regard.inspect.tile_server.running import RunningRecording
 
@@ -135,51 +131,11 @@ def view(
         server.close()
 
 
-def _serving(
-    port: int, host: str, allow_remote: bool, open_browser: bool, lang: str | None
-) -> dict[str, object]:
-    """Return the options of the server by name."""
-    return {
-        "port": port,
-        "host": host,
-        "allow_remote": allow_remote,
-        "open_browser": open_browser,
-        "lang": lang,
-    }
-
-
-def _serve_recording(
-    of: str,
-    text: str | None,
-    file: str | None,
-    flags: list[str],
-    save: Path | None,
-    layer: list[int] | None,
-    head: list[int] | None,
-    serving: dict[str, object],
-) -> Server:
-    """Serve a recording that was saved; options of a model do not apply to it."""
-    options_given: dict[str, object] = {
-        "TEXT": text,
-        "--file": file,
-        "--save": save,
-        "--layer": layer,
-        "--head": head,
-    }
-    options_given |= dict.fromkeys(flags, True)
-    for flag, value in options_given.items():
-        if value:
-            raise usage_error(flag, "applies to a model, but a recording was given; leave it out")
-    from regard.inspect import load as load_recording
-
-    return _serve(load_recording(of), serving)
-
-
-def _serve(recording: Recording | RunningRecording, serving: dict[str, object]) -> Server:
+def _serve(recording: Recording | RunningRecording, serving: dict[str, Any]) -> Server:
     """Start the server of a recording."""
     from regard.inspect import view as view_recording
 
-    return view_recording(recording, **serving)  # type: ignore[arg-type]
+    return view_recording(recording, **serving)
 
 
 def _check_memory(
