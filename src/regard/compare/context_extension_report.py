@@ -35,7 +35,7 @@ def result_rows(results: ExtensionResults) -> list[list[str]]:
 
 def _saved(row: Numbers) -> float:
     """Return the nats that a passage saves at one length, the mean over depths."""
-    return sum(n["saved"] for n in row["needle"]) / len(row["needle"])
+    return float(sum(n["saved"] for n in row["needle"]) / len(row["needle"]))
 
 
 def column_heads(results: ExtensionResults) -> list[str]:
