@@ -129,7 +129,7 @@ def training_page(report: TrainingReport, machine: Machine | None) -> str:
                 share=f"{100 * fit.runtime.utilization:.4g}",
                 memory=units.size(fit.memory),
                 usable=units.size(fit.usable),
-                verdict=translate(fit.verdict or "its size is not known"),
+                verdict=translate(fit.verdict or Phrase("its size is not known")),
             ),
             translate(
                 "at best {n} tokens/s, {each} on each card; published trainings of dense models on "
