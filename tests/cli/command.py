@@ -1,4 +1,4 @@
-"""The type of the fixture `said`, which runs a command."""
+"""The type of the fixtures `said` and `refused`, which run a command."""
 
 from __future__ import annotations
 

@@ -25,3 +25,18 @@ def said(capsys: pytest.CaptureFixture[str]) -> Said:
         return out if code == 0 else out or err
 
     return call
+
+
+@pytest.fixture
+def refused(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Said:
+    """What a command that fails says on standard error, as one line; it prints nothing else."""
+
+    def call(*arguments: object, code: int = 2) -> str:
+        monkeypatch.setenv("COLUMNS", "400")
+        ended = run([str(x) for x in arguments])
+        out, err = capsys.readouterr()
+        assert (ended, out) == (code, ""), err
+        assert "Traceback" not in err
+        return " ".join(err.split())
+
+    return call

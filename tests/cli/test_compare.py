@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import csv
 import json
+import shlex
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,24 +18,9 @@ from regard.compare import experiment
 from regard.compare.mechanisms import DEFAULT_NAMES
 from tests.cli.command import Said
 
-SMALL = (
-    "--dim",
-    "32",
-    "--layers",
-    "1",
-    "--window",
-    "8",
-    "--context",
-    "6",
-    "--context",
-    "12",
-    "--length",
-    "64",
-    "--batch",
-    "1",
-    "--rounds",
-    "1",
-    "--no-memory",
+SMALL = shlex.split(
+    "--dim 32 --layers 1 --window 8 --context 6 --context 12 --length 64 --batch 1 --rounds 1 "
+    "--no-memory"
 )
 TAUGHT = ("--quality", "--task", "mqar", "--steps", "2", "--lr", "0.01")
 
@@ -49,14 +35,8 @@ def _interrupts() -> Iterator[None]:
 
 @pytest.mark.full
 def test_a_comparison_and_its_files(tmp_path: Path, said: Said) -> None:
-    files = (
-        "--csv",
-        str(tmp_path / "c.csv"),
-        "--html",
-        str(tmp_path / "c.html"),
-        "--out",
-        str(tmp_path / "kept"),
-    )
+    names = {"--csv": "c.csv", "--html": "c.html", "--out": "kept"}
+    files = [x for flag, name in names.items() for x in (flag, tmp_path / name)]
     text = said("compare", "mha", "linear", *SMALL, *TAUGHT, *files)
     assert "1 layer, dim 32, 4 heads, feed-forward width 96 in all" in text
     assert "mqar against cache bytes: " in text
@@ -136,26 +116,19 @@ def test_the_list(said: Said) -> None:
         (("--rounds", "0"), "--rounds"),
     ],
 )
-def test_wrong_usage(
-    arguments: tuple[str, ...],
-    message: str,
-    said: Said,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setenv("COLUMNS", "400")
-    assert message in said("compare", *arguments, code=2)
+def test_wrong_usage(arguments: tuple[str, ...], message: str, refused: Said) -> None:
+    assert message in refused("compare", *arguments)
 
 
 @pytest.mark.parametrize("flag", ["--csv", "--html"])
 def test_files_that_cannot_be_written_are_refused_first(
-    flag: str, tmp_path: Path, said: Said, monkeypatch: pytest.MonkeyPatch
+    flag: str, tmp_path: Path, refused: Said
 ) -> None:
-    monkeypatch.setenv("COLUMNS", "400")
-    err = said("compare", "mha", flag, str(tmp_path / "none" / "x"), code=2)
+    err = refused("compare", "mha", flag, tmp_path / "none" / "x")
     assert "there is no folder" in err
-    assert "\n... " not in err, "nothing is measured before"
+    assert " ... " not in err, "nothing is measured before"
     (tmp_path / "file").write_text("")
-    assert "is a file; give a" in said("compare", "mha", "--out", tmp_path / "file", code=1)
+    assert "is a file; give a" in refused("compare", "mha", "--out", tmp_path / "file", code=1)
 
 
 @pytest.mark.parametrize("terminal", [True, False])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
 
 import pytest
@@ -46,21 +47,9 @@ def test_a_table(source: Path, tmp_path: Path, said: Said) -> None:
 def test_json_and_healing(source: Path, tmp_path: Path, said: Said) -> None:
     text = tmp_path / "text"
     text.write_text(" ".join(small.TEXT) * 4)
-    how = (
-        "--kv-heads",
-        2,
-        "--groups",
-        "svd",
-        "--context",
-        4096,
-        "--scaling",
-        "ntk",
-        "--text",
-        text,
-        "--length",
-        16,
-    )
-    healing = ("--heal", 3, "--lr", "0.001", "--batch", 2, "--seed", 5)
+    how = shlex.split("--kv-heads 2 --groups svd --context 4096 --scaling ntk --length 16 --text")
+    how.append(str(text))
+    healing = shlex.split("--heal 3 --lr 0.001 --batch 2 --seed 5")
     told = json.loads(said("convert", source, tmp_path / "out", *how, *healing, "--json"))
     assert [len(step["weight_error"]) for step in told["steps"]] == [2, 0]
     assert told["measured"]["length"] <= 16
@@ -68,30 +57,15 @@ def test_json_and_healing(source: Path, tmp_path: Path, said: Said) -> None:
     assert told["measured"]["loss_change_error"] > 0
     change = told["measured"]["loss_after"] - told["measured"]["loss_before"]
     assert told["measured"]["loss_change"] == pytest.approx(change)
-    assert (told["finetuning"]["steps"], told["finetuning"]["lr"], told["finetuning"]["seed"]) == (
-        3,
-        0.001,
-        5,
-    )
+    assert told["finetuning"].items() >= {"steps": 3, "lr": 0.001, "seed": 5}.items()
     config = regard.load(tmp_path / "out", kind=Model).config
     assert (config.num_key_value_heads, config.max_position_embeddings) == (2, 4096)
     out = said("convert", source, tmp_path / "again", *how, *healing)
     assert "finetuning: 3 steps of 2 x " in out
     assert "peak learning rate 0.001, seed 5" in out
     assert "held-out text, " in out
-    few = said(
-        "convert",
-        source,
-        tmp_path / "few",
-        "--to",
-        "mqa",
-        "--text",
-        text,
-        "--tokens",
-        32,
-        "--heal",
-        1,
-    )
+    short = shlex.split("--to mqa --tokens 32 --heal 1 --text")
+    few = said("convert", source, tmp_path / "few", *short, text)
     assert "no text was held out" in few
     assert "that is a short text, on which such figures can mislead" in few
 
@@ -109,16 +83,8 @@ def test_every_target(source: Path, tmp_path: Path, said: Said) -> None:
     said("convert", source, tmp_path / "there", *FEW, "--rotary-layout", "interleaved")
     back = said("convert", tmp_path / "there", tmp_path / "back", *FEW, "--rotary-layout", "half")
     assert "rotary pairs from interleaved to half" in back
-    fixed = said(
-        "convert",
-        source,
-        tmp_path / "fixed",
-        *FEW,
-        "--rotary-layout",
-        "half",
-        "--stored-layout",
-        "interleaved",
-    )
+    layouts = shlex.split("--rotary-layout half --stored-layout interleaved")
+    fixed = said("convert", source, tmp_path / "fixed", *FEW, *layouts)
     assert "rotary pairs from interleaved, as the weights were stored, to half" in fixed
 
 
@@ -149,16 +115,9 @@ def test_without_a_tokenizer(source: Path, tmp_path: Path, said: Said) -> None:
     ],
 )
 def test_wrong_usage(
-    arguments: tuple[str, ...],
-    message: str,
-    source: Path,
-    tmp_path: Path,
-    said: Said,
-    monkeypatch: pytest.MonkeyPatch,
+    arguments: tuple[str, ...], message: str, source: Path, tmp_path: Path, refused: Said
 ) -> None:
-    monkeypatch.setenv("COLUMNS", "400")
-    monkeypatch.setenv("NO_COLOR", "1")
-    assert message in said("convert", source, tmp_path / "out", *arguments, code=2)
+    assert message in refused("convert", source, tmp_path / "out", *arguments)
     assert not (tmp_path / "out").exists()
 
 

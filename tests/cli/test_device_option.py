@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 import regard
-from regard.cli.app import run
 from regard.compare.speed_and_memory import Timing, memory_experiments, timing_experiments
 from regard.inspect.explain.layer_stages import run_layers
 from regard.masks import Causal
+from tests.cli.command import Said
 from tests.pretended_device import SelectingKernel, pretended_cuda
 
 COMMANDS = {
@@ -22,27 +22,17 @@ COMMANDS = {
 }
 
 
-def command(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
-    code = run(list(arguments))
-    out, err = capsys.readouterr()
-    return code, out, err
-
-
 @pytest.mark.parametrize("device", ["meta", "warp"])
 @pytest.mark.parametrize("name", COMMANDS)
-def test_a_device_that_cannot_be_used(
-    name: str, device: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    code, out, err = command(capsys, *COMMANDS[name], "--device", device)
-    assert (code, out) == (2, "")
-    assert f"device '{device}' cannot be used" in " ".join(err.split())
-    assert "--device" in err
+def test_a_device_that_cannot_be_used(name: str, device: str, refused: Said) -> None:
+    error = refused(*COMMANDS[name], "--device", device)
+    assert f"device '{device}' cannot be used" in error
+    assert "--device" in error
 
 
-def test_a_layer_on_the_cpu_by_name(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_layer_on_the_cpu_by_name(said: Said) -> None:
     small = ("layer", "gqa", "--dim", "8", "--heads", "4", "--set", "groups=2", "--json")
-    plain = json.loads(command(capsys, *small)[1])
-    named = json.loads(command(capsys, *small, "--device", "cpu")[1])
+    plain, named = (json.loads(said(*small, *more)) for more in ((), ("--device", "cpu")))
     assert without_times(named) == without_times(plain)
 
 

@@ -5,6 +5,7 @@ written or left behind.
 from __future__ import annotations
 
 import resource
+import shlex
 import signal
 import subprocess
 import sys
@@ -127,28 +128,10 @@ def test_a_conversion_on_a_full_disk_names_the_folder_and_leaves_nothing(
     assert tree(tmp_path) == {}
 
 
-TRAIN = [
-    "train",
-    "text.txt",
-    "--out",
-    "out",
-    "--steps",
-    "4",
-    "--batch",
-    "2",
-    "--context",
-    "8",
-    "--dim",
-    "16",
-    "--layers",
-    "1",
-    "--heads",
-    "2",
-    "--vocab",
-    "280",
-    "--save-every",
-    "2",
-]
+TRAIN = shlex.split(
+    "train text.txt --out out --steps 4 --batch 2 --context 8 --dim 16 --layers 1 --heads 2 "
+    "--vocab 280 --save-every 2"
+)
 
 
 @pytest.fixture

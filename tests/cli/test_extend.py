@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from regard.cli import main
+from tests.cli.command import Said
 from tests.models import small
 
 TEXT = "the key of a query and the value of the key: né, 你好, over the lazy dog. " * 12
@@ -19,11 +20,11 @@ def folder(tmp_path: Path) -> Path:
     return small.write(tmp_path / "model", small.model(max_position_embeddings=32))
 
 
-def run(capsys: pytest.CaptureFixture[str], *arguments: str, code: int = 0) -> tuple[str, str]:
+def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[str, str]:
     with pytest.raises(SystemExit) as end:
         main(["extend", *arguments])
     found = capsys.readouterr()
-    assert end.value.code == code, found.err
+    assert end.value.code == 0, found.err
     return found.out, found.err
 
 
@@ -40,18 +41,8 @@ def test_a_checkpoint_is_read_in_every_form(
     capsys: pytest.CaptureFixture[str], options: list[str], tmp_path: Path
 ) -> None:
     page, chart = tmp_path / "page.html", tmp_path / "chart.svg"
-    out, err = run(
-        capsys,
-        *options,
-        "--method",
-        "yarn",
-        "--method",
-        "dynamic",
-        "--html",
-        str(page),
-        "--plot",
-        str(chart),
-    )
+    files = ("--html", str(page), "--plot", str(chart))
+    out, err = run(capsys, *options, "--method", "yarn", "--method", "dynamic", *files)
     assert "trained on 32 tokens" in out
     assert out.index("\nunscaled ") < out.index("\nyarn ") < out.index("\ndynamic ")
     assert "re_rotate" in out
@@ -83,26 +74,15 @@ def test_json_has_the_figures(
     ],
 )
 def test_refusals(
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-    folder: Path,
-    tmp_path: Path,
-    arguments: tuple[str, ...],
-    message: str,
+    folder: Path, tmp_path: Path, refused: Said, arguments: tuple[str, ...], message: str
 ) -> None:
-    monkeypatch.setenv("COLUMNS", "300")
     text = tmp_path / "text.txt"
     text.write_text(TEXT, "utf-8")
-    given = arguments if "--text" in arguments else (*arguments, "--text", str(text))
-    with pytest.raises(SystemExit) as end:
-        main(["extend", str(folder), *given])
-    assert end.value.code in (1, 2)
-    assert message in capsys.readouterr().err
+    given = arguments if "--text" in arguments else (*arguments, "--text", text)
+    assert message in refused("extend", folder, *given, code=1 if "--text" in arguments else 2)
 
 
-def test_without_a_tokenizer_a_text_cannot_be_read(
-    capsys: pytest.CaptureFixture[str], folder: Path
-) -> None:
+def test_without_a_tokenizer_a_text_cannot_be_read(folder: Path, refused: Said) -> None:
     (folder / "tokenizer.json").unlink()
-    _, err = run(capsys, str(folder), "--text", str(folder / "config.json"), code=1)
-    assert "the model has no tokenizer" in err
+    error = refused("extend", folder, "--text", folder / "config.json", code=1)
+    assert "the model has no tokenizer" in error

@@ -13,6 +13,7 @@ import typer
 from regard.cli import explain as command
 from regard.cli.app import MAX_MESSAGE, run
 from regard.inspect.model_run import ModelRun
+from tests.cli.command import Said
 from tests.fuzz.box import RAW
 
 WORDS = {
@@ -71,18 +72,10 @@ def test_hostile_words(
         ("causal & " * 10_000 + "causal", "the expression has 90006 characters; at most 65536"),
     ],
 )
-def test_hostile_masks(
-    expression: str,
-    message: str,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setenv("COLUMNS", "200")
-    code = run(["show", expression])
-    said = capsys.readouterr()
-    assert code == 2
-    assert re.search(message, said.err), said.err[:500]
-    assert len(said.err) < 2 * MAX_MESSAGE
+def test_hostile_masks(expression: str, message: str, refused: Said) -> None:
+    error = refused("show", expression)
+    assert re.search(message, error), error[:500]
+    assert len(error) < 2 * MAX_MESSAGE
 
 
 def _reading(tokens: int) -> ModelRun:
@@ -92,15 +85,13 @@ def _reading(tokens: int) -> ModelRun:
 
 @pytest.mark.full
 def test_explain_takes_16384_tokens_and_no_more(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    refused: Said,
 ) -> None:
     assert command.MAX_TOKENS == 16_384
     check = getattr(command._check_length, "__wrapped__", command._check_length)
     check(_reading(16_384))
     with pytest.raises(typer.BadParameter, match="the text has 16,385 tokens, and every pair of"):
         check(_reading(16_385))
-    monkeypatch.setenv("COLUMNS", "300")
     for more in ((), ("--attention", "mqa")):
-        assert run(["explain", "to be " * 20_000, *more]) == 2
-        said = capsys.readouterr().err
-        assert "every pair of them is computed; the limit is 16,384 tokens" in said
+        error = refused("explain", "to be " * 20_000, *more)
+        assert "every pair of them is computed; the limit is 16,384 tokens" in error

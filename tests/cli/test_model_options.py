@@ -15,6 +15,7 @@ from regard.cli.app import run
 from regard.cli.options import LoadOptions, load
 from regard.models.families import family
 from regard.models.save import save
+from tests.cli.command import Said
 from tests.models import small
 
 bert = family("bert")
@@ -24,12 +25,6 @@ t5 = family("t5")
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     return small.write(tmp_path, small.model())
-
-
-def command(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
-    code = run([str(a) for a in arguments])
-    out, err = capsys.readouterr()
-    return code, out, err
 
 
 def change(folder: Path, **tensors: Any) -> None:
@@ -55,19 +50,15 @@ def generate(folder: Path, *options: str) -> tuple[str, ...]:
 )
 @pytest.mark.parametrize("device", ["meta", "cud"])
 def test_a_device_that_cannot_be_used_is_refused_before_a_model_is_read(
-    arguments: tuple[str, ...], device: str, capsys: pytest.CaptureFixture[str]
+    arguments: tuple[str, ...], device: str, refused: Said
 ) -> None:
-    code, out, err = command(capsys, *arguments, "the key", "--device", device)
-    assert code == 2
-    assert out == ""
-    assert f"device '{device}' cannot be used" in " ".join(err.split())
-    assert "--device" in err
+    error = refused(*arguments, "the key", "--device", device)
+    assert f"device '{device}' cannot be used" in error
+    assert "--device" in error
 
 
-def test_a_device_that_can_be_used(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    plain = command(capsys, *generate(folder))
-    on_cpu = command(capsys, *generate(folder, "--device", "cpu"))
-    assert on_cpu[:2] == plain[:2]
+def test_a_device_that_can_be_used(folder: Path, said: Said) -> None:
+    assert said(*generate(folder, "--device", "cpu")) == said(*generate(folder))
 
 
 def test_a_model_goes_to_the_device(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -77,77 +68,58 @@ def test_a_model_goes_to_the_device(folder: Path, monkeypatch: pytest.MonkeyPatc
     assert load(str(folder), LoadOptions()).device.type == "cpu"
 
 
-def test_weights_that_are_missing(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_weights_that_are_missing(
+    folder: Path, refused: Said, capsys: pytest.CaptureFixture[str]
+) -> None:
     change(folder, model__norm__weight=None)
-    code, _, err = command(capsys, *generate(folder))
-    assert code == 1
-    assert "1 missing ['model.norm.weight']" in err
-    assert "--allow-missing PATTERN" in err
-    code, out, err = command(capsys, *generate(folder, "--allow-missing", "*norm*"))
-    assert code == 0
+    error = refused(*generate(folder), code=1)
+    assert "1 missing ['model.norm.weight']" in error
+    assert "--allow-missing PATTERN" in error
+    assert run(generate(folder, "--allow-missing", "*norm*")) == 0
+    out, err = capsys.readouterr()
     assert out.startswith("the key")
     assert "not trained, initialized at random: 1 weight (model.norm.weight)" in err
 
 
-def test_weights_that_are_not_finite(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_weights_that_are_not_finite(folder: Path, refused: Said) -> None:
     change(folder, model__norm__weight=torch.full((24,), float("inf")))
-    code, _, err = command(capsys, *generate(folder, "--finite"))
-    assert code == 1
-    assert "'model.norm.weight' has values that are not finite: 0 of 24 NaN, 24 infinite" in err
+    error = refused(*generate(folder, "--finite"), code=1)
+    assert "'model.norm.weight' has values that are not finite: 0 of 24 NaN, 24 infinite" in error
 
 
-def test_the_dtype(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    figures = {}
-    for dtype in ("float32", "float16"):
-        code, out, _ = command(capsys, *generate(folder, "--dtype", dtype, "--json"))
-        assert code == 0
-        figures[dtype] = json.loads(out)["cache_bytes"]
-    assert figures["float32"] == 2 * figures["float16"]
-    code, _, err = command(capsys, *generate(folder, "--dtype", "int8"))
-    assert code == 2
-    assert "'int8' is not one of float32, float16" in err
-    code, out, _ = command(
-        capsys, "explain", "the key", "--model", folder, "--dtype", "float64", "--json"
+def test_the_dtype(folder: Path, said: Said, refused: Said) -> None:
+    wide, narrow = (
+        json.loads(said(*generate(folder, "--dtype", dtype, "--json")))["cache_bytes"]
+        for dtype in ("float32", "float16")
     )
-    assert code == 0
+    assert wide == 2 * narrow
+    error = refused(*generate(folder, "--dtype", "int8"))
+    assert "'int8' is not one of float32, float16" in error
+    out = said("explain", "the key", "--model", folder, "--dtype", "float64", "--json")
     assert json.loads(out)["sizes"]["T"] == small.model().encode("the key").shape[1]
 
 
-def test_an_encoder_decoder_answers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_encoder_decoder_answers(
+    tmp_path: Path, said: Said, capsys: pytest.CaptureFixture[str]
+) -> None:
     config = t5.config(300, 8, 4, 16, 2, 2)
     network = t5.build(config)
     small.randomize(network)
     save(network, config, tmp_path)
     small.model().tokenizer.save(tmp_path)
-    code, out, err = command(
-        capsys,
-        "generate",
-        "the key",
-        "a value",
-        "--model",
-        tmp_path,
-        "--max-tokens",
-        "4",
-        "--beams",
-        "2",
-    )
-    assert code == 0, err
+    given = ("--model", str(tmp_path), "--max-tokens", "4")
+    assert run(["generate", "the key", "a value", *given, "--beams", "2"]) == 0
+    out, err = capsys.readouterr()
     assert "\n---\n" in out
     assert "2 texts in " in err
-    code, out, _ = command(
-        capsys, "generate", "the key", "--model", tmp_path, "--max-tokens", "4", "--json"
-    )
-    assert code == 0
-    assert json.loads(out)["rows"][0]["prompt"] == "the key"
+    told = json.loads(said("generate", "the key", *given, "--json"))
+    assert told["rows"][0]["prompt"] == "the key"
 
 
-def test_an_encoder_continues_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_encoder_continues_nothing(tmp_path: Path, refused: Said) -> None:
     config = bert.config(300, 8, 1, 2, 16, 32)
     save(bert.build(config), config, tmp_path)
     small.model().tokenizer.save(tmp_path)
-    code, _, err = command(capsys, "generate", "the key", "--model", tmp_path)
-    assert code == 2
-    assert "is an encoder, which generates no text" in err.replace("\n", " ")
-    code, _, err = command(capsys, "explain", "the key", "--model", tmp_path, "--chat")
-    assert code == 2
-    assert "--chat" in err
+    error = refused("generate", "the key", "--model", tmp_path)
+    assert "is an encoder, which generates no text" in error
+    assert "--chat" in refused("explain", "the key", "--model", tmp_path, "--chat")

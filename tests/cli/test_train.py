@@ -20,31 +20,12 @@ from regard.cli.app import run
 from regard.models.tokenizer import Tokenizer
 from regard.ops import tokenwise
 from regard.train import Batches
+from tests.cli.command import Said
 
-SMALL = [
-    "--steps",
-    "12",
-    "--batch",
-    "4",
-    "--context",
-    "16",
-    "--dim",
-    "16",
-    "--layers",
-    "2",
-    "--heads",
-    "4",
-    "--kv-heads",
-    "2",
-    "--vocab",
-    "280",
-    "--warmup",
-    "2",
-    "--save-every",
-    "5",
-    "--repeat",
-    "0.2",
-]
+SMALL = shlex.split(
+    "--steps 12 --batch 4 --context 16 --dim 16 --layers 2 --heads 4 --kv-heads 2 --vocab 280 "
+    "--warmup 2 --save-every 5 --repeat 0.2"
+)
 
 
 @pytest.fixture
@@ -63,8 +44,8 @@ def weights(out: Path) -> dict[str, torch.Tensor]:
 
 
 def shown(capsys: pytest.CaptureFixture[str]) -> str:
-    """Standard error, out of the box that it may be drawn in."""
-    return " ".join(capsys.readouterr().err.replace("│", " ").split())
+    """Standard error as one line."""
+    return " ".join(capsys.readouterr().err.split())
 
 
 def equal(a: Path, b: Path) -> bool:
@@ -200,10 +181,9 @@ def test_resume_without_a_checkpoint_begins(text: Path, tmp_path: Path) -> None:
     ],
 )
 def test_wrong_usage_is_2_and_writes_no_model(
-    text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], more: list[str], message: str
+    text: Path, tmp_path: Path, refused: Said, more: list[str], message: str
 ) -> None:
-    assert train(text, tmp_path / "out", *more) == 2
-    assert message in shown(capsys)
+    assert message in refused("train", text, "--out", tmp_path / "out", *SMALL, *more)
     assert not (tmp_path / "out" / "model.safetensors").exists()
 
 
@@ -220,12 +200,8 @@ def test_a_mechanism_of_the_catalogue_by_flags(
     flags = ["--attention", "gqa", "--position", "alibi", "--window", "6", "--set", "head_dim=8"]
     assert train(text, out, *flags) == 0
     said = configured(out)
-    assert (said["model_type"], said["attention"], said["position"], said["window"]) == (
-        "regard",
-        "gqa",
-        "alibi",
-        6,
-    )
+    wanted = {"model_type": "regard", "attention": "gqa", "position": "alibi", "window": 6}
+    assert said.items() >= wanted.items()
     assert said["attention_options"] == {"groups": 2, "head_dim": 8}
     assert "model: regard" in capsys.readouterr().err
     assert run(["generate", "Line 3", "--model", str(out), "--max-tokens", "2"]) == 0
@@ -233,28 +209,14 @@ def test_a_mechanism_of_the_catalogue_by_flags(
     assert "--attention gqa --position alibi --window 6 --set head_dim=8" in line
     plain = tmp_path / "plain"
     assert train(text, plain) == 0
-    assert (
-        configured(plain)["model_type"],
-        "--attention" in (plain / "command.txt").read_text(),
-    ) == (
-        "llama",
-        False,
-    )
+    assert configured(plain)["model_type"] == "llama"
+    assert "--attention" not in (plain / "command.txt").read_text()
 
 
 def test_what_the_loss_does_not_train_is_said(
     text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    sizes = [
-        "--set",
-        "topk=4",
-        "--set",
-        "index_heads=2",
-        "--set",
-        "index_dim=4",
-        "--set",
-        "rotary_dim=4",
-    ]
+    sizes = shlex.split("--set topk=4 --set index_heads=2 --set index_dim=4 --set rotary_dim=4")
     assert train(text, tmp_path / "out", "--attention", "dsa", *sizes) == 0
     assert "note: the loss has no gradient for layers.0.attention" in capsys.readouterr().err
 
@@ -304,18 +266,12 @@ def test_a_file_of_options_under_the_flags(text: Path, tmp_path: Path) -> None:
     ],
 )
 def test_a_file_that_is_refused(
-    text: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    content: str,
-    more: list[str],
-    message: str,
+    text: Path, tmp_path: Path, refused: Said, content: str, more: list[str], message: str
 ) -> None:
     file = tmp_path / "run.toml"
     file.write_text(content)
-    given = ["train", str(text), "--out", str(tmp_path / "out"), "--config", str(file), *more]
-    assert run(given) == (1 if "TOML" in message else 2)
-    assert message in shown(capsys)
+    given = ("train", text, "--out", tmp_path / "out", "--config", file, *more)
+    assert message in refused(*given, code=1 if "TOML" in message else 2)
     assert not (tmp_path / "out").exists()
 
 
@@ -370,13 +326,5 @@ def test_help_shows_an_example_without_importing_torch() -> None:
     assert "Example" in ran.stdout
     for panel in ("Model", "Steps", "Data", "Output and machine"):
         assert f"\n{panel}:\n" in ran.stdout
-    for flag in (
-        "--attention",
-        "--position",
-        "--window",
-        "--set",
-        "--clip",
-        "--weight-decay",
-        "--config",
-    ):
+    for flag in shlex.split("--attention --position --window --set --clip --weight-decay --config"):
         assert flag in ran.stdout

@@ -75,10 +75,8 @@ def test_the_others_are_those_of_regard_describe(capsys: pytest.CaptureFixture[s
         told = json.loads(printed(capsys, "describe", name, "--context", str(CONTEXT)))
         report = reference_report(name)
         assert report.kv_bytes == 32 * (2 * told["cached_values"]), name
-        assert (
-            report.model.layers[0].mixer.describe(CONTEXT).flops_per_token.value
-            == (told["flops_per_token"]["value"])
-        )
+        described = report.model.layers[0].mixer.describe(CONTEXT)
+        assert described.flops_per_token.value == told["flops_per_token"]["value"]
 
 
 @pytest.mark.parametrize("name", SEEN_KEYS)
@@ -140,13 +138,8 @@ def test_the_kept_runs_are_those_of_the_page() -> None:
 
 @pytest.mark.full
 def test_numbers_are_plain() -> None:
-    assert [page.plain(x) for x in (0.0, 0.01234, 8.0, 131.27, 16384.0)] == [
-        "0",
-        "0.0123",
-        "8",
-        "131",
-        "16384",
-    ]
+    shown = [page.plain(x) for x in (0.0, 0.01234, 8.0, 131.27, 16384.0)]
+    assert shown == ["0", "0.0123", "8", "131", "16384"]
     rows = list(cost_rows())
     assert [row.name for row in rows[:20]] == list(MOST_USED)
     assert next(row for row in rows if row.name == "gqa").cache_bytes == 4 * 2**30

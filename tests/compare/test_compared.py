@@ -26,6 +26,7 @@ from regard.compare.render import (
     render_page,
     render_table,
 )
+from regard.view.charts import ScatterPoint
 from tests.compare import small
 from tests.compare.small import MACHINE, taught
 
@@ -37,53 +38,30 @@ RIGHT = {"mha": (0.9, 0.7), "mqa": (0.5, 0.7), "linear": (0.25, 0.75)}
 """Of each seed: means 0.8, 0.6 and 0.5."""
 
 
-def done(*, without: str = "") -> dict[str, Any]:
+def timed(low: float, t: float, high: float, *kernels: str) -> dict[str, Any]:
+    """The times of one mechanism in 7 rounds."""
+    spread = {"quartiles": [low, high], "ratio": 1.0, "rounds": 7}
+    return {"seconds": t, **spread, "kernels": list(kernels)}
+
+
+def done(*, without: str | tuple[str, ...] = ()) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for context in PLAN.timing.contexts:
-        rows = {
-            n: {
-                "seconds": t,
-                "quartiles": [0.9 * t, 1.1 * t],
-                "ratio": 1.0,
-                "rounds": 7,
-                "kernels": ["sdpa"],
-                "kv_bytes": b,
-                "kv_bytes_formula": b,
-            }
-            for n, (b, t) in COST.items()
-        }
-        found[f"decode/{context}"] = {"rows": rows}
-        found[f"prefill/{context}"] = {
-            "rows": {
-                n: {
-                    "seconds": 10 * t,
-                    "quartiles": [5 * t, 15 * t],
-                    "ratio": 1.0,
-                    "rounds": 7,
-                    "kernels": [],
-                }
-                for n, (_, t) in COST.items()
-            },
-            "rounds": 2,
-        }
-    found["training/12"] = {
-        "rows": {n: {"seconds": 0.25, "kernels": []} for n in NAMES},
-        "rounds": 2,
-    }
+        decode, prefill = {}, {}
+        for n, (b, t) in COST.items():
+            kept = {"kv_bytes": b, "kv_bytes_formula": b}
+            decode[n] = timed(0.9 * t, t, 1.1 * t, "sdpa") | kept
+            prefill[n] = timed(5 * t, 10 * t, 15 * t)
+        found[f"decode/{context}"] = {"rows": decode}
+        found[f"prefill/{context}"] = {"rows": prefill, "rounds": 2}
+    steps = {n: {"seconds": 0.25, "kernels": []} for n in NAMES}
+    found["training/12"] = {"rows": steps, "rounds": 2}
     for n in NAMES:
         found[f"memory/{n}"] = {"prefill": 3 << 20, "training": None}
         for seed, right in enumerate(RIGHT[n]):
-            found[f"mqar/{n}/lr 0.003/seed {seed}"] = {
-                "validation": 1.0,
-                "accuracy": right,
-                "steps": 9,
-                "tokens": 90,
-            }
-    return {
-        name: numbers
-        for name, numbers in found.items()
-        if not (without and name.startswith(without))
-    }
+            trained = {"validation": 1.0, "accuracy": right, "steps": 9, "tokens": 90}
+            found[f"mqar/{n}/lr 0.003/seed {seed}"] = trained
+    return {name: numbers for name, numbers in found.items() if not name.startswith(without)}
 
 
 def told(**more: Any) -> dict[str, Any]:
@@ -94,21 +72,16 @@ def told(**more: Any) -> dict[str, Any]:
 
 def test_json_has_every_number_and_where_it_comes_from() -> None:
     found = told(notes=["steps: 9"])
-    assert (found["command"], found["machine"], found["training"]["seeds"]) == (
-        "regard compare mha",
-        MACHINE,
-        [0, 1],
-    )
+    assert (found["command"], found["machine"]) == ("regard compare mha", MACHINE)
+    assert found["training"]["seeds"] == [0, 1]
     assert found["shape"]["hidden"] == 96
     entry = {e["name"]: e for e in found["mechanisms"]}["linear"]
     assert entry["decode"]["20"]["kv_bytes"] == 2048
     assert entry["quality"]["mqar"]["mean"] == 0.5
     assert (entry["quality"]["mqar"]["low"], entry["quality"]["mqar"]["high"]) == (0.25, 0.75)
     assert entry["memory"] == {"prefill": 3 << 20, "training": None}
-    assert (
-        entry["parameters"]
-        == PLAN.configs["linear"].vocab_size * 64 + 3 * 32 + 4 * 32 * 32 + 3 * 32 * 96
-    )
+    vocabulary = PLAN.configs["linear"].vocab_size
+    assert entry["parameters"] == vocabulary * 64 + 3 * 32 + 4 * 32 * 32 + 3 * 32 * 96
 
 
 def test_fronts_weigh_less_cost_against_more_right_answers() -> None:
@@ -135,10 +108,7 @@ def test_csv_is_the_json_flat() -> None:
         quartiles = [float(row[f"decode_seconds_20_q{n}"]) for n in (1, 3)]
         assert quartiles == [0.9 * COST[name][1], 1.1 * COST[name][1]]
         assert float(row["mqar_accuracy"]) == pytest.approx(sum(RIGHT[name]) / 2)
-        assert (float(row["mqar_low"]), float(row["mqar_high"])) == (
-            min(RIGHT[name]),
-            max(RIGHT[name]),
-        )
+        assert [float(row[f"mqar_{end}"]) for end in ("low", "high")] == sorted(RIGHT[name])
         assert (row["prefill_peak_bytes"], row["training_peak_bytes"]) == (str(3 << 20), "")
 
 
@@ -157,27 +127,11 @@ def test_the_table_says_machine_n_and_seeds() -> None:
     assert line(text, "linear") == ["linear", parameters, "2.00 KiB", "2.00 KiB", "3.00 MiB", "-"]
     # prompts of 5 to 15 ms overlap those of 15 to 45; tokens of 0.9 to 1.1 ms are below 2.7 to 3.3;
     # steps have no rounds
-    assert line(text, "linear", 1) == [
-        "linear",
-        "~10.0 ms",
-        "~10.0 ms",
-        "1.00 ms",
-        "1.00 ms",
-        "~250 ms",
-        "state / sdpa",
-    ]
+    times = ["~10.0 ms", "~10.0 ms", "1.00 ms", "1.00 ms", "~250 ms"]
+    assert line(text, "linear", 1) == ["linear", *times, "state / sdpa"]
     rows = text.splitlines()
     below = rows[next(i for i, row in enumerate(rows) if re.match(r"linear +~", row)) + 1]
-    assert below.split() == [
-        "5.00..15.0",
-        "ms",
-        "5.00..15.0",
-        "ms",
-        "0.90..1.10",
-        "ms",
-        "0.90..1.10",
-        "ms",
-    ]
+    assert " ".join(below.split()) == "5.00..15.0 ms 5.00..15.0 ms 0.90..1.10 ms 0.90..1.10 ms"
     assert line(text, "mha", 1)[1] == "30.0 ms", "the first is what the others are held against"
     assert "~ the quartiles overlap those of mha, or there were fewer than 4 rounds: the" in text
     assert line(text, "linear", 2) == ["linear", "50.0 %", "25.0 % .. 75.0 %", "0.003", "9"]
@@ -201,25 +155,11 @@ def test_times_that_overlap_are_not_told_apart() -> None:
     entry = {e["name"]: e for e in told()["mechanisms"]}["linear"]
     assert entry["decode"]["20"]["overlaps_first"] is False
     assert entry["prefill"]["20"]["overlaps_first"] is True
-    assert (
-        overlap_legend(
-            {
-                "mechanisms": [
-                    {
-                        "name": "a",
-                        "prefill": {},
-                        "decode": {"9": with_overlap(four, "b")},
-                        "training": None,
-                    }
-                ]
-            }
-        )
-        == ""
-    )
+    plain = {"name": "a", "prefill": {}, "decode": {"9": with_overlap(four, "b")}, "training": None}
+    assert overlap_legend({"mechanisms": [plain]}) == ""
     marked = {"name": "a", "prefill": {}, "decode": {}, "training": with_overlap(two, "b")}
-    assert overlap_legend({"mechanisms": [marked]}).startswith(
-        "~ the quartiles overlap those of a, "
-    )
+    legend = overlap_legend({"mechanisms": [marked]})
+    assert legend.startswith("~ the quartiles overlap those of a, ")
 
 
 def test_a_page_without_quality_has_plots() -> None:
@@ -239,12 +179,9 @@ def test_a_page_without_quality_has_plots() -> None:
     drawn = {picture.title: picture for picture in context_plots(found)}
     assert list(drawn) == ["Time of a prompt", "Time of a decoded token", "Cache"]
     assert drawn["Cache"].lines[1].points == ((6.0, 1024.0), (20.0, 1024.0))
-    for words in (
-        "Costs against one another",
-        "Costs over the context",
-        "show the quartiles of the token",
-    ):
-        assert words in text
+    for words in ("against one another", "over the context"):
+        assert f"Costs {words}" in text
+    assert "show the quartiles of the token" in text
     assert "Quality against cost" not in text
     one = {**found, "timing": {**found["timing"], "contexts": [20]}}
     assert context_plots(one) == []
@@ -254,11 +191,7 @@ def test_a_page_without_quality_has_plots() -> None:
 
 
 def test_what_is_missing_is_shown_as_missing() -> None:
-    partial = {
-        name: numbers
-        for name, numbers in done(without="mqar/linear").items()
-        if not name.startswith(("memory", "training"))
-    }
+    partial = done(without=("mqar/linear", "memory", "training"))
     partial["decode/20"]["rows"]["mha"] = {"why": "no room"}
     found = as_json(PLAN, partial, MACHINE, "regard compare", interrupted=True)
     text = render_table(found)
@@ -287,12 +220,7 @@ def test_the_page_draws_each_lesson_against_each_cost() -> None:
         "mqar against time of a decoded token",
     ]
     marks = {mark.name: mark for mark in drawn[0].marks}
-    assert (marks["mqa"].x, marks["mqa"].y, marks["mqa"].span, marks["mqa"].on_pareto_front) == (
-        1024,
-        0.6,
-        (0.5, 0.7),
-        True,
-    )
+    assert marks["mqa"] == ScatterPoint("mqa", 1024, 0.6, (0.5, 0.7), on_pareto_front=True)
     assert not marks["linear"].on_pareto_front
     html = render_page(found)
     assert html.count("<svg") == 2 + 2 + 3

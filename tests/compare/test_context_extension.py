@@ -76,12 +76,8 @@ def test_methods_scale_the_angles_and_nothing_else(model: Model) -> None:
             assert share == pytest.approx(by_hand, abs=1e-12)
         shared = {p.data_ptr() for p in model.decoder.parameters()}
         assert {p.data_ptr() for p in network.parameters()} == shared, "no weight is another's"
-    assert rotary_metadata(model) == {
-        "trained": 16,
-        "rotary_dim": 10,
-        "base": base,
-        "critical_dimension": 2,
-    }
+    facts = {"trained": 16, "rotary_dim": 10, "base": base, "critical_dimension": 2}
+    assert rotary_metadata(model) == facts
     assert math.ceil(5 * math.log(16 / (2 * math.pi)) / math.log(base)) == 1
 
 
@@ -98,25 +94,16 @@ def test_policies_keep_what_they_promise(model: Model, ids: Tensor) -> None:
         found["re_rotate"]["difference"], rel=1e-2
     )
     assert found["stale"]["difference"] > 0.05, "the negative control"
-    assert {p: found[p]["reruns"] for p in POLICIES} == {
-        "stale": 0,
-        "pre_rope": 0,
-        "re_rotate": 0,
-        "frozen": 0,
-        "recompute": START + STEPS - TRAINED,
-    }
+    reruns = {p: found[p]["reruns"] for p in POLICIES}
+    assert reruns == {**dict.fromkeys(POLICIES, 0), "recompute": START + STEPS - TRAINED}
     assert {one["steps"] for one in found.values()} == {STEPS}
 
 
 def test_within_the_trained_length_no_policy_matters(model: Model, ids: Tensor) -> None:
     network = extended_decoder(model, "dynamic", TARGET)
     for policy in ("stale", "pre_rope", "re_rotate", "recompute"):
-        assert (
-            cache_consistency(with_cache_policy(network, policy, TARGET), ids[None, :15], 8)[
-                "difference"
-            ]
-            < 1e-4
-        )
+        made = with_cache_policy(network, policy, TARGET)
+        assert cache_consistency(made, ids[None, :15], 8)["difference"] < 1e-4
 
 
 def test_one_layer_is_right_where_keys_are_turned_anew(ids: Tensor) -> None:
@@ -144,9 +131,8 @@ def test_policies_share_the_parameters(model: Model) -> None:
     names: list[CachePolicy] = ["stale", "frozen", "re_rotate"]
     for policy in names:
         made = with_cache_policy(network, policy, TARGET)
-        assert {p.data_ptr() for p in made.parameters()} == {
-            p.data_ptr() for p in network.parameters()
-        }
+        one, other = ({p.data_ptr() for p in x.parameters()} for x in (made, network))
+        assert one == other
     assert rotary_of(network).follows_length, "what it was made from is as before"
 
 
@@ -154,12 +140,8 @@ def test_policies_share_the_parameters(model: Model) -> None:
 def found(model: Model) -> ExtensionResults:
     ids = torch.arange(400) * 37 % 300
     asked = ExtensionOptions(128, ("yarn", "dynamic"), windows=2, trials=2, steps=6)
-    return extend_all(
-        small.model(max_position_embeddings=64 * 2 - 64),
-        ids,
-        asked,
-        {"model": "small", "text": "numbers"},
-    )
+    names = {"model": "small", "text": "numbers"}
+    return extend_all(small.model(max_position_embeddings=64), ids, asked, names)
 
 
 def test_the_report_has_every_number(found: ExtensionResults) -> None:
@@ -206,9 +188,8 @@ def test_refusals(model: Model, ids: Tensor) -> None:
     with pytest.raises(ArgumentError, match="no rotary positions"):
         rotary_of(torch.nn.Linear(1, 1))
     for start in (0, 12):
-        with pytest.raises(
-            ArgumentError, match=rf"start is {start}; it must be 1 to 11, for 12 tokens"
-        ):
+        message = f"start is {start}; it must be 1 to 11, for 12 tokens"
+        with pytest.raises(ArgumentError, match=message):
             cache_consistency(model.decoder, ids[None, :12], start)
     with pytest.raises(ArgumentError, match="the text has 40 tokens, but 65 are needed for a"):
         extend_all(model, ids[:40], ExtensionOptions(64), {"model": "small", "text": "short"})

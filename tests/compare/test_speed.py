@@ -43,13 +43,7 @@ def kept(name: str, context: int, shape: Shape = SHAPE) -> int:
     mechanism can share them, one for NSA, and 2 H value heads for gated delta.
     """
     D, H, W = shape.head_dim, shape.heads, shape.window
-    per_token = {
-        "mha": 2 * H * D,
-        "gqa": H * D,
-        "mqa": 2 * D,
-        "mla": 2 * D + D // 2,
-        "nsa": 3 * 2 * D,
-    }
+    per_token = {"mha": 2 * H * D, "gqa": H * D, "mqa": 2 * D, "mla": 2 * D + D // 2, "nsa": 6 * D}
     if name in per_token:
         return per_token[name] * context
     if name in ("window", "sinks"):
@@ -59,6 +53,13 @@ def kept(name: str, context: int, shape: Shape = SHAPE) -> int:
     if name == "gated-delta":
         return 2 * H * D * D
     return H * D * (D + (name == "linear"))
+
+
+def timed(names: list[str], kind: str, length: int, **more: Any) -> dict[str, Any]:
+    """The rows of these mechanisms, timed in turns."""
+    made, limits = configs(candidates(names, SHAPE), SHAPE), replace(TIMING, **more)
+    rows: dict[str, Any] = speed_and_memory.time_in_turns(made, kind, length, limits)["rows"]
+    return rows
 
 
 @pytest.mark.full(keep=10)
@@ -71,10 +72,8 @@ def test_cache_bytes_are_the_formulas(name: str, context: int) -> None:
     assert row["kv_bytes"] == row["kv_bytes_formula"] == 2 * 4 * kept(name, context)
     if name in COUNTED:
         raw = {"model_type": "regard", **asdict(made[name])}
-        assert (
-            row["kv_bytes"]
-            == CostReport(read_sizes(raw, name), Setting(context, dtype="fp32")).kv_bytes
-        )
+        report = CostReport(read_sizes(raw, name), Setting(context, dtype="fp32"))
+        assert row["kv_bytes"] == report.kv_bytes
 
 
 @pytest.mark.full(keep=12)
@@ -133,18 +132,14 @@ def test_training_steps_train() -> None:
 
 
 def test_kernels_that_ran() -> None:
-    rows = speed_and_memory.time_in_turns(
-        configs(candidates(["mha", "linear"], SHAPE), SHAPE), "prefill", 6, TIMING
-    )["rows"]
+    rows = timed(["mha", "linear"], "prefill", 6)
     assert rows["linear"]["kernels"] == []
     assert rows["mha"]["kernels"]
     q = torch.zeros(1, 1, 2, 4)
-    assert speed_and_memory.kernels_used(
+    used = speed_and_memory.kernels_used(
         lambda: [attend(q, q, q, backend=b) for b in ("tiled", "reference", "tiled")]
-    ) == [
-        "tiled",
-        "reference",
-    ]
+    )
+    assert used == ["tiled", "reference"]
 
 
 def test_a_slow_mechanism_is_shown_as_slower(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -176,28 +171,17 @@ def test_a_slow_mechanism_is_shown_as_slower(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_no_round_begins_behind_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
-    monkeypatch.setattr(
-        timing,
-        "time",
-        SimpleNamespace(perf_counter=lambda: now.append(now[-1] + 1.0) or now[-1], **IDLE),
-    )
-    made = configs(candidates(["mqa"], SHAPE), SHAPE)
-    assert (
-        1
-        <= speed_and_memory.time_in_turns(
-            made, "decode", 6, replace(TIMING, rounds=50, seconds=9.0)
-        )["rows"]["mqa"]["rounds"]
-        < 10
-    )
+    clock = SimpleNamespace(perf_counter=lambda: now.append(now[-1] + 1.0) or now[-1], **IDLE)
+    monkeypatch.setattr(timing, "time", clock)
+    rows = timed(["mqa"], "decode", 6, rounds=50, seconds=9.0)
+    assert 1 <= rows["mqa"]["rounds"] < 10
 
 
 def test_a_mechanism_that_refuses_says_why_and_the_others_are_timed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(speed_and_memory, "free_memory", lambda _: 3000)
-    rows = speed_and_memory.time_in_turns(
-        configs(candidates(["mha", "mqa"], SHAPE), SHAPE), "decode", 8, TIMING
-    )["rows"]
+    rows = timed(["mha", "mqa"], "decode", 8)
     # 8 tokens of 64 numbers are 2048 bytes, of 16 numbers 512
     assert "choose shorter contexts" in rows["mha"]["why"]
     assert "seconds" not in rows["mha"]

@@ -64,7 +64,8 @@ LATIN_ONLY = re.compile(r"[A-Za-z]{2,}[,:;.]* +[A-Za-z(]")
 """What makes a string a text: two words."""
 
 
-TRANSLATED = {"translate": 0, "translate_styled": 0, "Phrase": 0, "usage_error": 1}
+TRANSLATED = {"translate": 0, "translate_styled": 0, "prose": 0, "indented": 0, "Phrase": 0}
+TRANSLATED |= {"note": 0, "usage_error": 1}
 """Functions that take a text and its values, and the place of the text among their arguments."""
 COUNTED = ("translate_count", "counted")
 """Functions that take a number and a noun."""

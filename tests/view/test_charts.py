@@ -181,13 +181,8 @@ def test_a_mark_says_its_numbers_in_their_units() -> None:
 
 def test_a_context_at_which_a_model_does_not_fit_is_crossed_out() -> None:
     rows = [
-        {
-            "context": 2**n,
-            "kv_bytes": 2**n * 64,
-            "decode_seconds": 1e-3 * n,
-            "fit": "fits" if n < 12 else "does not fit",
-        }
-        for n in range(10, 14)
+        {"context": 2**n, "kv_bytes": 2**n * 64, "decode_seconds": 1e-3 * n, "fit": fit}
+        for n, fit in zip(range(10, 14), ["fits"] * 2 + ["does not fit"] * 2, strict=True)
     ]
     chart = context_charts({"m": rows}, "batch 1, l4")
     assert isinstance(chart, Panels)
@@ -306,12 +301,8 @@ def test_shades_change_in_one_direction() -> None:
 
 def test_the_weights_of_a_head_are_written_into_their_cells() -> None:
     few = HeadWeights([[1.0, 0.0], [0.25, 0.75]], "head 3").draw()
-    assert [text.get_text() for text in few.figure.axes[0].texts] == [
-        "1.00",
-        "0.00",
-        "0.25",
-        "0.75",
-    ]
+    written = [text.get_text() for text in few.figure.axes[0].texts]
+    assert written == ["1.00", "0.00", "0.25", "0.75"]
     hints = [hint.split(", ") for hint in few.hints["cells"]]
     assert hints[2:] == [["query 1", "key 0: 0.2500"], ["query 1", "key 1: 0.7500"]]
     many = HeadWeights(np.eye(40).tolist(), "head 3").draw().figure.axes[0]

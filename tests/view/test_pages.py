@@ -161,18 +161,9 @@ def test_signed_strips_show_the_sign_without_colour() -> None:
     assert fold(values, 64) == (4, values[3::4])
 
 
-@pytest.mark.parametrize(
-    ("value", "shown"),
-    [
-        (0.0, "0.000"),
-        (-12.3456, "-12.35"),
-        (5e-7, "5.00e-07"),
-        (2e7, "2.00e+07"),
-        (-math.inf, "-∞"),
-    ],
-)
-def test_numbers_are_short(value: float, shown: str) -> None:
-    assert number(value) == shown
+def test_numbers_are_short() -> None:
+    shown = [number(x) for x in (0.0, -12.3456, 5e-7, 2e7, -math.inf)]
+    assert shown == ["0.000", "-12.35", "5.00e-07", "2.00e+07", "-∞"]
 
 
 def test_writing_is_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

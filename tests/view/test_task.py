@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import numpy as np
 
-from regard.view.charts import Accuracy, LengthBin
 from regard.view.task_page import (
     AlignedExample,
     TaskPage,
@@ -12,16 +11,9 @@ from regard.view.task_page import (
     accuracy_lines,
     alignment_lines,
 )
+from tests.view.test_charts import accuracy
 
 HOSTILE = '</svg><script>alert(1)</script>&"\u202e\x1b'
-
-
-def accuracy(name: str = "lstm", shares: tuple[float, ...] = (1.0, 0.5, 0.0)) -> Accuracy:
-    bins = (
-        LengthBin(8 * i + 1, 8 * i + 8, p, (max(0, p - 0.1), min(1, p + 0.1)), 50)
-        for i, p in enumerate(shares)
-    )
-    return Accuracy(name, tuple(bins))
 
 
 def test_the_terminal_shows_the_weights() -> None:
@@ -43,15 +35,8 @@ def test_bars_are_as_long_as_the_share() -> None:
 
 def test_words_are_only_ever_text() -> None:
     one = AlignedExample((HOSTILE,), (HOSTILE,), ("x",), np.full((1, 1), 1.0), HOSTILE)
-    text = TaskPage(
-        HOSTILE,
-        HOSTILE,
-        {HOSTILE: HOSTILE},
-        [accuracy(HOSTILE)],
-        16,
-        [one],
-        [WrongAnswer(HOSTILE, "", HOSTILE)],
-    ).html()
+    facts, wrong = {HOSTILE: HOSTILE}, [WrongAnswer(HOSTILE, "", HOSTILE)]
+    text = TaskPage(HOSTILE, HOSTILE, facts, [accuracy(HOSTILE)], 16, [one], wrong).html()
     assert "<script" not in text
     assert "\u202e" not in text
     assert "\x1b" not in text

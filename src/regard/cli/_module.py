@@ -156,13 +156,11 @@ def explain_module(
     return replace(explanation, where=replace(explanation.where, chosen_by=target.rule))
 
 
-def module_page(
-    run: ModuleRun, explanation: Explanation, data: Mapping[str, Any], lang: str | None, batch: int
-) -> str:
-    """Return the page of a recorded module, opened at the explained query."""
+def page_data(
+    run: ModuleRun, explanation: Explanation, data: Mapping[str, Any], batch: int
+) -> dict[str, Any]:
+    """Return the data of the page of a recorded module, opened at the explained query."""
     from regard.inspect.report import report
-    from regard.language import language
-    from regard.view.page import report_page as page_of
 
     report_data = report(
         run.recording,
@@ -174,7 +172,7 @@ def module_page(
         row=batch,
     )
     report_data["meta"]["start"]["view"] = "cell"
-    return page_of(report_data, lang or language())
+    return report_data
 
 
 def list_places(run: ModuleRun) -> list[dict[str, Any]]:

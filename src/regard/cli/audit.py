@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import json as json_format
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import typer
@@ -18,6 +19,7 @@ from regard.cli.options import (
     argument,
     check_device_option,
     console_of,
+    dtype_of,
     grouped,
     load,
     option,
@@ -41,8 +43,8 @@ def print_audit(report: Audit, console: Console) -> None:
     how = translate(report.called)
     if report.called.endswith(masked):
         how = report.called.removesuffix(masked) + translate(", causal mask given")
-    called = translate("{target}, called {how}", target=report.target, how=how)
-    console.print(called, highlight=False, markup=False)
+    say = partial(console.print, highlight=False, markup=False)
+    say(translate("{target}, called {how}", target=report.target, how=how))
     for f in report.findings:
         table = Table(show_header=False, box=None, padding=(0, 1))
         example = ", ".join(f"{name} {value}" for name, value in f.example.items())
@@ -56,15 +58,12 @@ def print_audit(report: Audit, console: Console) -> None:
             table.add_row(f"  {name}", _unstyled(value))
         style = "bold red" if f.severity == "error" else "bold yellow"
         console.print()
-        title = f"{translate(f.severity)} {f.name}"
-        console.print(title, style=style, highlight=False, markup=False)
-        sentence = translate(f.sentence)
-        console.print(f"  {sentence}", highlight=False, markup=False)
+        say(f"{translate(f.severity)} {f.name}", style=style)
+        say(f"  {translate(f.sentence)}")
         console.print(table, highlight=False)
     console.print()
     for known in report.accepted:
-        accepted = translate("accepted: {name}", name=known.name)
-        console.print(accepted, highlight=False, markup=False)
+        say(translate("accepted: {name}", name=known.name))
     kinds = (
         (translate("could not be made"), True, "yellow"),
         (translate("does not apply"), False, "dim"),
@@ -74,11 +73,7 @@ def print_audit(report: Audit, console: Console) -> None:
         if skipped:
             table = Table(title, translate("why"), box=None, padding=(0, 1), header_style=style)
             for check in skipped:
-                table.add_row(
-                    translate(check.name),
-                    _unstyled(translate(check.why)),
-                    style=style,
-                )
+                table.add_row(translate(check.name), _unstyled(translate(check.why)), style=style)
             console.print(table, highlight=False)
     console.print(translate(report.counts()))
     if not report.findings and report.untried:
@@ -121,37 +116,34 @@ WIDTH = 100
 UNTRIED = 3
 """The exit code if no fault was found and a check that applies could not be made."""
 FROM_CODE = "from the code, or a small size"
-SIZES, CLAIMS, CALL = "Sizes", "What the code is claimed to be", "How the code is called"
+size_option = partial(option, panel="Sizes")
+claim_option = partial(option, panel="What the code is claimed to be")
+call_option = partial(option, panel="How the code is called")
 
 
 @dataclass(frozen=True)
 class CallOptions:
     """What the code is claimed to be, and how it is called: see `regard.audit.AuditClaims`."""
 
-    dim: int | None = option("Model width.", shown=FROM_CODE, panel=SIZES)
-    heads: int | None = option("Number of query heads.", shown=FROM_CODE, panel=SIZES)
-    kv_heads: int | None = option("Number of key/value heads.", shown=FROM_CODE, panel=SIZES)
-    head_dim: int | None = option("Width of one head.", shown=FROM_CODE, panel=SIZES)
-    causal: bool | None = option(
+    dim: int | None = size_option("Model width.", shown=FROM_CODE)
+    heads: int | None = size_option("Number of query heads.", shown=FROM_CODE)
+    kv_heads: int | None = size_option("Number of key/value heads.", shown=FROM_CODE)
+    head_dim: int | None = size_option("Width of one head.", shown=FROM_CODE)
+    causal: bool | None = claim_option(
         "Whether the code must hide later tokens.",
         "--causal/--bidirectional",
         shown="what the code does",
-        panel=CLAIMS,
     )
-    window: int | None = option(
-        "Number of keys that a query attends to, its own included.", panel=CLAIMS
-    )
-    scale: float | None = option("Factor on the scores.", shown="1/sqrt(head dim)", panel=CLAIMS)
-    mask: str | None = option(
+    window: int | None = claim_option("Number of keys that a query attends to, its own included.")
+    scale: float | None = claim_option("Factor on the scores.", shown="1/sqrt(head dim)")
+    mask: str | None = claim_option(
         "Mask convention: keep (True = may attend), block (True = hidden) or additive.",
         shown="the convention under which the checks pass",
-        panel=CLAIMS,
     )
-    layout: str = option(
+    layout: str = call_option(
         "Dimension order of the tensors that a function takes: BHTD (batch, heads, tokens, "
         "head dim) or BTHD.",
         default="BHTD",
-        panel=CALL,
     )
 
 
@@ -166,29 +158,23 @@ def audit(
     model: str | None = option(
         'Audit a model instead: "tiny", a Hugging Face folder, or org/name on the hub.'
     ),
-    rotary: bool = option(
-        "The target is a function rotate(x) or rotate(x, positions).",
-        "--rotary",
-        default=False,
-        panel=CALL,
+    rotary: bool = call_option(
+        "The target is a function rotate(x) or rotate(x, positions).", "--rotary", default=False
     ),
-    adapter: str | None = option(
+    adapter: str | None = call_option(
         "Your own function that calls the target, as package.module:name. Its signature is "
-        "adapter(target, x, ...) -> output.",
-        panel=CALL,
+        "adapter(target, x, ...) -> output."
     ),
-    settings: list[str] | None = option(
-        "Argument of the constructor, as name=value. Repeatable.", "--set", panel=CALL
+    settings: list[str] | None = call_option(
+        "Argument of the constructor, as name=value. Repeatable.", "--set"
     ),
-    dtype: str = option(
+    dtype: str = call_option(
         "Number format in which the code runs: float32, float16, bfloat16 or float64.",
         default="float32",
-        panel=CALL,
     ),
-    device: str | None = option(
+    device: str | None = call_option(
         "Device on which the code runs: cpu, cuda, ... The checks compute on the CPU.",
         shown="the CPU",
-        panel=CALL,
     ),
     revision: str | None = REVISION,
     ignore: list[str] | None = IGNORE,
@@ -263,19 +249,9 @@ def audit(
 def _run_audit(
     target: str | None, model: str | None, load_options: LoadOptions, **audit_options: Any
 ) -> Audit:
-    import torch
-
     from regard.inspect import audit as run
 
-    names = ("float32", "float16", "bfloat16", "float64")
-    if load_options.dtype not in names:
-        raise usage_error(
-            "--dtype",
-            "{dtype!r} is not one of {names}",
-            dtype=load_options.dtype,
-            names=", ".join(names),
-        )
-    dtype = getattr(torch, load_options.dtype)
+    dtype = dtype_of(str(load_options.dtype))
     audited_code: object = target if model is None else load(model, load_options)
     name = model
     if target is not None and target.endswith(".safetensors"):

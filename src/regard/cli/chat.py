@@ -21,7 +21,6 @@ from regard.cli.options import (
     option,
 )
 from regard.errors import ArgumentError
-from regard.language import translate
 from regard.untrusted_text import MULTILINE, error_text, escape_controls
 
 if TYPE_CHECKING:
@@ -76,7 +75,7 @@ def chat(
             conversation.reset()
             note("the conversation begins again")
         elif text.startswith("/") and text[1:].isalpha():
-            note(translate("{command} is no command; /reset and /exit are", command=text))
+            note("{command} is no command; /reset and /exit are", command=text)
         elif text:
             _answer(conversation, text)
             if stats:
@@ -123,11 +122,9 @@ def _print_speed(conversation: Conversation) -> None:
     x = conversation.generation
     if x is not None and x.ids:  # Ctrl-C may have come before the first token
         note(
-            translate(
-                "read {n} at {reading:.1f} tokens/s, wrote {m} at {writing:.1f} tokens/s",
-                n=x.prompt_tokens,
-                reading=x.prefill_tokens_per_second,
-                m=len(x.ids),
-                writing=x.decode_tokens_per_second,
-            )
+            "read {n} at {reading:.1f} tokens/s, wrote {m} at {writing:.1f} tokens/s",
+            n=x.prompt_tokens,
+            reading=x.prefill_tokens_per_second,
+            m=len(x.ids),
+            writing=x.decode_tokens_per_second,
         )

@@ -7,6 +7,7 @@ from __future__ import annotations
 import json as json_format
 import sys
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,9 +20,12 @@ from regard.cli.options import (
     argument,
     check_device_option,
     check_files,
+    command_line,
     grouped,
     note,
     option,
+    options_on_command_line,
+    refuse_given,
     usage_error,
 )
 from regard.language import Phrase, translate
@@ -31,9 +35,10 @@ if TYPE_CHECKING:
     from regard.compare.comparison import Comparison, ComparisonPlan
     from regard.compare.speed_and_memory import Timing
 
-_SIZES, _TIME, _QUALITY, _OUT = "Sizes", "Measurements", "Quality (training)", "Output"
-
-
+size_option = partial(option, panel="Sizes")
+time_option = partial(option, panel="Measurements")
+quality_option = partial(option, panel="Quality (training)")
+output_option = partial(option, panel="Output")
 EPILOG = (
     "For example: regard compare mha mqa window linear --quality --out compared --html "
     "compared.html"
@@ -44,31 +49,26 @@ EPILOG = (
 class ComparedSizes:
     """The sizes that all models have."""
 
-    like: str | None = option(
+    like: str | None = size_option(
         "Model whose sizes are used, such as qwen2-0.5b (regard cost --list names them), or a "
         "config.json; it replaces --dim, --layers, --heads and --hidden.",
         shown="the sizes below",
-        panel=_SIZES,
         metavar="MODEL",
     )
-    dim: int = option("Model width M.", default=128, panel=_SIZES, min=2)
-    layers: int = option("Number of layers.", default=2, panel=_SIZES, min=1)
-    heads: int = option("Number of query heads H.", default=4, panel=_SIZES, min=1)
-    hidden: int | None = option(
-        "Width of the feed-forward layers.", shown="8/3 of dim", panel=_SIZES, min=1
-    )
-    window: int | None = option(
+    dim: int = size_option("Model width M.", default=128, min=2)
+    layers: int = size_option("Number of layers.", default=2, min=1)
+    heads: int = size_option("Number of query heads H.", default=4, min=1)
+    hidden: int | None = size_option("Width of the feed-forward layers.", shown="8/3 of dim", min=1)
+    window: int | None = size_option(
         "Number of tokens in a sliding window, in a segment of Infini-attention, and in the "
         "cache of the mechanism sinks.",
         shown="as regard cost --mechanisms",
-        panel=_SIZES,
         min=1,
     )
-    same: str = option(
+    same: str = size_option(
         "What all models have in common: sizes, or parameters, where the feed-forward width "
         "is chosen to match.",
         default="sizes",
-        panel=_SIZES,
     )
 
 
@@ -76,39 +76,33 @@ class ComparedSizes:
 class Measurements:
     """What is measured, and how often."""
 
-    context: list[int] | None = option(
+    context: list[int] | None = time_option(
         "Context length: tokens of the timed prompt, and of the sequence whose last token is "
         "decoded. Repeatable.",
         shown="512, 2048, 8192",
-        panel=_TIME,
         min=1,
     )
-    length: int = option("Number of tokens of a row in training.", default=256, panel=_TIME, min=2)
-    batch: int = option("Number of rows of a training step.", default=8, panel=_TIME, min=1)
-    training: bool = option(
+    length: int = time_option("Number of tokens of a row in training.", default=256, min=2)
+    batch: int = time_option("Number of rows of a training step.", default=8, min=1)
+    training: bool = time_option(
         "Whether to time a training step, which needs 16 bytes for each parameter.",
         "--training/--no-training",
         default=True,
-        panel=_TIME,
     )
-    rounds: int = option(
-        "Number of rounds; each times every mechanism once.", default=7, panel=_TIME, min=1
+    rounds: int = time_option(
+        "Number of rounds; each times every mechanism once.", default=7, min=1
     )
-    seconds: float = option(
-        "Time limit of the rounds of each measurement, in seconds.",
-        default=20.0,
-        panel=_TIME,
-        min=0.01,
+    seconds: float = time_option(
+        "Time limit of the rounds of each measurement, in seconds.", default=20.0, min=0.01
     )
-    memory: bool = option(
+    memory: bool = time_option(
         "Whether to measure peak memory, in a separate process for each mechanism.",
         "--memory/--no-memory",
         default=True,
-        panel=_TIME,
     )
     threads: int | None = THREADS
-    device: str | None = option(
-        "Device on which models run and are trained: cpu or cuda.", shown="the CPU", panel=_TIME
+    device: str | None = time_option(
+        "Device on which models run and are trained: cpu or cuda.", shown="the CPU"
     )
 
     @property
@@ -131,76 +125,55 @@ class Measurements:
 class Quality:
     """What each model is trained on, and how long."""
 
-    quality: bool = option(
-        "Also train each mechanism, on the same text and recall tasks.",
-        "--quality",
-        default=False,
-        panel=_QUALITY,
+    quality: bool = quality_option(
+        "Also train each mechanism, on the same text and recall tasks.", "--quality", default=False
     )
-    task: list[str] | None = option(
+    task: list[str] | None = quality_option(
         "Task to train on and test with: text, mqar or passkey. Repeatable.",
         "--task",
         shown="all three",
-        panel=_QUALITY,
     )
-    text: str = option(
+    text: str = quality_option(
         "Text to train on, read as bytes: a UTF-8 file, a folder, or python-docs.",
         default="python-docs",
-        panel=_QUALITY,
     )
-    minutes: float = option(
+    minutes: float = quality_option(
         "Time limit for the whole run in minutes; training is shortened to fit.",
         default=30.0,
-        panel=_QUALITY,
         min=0.1,
     )
-    steps: int | None = option(
-        "Number of optimizer steps, whatever time they take.",
-        shown="as many as fit",
-        panel=_QUALITY,
-        min=1,
+    steps: int | None = quality_option(
+        "Number of optimizer steps, whatever time they take.", shown="as many as fit", min=1
     )
-    lr: list[float] | None = option(
+    lr: list[float] | None = quality_option(
         "Learning rate for all mechanisms. Repeatable: the rate with the lowest validation "
         "loss is used.",
         "--lr",
         shown="0.003; for recurrent mechanisms 0.001, 0.003 and 0.01",
-        panel=_QUALITY,
     )
-    seeds: int = option(
-        "Number of random seeds 0, 1, ...; a model is trained with each.",
-        default=1,
-        panel=_QUALITY,
-        min=1,
+    seeds: int = quality_option(
+        "Number of random seeds 0, 1, ...; a model is trained with each.", default=1, min=1
     )
 
     def check(self) -> None:
         """Raise an error for options of training if --quality is not given."""
-        training_options = {
-            "--task": self.task,
-            "--steps": self.steps,
-            "--lr": self.lr,
-            "--seeds": self.seeds > 1,
-            "--text": self.text != "python-docs",
-        }
-        for name, value in training_options.items():
-            if value and not self.quality:
-                raise usage_error(
-                    name, "applies only to training; give --quality too, or leave it out"
-                )
+        if self.quality:
+            return
+        given = {"--task": self.task, "--steps": self.steps, "--lr": self.lr}
+        given |= {"--seeds": self.seeds > 1, "--text": self.text != "python-docs"}
+        refuse_given(given, "applies only to training; give --quality too, or leave it out")
 
 
 @dataclass
 class ComparisonOutput:
     """The files to which the results are written."""
 
-    out: Path | None = option(
-        "Folder in which measurements are saved; a later run with the same folder continues.",
-        panel=_OUT,
+    out: Path | None = output_option(
+        "Folder in which measurements are saved; a later run with the same folder continues."
     )
     json: bool = JSON
-    csv: Path | None = option(
-        "Write a line of CSV for each mechanism to this file.", panel=_OUT, metavar="FILE"
+    csv: Path | None = output_option(
+        "Write a line of CSV for each mechanism to this file.", metavar="FILE"
     )
     html: Path | None = HTML_PAGE
 
@@ -219,8 +192,8 @@ def compare(
     measurements: Measurements,
     quality: Quality,
     output: ComparisonOutput,
-    list_: bool = option(
-        "List the default mechanisms and the tasks, and exit.", "--list", default=False, panel=_OUT
+    list_: bool = output_option(
+        "List the default mechanisms and the tasks, and exit.", "--list", default=False
     ),
 ) -> None:
     """Measure attention mechanisms as decoders of one shape: cache size, time of a prompt, a token
@@ -244,7 +217,7 @@ def compare(
         note(f"{one.name}: {written(one.attention, one.options)}", "... ")
     comparison = _comparison(plan, measurements, quality, output.out)
     interrupted = _run(comparison)
-    _show(comparison, _command(sys.argv[1:]), output, interrupted=interrupted)
+    _show(comparison, command_line(), output, interrupted=interrupted)
     if interrupted:
         if output.out is not None:
             note("interrupted; the same command continues from the saved measurements")
@@ -288,11 +261,8 @@ def _plan(
 
 def _check_like(context: typer.Context, sizes: ComparedSizes) -> None:
     """Leave `window` to the model of --like, and raise an error for sizes that it replaces."""
-    given_names = {
-        name
-        for name in ("dim", "layers", "heads", "hidden", "window")
-        if (source := context.get_parameter_source(name)) and source.name == "COMMANDLINE"
-    }
+    names = ("dim", "layers", "heads", "hidden", "window")
+    given_names = options_on_command_line(context, names)
     if not sizes.like:
         return
     for name in sorted(given_names - {"window"}):
@@ -363,11 +333,10 @@ def _show(
         interrupted=interrupted,
         notes=comparison.notes,
     )
-    typer.echo(
-        json_format.dumps(results, indent=1, allow_nan=False)
-        if output.json
-        else render_table(results)
-    )
+    if output.json:
+        typer.echo(json_format.dumps(results, indent=1, allow_nan=False))
+    else:
+        typer.echo(render_table(results))
     if output.csv is not None:
         write(output.csv, as_csv(plan, measurements))
     if output.html is not None:
@@ -394,12 +363,6 @@ def _listing() -> str:
 def _listed(name: str, text: str) -> str:
     """Return a name and its sentence within the width of the terminal."""
     return wrap(text, line_width(), indent=f"  {name:<12} ", hang=" " * 15)
-
-
-def _command(arguments: list[str]) -> str:
-    import shlex
-
-    return shlex.join(["regard", *arguments])
 
 
 def _report(line: str) -> None:

@@ -90,58 +90,47 @@ def _measurement_lines(measured: ModelComparison) -> Iterator[str]:
         or "ids drawn at random (seed 0): there is no tokenizer, and a loss means nothing"
     )
     yield ""
-    yield (
-        translate(
-            "on {tokens:,} predicted tokens in {rows} windows of {length}, {text}:",
-            tokens=measured.tokens,
-            rows=measured.rows,
-            length=measured.length,
-            text=translate(text),
-        )
+    yield translate(
+        "on {tokens:,} predicted tokens in {rows} windows of {length}, {text}:",
+        tokens=measured.tokens,
+        rows=measured.rows,
+        length=measured.length,
+        text=translate(text),
     )
     error_note = (
         "; ± is the standard error over windows"
         if measured.rows > 1
         else "; one window gives no standard error"
     )
-    yield (
-        translate(
-            "  KL(before | after)      {divergence:.4g}{divergence_error} nats per "
-            "token{error_note}",
-            divergence=measured.divergence,
-            divergence_error=_plus_minus(measured.divergence_error),
-            error_note=translate(error_note),
-        )
+    yield translate(
+        "  KL(before | after)      {divergence:.4g}{divergence_error} nats per token{error_note}",
+        divergence=measured.divergence,
+        divergence_error=_plus_minus(measured.divergence_error),
+        error_note=translate(error_note),
     )
-    yield (
-        translate(
-            "  same likeliest token    {agreement:.1%}{error}",
-            agreement=measured.agreement,
-            error=_plus_minus(100 * measured.agreement_error, " %"),
-        )
+    yield translate(
+        "  same likeliest token    {agreement:.1%}{error}",
+        agreement=measured.agreement,
+        error=_plus_minus(100 * measured.agreement_error, " %"),
     )
     if not math.isnan(measured.loss_before):
-        yield (
-            translate(
-                "  loss, nats per token    {loss_before:.4f} -> {loss_after:.4f}: "
-                "{loss_change:+.4f}{loss_change_error}",
-                loss_before=measured.loss_before,
-                loss_after=measured.loss_after,
-                loss_change=measured.loss_change,
-                loss_change_error=_plus_minus(measured.loss_change_error),
-            )
+        yield translate(
+            "  loss, nats per token    {loss_before:.4f} -> {loss_after:.4f}: "
+            "{loss_change:+.4f}{loss_change_error}",
+            loss_before=measured.loss_before,
+            loss_after=measured.loss_after,
+            loss_change=measured.loss_change,
+            loss_change_error=_plus_minus(measured.loss_change_error),
         )
         yield translate(
             "  perplexity              {before} -> {after}",
             before=f"{measured.perplexity_before:.3f}",
             after=f"{measured.perplexity_after:.3f}",
         )
-    yield (
-        translate(
-            "  logits differ by        {largest:.3g} at most, by {relative:.3g} of their norm",
-            largest=measured.largest,
-            relative=measured.relative,
-        )
+    yield translate(
+        "  logits differ by        {largest:.3g} at most, by {relative:.3g} of their norm",
+        largest=measured.largest,
+        relative=measured.relative,
     )
     if measured.short:
         yield translate(
@@ -159,11 +148,9 @@ def _weight_error_lines(step: ConversionStep) -> Iterator[str]:
     """Yield the weight errors by layer, and the error by rank."""
     if step.layers and any(max(error) > 0 for error in step.layers):
         yield ""
-        yield (
-            translate(
-                "{step}: relative weight error (Frobenius, of scores and of values to outputs)",
-                step=translate(step.what).partition(translate(": "))[0],
-            )
+        yield translate(
+            "{step}: relative weight error (Frobenius, of scores and of values to outputs)",
+            step=translate(step.what).partition(translate(": "))[0],
         )
         for i, error in enumerate(step.layers):
             yield translate(
@@ -182,33 +169,27 @@ def _weight_error_lines(step: ConversionStep) -> Iterator[str]:
 def _finetuning_lines(result: FinetuneResult) -> Iterator[str]:
     """Yield the lines about the finetuning: its settings, and the loss before and after it."""
     yield ""
-    yield (
-        translate(
-            "finetuning: {steps} of {batch} x {length} tokens, AdamW on all weights, peak "
-            "learning rate {lr:g}, seed {seed}",
-            steps=translate_count(result.steps, "step"),
-            batch=result.batch,
-            length=result.length,
-            lr=result.lr,
-            seed=result.seed,
-        )
+    yield translate(
+        "finetuning: {steps} of {batch} x {length} tokens, AdamW on all weights, peak "
+        "learning rate {lr:g}, seed {seed}",
+        steps=translate_count(result.steps, "step"),
+        batch=result.batch,
+        length=result.length,
+        lr=result.lr,
+        seed=result.seed,
     )
-    yield (
-        translate(
-            "  trained text, {tokens}: loss {loss_before:.4f} -> {loss_after:.4f}",
-            tokens=translate_count(result.tokens, "token"),
-            loss_before=result.loss_before,
-            loss_after=result.loss_after,
-        )
+    yield translate(
+        "  trained text, {tokens}: loss {loss_before:.4f} -> {loss_after:.4f}",
+        tokens=translate_count(result.tokens, "token"),
+        loss_before=result.loss_before,
+        loss_after=result.loss_after,
     )
     if result.held_tokens:
-        yield (
-            translate(
-                "  held-out text, {tokens}: loss {held_before:.4f} -> {held_after:.4f}",
-                tokens=translate_count(result.held_tokens, "token"),
-                held_before=result.held_before,
-                held_after=result.held_after,
-            )
+        yield translate(
+            "  held-out text, {tokens}: loss {held_before:.4f} -> {held_after:.4f}",
+            tokens=translate_count(result.held_tokens, "token"),
+            held_before=result.held_before,
+            held_after=result.held_after,
         )
     else:
         yield translate(
@@ -221,7 +202,10 @@ EPILOG = "For example: regard convert tiny tiny-mla --to mla --rank 96"
 
 MAX_TEXT_BYTES = 1 << 30
 """The maximum size in bytes of a text to measure on."""
-HEADS, POSITIONS, MEASURING, HEALING = "Attention", "Positions", "Measurement", "Finetuning"
+head_option = partial(option, panel="Attention")
+position_option = partial(option, panel="Positions")
+measuring_option = partial(option, panel="Measurement")
+healing_option = partial(option, panel="Finetuning")
 
 
 def convert(
@@ -234,43 +218,34 @@ def convert(
     out: Path = argument(
         "The folder to write; it must be new or empty.", default=..., metavar="OUT"
     ),
-    to: str | None = option(
+    to: str | None = head_option(
         "Attention of the new checkpoint: mha, gqa (with --kv-heads), mqa, or mla (with --rank).",
         shown="unchanged",
-        panel=HEADS,
     ),
-    kv_heads: int | None = option(
+    kv_heads: int | None = head_option(
         "Number of key/value heads. For fewer heads, heads are pooled; for more, heads are "
         "repeated.",
-        panel=HEADS,
         min=1,
     ),
-    groups: str | None = option(
+    groups: str | None = head_option(
         "How heads are pooled: mean, or svd, which moves the differences into the query and "
         "output matrices.",
         shown="svd, or mean where a norm follows the heads",
-        panel=HEADS,
     ),
-    rank: int | None = option(
-        "Size of the MLA latent, kv_lora_rank.",
-        shown="full rank, which is exact",
-        panel=HEADS,
-        min=2,
+    rank: int | None = head_option(
+        "Size of the MLA latent, kv_lora_rank.", shown="full rank, which is exact", min=2
     ),
-    rotary_layout: str | None = option(
-        "Which dims form a rotary pair in the new checkpoint: half or interleaved.", panel=POSITIONS
+    rotary_layout: str | None = position_option(
+        "Which dims form a rotary pair in the new checkpoint: half or interleaved."
     ),
-    stored_layout: str | None = option(
-        "The rotary layout of the stored weights, if config.json has the wrong one.",
-        panel=POSITIONS,
+    stored_layout: str | None = position_option(
+        "The rotary layout of the stored weights, if config.json has the wrong one."
     ),
-    context: int | None = option(
-        "Context length to reach by scaling rotary positions, in tokens.", panel=POSITIONS, min=1
+    context: int | None = position_option(
+        "Context length to reach by scaling rotary positions, in tokens.", min=1
     ),
-    scaling: str = option(
-        "Method of --context: linear, ntk, dynamic, yarn or llama3.",
-        default="yarn",
-        panel=POSITIONS,
+    scaling: str = position_option(
+        "Method of --context: linear, ntk, dynamic, yarn or llama3.", default="yarn"
     ),
     dtype: str | None = option(
         "Number format of the weights: float32, float16, bfloat16 or float64.", shown="unchanged"
@@ -280,29 +255,21 @@ def convert(
     ),
     revision: str | None = REVISION,
     ignore: list[str] | None = IGNORE,
-    text: Path | None = option(
-        "Text file on which both models are measured.", shown="the topics of pydoc", panel=MEASURING
+    text: Path | None = measuring_option(
+        "Text file on which both models are measured.", shown="the topics of pydoc"
     ),
-    tokens: int = option(
-        "Maximum number of tokens to measure on.", default=4096, panel=MEASURING, min=2
+    tokens: int = measuring_option("Maximum number of tokens to measure on.", default=4096, min=2),
+    length: int | None = measuring_option(
+        "Number of tokens in a window of the text.", shown="the trained length, at most 512", min=2
     ),
-    length: int | None = option(
-        "Number of tokens in a window of the text.",
-        shown="the trained length, at most 512",
-        panel=MEASURING,
-        min=2,
-    ),
-    heal: int | None = option(
+    heal: int | None = healing_option(
         "Finetune all weights on the text for this many steps after the conversion.",
         "--heal",
-        panel=HEALING,
         min=1,
     ),
-    lr: float = option("Peak learning rate of --heal.", default=1e-4, panel=HEALING),
-    batch: int = option("Number of windows in a step of --heal.", default=4, panel=HEALING, min=1),
-    seed: int = option(
-        "Random seed for the order of the data in --heal.", default=0, panel=HEALING
-    ),
+    lr: float = healing_option("Peak learning rate of --heal.", default=1e-4),
+    batch: int = healing_option("Number of windows in a step of --heal.", default=4, min=1),
+    seed: int = healing_option("Random seed for the order of the data in --heal.", default=0),
     json: bool = JSON,
 ) -> None:
     """Write a checkpoint with other heads, latents, positions, dtype or weights of fewer bits,

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import typer
 
-from regard.cli.options import JSON, argument, grouped, note, option, usage_error
+from regard.cli.options import JSON, argument, check_files, grouped, note, option, usage_error
 from regard.configs.measured_speeds import Work, reached
 from regard.configs.published import PUBLISHED_MODELS, model_of
 from regard.cost.memory_fit import Runtime
@@ -85,11 +85,7 @@ class MechanismOptions:
 
     def named(self) -> dict[str, Any]:
         """Collect the options of the mechanism from its flags and from `--set name=value`."""
-        named = {
-            "groups": self.kv_heads,
-            "head_dim": self.head_dim,
-            "window": self.window,
-        }
+        named = {"groups": self.kv_heads, "head_dim": self.head_dim, "window": self.window}
         options: dict[str, Any] = {name: x for name, x in named.items() if x is not None}
         for setting in self.settings or []:
             name, sign, value = setting.partition("=")
@@ -664,7 +660,7 @@ def _show_mechanisms(
     from regard.configs.suggested_sizes import mechanism_costs
     from regard.cost import mechanism_table
 
-    _check_pictures(plot, html)
+    check_files({"--html": html}, pictures={"--plot": plot})
     rows = mechanism_costs(names.split(","), base, setting, machine, count_layer=_count_layer)
     if plot is not None or html is not None:
         from regard.view import charts
@@ -692,14 +688,6 @@ def _count_layer(choice: MechanismChoice, base: BaseModel) -> CountedLayer:
     from regard.models.assembly.counted_layers import count_layer
 
     return count_layer(choice, base)
-
-
-def _check_pictures(plot: Path | None, html: Path | None = None) -> None:
-    """Refuse files that cannot be written before anything is computed."""
-    if plot is not None or html is not None:
-        from regard.cli.options import check_files
-
-        check_files({"--html": html}, pictures={"--plot": plot})
 
 
 def _flag_of(name: str) -> str:
@@ -789,12 +777,10 @@ def _show_range(
     contexts = contexts_within_positions(requested, *models)
     if len(contexts) < len(requested):
         note(
-            Phrase(
-                "contexts above {longest:,} are left out, because learned positions end there",
-                longest=contexts[-1],
-            )
+            "contexts above {longest:,} are left out, because learned positions end there",
+            longest=contexts[-1],
         )
-    _check_pictures(plot)
+    check_files({}, pictures={"--plot": plot})
     rows: Rows = {}
     for i, (model, setting) in enumerate(zip(models, settings, strict=True)):
         name = model.name if model.name not in rows else f"{model.name} ({i + 1})"

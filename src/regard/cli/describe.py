@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from regard import units
-from regard.cli.options import JSON, SET, argument, option, usage_error
+from regard.cli.options import JSON, SET, argument, check_files, option, usage_error
 from regard.configs.catalogue import GROUPS
 from regard.language import translate
 from regard.text_table import display_width, line_width, wrap
@@ -115,7 +115,6 @@ def _draw(
     path: Path, entry: Variant, module: nn.Module, dim: int, heads: int, options: dict[str, object]
 ) -> None:
     """Write the figure of a mechanism: its heads and cache, or its mask."""
-    from regard.cli.options import check_files
     from regard.view.charts import write
     from regard.view.heatmaps import CachedHeads, HeadsFigure, MaskFigure
 
@@ -162,14 +161,9 @@ def _figures_as_json(
     options: dict[str, object],
     description: Description | None,
 ) -> dict[str, object]:
-    figures = (
-        {}
-        if description is None
-        else {
-            **asdict(description),
-            "cached_values": description.cached_values,
-        }
-    )
+    figures: dict[str, object] = {}
+    if description is not None:
+        figures = {**asdict(description), "cached_values": description.cached_values}
     figures |= {"name": entry.name, "family": entry.family, "equation": entry.equation}
     return {**figures, "source": entry.source, "options": {"dim": dim, "heads": heads, **options}}
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 import json as json_format
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +18,6 @@ from regard.cli.options import (
     COLOR,
     JSON,
     LANG,
-    MODEL,
     SET,
     TEXT_FILE,
     LoadOptions,
@@ -27,7 +27,9 @@ from regard.cli.options import (
     console_of,
     grouped,
     load,
+    model_option,
     option,
+    refuse_given,
     usage_error,
     working,
 )
@@ -45,8 +47,10 @@ EPILOG = (
     "creature"
 )
 USAGE = "TEXT"  # or --file, or --module
-WHERE, OUT = "What to explain", "Output"
-MECHANISM, MODULE = "A mechanism with random weights", "A module of your own"
+row_option = partial(option, panel="What to explain")
+output_option = partial(option, panel="Output")
+mechanism_option = partial(option, panel="A mechanism with random weights")
+module_option = partial(option, panel="A module of your own")
 MAX_TOKENS = 1 << 14
 """The maximum number of tokens of a text; a small model takes half a minute for that many."""
 
@@ -55,40 +59,31 @@ MAX_TOKENS = 1 << 14
 class Row:
     """The options that say which query, key and head are explained."""
 
-    layer: int | None = option(
-        "Layer, from 0; negative numbers count from the end.",
-        shown="chosen by the weights",
-        panel=WHERE,
+    layer: int | None = row_option(
+        "Layer, from 0; negative numbers count from the end.", shown="chosen by the weights"
     )
-    head: int | None = option(
-        "Query head, from 0; negative numbers count from the end.",
-        shown="chosen by the weights",
-        panel=WHERE,
+    head: int | None = row_option(
+        "Query head, from 0; negative numbers count from the end.", shown="chosen by the weights"
     )
-    query: str | None = option(
+    query: str | None = row_option(
         "Query token: its index (-1 is the last token), or a word of the text, which means "
         "its last token.",
         shown="the last token, or of a text encoder the word with the largest weight",
-        panel=WHERE,
     )
-    key: str | None = option(
-        "Key token, named as for --query.",
-        shown="the key with the largest weight, not the query",
-        panel=WHERE,
+    key: str | None = row_option(
+        "Key token, named as for --query.", shown="the key with the largest weight, not the query"
     )
-    place: str | None = option(
+    place: str | None = row_option(
         "Attention module, by its path such as decoder.layers.0.cross, instead of --layer.",
         shown="by --layer",
-        panel=WHERE,
     )
-    call: str | None = option(
+    call: str | None = row_option(
         "Which call of the module, if it computes attention several times (branches, passes): "
         "a name or a number.",
         shown="the one with the largest weight",
-        panel=WHERE,
     )
-    target: str | None = option(
-        "Target text of an encoder-decoder.", shown="the text that it generates", panel=WHERE
+    target: str | None = row_option(
+        "Target text of an encoder-decoder.", shown="the text that it generates"
     )
 
 
@@ -96,32 +91,26 @@ class Row:
 class Output:
     """The options that say how an explanation is shown."""
 
-    html: Path | None = option(
-        "Write one self-contained HTML page to this file, instead of printing text.", panel=OUT
+    html: Path | None = output_option(
+        "Write one self-contained HTML page to this file, instead of printing text."
     )
     lang: str | None = LANG
-    beside: str | None = option("Another text to compare with on the page (--html).", panel=OUT)
-    beside_model: str | None = option(
+    beside: str | None = output_option("Another text to compare with on the page (--html).")
+    beside_model: str | None = output_option(
         "Another model to compare with on the page (--html): a name or a folder.",
         shown="the same model",
-        panel=OUT,
     )
-    figure: Path | None = option(
-        "Draw the head's attention pattern and the query's row to this .svg, .png or .pdf file.",
-        panel=OUT,
+    figure: Path | None = output_option(
+        "Draw the head's attention pattern and the query's row to this .svg, .png or .pdf file."
     )
     json: bool = JSON
-    full: bool = option(
-        "Print every step with all numbers, instead of one screen.",
-        "--full",
-        default=False,
-        panel=OUT,
+    full: bool = output_option(
+        "Print every step with all numbers, instead of one screen.", "--full", default=False
     )
-    list_heads: bool = option(
+    list_heads: bool = output_option(
         "List the key with the largest weight in every head for this query, and exit.",
         "--list",
         default=False,
-        panel=OUT,
     )
     color: bool | None = COLOR
 
@@ -136,27 +125,24 @@ def explain(
     file: str | None = TEXT_FILE,
     *,
     row: Row,
-    model: str | None = option(
+    model: str | None = model_option(
         'The model: "tiny", which comes with the package, "minilm" or "smollm2" from packages, a '
         "Hugging Face folder, a GGUF file, or org/name on the hub.",
         shown="a trained model that is installed and reads the text's language, or tiny",
-        panel=MODEL,
     ),
-    attention: str | None = option(
+    attention: str | None = mechanism_option(
         "Explain this mechanism of the catalogue (regard describe) with random weights, "
-        "instead of a model.",
-        panel=MECHANISM,
+        "instead of a model."
     ),
     settings: list[str] | None = SET,
-    seed: int = option("Random seed for the weights.", default=0, panel=MECHANISM),
-    module: str | None = option(
+    seed: int = mechanism_option("Random seed for the weights.", default=0),
+    module: str | None = module_option(
         "Instead of a text: your own function, which is imported and called without arguments. "
         "It returns (model, inputs) or (model, inputs, labels): any torch.nn.Module, its "
         "inputs, and texts for its tokens, as regard.inspect.record takes them.",
-        panel=MODULE,
         metavar="PACKAGE.MODULE:FUNCTION",
     ),
-    batch: int = option("Row of the batch of --module.", default=0, panel=MODULE, min=0),
+    batch: int = module_option("Row of the batch of --module.", default=0, min=0),
     output: Output,
     reading: PromptOptions,
     load_options: LoadOptions,
@@ -183,7 +169,10 @@ def explain(
         others |= {"--target": row.target, "--call": row.call, "--set": settings, "--seed": seed}
         others |= {"--beside": output.beside, "--beside-model": output.beside_model}
         others |= {"--model": model} | dict.fromkeys(flags, True)
-        _check_alone(others)
+        refuse_given(
+            others,
+            "does not apply to --module, whose function builds model and inputs; leave it out",
+        )
         _explain_module(module, row, batch, output)
         return
     prompt = reading.prompt(text, file)
@@ -215,10 +204,7 @@ def explain(
             reading=reading,
         )
 
-    def page_of(data: dict[str, Any]) -> str:
-        return page(explanation, run, data, output.lang, beside_run)
-
-    _write_output(explanation, page_of, output)
+    _write_output(explanation, partial(page_data, explanation, run, beside=beside_run), output)
 
 
 def _default_model(text: str) -> str:
@@ -240,16 +226,6 @@ def _default_model(text: str) -> str:
     return name
 
 
-def _check_alone(others: dict[str, Any]) -> None:
-    """Raise an error for options that do not apply to --module."""
-    for flag, value in others.items():
-        if value:
-            raise usage_error(
-                flag,
-                "does not apply to --module, whose function builds model and inputs; leave it out",
-            )
-
-
 def _explain_module(name: str, row: Row, batch: int, output: Output) -> None:
     """Explain a row of a module of the user's own, or list its places."""
     from regard.cli import _module
@@ -266,22 +242,21 @@ def _explain_module(name: str, row: Row, batch: int, output: Output) -> None:
     place = row.place if row.place is not None else row.layer
     target = _module.choose_module_head(run, query, key, place, row.head, batch)
     explanation = _module.explain_module(run, target, query, key, batch)
-
-    def page_of(data: dict[str, Any]) -> str:
-        return _module.module_page(run, explanation, data, output.lang, batch)
-
-    _write_output(explanation, page_of, output)
+    _write_output(explanation, partial(_module.page_data, run, explanation, batch=batch), output)
 
 
 def _write_output(
-    explanation: Explanation, page_of: Callable[[dict[str, Any]], str], output: Output
+    explanation: Explanation, page_of: Callable[[dict[str, Any]], dict[str, Any]], output: Output
 ) -> None:
     """Write the page and the figure if they were requested; print JSON or the text."""
+    from regard.language import language
+
     data, html, figure = explanation.as_dict(), output.html, output.figure
     if html is not None:
         from regard.view.html_page import write
+        from regard.view.page import report_page
 
-        size = write(html, page_of(data))
+        size = write(html, report_page(page_of(data), output.lang or language()))
         typer.echo(
             f"{escape_controls(str(html))}: {units.size(size)}, layer {explanation.layer}, head "
             f"{explanation.head}",
@@ -295,7 +270,6 @@ def _write_output(
     if output.json:
         typer.echo(json_format.dumps(data, allow_nan=False))
     elif html is None and figure is None:
-        from regard.language import language
         from regard.view.explanation_summary import show_summary
         from regard.view.explanation_text import show
 
@@ -373,13 +347,10 @@ def check_options(
 ) -> None:
     """Raise an error for options of a mechanism where there is a model, and the other way round."""
     if attention is None:
-        for flag, value in mechanism_options.items():
-            if value:
-                raise usage_error(
-                    flag,
-                    "applies only to a mechanism with random weights; name one, such as "
-                    "--attention gqa",
-                )
+        refuse_given(
+            mechanism_options,
+            "applies only to a mechanism with random weights; name one, such as --attention gqa",
+        )
     elif source != "tiny":
         raise usage_error(
             "--attention", "builds a network with random weights; leave out --model or --attention"
@@ -482,22 +453,16 @@ class ExplainTarget:
         return replace(explanation, where=replace(explanation.where, chosen_by=self.choice.rule))
 
 
-def page(
-    explanation: Explanation,
-    read: ModelRun,
-    data: dict[str, object],
-    lang: str | None,
-    beside: ModelRun | None,
-) -> str:
-    """Return the page with a recording of the whole run, opened at the explained query, and
-    optionally another run to compare with.
+def page_data(
+    explanation: Explanation, read: ModelRun, data: dict[str, object], beside: ModelRun | None
+) -> dict[str, Any]:
+    """Return the data of the page with a recording of the whole run, opened at the explained query,
+    and optionally another run to compare with.
     """
     from types import SimpleNamespace
 
     from regard.inspect.explain.captured_run import record_run
     from regard.inspect.report import report
-    from regard.language import language
-    from regard.view.page import report_page as page_of
 
     recording = record_run(read)
     names = [
@@ -526,7 +491,7 @@ def page(
     )
     # open the view of the explained weight, or the comparison; the page has the other views too
     report_data["meta"]["start"]["view"] = "cell" if beside is None else "compare"
-    return page_of(report_data, lang or language())
+    return report_data
 
 
 def print_heads(target: ExplainTarget, json: bool, console: Console, lang: str | None) -> None:
@@ -550,9 +515,8 @@ def print_heads(target: ExplainTarget, json: bool, console: Console, lang: str |
         for h, (weight, key) in enumerate(zip(*layer, strict=True))
     ]
     if json:
-        typer.echo(
-            json_format.dumps({"query": target.query_index, "piece": query_token, "heads": rows})
-        )
+        found = {"query": target.query_index, "piece": query_token, "heads": rows}
+        typer.echo(json_format.dumps(found))
     else:
         show_heads(
             f"{target.query_index} {query_token}",

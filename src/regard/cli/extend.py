@@ -5,8 +5,6 @@ length, passage retrieval, rotary frequencies and caches.
 from __future__ import annotations
 
 import json as json_format
-import shlex
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +20,7 @@ from regard.cli.options import (
     THREADS,
     argument,
     check_files,
+    command_line,
     note,
     option,
 )
@@ -146,12 +145,11 @@ def _write(results: ExtensionResults, options: dict[str, Any]) -> None:
     from regard.view import charts
     from regard.view.html_page import write
 
-    command = shlex.join(["regard", *sys.argv[1:]])
-    typer.echo(
-        json_format.dumps(results.as_dict(command), indent=1, allow_nan=False)
-        if options["json"]
-        else render_table(results)
-    )
+    command = command_line()
+    if options["json"]:
+        typer.echo(json_format.dumps(results.as_dict(command), indent=1, allow_nan=False))
+    else:
+        typer.echo(render_table(results))
     if options["html"] is not None:
         write(options["html"], render_page(results, command))
     if options["plot"] is not None:

@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -66,7 +67,7 @@ def generate_seq2seq(
     typer.echo("\n---\n".join(escape_controls(text, keep=MULTILINE) for text in answers))
     sys.stdout.flush()
     count = translate_count(len(answers), "text")
-    note(translate("{texts} in {seconds}", texts=count, seconds=units.seconds(seconds)))
+    note("{texts} in {seconds}", texts=count, seconds=units.seconds(seconds))
 
 
 def print_batch(
@@ -228,7 +229,8 @@ EPILOG = 'For example: regard generate "Return the" --max-tokens 40 --temperatur
 
 MAX_PROMPT_BYTES = 64 << 20
 """The maximum size in bytes of a prompt."""
-SEARCH, CONTEXT = "Beam search", "Context and cache"
+search_option = partial(option, panel="Beam search")
+context_option = partial(option, panel="Context and cache")
 
 
 @grouped
@@ -246,47 +248,38 @@ def generate(
     reading: PromptOptions,
     sampling: SamplingOptions,
     proposals: ProposalOptions,
-    beams: int | None = option(
+    beams: int | None = search_option(
         "Use beam search with this many beams, which looks for the most likely whole text.",
         shown="off",
-        panel=SEARCH,
         min=1,
     ),
-    length_penalty: float = option(
-        "Values above 0 favour long texts: the score is sum of log p / n^penalty.",
-        default=1.0,
-        panel=SEARCH,
+    length_penalty: float = search_option(
+        "Values above 0 favour long texts: the score is sum of log p / n^penalty.", default=1.0
     ),
-    chunk: int = option(
-        "Maximum number of prompt tokens that are processed at once.",
-        default=512,
-        panel=CONTEXT,
-        min=1,
+    chunk: int = context_option(
+        "Maximum number of prompt tokens that are processed at once.", default=512, min=1
     ),
-    max_context: int | None = option(
-        "Maximum number of tokens, prompt included.", shown="no limit", panel=CONTEXT, min=1
+    max_context: int | None = context_option(
+        "Maximum number of tokens, prompt included.", shown="no limit", min=1
     ),
-    cache: str | None = option(
+    cache: str | None = context_option(
         "Kind of KV cache: growing, fixed, paged, quantized or fp8, which refuse more tokens "
         "than --max-context; ring or streaming, which drop old tokens; h2o, tova, snapkv, "
         "key_norm, keydiff, adakv, pyramidkv or expected_attention, which drop the tokens "
         "that a rule finds least important; quest, which keeps all and reads some.",
         shown="growing",
-        panel=CONTEXT,
     ),
-    cuda_graph: bool = option(
+    cuda_graph: bool = context_option(
         "Capture the step that decodes a token as a CUDA graph, and run it again for every "
         "token; needs --device cuda.",
         "--cuda-graph",
         default=False,
-        panel=CONTEXT,
     ),
-    parallel: Literal["context"] | None = option(
+    parallel: Literal["context"] | None = context_option(
         "Divide the tokens of the prompt and the cache among the processes that torchrun "
         "starts: torchrun --standalone --nproc-per-node 4 -m regard generate ... --parallel "
         "context.",
         shown="one process",
-        panel=CONTEXT,
     ),
     weights: str | None = WEIGHTS,
     stream: bool = option("Print each word as soon as it is generated.", default=True),

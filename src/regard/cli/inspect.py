@@ -10,6 +10,7 @@ import json as json_format
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -37,7 +38,8 @@ if TYPE_CHECKING:
     from regard.inspect.metrics.measure import CorpusMeasures
 
 EPILOG = 'For example: regard inspect ablate "to be or not to" --answer " be"'
-WHAT, OUT = "What to measure", "Output"
+task_option = partial(option, panel="What to measure")
+output_option = partial(option, panel="Output")
 TASKS = {
     "ablate": "replace one head after the other",
     "patch": "put activations of TEXT into a run on --corrupt",
@@ -79,91 +81,74 @@ OTHERS = ("corrupt", "other", "reference")
 class TaskOptions:
     """The options that apply to some of the tasks."""
 
-    answer: str | None = option(
+    answer: str | None = task_option(
         "The token whose probability is measured, with its space; for a text encoder a text.",
         shown="the model's own most likely token",
-        panel=WHAT,
     )
-    versus: str | None = option(
-        "Measure the logit of --answer minus that of this token.", panel=WHAT
-    )
-    corrupt: str | None = option("The other text, with as many tokens.", panel=WHAT)
-    other: str | None = option("compare: another text with as many tokens.", panel=WHAT)
-    method: str | None = option(
+    versus: str | None = task_option("Measure the logit of --answer minus that of this token.")
+    corrupt: str | None = task_option("The other text, with as many tokens.")
+    other: str | None = task_option("compare: another text with as many tokens.")
+    method: str | None = task_option(
         "ablate: zero, mean, resample; attribute: direct, gradient, integrated_gradients; "
         "rollout: rollout, flow.",
         shown="the first",
-        panel=WHAT,
     )
-    reference: str | None = option(
-        "ablate: the text whose outputs mean and resample use.", shown="TEXT", panel=WHAT
+    reference: str | None = task_option(
+        "ablate: the text whose outputs mean and resample use.", shown="TEXT"
     )
-    seed: int | None = option("ablate: random seed of resample.", shown="0", panel=WHAT)
-    what: str | None = option(
+    seed: int | None = task_option("ablate: random seed of resample.", shown="0")
+    what: str | None = task_option(
         "patch: residual, mlp, out, heads, paths or edges; weights: copying, or q, k or v for how "
         "heads read one another.",
         shown="the first",
-        panel=WHAT,
     )
-    receiver: str | None = option(
+    receiver: str | None = task_option(
         "With patch --what paths or edges: their end, LAYER:HEAD:q, k or v; for edges also "
         "LAYER:0:mlp.",
         shown="the logits",
-        panel=WHAT,
     )
-    by_key: bool = option(
-        "attribute: split heads by the key they read.", "--by-key", default=False, panel=WHAT
+    by_key: bool = task_option(
+        "attribute: split heads by the key they read.", "--by-key", default=False
     )
-    whole: bool = option(
-        "attribute: --answer is a whole answer of several tokens.",
-        "--whole",
-        default=False,
-        panel=WHAT,
+    whole: bool = task_option(
+        "attribute: --answer is a whole answer of several tokens.", "--whole", default=False
     )
-    queries: str | None = option(
-        "knockout: positions of the queries, such as -1.", shown="the last", panel=WHAT
+    queries: str | None = task_option(
+        "knockout: positions of the queries, such as -1.", shown="the last"
     )
-    keys: str | None = option(
-        "knockout: positions of the keys that they no longer see, such as 0,3.", panel=WHAT
+    keys: str | None = task_option(
+        "knockout: positions of the keys that they no longer see, such as 0,3."
     )
-    window: int | None = option(
-        "knockout: how many layers around each are cut together.", shown="1", panel=WHAT
+    window: int | None = task_option(
+        "knockout: how many layers around each are cut together.", shown="1"
     )
-    threshold: float | None = option(
-        "circuit: the share of the difference by which the edges may be off.",
-        shown="0.1",
-        panel=WHAT,
+    threshold: float | None = task_option(
+        "circuit: the share of the difference by which the edges may be off.", shown="0.1"
     )
-    distance: int | None = option(
-        "weights: how many tokens the key stands before the query.", shown="0", panel=WHAT
+    distance: int | None = task_option(
+        "weights: how many tokens the key stands before the query.", shown="0"
     )
-    layers: str | None = option(
+    layers: str | None = task_option(
         "With ablate, patch or knockout: layers by index or name, separated by commas, such as "
         "0,1,-1.",
         shown="all",
-        panel=WHAT,
     )
-    heads: str | None = option(
-        "With ablate, patch or knockout: query heads, such as 0,3.", shown="all", panel=WHAT
+    heads: str | None = task_option(
+        "With ablate, patch or knockout: query heads, such as 0,3.", shown="all"
     )
-    positions: str | None = option(
-        "With patch: positions of tokens, such as 4,-1.", shown="all", panel=WHAT
+    positions: str | None = task_option(
+        "With patch: positions of tokens, such as 4,-1.", shown="all"
     )
-    lines: bool = option(
+    lines: bool = output_option(
         "With ablate, patch or knockout: print each number as a line of JSON as soon as it is "
         "measured.",
         "--lines",
         default=False,
-        panel=OUT,
     )
-    steps: int | None = option("attribute: points of integrated gradients.", shown="8", panel=WHAT)
-    query: int | None = option(
-        "rollout --method flow: the row to compute.", shown="all", panel=WHAT
-    )
-    metric: str | None = option(
-        "measure: the metric to print, such as induction or previous_token.",
-        shown="entropy",
-        panel=WHAT,
+    steps: int | None = task_option("attribute: points of integrated gradients.", shown="8")
+    query: int | None = task_option("rollout --method flow: the row to compute.", shown="all")
+    metric: str | None = task_option(
+        "measure: the metric to print, such as induction or previous_token.", shown="entropy"
     )
 
 
@@ -174,11 +159,10 @@ def inspect(
     ),
     texts: list[str] | None = argument("The text; measure takes several.", metavar="TEXT"),
     model: str = SOURCE,
-    out: Path | None = option(
-        "Also write the table (.csv, .json, .npy) or its map (.svg, .png, .pdf) to this file.",
-        panel=OUT,
+    out: Path | None = output_option(
+        "Also write the table (.csv, .json, .npy) or its map (.svg, .png, .pdf) to this file."
     ),
-    top: int = option("Number of cells to print.", default=10, panel=OUT, min=1),
+    top: int = output_option("Number of cells to print.", default=10, min=1),
     json: bool = JSON,
     *,
     task_options: TaskOptions,

@@ -5,8 +5,6 @@ tensors.
 from __future__ import annotations
 
 import json as json_format
-import shlex
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,6 +17,7 @@ from regard.cli.options import (
     argument,
     check_device_option,
     check_files,
+    command_line,
     note,
     option,
     usage_error,
@@ -62,7 +61,21 @@ def layer(
     """
     check_files({"--html": html}, pictures={"--figure": figure})
     check_device_option(device)
-    layers = _run_layers(names or ["mha"], dim, heads, batch, tokens, mask, seed, settings, device)
+    from regard import masks
+    from regard.inspect.explain.layer_stages import run_layers
+
+    mechanisms = names or ["mha"]
+    layers = run_layers(
+        mechanisms,
+        options=_options(mechanisms, settings, dim, heads),
+        dim=dim,
+        heads=heads,
+        batch=batch,
+        tokens=tokens,
+        mask=masks.parse(mask),
+        seed=seed,
+        device=device,
+    )
     if figure is not None:
         _draw(layers[0], head, figure)
     results = [one.as_dict() for one in layers]
@@ -74,20 +87,11 @@ def layer(
         _write(results, html)
 
 
-def _run_layers(
-    names: list[str],
-    dim: int,
-    heads: int,
-    batch: int,
-    tokens: int,
-    mask: str,
-    seed: int,
-    settings: list[str] | None,
-    device: str | None,
-) -> list[LayerStages]:
-    from regard import masks
+def _options(
+    names: list[str], settings: list[str] | None, dim: int, heads: int
+) -> dict[str, object] | None:
+    """Return the options of a single mechanism that --set gives; say all options of each."""
     from regard.configs.suggested_sizes import DecoderSizes
-    from regard.inspect.explain.layer_stages import run_layers
     from regard.nn.variants.registry import named_options, sized_options, written
 
     if settings and len(names) > 1:
@@ -102,17 +106,7 @@ def _run_layers(
         complete = sized_options(entry, options, DecoderSizes.of(dim, heads))
         if len(complete) > len(options):
             note(written(entry.name, complete), "... ")
-    return run_layers(
-        names,
-        dim=dim,
-        heads=heads,
-        batch=batch,
-        tokens=tokens,
-        mask=masks.parse(mask),
-        seed=seed,
-        options=options if settings else None,
-        device=device,
-    )
+    return options if settings else None
 
 
 def _print(results: list[dict[str, object]]) -> None:
@@ -147,8 +141,7 @@ def _write(results: list[dict[str, object]], path: Path) -> None:
     from regard.view import html_page
     from regard.view.layer_text import sections
 
-    command = shlex.join(["regard", *sys.argv[1:]])
     names = ", ".join(str(one["name"]) for one in results)
     facts = {"mode": "evaluation", "times": "the fastest of five runs of each stage alone"}
-    page = html_page.page("One layer of attention", names, facts, command, sections(results))
+    page = html_page.page("One layer of attention", names, facts, command_line(), sections(results))
     typer.echo(f"{escape_controls(str(path))}: {units.size(html_page.write(path, page))}", err=True)

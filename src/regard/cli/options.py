@@ -6,11 +6,12 @@ from __future__ import annotations
 
 import inspect
 import json
+import shlex
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields, is_dataclass
-from functools import wraps
+from functools import partial, wraps
 from pathlib import Path
 from typing import (
     TYPE_CHECKING,
@@ -36,6 +37,7 @@ from regard.units import size
 from regard.untrusted_text import short_repr
 
 if TYPE_CHECKING:
+    import torch
     from rich.console import Console
 
     from regard.models import Model, Seq2Seq, TextEncoder
@@ -66,51 +68,44 @@ def argument(
     return typer.Argument(default, help=text, metavar=metavar, show_default=shown)
 
 
-MODEL = "The model"
-"""The group of the options with which a model is loaded."""
+model_option = partial(option, panel="The model")
+"""Return an option with which a model is loaded."""
+reading_option = partial(option, panel="How the text is read")
+"""Return an option with which a text becomes ids."""
+sampling_option = partial(option, panel="Sampling")
+"""Return an option with which each next token is chosen."""
 
-READING = "How the text is read"
-"""The group of the options with which a text becomes ids."""
-
-SAMPLING = "Sampling"
-"""The group of the options with which each next token is chosen."""
-
-WEIGHTS = option(
+WEIGHTS = model_option(
     "Store the weights of linear maps in fewer bits: int8 or int4, or float16 or bfloat16 "
     "under float32.",
-    panel=MODEL,
     shown="as the checkpoint",
 )
 
-SOURCE = option(
+SOURCE = model_option(
     'The model: "tiny", which comes with the package, "minilm" or "smollm2" from packages, a '
     "Hugging Face folder, a GGUF file, or org/name on the hub.",
     default="tiny",
-    panel=MODEL,
 )
-DTYPE = option(
+DTYPE = model_option(
     "Number format to compute in: float32, float16, bfloat16 or float64.",
-    panel=MODEL,
     shown="the checkpoint's dtype",
 )
-DEVICE = option("Device: cpu, cuda, ...", panel=MODEL, shown="the CPU")
-REVISION = option(
-    "The branch, tag or commit of a repository on the hub.", panel=MODEL, shown="main branch"
+DEVICE = model_option("Device: cpu, cuda, ...", shown="the CPU")
+REVISION = model_option(
+    "The branch, tag or commit of a repository on the hub.", shown="main branch"
 )
-ADAPTER = option(
-    "Merge this LoRA or DoRA adapter of PEFT into the weights.", panel=MODEL, metavar="FOLDER"
+ADAPTER = model_option(
+    "Merge this LoRA or DoRA adapter of PEFT into the weights.", metavar="FOLDER"
 )
-ALLOW_MISSING = option(
+ALLOW_MISSING = model_option(
     "Names of weights that the folder may lack (* and ? match); they are then random, not "
-    "trained. Repeatable.",
-    panel=MODEL,
+    "trained. Repeatable."
 )
-IGNORE = option(
+IGNORE = model_option(
     "Unknown keys of config.json and names of stored tensors (* and ? match) to ignore, because "
-    "they change nothing. Repeatable.",
-    panel=MODEL,
+    "they change nothing. Repeatable."
 )
-FINITE = option("Refuse weights that are NaN or infinite.", "--finite", default=False, panel=MODEL)
+FINITE = model_option("Refuse weights that are NaN or infinite.", "--finite", default=False)
 TEXT_FILE = option(
     "Read the text from this file (UTF-8) instead; - is standard input.", "--file", metavar="PATH"
 )
@@ -132,6 +127,15 @@ LONG_TEXT = 20_000
 def usage_error(option: str | None, text: str, /, **values: object) -> typer.BadParameter:
     """Return the error that an option of a command is wrong, in the reader's language."""
     return typer.BadParameter(translate(text, **values), param_hint=option)
+
+
+def refuse_given(flags: Mapping[str, object], reason: str) -> None:
+    """Raise an error about the first flag that has a value; the reason says why it does not apply.
+
+    >>> refuse_given({"--seed": 0}, "applies to a model; leave it out")
+    """
+    for flag in (flag for flag, value in flags.items() if value):
+        raise usage_error(flag, reason)
 
 
 def grouped(command: Callable[..., None]) -> Callable[..., None]:
@@ -167,6 +171,17 @@ def grouped(command: Callable[..., None]) -> Callable[..., None]:
     return call
 
 
+def options_on_command_line(context: typer.Context, options: Iterable[str]) -> set[str]:
+    """Return the names of the options that were given on the command line, not by default."""
+    sources = {name: context.get_parameter_source(name) for name in options}
+    return {name for name, where in sources.items() if where and where.name == "COMMANDLINE"}
+
+
+def command_line() -> str:
+    """Return the command that is running, as a shell takes it."""
+    return shlex.join(["regard", *sys.argv[1:]])
+
+
 def _options_of(group: Any) -> dict[str, tuple[Any, object]]:
     """Return the type and the option of each field that is one: its default, or what its type is
     annotated with.
@@ -193,10 +208,8 @@ def given_text(text: str | None, file: str | None) -> str:
         assert text is not None
         if _is_file(text):
             note(
-                Phrase(
-                    "the text is the name of a file: to read the file, write --file {text}",
-                    text=short_repr(text),
-                )
+                "the text is the name of a file: to read the file, write --file {text}",
+                text=short_repr(text),
             )
         return text
     if file == "-":
@@ -249,9 +262,9 @@ def console_of(color: bool | None, widest: int = CONSOLE_WIDTH) -> Console:
     )
 
 
-def note(message: str, start: str = "") -> None:
+def note(message: str, start: str = "", /, **values: object) -> None:
     """Print a remark on standard error, in the reader's language and within the terminal."""
-    typer.echo(wrap(start + translate(message), line_width()), err=True)
+    typer.echo(wrap(start + translate(message, **values), line_width()), err=True)
 
 
 @contextmanager
@@ -266,8 +279,7 @@ def working(what: str, characters: int) -> Iterator[Callable[[str], None]]:
     console = Console(stderr=True)
     if not console.file.isatty():  # rich's own word follows FORCE_COLOR, even in a pipe
         if characters >= LONG_TEXT:
-            size = translate_count(characters, "character")
-            note(translate("{what}: {size}", what=what, size=size))
+            note("{what}: {size}", what=what, size=translate_count(characters, "character"))
         yield lambda _: None
         return
     columns = TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn()
@@ -316,25 +328,20 @@ class LoadOptions:
 class PromptOptions:
     """The options with which a command reads its texts: as they are, as ids, or as messages."""
 
-    chat: bool = option(
+    chat: bool = reading_option(
         "Each text is a message of a user, written in the model's chat template.",
         "--chat",
         default=False,
-        panel=READING,
     )
-    messages: Path | None = option(
+    messages: Path | None = reading_option(
         'JSON file with the messages of a conversation, instead of a text: [{"role": "user", '
-        '"content": "..."}].',
-        panel=READING,
+        '"content": "..."}].'
     )
-    ids: bool = option(
-        "Each text is token ids, such as '12 7 9'.", "--ids", default=False, panel=READING
-    )
-    special: bool | None = option(
+    ids: bool = reading_option("Each text is token ids, such as '12 7 9'.", "--ids", default=False)
+    special: bool | None = reading_option(
         "Read names of special tokens in texts as these tokens, or as ordinary text.",
         "--special/--no-special",
         shown="as text, with a warning",
-        panel=READING,
     )
 
     def flags_given(self) -> list[str]:
@@ -409,12 +416,10 @@ def note_names(model: Model | TextEncoder | Seq2Seq, prompts: Sequence[Any]) -> 
     tokenizer = model.tokenizer
     for name in tokenizer.special_names(json.dumps(prompts, ensure_ascii=False))[:1]:
         note(
-            translate(
-                "the prompt contains {name}, the name of a special token, which is read as "
-                "ordinary text; --special reads such names as the tokens, and --no-special says "
-                "that this is meant",
-                name=name,
-            )
+            "the prompt contains {name}, the name of a special token, which is read as ordinary "
+            "text; --special reads such names as the tokens, and --no-special says that this is "
+            "meant",
+            name=name,
         )
     tokenizer.has_warned = True  # said here; the package says it to those who call it
 
@@ -433,39 +438,29 @@ def _ids_of(text: str) -> list[int]:
 class SamplingOptions:
     """The options with which a command chooses each next token."""
 
-    temperature: float = option(
-        "0 takes the most likely token; larger values are more random.",
-        default=0.0,
-        panel=SAMPLING,
-        min=0,
+    temperature: float = sampling_option(
+        "0 takes the most likely token; larger values are more random.", default=0.0, min=0
     )
-    top_k: int | None = option(
-        "Sample only from the k most likely tokens.", shown="all tokens", panel=SAMPLING, min=1
+    top_k: int | None = sampling_option(
+        "Sample only from the k most likely tokens.", shown="all tokens", min=1
     )
-    top_p: float | None = option(
+    top_p: float | None = sampling_option(
         "Sample only from the most likely tokens whose probabilities sum to p.",
         shown="all tokens",
-        panel=SAMPLING,
         min=0,
         max=1,
     )
-    min_p: float | None = option(
+    min_p: float | None = sampling_option(
         "Sample only from tokens with at least p times the probability of the most likely one.",
         shown="all tokens",
-        panel=SAMPLING,
         min=0,
         max=1,
     )
-    repetition_penalty: float = option(
-        "Values above 1 make tokens that are already in the text less likely.",
-        default=1.0,
-        panel=SAMPLING,
-        min=0,
+    repetition_penalty: float = sampling_option(
+        "Values above 1 make tokens that are already in the text less likely.", default=1.0, min=0
     )
-    seed: int = option(
-        "Random seed; of several prompts, each has the next one.",
-        default=0,
-        panel=SAMPLING,
+    seed: int = sampling_option(
+        "Random seed; of several prompts, each has the next one.", default=0
     )
 
     def params(self) -> SamplingParams:
@@ -488,17 +483,15 @@ class SamplingOptions:
 class ProposalOptions:
     """The options with which a command lets a model read several proposed tokens at once."""
 
-    speculate: Literal["lookup"] | None = option(
+    speculate: Literal["lookup"] | None = sampling_option(
         "Propose tokens that followed the last ones before in the text, and read several at once; "
         "the result is the same.",
         shown="off",
-        panel=SAMPLING,
     )
-    draft: str | None = option(
+    draft: str | None = sampling_option(
         "A smaller model with the same tokens, which proposes them instead.",
         metavar="MODEL",
         shown="none",
-        panel=SAMPLING,
     )
 
     def chosen(self, options: LoadOptions) -> dict[str, Any]:
@@ -519,24 +512,13 @@ def load(source: str, options: LoadOptions, kind: type[object] | None = None) ->
     Prints on standard error which weights are randomly initialized, because the folder lacks them,
     and which keys and tensors were ignored.
     """
-    import torch
-
     import regard
 
     check_device_option(options.device)  # before the weights are read
-    dtype_names = ("float32", "float16", "bfloat16", "float64")
-    if options.dtype is not None and options.dtype not in dtype_names:
-        raise usage_error(
-            "--dtype",
-            "{dtype!r} is not one of {names}",
-            dtype=options.dtype,
-            names=", ".join(dtype_names),
-        )
-    torch_dtype = None if options.dtype is None else getattr(torch, options.dtype)
     kind_option: dict[str, Any] = {} if kind is None else {"kind": kind}
     model = regard.load(
         source,
-        dtype=torch_dtype,
+        dtype=None if options.dtype is None else dtype_of(options.dtype),
         weights=options.weights,
         revision=options.revision,
         adapter=options.adapter,
@@ -546,31 +528,42 @@ def load(source: str, options: LoadOptions, kind: type[object] | None = None) ->
         **kind_option,
     )
     if model.newly_initialized:
-        examples = ", ".join(model.newly_initialized[:3]) + (
-            ", ..." if len(model.newly_initialized) > 3 else ""
-        )
         note(
-            Phrase(
-                "not trained, initialized at random: {weights} ({examples})",
-                weights=counted(len(model.newly_initialized), "weight"),
-                examples=examples,
-            )
+            "not trained, initialized at random: {weights} ({examples})",
+            weights=counted(len(model.newly_initialized), "weight"),
+            examples=_examples(model.newly_initialized, 3),
         )
     report_ignored(model.ignored)
     if model.converted is not None:
         known = model.converted
         note(
-            Phrase(
-                "{converted} of {matrices} matrices of {method} became plain numbers, because no "
-                "stored form has the same ones: {before} became {after}",
-                converted=known.converted,
-                matrices=known.matrices,
-                method=known.method,
-                before=size(known.bytes_before),
-                after=size(known.bytes_after),
-            )
+            "{converted} of {matrices} matrices of {method} became plain numbers, because no "
+            "stored form has the same ones: {before} became {after}",
+            converted=known.converted,
+            matrices=known.matrices,
+            method=known.method,
+            before=size(known.bytes_before),
+            after=size(known.bytes_after),
         )
     return model if options.device is None else model.to(options.device)
+
+
+def dtype_of(name: str) -> torch.dtype:
+    """Return the dtype that --dtype names.
+
+    >>> dtype_of("float16")
+    torch.float16
+    """
+    import torch
+
+    names = ("float32", "float16", "bfloat16", "float64")
+    if name not in names:
+        names_text = ", ".join(names)
+        raise usage_error(
+            "--dtype", "{dtype!r} is not one of {names}", dtype=name, names=names_text
+        )
+    dtype: torch.dtype = getattr(torch, name)
+    return dtype
 
 
 def check_device_option(device: str | None) -> None:
@@ -588,10 +581,13 @@ def check_device_option(device: str | None) -> None:
 def report_ignored(names: Sequence[str]) -> None:
     """Print on standard error which keys and tensors of a model's folder were ignored."""
     if names:
-        examples = ", ".join(short_repr(name) for name in names[:10]) + (
-            ", ..." if len(names) > 10 else ""
-        )
-        note(Phrase("ignored in the model's folder: {examples}", examples=examples))
+        examples = _examples([short_repr(name) for name in names], 10)
+        note("ignored in the model's folder: {examples}", examples=examples)
+
+
+def _examples(names: Sequence[str], most: int) -> str:
+    """Return the first names of a list."""
+    return ", ".join(names[:most]) + (", ..." if len(names) > most else "")
 
 
 def check_files(

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from regard.cli.options import COLOR, JSON, argument, console_of, option, usage_error
+from regard.cli.options import COLOR, JSON, argument, check_files, console_of, option, usage_error
 from regard.did_you_mean import suggest
 from regard.language import counted, translate, translate_count
 from regard.span import Span
@@ -105,7 +105,6 @@ def show(
 
 def _draw(path: Path, mask: Mask, q: Span, k: Span) -> None:
     """Write the figure of a mask for its first batch row and head."""
-    from regard.cli.options import check_files
     from regard.view.charts import write
     from regard.view.heatmaps import MaskFigure
 

@@ -7,26 +7,29 @@ from __future__ import annotations
 import json as json_format
 import sys
 import tomllib
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 import typer
 
-from regard.cli.options import JSON, argument, grouped, note, option, usage_error
+from regard.cli.options import (
+    JSON,
+    argument,
+    grouped,
+    note,
+    option,
+    options_on_command_line,
+    usage_error,
+)
 from regard.did_you_mean import suggest
 from regard.errors import FileError
 from regard.files.reading import read_text
 from regard.language import translate
 from regard.text_table import line_width, wrap
 from regard.untrusted_text import error_text, short_repr
-
-
-def options_on_command_line(context: typer.Context, options: Iterable[str]) -> set[str]:
-    """Return the names of the options that were given on the command line, not by default."""
-    sources = {name: context.get_parameter_source(name) for name in options}
-    return {name for name, where in sources.items() if where and where.name == "COMMANDLINE"}
 
 
 def merge_config(
@@ -137,6 +140,11 @@ def train_task(options: dict[str, Any], given_names: set[str]) -> None:
         typer.echo(json_format.dumps(figures))
     else:
         _show(run, figures)
+    _end(stopped_by)
+
+
+def _end(stopped_by: int | None) -> None:
+    """End the command as the signal demands that stopped it, if one did."""
     if stopped_by:
         note("interrupted and saved; continue with the same command and --resume")
         raise typer.Exit(128 + stopped_by)
@@ -159,145 +167,117 @@ def flag(name: str) -> str:
     return "SOURCE" if name == "source" else "--" + name.replace("_", "-")
 
 
-_MODEL, _STEPS, _DATA, _RUN = "Model", "Steps", "Data", "Output and machine"
+_MODEL, _STEPS, _DATA = "Model", "Steps", "Data"
 _TASKS = "Tasks with generated data, instead of text"
+model_option, step_option, data_option, task_option, run_option = (
+    partial(option, panel=panel) for panel in (_MODEL, _STEPS, _DATA, _TASKS, "Output and machine")
+)
 
 
 @dataclass(frozen=True)
 class TrainOptions:
     """The options of `regard train`."""
 
-    out: Path = option("Folder for all files that are written.", default=..., panel=_RUN)
+    out: Path = run_option("Folder for all files that are written.", default=...)
     source: str = argument(
         "Text to train on: a UTF-8 file, a folder of text files, or python-docs.",
         default="python-docs",
     )
-    dim: int = option("Model width M.", default=256, panel=_MODEL, min=1)
-    layers: int = option("Number of layers.", default=6, panel=_MODEL, min=1)
-    heads: int = option("Number of query heads H.", default=8, panel=_MODEL, min=1)
-    kv_heads: int | None = option(
-        "Number of key/value heads G; must divide H.",
-        shown="as regard cost --mechanisms",
-        panel=_MODEL,
-        min=1,
+    dim: int = model_option("Model width M.", default=256, min=1)
+    layers: int = model_option("Number of layers.", default=6, min=1)
+    heads: int = model_option("Number of query heads H.", default=8, min=1)
+    kv_heads: int | None = model_option(
+        "Number of key/value heads G; must divide H.", shown="as regard cost --mechanisms", min=1
     )
-    hidden: int | None = option(
-        "Width of the feed-forward layers.", shown="8/3 of dim", panel=_MODEL, min=1
+    hidden: int | None = model_option(
+        "Width of the feed-forward layers.", shown="8/3 of dim", min=1
     )
-    vocab: int | None = option(
+    vocab: int | None = model_option(
         "Number of tokens in the vocabulary. With --start-from, the tokens that are added are "
         "the most frequent Chinese characters of the text.",
         shown="4096, or that of --start-from",
-        panel=_MODEL,
         min=257,
     )
-    start_from: str | None = option(
+    start_from: str | None = model_option(
         "Model whose weights and tokenizer are trained further: tiny, a folder or a hub name.",
         shown="a new model",
-        panel=_MODEL,
     )
-    tie: bool = option("Use one matrix for embedding and output head.", default=False, panel=_MODEL)
-    attention: str | None = option(
+    tie: bool = model_option("Use one matrix for embedding and output head.", default=False)
+    attention: str | None = model_option(
         "Mechanism of the catalogue (regard describe), with options behind colons or in --set.",
         shown="a Llama: gqa with rope",
-        panel=_MODEL,
     )
-    position: str | None = option(
+    position: str | None = model_option(
         "With --attention: rope, alibi, learned, sinusoidal, none or catalogue.",
         shown="catalogue, the mechanism's own",
-        panel=_MODEL,
     )
-    window: int | None = option(
+    window: int | None = model_option(
         "With --attention: number of keys that a query attends to, its own included.",
         shown="no limit",
-        panel=_MODEL,
         min=1,
     )
-    set: list[str] | None = option(
-        "Option of the mechanism, such as base=50000. Repeatable.", panel=_MODEL
+    set: list[str] | None = model_option("Option of the mechanism, such as base=50000. Repeatable.")
+    steps: int = step_option("Number of optimizer steps.", default=4000, min=1)
+    batch: int = step_option("Rows per batch.", default=16, min=1)
+    lr: float = step_option("Peak learning rate.", default=1e-3)
+    warmup: int = step_option("Number of steps of linear warm-up.", default=200, min=0)
+    accumulate: int = step_option("Batches per optimizer step.", default=1, min=1)
+    clip: float = step_option("Maximum 2-norm of the gradient.", default=1.0)
+    weight_decay: float = step_option(
+        "Weight decay of matrices; norms and biases have none.", default=0.1
     )
-    steps: int = option("Number of optimizer steps.", default=4000, panel=_STEPS, min=1)
-    batch: int = option("Rows per batch.", default=16, panel=_STEPS, min=1)
-    lr: float = option("Peak learning rate.", default=1e-3, panel=_STEPS)
-    warmup: int = option("Number of steps of linear warm-up.", default=200, panel=_STEPS, min=0)
-    accumulate: int = option("Batches per optimizer step.", default=1, panel=_STEPS, min=1)
-    clip: float = option("Maximum 2-norm of the gradient.", default=1.0, panel=_STEPS)
-    weight_decay: float = option(
-        "Weight decay of matrices; norms and biases have none.", default=0.1, panel=_STEPS
-    )
-    context: int = option("Number of tokens that a row predicts.", default=256, panel=_DATA, min=1)
-    repeat: float = option(
+    context: int = data_option("Number of tokens that a row predicts.", default=256, min=1)
+    repeat: float = data_option(
         "Share of rows that contain a segment twice, which makes induction heads form.",
         default=0.0,
-        panel=_DATA,
         min=0,
         max=1,
     )
-    repeat_first: int = option(
+    repeat_first: int = data_option(
         "Number of first steps whose rows all contain a segment twice, which makes induction "
         "heads form early.",
         default=0,
-        panel=_DATA,
         min=0,
     )
-    seed: int = option(
-        "Random seed for the weights and the order of the data.", default=0, panel=_STEPS
+    seed: int = step_option("Random seed for the weights and the order of the data.", default=0)
+    save_every: int = run_option("Steps between checkpoints.", default=500, min=1)
+    resume: bool = run_option(
+        "Continue from the last checkpoint in --out.", "--resume", default=False
     )
-    save_every: int = option("Steps between checkpoints.", default=500, panel=_RUN, min=1)
-    resume: bool = option(
-        "Continue from the last checkpoint in --out.", "--resume", default=False, panel=_RUN
-    )
-    threads: int | None = option("Number of CPU threads.", shown="all cores", panel=_RUN, min=1)
-    bf16: bool = option(
-        "Compute in bfloat16 where that is safe (autocast).", default=False, panel=_STEPS
-    )
-    compile: bool = option(
+    threads: int | None = run_option("Number of CPU threads.", shown="all cores", min=1)
+    bf16: bool = step_option("Compute in bfloat16 where that is safe (autocast).", default=False)
+    compile: bool = step_option(
         "Compile the model and its loss with torch.compile, which takes a minute or more at "
         "the first step.",
         default=False,
-        panel=_STEPS,
     )
-    device: str = option("Device: cpu, cuda, ...", default="cpu", panel=_RUN)
-    dtype: str = option(
-        "Number format of the final weights: float32, float16 or bfloat16.",
-        default="float32",
-        panel=_RUN,
+    device: str = run_option("Device: cpu, cuda, ...", default="cpu")
+    dtype: str = run_option(
+        "Number format of the final weights: float32, float16 or bfloat16.", default="float32"
     )
-    parallel: Literal["context"] | None = option(
+    parallel: Literal["context"] | None = run_option(
         "Divide the tokens of each row among the processes that torchrun starts: torchrun "
         "--standalone --nproc-per-node 4 -m regard train ... --parallel context.",
         shown="one process",
-        panel=_RUN,
     )
-    task: str | None = option(
-        f"Task: {', '.join(TASKS)}; or list, which describes them.",
-        panel=_TASKS,
-        callback=listing,
-        is_eager=True,
+    task: str | None = task_option(
+        f"Task: {', '.join(TASKS)}; or list, which describes them.", callback=listing, is_eager=True
     )
-    model: str | None = option(
+    model: str | None = task_option(
         "Model of the task: transformer, or lstm, gru or rnn, alone or with +bahdanau or "
         "+luong; for induction, mqar and passkey: decoder, lstm, gru or rnn.",
         "--model",
-        panel=_TASKS,
     )
-    dropout: float = option(
-        "Dropout of the transformer.", default=0.0, panel=_TASKS, min=0, max=0.99
+    dropout: float = task_option("Dropout of the transformer.", default=0.0, min=0, max=0.99)
+    smoothing: float = task_option("Label smoothing.", default=0.0, min=0, max=0.99)
+    beams: int = task_option("Number of beams in generation; 1 is greedy.", default=1, min=1)
+    examples: int = task_option("Number of test examples per split at the end.", default=400, min=1)
+    beside: list[Path] | None = task_option(
+        "Folder of another run whose accuracy is drawn in the same chart. Repeatable."
     )
-    smoothing: float = option("Label smoothing.", default=0.0, panel=_TASKS, min=0, max=0.99)
-    beams: int = option(
-        "Number of beams in generation; 1 is greedy.", default=1, panel=_TASKS, min=1
-    )
-    examples: int = option(
-        "Number of test examples per split at the end.", default=400, panel=_TASKS, min=1
-    )
-    beside: list[Path] | None = option(
-        "Folder of another run whose accuracy is drawn in the same chart. Repeatable.", panel=_TASKS
-    )
-    config: Path | None = option(
+    config: Path | None = run_option(
         "TOML file of options, in the sections model, train and data; options on the command "
         "line take precedence.",
-        panel=_RUN,
         exists=True,
         dir_okay=False,
     )
@@ -371,9 +351,7 @@ def train(ctx: typer.Context, train_options: TrainOptions) -> None:
         typer.echo(json_format.dumps(figures))
     else:
         typer.echo("  ".join(f"{name} {value}" for name, value in figures.items()))
-    if stopped_by:
-        note("interrupted and saved; continue with the same command and --resume")
-        raise typer.Exit(128 + stopped_by)
+    _end(stopped_by)
 
 
 def _check(options: dict[str, Any]) -> None:

@@ -23,6 +23,7 @@ from regard.cli.options import (
     note,
     option,
     progress_bar,
+    refuse_given,
     usage_error,
     working,
 )
@@ -35,7 +36,8 @@ if TYPE_CHECKING:
     from regard.inspect.tile_server.serve import Server
 
 EPILOG = "For example: regard view tiny --file long.txt, or regard view run.safetensors"
-RECORD, SERVE = "What to record", "The server"
+record_option = partial(option, panel="What to record")
+server_option = partial(option, panel="The server")
 
 
 @grouped
@@ -47,33 +49,25 @@ def view(
     ),
     text: str | None = argument("The text, for a model.", shown="that of --file"),
     file: str | None = TEXT_FILE,
-    layer: list[int] | None = option(
-        "Record this layer. Repeatable.", "--layer", shown="all", panel=RECORD
+    layer: list[int] | None = record_option(
+        "Record this layer. Repeatable.", "--layer", shown="all"
     ),
-    head: list[int] | None = option(
-        "Record this query head of each layer. Repeatable.", "--head", shown="all", panel=RECORD
+    head: list[int] | None = record_option(
+        "Record this query head of each layer. Repeatable.", "--head", shown="all"
     ),
-    save: Path | None = option("Also write the recording to this .safetensors file.", panel=RECORD),
-    beside: Path | None = option(
-        "A second recording: its heads are shown too, beside or minus those of the first.",
-        panel=SERVE,
+    save: Path | None = record_option("Also write the recording to this .safetensors file."),
+    beside: Path | None = server_option(
+        "A second recording: its heads are shown too, beside or minus those of the first."
     ),
-    memory: float = option(
-        "GiB that recorded queries and keys may take.", default=4.0, panel=RECORD
-    ),
-    port: int = option(
-        "Port of the server; 0 is a free one.", default=0, panel=SERVE, min=0, max=65535
-    ),
-    host: str = option("Address to listen on.", default="127.0.0.1", panel=SERVE),
-    allow_remote: bool = option(
+    memory: float = record_option("GiB that recorded queries and keys may take.", default=4.0),
+    port: int = server_option("Port of the server; 0 is a free one.", default=0, min=0, max=65535),
+    host: str = server_option("Address to listen on.", default="127.0.0.1"),
+    allow_remote: bool = server_option(
         "Allow an address that other machines can reach; nothing is encrypted.",
         "--allow-remote",
         default=False,
-        panel=SERVE,
     ),
-    open_browser: bool = option(
-        "Open the link in the browser.", "--open", default=False, panel=SERVE
-    ),
+    open_browser: bool = server_option("Open the link in the browser.", "--open", default=False),
     lang: str | None = LANG,
     *,
     reading: PromptOptions,
@@ -86,13 +80,13 @@ def view(
     token of the printed link. Ctrl-C ends it.
     """
     check_files({"--save": save})
-    serving = _serving(port, host, allow_remote, open_browser, lang)
-    if beside is not None:
-        from regard.inspect import load as load_recording
-
-        serving["b"] = load_recording(beside)
     from regard.files.gguf_files import is_gguf
+    from regard.inspect import load as load_recording
 
+    serving: dict[str, Any] = {"port": port, "host": host, "allow_remote": allow_remote}
+    serving |= {"open_browser": open_browser, "lang": lang}
+    if beside is not None:
+        serving["b"] = load_recording(beside)
     running: RunningRecording | None = None
     if Path(of).is_file() and not is_gguf(Path(of)):
         if Path(of).suffix != ".safetensors":
@@ -102,16 +96,11 @@ def view(
                 "view MODEL --file {of}",
                 of=short_repr(of),
             )
-        server = _serve_recording(
-            of,
-            text,
-            file,
-            [*reading.flags_given(), *load_options.flags_given()],
-            save,
-            layer,
-            head,
-            serving,
-        )
+        given: dict[str, object] = {"TEXT": text, "--file": file, "--save": save}
+        given |= {"--layer": layer, "--head": head}
+        given |= dict.fromkeys([*reading.flags_given(), *load_options.flags_given()], True)
+        refuse_given(given, "applies to a model, but a recording was given; leave it out")
+        server = _serve(load_recording(of), serving)
     else:
         from regard.inspect.tile_server.running import RunningRecording
 
@@ -142,51 +131,11 @@ def view(
         server.close()
 
 
-def _serving(
-    port: int, host: str, allow_remote: bool, open_browser: bool, lang: str | None
-) -> dict[str, object]:
-    """Return the options of the server by name."""
-    return {
-        "port": port,
-        "host": host,
-        "allow_remote": allow_remote,
-        "open_browser": open_browser,
-        "lang": lang,
-    }
-
-
-def _serve_recording(
-    of: str,
-    text: str | None,
-    file: str | None,
-    flags: list[str],
-    save: Path | None,
-    layer: list[int] | None,
-    head: list[int] | None,
-    serving: dict[str, object],
-) -> Server:
-    """Serve a recording that was saved; options of a model do not apply to it."""
-    options_given: dict[str, object] = {
-        "TEXT": text,
-        "--file": file,
-        "--save": save,
-        "--layer": layer,
-        "--head": head,
-    }
-    options_given |= dict.fromkeys(flags, True)
-    for flag, value in options_given.items():
-        if value:
-            raise usage_error(flag, "applies to a model, but a recording was given; leave it out")
-    from regard.inspect import load as load_recording
-
-    return _serve(load_recording(of), serving)
-
-
-def _serve(recording: Recording | RunningRecording, serving: dict[str, object]) -> Server:
+def _serve(recording: Recording | RunningRecording, serving: dict[str, Any]) -> Server:
     """Start the server of a recording."""
     from regard.inspect import view as view_recording
 
-    return view_recording(recording, **serving)  # type: ignore[arg-type]
+    return view_recording(recording, **serving)
 
 
 def _check_memory(

@@ -29,21 +29,18 @@ def summarize_quality(
     done: Mapping[str, Numbers],
 ) -> QualityRow | None:
     """Return a mechanism's rate of lowest validation loss, and its test metric over seeds."""
-    runs = {
-        rate: [done.get(run_name(task.name, name, rate, seed)) for seed in seeds]
+    names = {
+        rate: [run_name(task.name, name, rate, seed) for seed in seeds]
         for rate in train_config.learning_rates
     }
-    if any(one is None for runs_of_rate in runs.values() for one in runs_of_rate):
+    if not done.keys() >= {x for names_of_rate in names.values() for x in names_of_rate}:
         return None
-    complete_runs = {
-        rate: [one for one in runs_of_rate if one is not None]
-        for rate, runs_of_rate in runs.items()
-    }
+    runs = {rate: [done[x] for x in names_of_rate] for rate, names_of_rate in names.items()}
     losses = {
         rate: None
         if any("diverged" in one for one in runs_of_rate)
         else statistics.fmean(one["validation"] for one in runs_of_rate)
-        for rate, runs_of_rate in complete_runs.items()
+        for rate, runs_of_rate in runs.items()
     }
     summary: QualityRow = {
         "validation": {f"{rate:g}": loss for rate, loss in losses.items()},
@@ -53,15 +50,15 @@ def summarize_quality(
     if not finite_losses:
         return {**summary, "diverged": True}
     best = min(finite_losses, key=lambda rate: finite_losses[rate])
-    values = [one[task.metric] for one in complete_runs[best]]
+    values = [one[task.metric] for one in runs[best]]
     return {
         **summary,
         "rate": best,
         "mean": statistics.fmean(values),
         "low": min(values),
         "high": max(values),
-        "steps": complete_runs[best][0]["steps"],
-        "tokens": complete_runs[best][0]["tokens"],
+        "steps": runs[best][0]["steps"],
+        "tokens": runs[best][0]["tokens"],
     }
 
 

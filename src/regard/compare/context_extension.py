@@ -83,12 +83,7 @@ def rotary_spectrum(network: nn.Module, length: int) -> Numbers:
     """
     rotary = rotary_of(network)
     theta, factor, _ = rope_frequencies(
-        rotary.dim,
-        rotary.base,
-        scaling=rotary.scaling,
-        rotary_dim=rotary.rotary_dim,
-        proportional=rotary.proportional,
-        length=length,
+        rotary.dim, rotary.base, length=length, **_rotary_options(rotary)
     )
     distances = range(0, length + 1, max(1, length // 128))
     m = torch.tensor(distances, dtype=torch.float64)
@@ -117,25 +112,18 @@ def evaluate_lengths(
     result_rows = []
     for length in test.lengths:
         report(plural(length, "token"))
-        nats = float(
-            losses_by_length(network, ids, [length], counted=test.counted, windows=test.windows)[0]
+        (loss,) = losses_by_length(
+            network, ids, [length], counted=test.counted, windows=test.windows
         )
-        needle_results = needle_in_haystack(
-            network,
-            ids,
-            length,
-            test.depths,
-            trials=test.trials,
-            key=test.key,
-            mark=test.mark,
-            seed=test.seed,
-        )
+        nats = float(loss)
+        sizes = {"trials": test.trials, "key": test.key, "mark": test.mark}
+        needles = needle_in_haystack(network, ids, length, test.depths, seed=test.seed, **sizes)
         result_rows.append(
             {
                 "length": length,
                 "nats": nats,
                 "perplexity": min(perplexity(nats), 1e9),
-                "needle": [one._asdict() for one in needle_results],
+                "needle": [one._asdict() for one in needles],
             }
         )
     return {"by_length": result_rows}
@@ -204,15 +192,13 @@ def _projection_with_policy(
 
 def _rotary_of_length(old: Rotary, length: int | None) -> Rotary:
     """Return the same rotary embedding, with frequencies of a fixed or each call's length."""
-    return Rotary(
-        old.dim,
-        old.base,
-        scaling=old.scaling,
-        rotary_dim=old.rotary_dim,
-        proportional=old.proportional,
-        layout=old.layout,
-        length="current" if length is None else length,
-    )
+    options: dict[str, Any] = {"length": "current" if length is None else length}
+    return Rotary(old.dim, old.base, layout=old.layout, **options, **_rotary_options(old))
+
+
+def _rotary_options(rotary: Rotary) -> dict[str, Any]:
+    """Return what the frequencies of a rotary embedding depend on, besides width and base."""
+    return {name: getattr(rotary, name) for name in ("scaling", "rotary_dim", "proportional")}
 
 
 @torch.inference_mode()
@@ -309,8 +295,7 @@ def extend_all(
     if len(ids) < needed_tokens:
         raise ArgumentError(
             f"the text has {plural(len(ids), 'token')}, but {needed_tokens} are needed for a "
-            f"length of {target}: "
-            "give a longer text, or a smaller length",
+            f"length of {target}: give a longer text, or a smaller length",
             argument="text",
         )
     test = _length_test(default_lengths(trained, target), options)
@@ -437,8 +422,8 @@ def needle_in_haystack(
         raise ArgumentError(
             f"a passage of {plural(passage_length, 'token')} cannot be placed twice in {length} of "
             f"{plural(len(ids), 'token')} at the depths {list(depths)}; the length must be at "
-            "least "
-            f"{3 * passage_length - 1} and at most that of the text, and depths must be in 0..1"
+            f"least {3 * passage_length - 1} and at most that of the text, and depths must be in "
+            "0..1"
         )
     generator = random_generator(seed)
     starts = torch.randint(

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from regard.compare.context_extension import ExtensionResults
+from regard.compare.experiment import Numbers
 from regard.text_table import format_table
 from regard.units import plural
 from regard.view import html_page
@@ -18,9 +19,6 @@ def result_rows(results: ExtensionResults) -> list[list[str]]:
     rows = []
     for name, numbers in results.methods.items():
         by_length = numbers["by_length"]
-        saved_nats = [
-            sum(n["saved"] for n in one["needle"]) / len(one["needle"]) for one in by_length
-        ]
         cache = numbers["cache"]
         # a loaded model has the policy "recompute" if its frequencies depend on the length
         loaded_cache = cache.get("recompute") or next(iter(cache.values()))
@@ -28,11 +26,16 @@ def result_rows(results: ExtensionResults) -> list[list[str]]:
             [
                 name,
                 *(f"{one['perplexity']:.4g}" for one in by_length),
-                *(f"{s:+.2f}" for s in saved_nats),
+                *(f"{_saved(one):+.2f}" for one in by_length),
                 f"{loaded_cache['difference']:.1g}",
             ]
         )
     return rows
+
+
+def _saved(row: Numbers) -> float:
+    """Return the nats that a passage saves at one length, the mean over depths."""
+    return float(sum(n["saved"] for n in row["needle"]) / len(row["needle"]))
 
 
 def column_heads(results: ExtensionResults) -> list[str]:
@@ -56,14 +59,9 @@ def render_table(results: ExtensionResults) -> str:
             f"{metadata['text']}, loss on the last {plural(metadata['counted'], 'token')}; "
             f"{plural(metadata['trials'], 'passage')} for each depth, seed {metadata['seed']}"
         ),
-        (
-            f"{machine_facts['processor']}, {plural(machine_facts['threads'], 'thread')}, torch "
-            f"{machine_facts['torch']}, regard {machine_facts['regard']}"
-        ),
+        f"{_machine(machine_facts)}, regard {machine_facts['regard']}",
         "",
-    ]
-    lines.append(format_table([column_heads(results), *result_rows(results)]))
-    lines += [
+        format_table([column_heads(results), *result_rows(results)]),
         "",
         (
             "ppl: perplexity of the same tokens; saved: by how many nats per token an earlier copy "
@@ -71,72 +69,58 @@ def render_table(results: ExtensionResults) -> str:
         ),
         (
             "cache, with the policy of a loaded model: the largest difference of a logit from a "
-            "pass "
-            "over the whole sequence, in standard deviations"
+            "pass over the whole sequence, in standard deviations"
         ),
     ]
-    for name, numbers in results.methods.items():
-        if len(numbers["cache"]) > 1:
-            lines += [
-                "",
-                (
-                    f"the frequencies of {name} depend on the length: cached decoding of "
-                    f"{plural(metadata['steps'], 'token')} across "
-                    f"{metadata['trained']}"
-                ),
-            ]
-            policy_rows = [
-                ["policy", "difference", "same token", "prefix recomputed"],
-                *cache_rows(numbers),
-            ]
-            lines.append(format_table(policy_rows))
+    for name, rows in cache_tables(results).items():
+        lines += [
+            "",
+            (
+                f"the frequencies of {name} depend on the length: cached decoding of "
+                f"{plural(metadata['steps'], 'token')} across {metadata['trained']}"
+            ),
+            format_table([CACHE_HEADS, *rows]),
+        ]
     return "\n".join(lines)
 
 
-def cache_rows(numbers: Mapping[str, Any]) -> list[list[str]]:
-    """Return a row for each cache policy of a method."""
-    return [
-        [policy, f"{one['difference']:.1g}", f"{one['agreement']:.0%}", str(one["reruns"])]
-        for policy, one in numbers["cache"].items()
-    ]
+def _machine(facts: Mapping[str, Any]) -> str:
+    return f"{facts['processor']}, {plural(facts['threads'], 'thread')}, torch {facts['torch']}"
+
+
+CACHE_HEADS = ["policy", "difference", "same token", "prefix recomputed"]
+"""The column heads of `cache_tables`."""
+
+
+def cache_tables(results: ExtensionResults) -> dict[str, list[list[str]]]:
+    """Return a row for each cache policy, by method, of the methods that have several."""
+    return {
+        name: [
+            [policy, f"{one['difference']:.1g}", f"{one['agreement']:.0%}", str(one["reruns"])]
+            for policy, one in numbers["cache"].items()
+        ]
+        for name, numbers in results.methods.items()
+        if len(numbers["cache"]) > 1
+    }
 
 
 def plots(results: ExtensionResults) -> list[Picture]:
     """Return the plots of perplexity, passage retrieval, rotary frequencies and decay."""
     metadata, trained = results.metadata, float(results.metadata["trained"])
-    named = results.methods.items()
 
-    def per_length(value: Any) -> tuple[Line, ...]:
+    def per_method(points: Callable[[Numbers], Iterable[tuple[float, float]]]) -> tuple[Line, ...]:
+        """Return the line of each method through the points that its numbers give."""
         return tuple(
-            Line(name, tuple((float(one["length"]), value(one)) for one in numbers["by_length"]))
-            for name, numbers in named
+            Line(name, tuple((float(x), y) for x, y in points(numbers)))
+            for name, numbers in results.methods.items()
         )
 
-    turns = tuple(
-        Line(
-            name,
-            tuple(
-                (float(i), max(trained, 1) * theta / math.tau)
-                for i, theta in enumerate(numbers["theta"])
-            ),
-        )
-        for name, numbers in named
-    )
-    decay = tuple(
-        Line(name, tuple((float(m), b) for m, b in numbers["decay"])) for name, numbers in named
-    )
-    longest = [
-        Line(
-            name, tuple((one["depth"], one["saved"]) for one in numbers["by_length"][-1]["needle"])
-        )
-        for name, numbers in named
-    ]
     return [
         Picture(
             f"{metadata['model']}: perplexity of the same tokens after more context",
             "tokens read",
             "perplexity",
-            per_length(lambda one: one["perplexity"]),
+            per_method(lambda found: [(x["length"], x["perplexity"]) for x in found["by_length"]]),
             "xy",
             trained,
         ),
@@ -144,7 +128,7 @@ def plots(results: ExtensionResults) -> list[Picture]:
             "Passage retrieval: nats per token saved, mean over depths",
             "tokens read",
             "nats",
-            per_length(lambda one: sum(n["saved"] for n in one["needle"]) / len(one["needle"])),
+            per_method(lambda found: [(x["length"], _saved(x)) for x in found["by_length"]]),
             "x",
             trained,
         ),
@@ -152,20 +136,24 @@ def plots(results: ExtensionResults) -> list[Picture]:
             f"Passage retrieval by depth, at {plural(metadata['target'], 'token')}",
             "depth",
             "nats",
-            tuple(longest),
+            per_method(
+                lambda found: [(x["depth"], x["saved"]) for x in found["by_length"][-1]["needle"]]
+            ),
         ),
         Picture(
             f"How often each pair turns in {plural(metadata['trained'], 'token')}",
             "pair of dims",
             "turns",
-            turns,
+            per_method(
+                lambda found: enumerate(max(trained, 1) * x / math.tau for x in found["theta"])
+            ),
             "y",
         ),
         Picture(
             "Rotary similarity by distance: f^2 (2 / d) sum cos(m theta)",
             "distance",
             "share",
-            decay,
+            per_method(lambda found: found["decay"]),
             "",
             trained,
         ),
@@ -185,9 +173,7 @@ def render_page(results: ExtensionResults, command: str) -> str:
         "windows": str(metadata["windows"]),
         "passages per depth": str(metadata["trials"]),
         "seed": str(metadata["seed"]),
-        "machine": f"{machine_facts['processor']}, {plural(machine_facts['threads'], 'thread')}, "
-        "torch "
-        f"{machine_facts['torch']}",
+        "machine": _machine(machine_facts),
     }
     sections = [
         html_page.Section(
@@ -200,36 +186,19 @@ def render_page(results: ExtensionResults, command: str) -> str:
         html_page.Section(
             "Passage retrieval",
             pictures=all_plots[1:3],
-            heads=[
-                "",
-                *(
-                    f"{n}, depth {d:g}"
-                    for n in metadata["lengths"][-1:]
-                    for d in metadata["depths"]
-                ),
-            ],
+            heads=["", *(f"{metadata['lengths'][-1]}, depth {d:g}" for d in metadata["depths"])],
             rows=[
-                [
-                    name,
-                    *(
-                        f"{n['right']:.0%} right, {n['guessed']:.0%} guessed"
-                        for n in numbers["by_length"][-1]["needle"]
-                    ),
-                ]
+                [name, *(f"{n['right']:.0%} right, {n['guessed']:.0%} guessed" for n in needles)]
                 for name, numbers in results.methods.items()
+                for needles in [numbers["by_length"][-1]["needle"]]
             ],
         ),
         html_page.Section("Rotary frequencies", pictures=all_plots[3:]),
     ]
-    for name, numbers in results.methods.items():
-        if len(numbers["cache"]) > 1:
-            sections.append(
-                html_page.Section(
-                    f"{name}: cached decoding",
-                    heads=["policy", "difference", "same token", "prefix recomputed"],
-                    rows=cache_rows(numbers),
-                )
-            )
+    sections += [
+        html_page.Section(f"{name}: cached decoding", heads=CACHE_HEADS, rows=rows)
+        for name, rows in cache_tables(results).items()
+    ]
     return html_page.page(
         "Context extensions",
         "One checkpoint with its rotary positions scaled by each method; no weight is changed.",

@@ -213,21 +213,12 @@ class Session:
                 f"two experiments are named {', '.join(duplicates)}; give each experiment a name "
                 "of its own"
             )
-        saved = {experiment.name: self.store.read(experiment) for experiment in experiments}
-        self.reused_names |= {
-            n
-            for n, numbers_or_none in saved.items()
-            if numbers_or_none is not None and n not in self.results
-        }
-        self.results.update(
-            {
-                name: numbers_or_none
-                for name, numbers_or_none in saved.items()
-                if numbers_or_none is not None
-            }
-        )
-        self.reused += sum(numbers_or_none is not None for numbers_or_none in saved.values())
-        missing = [experiment for experiment in experiments if saved[experiment.name] is None]
+        looked_up = {experiment.name: self.store.read(experiment) for experiment in experiments}
+        saved = {name: numbers for name, numbers in looked_up.items() if numbers is not None}
+        self.reused_names |= saved.keys() - self.results.keys()
+        self.results |= saved
+        self.reused += len(saved)
+        missing = [experiment for experiment in experiments if experiment.name not in saved]
         finished_estimate, measured_seconds = 0.0, 0.0
         for i, experiment in enumerate(missing):
             remaining = sum(other.seconds for other in missing[i:])
@@ -235,20 +226,16 @@ class Session:
             if finished_estimate:
                 left = format_duration(measured_seconds / finished_estimate * remaining)
                 estimate = translate(", about {left} left", left=left)
-            self.report(
-                f"{experiment.name} "
-                f"({len(experiments) - len(missing) + i + 1}/{len(experiments)}{estimate})"
-            )
+            place = f"{len(saved) + i + 1}/{len(experiments)}"
+            self.report(f"{experiment.name} ({place}{estimate})")
             start = self._clock()
             numbers = experiment.measure()
             seconds = self._clock() - start
             self.results[experiment.name] = numbers
             self.store.write(experiment, numbers, seconds)
             self.measured += 1
-            finished_estimate, measured_seconds = (
-                finished_estimate + experiment.seconds,
-                measured_seconds + seconds,
-            )
+            finished_estimate += experiment.seconds
+            measured_seconds += seconds
         return {name: self.results[name] for name in names}
 
 

@@ -95,9 +95,8 @@ class TextTask(EvalTask):
         if len(held_out_bytes) < 3 * (self.context + 1):
             raise ArgumentError(
                 f"text {self.source} leaves {len(held_out_bytes):,} bytes for validation, but "
-                "rows of "
-                f"{self.context} bytes need {3 * (self.context + 1):,}; give more text, or a "
-                "shorter --length"
+                f"rows of {self.context} bytes need {3 * (self.context + 1):,}; give more text, or "
+                "a shorter --length"
             )
         third = len(held_out_bytes) // 3
         return _bytes(train), held_out_bytes[:third], held_out_bytes[third:]
@@ -153,10 +152,8 @@ class RecallTask(EvalTask):
         if self.length < shortest:
             raise ArgumentError(
                 f"rows of {self.name} need at least {plural(shortest, 'token')}, but the longest "
-                "row "
-                f"has {self.length}; give a --length of {shortest * RECALL_TASKS[self.name]} or "
-                "more, "
-                f"or leave out --task {self.name}"
+                f"row has {self.length}; give a --length of {shortest * RECALL_TASKS[self.name]} "
+                f"or more, or leave out --task {self.name}"
             )
 
     @property
@@ -192,10 +189,8 @@ class RecallTask(EvalTask):
             for batch in rows.to(device_of(model)).split(4 * self.batch):
                 is_answer = batch.target != IGNORE_INDEX
                 wrong = (model(batch.source).argmax(-1) != batch.target) & is_answer
-                answers, right = (
-                    answers + int(is_answer.sum()),
-                    right + int((is_answer & ~wrong).sum()),
-                )
+                answers += int(is_answer.sum())
+                right += int((is_answer & ~wrong).sum())
                 fully_right += int((~wrong.any(1)).sum())
         return {
             "accuracy": right / answers,
@@ -354,15 +349,13 @@ def training_experiments(
         for name, train_config in train_configs.items():
             for rate in train_config.learning_rates:
                 for seed in training.seeds:
+                    count = steps[task.name]
                     run = _TrainingRun(
-                        train_config.config, task, training, steps[task.name], rate, seed, report
+                        train_config.config, task, training, count, rate, seed, report
                     )
-                    estimate = seconds[task.name][name] * steps[task.name]
-                    experiments.append(
-                        Experiment(
-                            run_name(task.name, name, rate, seed), run.settings, run.run, estimate
-                        )
-                    )
+                    title = run_name(task.name, name, rate, seed)
+                    estimate = seconds[task.name][name] * count
+                    experiments.append(Experiment(title, run.settings, run.run, estimate))
     return experiments
 
 
@@ -410,13 +403,8 @@ class _TrainingRun:
         )
         start = time.perf_counter()
         try:
-            result = fit(
-                model,
-                batches,
-                settings,
-                loss=self.task.loss,
-                progress=_ProgressLines(self.report, self.steps),
-            )
+            progress = _ProgressLines(self.report, self.steps)
+            result = fit(model, batches, settings, loss=self.task.loss, progress=progress)
         except NonFiniteLoss:
             return {"diverged": True, "seconds": time.perf_counter() - start}
         # `fit` catches the interrupt, finishes its step and returns

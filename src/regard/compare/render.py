@@ -13,6 +13,7 @@ from regard.compare.comparison import (
     ComparisonEntry,
     TimeFigure,
     TimeKind,
+    TimeRow,
     cost_of,
     pareto,
 )
@@ -34,19 +35,10 @@ def render_table(comparison: ComparisonData) -> str:
     if comparison["training"]["tasks"]:
         quality = translate("quality: {how}", how=quality_sentence(comparison))
         parts.append(f"{wrap(quality, width)}\n{_aligned(quality_rows(comparison))}")
-        parts += (
-            ["\n".join(_pareto_lines(comparison))] if any(comparison["fronts"].values()) else []
-        )
-    parts += (
-        [
-            "\n".join(
-                wrap(translate("note: {note}", note=translate(note)), width, hang="  ")
-                for note in comparison["notes"]
-            )
-        ]
-        if comparison["notes"]
-        else []
-    )
+        if any(comparison["fronts"].values()):
+            parts.append("\n".join(_pareto_lines(comparison)))
+    if notes := [translate("note: {note}", note=translate(x)) for x in comparison["notes"]]:
+        parts.append("\n".join(wrap(note, width, hang="  ") for note in notes))
     if comparison["interrupted"]:
         parts.append(wrap(translate("interrupted: missing values were not measured"), width))
     return "\n\n".join(parts)
@@ -112,12 +104,7 @@ def round_range(comparison: ComparisonData) -> str:
     >>> round_range({"mechanisms": [row]})
     '2 to 3'
     """
-    counts = {
-        row["rounds"]
-        for entry in comparison["mechanisms"]
-        for row in (*entry["prefill"].values(), *entry["decode"].values(), entry["training"] or {})
-        if "rounds" in row
-    }
+    counts = {row["rounds"] for row in _time_rows_of(comparison) if "rounds" in row}
     if not counts:
         return "0"
     low, high = min(counts), max(counts)
@@ -157,35 +144,28 @@ def time_rows(comparison: ComparisonData) -> list[list[str]]:
         ]
         rows.append([entry["name"], *medians, kernel_names(entry)])
         if any("quartiles" in row for row in timings):
-            rows.append(
-                [
-                    "",
-                    *(
-                        units.span(*row["quartiles"]) if "quartiles" in row else ""
-                        for row in timings
-                    ),
-                    "",
-                ]
-            )
+            spans = (units.span(*x["quartiles"]) if "quartiles" in x else "" for x in timings)
+            rows.append(["", *spans, ""])
     return rows
 
 
 def overlap_legend(comparison: ComparisonData) -> str:
     """Return the meaning of a ~ in front of a time, if any time has one."""
-    marked = any(
-        row.get("overlaps_first")
-        for entry in comparison["mechanisms"]
-        for row in (*entry["prefill"].values(), *entry["decode"].values(), entry["training"] or {})
-    )
-    first = comparison["mechanisms"][0]["name"]
-    if not marked:
+    if not any(row.get("overlaps_first") for row in _time_rows_of(comparison)):
         return ""
+    first = comparison["mechanisms"][0]["name"]
     return translate(
         "~ the quartiles overlap those of {first}, or there were fewer than {n} rounds: the two "
         "may be equally fast",
         first=first,
         n=MIN_ROUNDS,
     )
+
+
+def _time_rows_of(comparison: ComparisonData) -> Iterator[TimeRow]:
+    """Yield the times of every mechanism in every measurement."""
+    for entry in comparison["mechanisms"]:
+        yield from (*entry["prefill"].values(), *entry["decode"].values(), entry["training"] or {})
 
 
 def _contexts(comparison: ComparisonData) -> list[str]:
@@ -213,18 +193,12 @@ def quality_rows(comparison: ComparisonData) -> list[list[str]]:
         for task in tasks:
             quality = entry["quality"].get(task, {})
             if "mean" not in quality:
-                row += [
-                    translate("diverged") if quality.get("diverged") else units.ABSENT,
-                    *(units.ABSENT for _ in (*span, "lr", "steps")),
-                ]
+                row.append(translate("diverged") if quality.get("diverged") else units.ABSENT)
+                row += [units.ABSENT] * (len(span) + 2)
                 continue
             low, high = format_score(task, quality["low"]), format_score(task, quality["high"])
-            row += [
-                format_score(task, quality["mean"]),
-                *(f"{low} .. {high}" for _ in span),
-                f"{quality['rate']:g}",
-                str(quality["steps"]),
-            ]
+            row += [format_score(task, quality["mean"]), *(f"{low} .. {high}" for _ in span)]
+            row += [f"{quality['rate']:g}", str(quality["steps"])]
         rows.append(row)
     return rows
 
@@ -357,6 +331,7 @@ def render_page(comparison: ComparisonData) -> str:
 def quality_charts(comparison: ComparisonData) -> Iterator[Scatter]:
     """Yield a scatter chart of each task against each cost at the longest context."""
     longest_context = max(comparison["timing"]["contexts"])
+    tokens = units.plural(longest_context, "token")
     for name in comparison["training"]["tasks"]:
         text = name == "text"
         y = Axis(
@@ -383,42 +358,32 @@ def quality_charts(comparison: ComparisonData) -> Iterator[Scatter]:
             }
             yield Scatter(
                 marks,
-                Axis(f"{title} at {units.plural(longest_context, 'token')}", unit),
+                Axis(f"{title} at {tokens}", unit),
                 y,
                 f"{name} against {title}",
                 f"{' or '.join(units.plural(n, 'step') for n in sorted(steps))}, seeds "
-                f"{', '.join(map(str, comparison['training']['seeds']))}; "
-                "quality on rows as long as in training, cost at "
-                f"{units.plural(longest_context, 'token')}.",
+                f"{', '.join(map(str, comparison['training']['seeds']))}; quality on rows as long "
+                f"as in training, cost at {tokens}.",
             )
 
 
 def cost_charts(comparison: ComparisonData) -> list[Scatter]:
     """Return scatter charts of a token's time against cache and prompt, at the longest context."""
     longest_context = max(comparison["timing"]["contexts"])
-    token = Axis(f"time of a decoded token at {units.plural(longest_context, 'token')}", "seconds")
+    tokens = units.plural(longest_context, "token")
+    token = Axis(f"time of a decoded token at {tokens}", "seconds")
+    cache = Axis(f"cache at {tokens}", "bytes")
+    prompt = Axis(f"time of a prompt of {tokens}", "seconds")
     charts = []
     wanted: tuple[tuple[str, Axis, TimeKind, TimeFigure], ...] = (
-        (
-            "a token against the cache",
-            Axis(f"cache at {units.plural(longest_context, 'token')}", "bytes"),
-            "decode",
-            "kv_bytes",
-        ),
-        (
-            "a token against a prompt",
-            Axis(f"time of a prompt of {units.plural(longest_context, 'token')}", "seconds"),
-            "prefill",
-            "seconds",
-        ),
+        ("a token against the cache", cache, "decode", "kv_bytes"),
+        ("a token against a prompt", prompt, "prefill", "seconds"),
     )
     for title, axis, kind, name in wanted:
         points = []
         for entry in comparison["mechanisms"]:
-            x, row = (
-                entry[kind].get(str(longest_context), {}).get(name),
-                entry["decode"].get(str(longest_context), {}),
-            )
+            x = entry[kind].get(str(longest_context), {}).get(name)
+            row = entry["decode"].get(str(longest_context), {})
             if x and row.get("seconds"):
                 y = row["seconds"]
                 low, high = row.get("quartiles", (y, y))

@@ -210,22 +210,16 @@ def timing_experiments(
 
     All mechanisms are timed in turns, so that one more means that all are measured again.
     """
-    machine_facts = _machine_facts(machine)
-    shared = {
-        "models": {name: asdict(config) for name, config in configs.items()},
-        "machine": machine_facts,
-    }
+    models = {name: asdict(config) for name, config in configs.items()}
+    shared = {"models": models, "machine": _machine_facts(machine)}
     jobs = [(kind, context) for context in timing.contexts for kind in KINDS[:2]]
     if timing.training:
         jobs.append(("training", timing.length))
+    limits = {"rounds": timing.rounds, "seconds": timing.seconds, "sample": timing.sample}
     experiments = []
     for kind, length in jobs:
-        sizes = {
-            "kind": kind,
-            "length": length,
-            "batch": timing.batch if kind == "training" else 1,
-        }
-        limits = {"rounds": timing.rounds, "seconds": timing.seconds, "sample": timing.sample}
+        batch = timing.batch if kind == "training" else 1
+        sizes = {"kind": kind, "length": length, "batch": batch}
         experiments.append(
             Experiment(
                 f"{kind}/{length}",
@@ -317,28 +311,17 @@ def memory_experiments(
     configs: Mapping[str, Config], timing: Timing, machine: Mapping[str, object]
 ) -> list[Experiment]:
     """Return an experiment per mechanism: the peak memory of a prompt and a training step."""
-    sizes: Numbers = {
-        "context": max(timing.contexts),
-        "length": timing.length,
-        "batch": timing.batch,
-    }
+    shared: Numbers = {"machine": _machine_facts(machine), "context": max(timing.contexts)}
+    shared |= {"length": timing.length, "batch": timing.batch, "threads": torch.get_num_threads()}
     if not timing.training:
-        sizes["training"] = False
-    machine_facts = _machine_facts(machine)
+        shared["training"] = False
+    if timing.device != "cpu":
+        shared["device"] = timing.device
     experiments = []
     for name, config in configs.items():
-        settings = {"model": asdict(config), "machine": machine_facts, **sizes}
-        settings["threads"] = torch.get_num_threads()
-        if timing.device != "cpu":
-            settings["device"] = timing.device
-        experiments.append(
-            Experiment(
-                f"memory/{name}",
-                settings,
-                partial(measure_peaks, settings),
-                10.0,
-            )
-        )
+        settings = {"model": asdict(config), **shared}
+        measure = partial(measure_peaks, settings)
+        experiments.append(Experiment(f"memory/{name}", settings, measure, 10.0))
     return experiments
 
 

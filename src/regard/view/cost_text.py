@@ -66,59 +66,15 @@ OF_BATCHES = {
 TITLES = (
     *FIGURE_TITLES.values(),
     *OF_BATCHES.values(),
-    "part",
-    "share",
-    "embedding",
-    "positions",
-    "attention",
-    "recurrence",
-    "feed-forward",
-    "router",
-    "experts",
-    "norms",
-    "head",
-    "that no layer drops",
-    "of which states",
-    "prompt",
-    "one token",
-    "a token",
-    "moved",
-    "method",
-    "first token",
-    "sent",
-    "sent a token",
-    "held",
-    "fits",
-    "why not",
-    "mechanism",
-    "in attention",
-    "cache a token",
-    "cache",
-    "context",
-    "prompt at best",
-    "token at best",
-    "prefill",
-    "decode",
-    "memory",
-    "compute",
-    "messages",
-    "host",
-    "16-bit weights",
-    "8-bit weights",
-    "4-bit weights",
-    "16-bit experts",
-    "8-bit experts",
-    "4-bit experts",
-    "on each card",
-    "weights",
-    "gradients",
-    "optimizer",
-    "attention weights",
-    "adapters",
-    "logits",
-    "inputs of layers",
-    "the layer that is computed again",
-    "libraries",
+    *("part", "share", "embedding", "positions", "attention", "recurrence", "feed-forward"),
+    *("router", "experts", "norms", "head", "that no layer drops", "of which states"),
+    *("prompt", "one token", "a token", "moved", "method", "first token", "sent", "sent a token"),
+    *("held", "fits", "why not", "mechanism", "in attention", "cache a token", "cache", "context"),
+    *("prompt at best", "token at best", "prefill", "decode"),
+    *("memory", "compute", "messages", "host"),
+    *(f"{bits}-bit {what}" for what in ("weights", "experts") for bits in (16, 8, 4)),
+    *("on each card", "weights", "gradients", "optimizer", "attention weights", "adapters"),
+    *("logits", "inputs of layers", "the layer that is computed again", "libraries"),
     SUGGESTED,
     EVIDENCE,
 )
@@ -165,26 +121,23 @@ def training_page(report: TrainingReport, machine: Machine | None) -> str:
         lines.append(translate("a card sends {size} a step", size=units.size(report.sent_bytes)))
     if machine is not None:
         fit = report.fit(machine)
-        lines.append(
+        rate = report.tokens_per_second(machine)
+        lines += [
             translate(
                 "on {machine}: {share} % of its {memory} are {usable}: {verdict}",
                 machine=translate(machine.name),
                 share=f"{100 * fit.runtime.utilization:.4g}",
                 memory=units.size(fit.memory),
                 usable=units.size(fit.usable),
-                verdict=translate(fit.verdict)
-                if fit.verdict
-                else translate("its size is not known"),
-            )
-        )
-        lines.append(
+                verdict=translate(fit.verdict or Phrase("its size is not known")),
+            ),
             translate(
                 "at best {n} tokens/s, {each} on each card; published trainings of dense models on "
                 "A100 reach 50 to 63 % of that",
-                n=units.per_second(report.tokens_per_second(machine)),
-                each=units.per_second(report.tokens_per_second(machine) / run.cards),
-            )
-        )
+                n=units.per_second(rate),
+                each=units.per_second(rate / run.cards),
+            ),
+        ]
     lines.append(
         translate(
             "not counted: fragmentation, buffers of messages, copies of the data, norms that store "
@@ -240,25 +193,29 @@ def _parts(report: CostReport) -> str:
     rows.append(
         (translate("all"), f"{model.parameters:,}", "100.0%", f"{model.active_parameters:,}")
     )
-    lines, layers = [format_table(rows, width=line_width())], model.layers
+    sentences, layers = [], model.layers
     first = layers[0].mixer
     if isinstance(first, SoftmaxSpec) and not model.encoder:
         one = first.weights.matrices
-        sentence = translate(
-            "attention of one layer: {one} = M (H D + G D + G E + H E); of {layers}: {all}, "
-            "{share} of all",
-            one=f"{one:,}",
-            layers=translate_count(len(layers), "layer"),
-            all=f"{model.attention_parameters:,}",
-            share=f"{model.attention_parameters / model.parameters:.1%}",
+        sentences.append(
+            translate(
+                "attention of one layer: {one} = M (H D + G D + G E + H E); of {layers}: {all}, "
+                "{share} of all",
+                one=f"{one:,}",
+                layers=translate_count(len(layers), "layer"),
+                all=f"{model.attention_parameters:,}",
+                share=f"{model.attention_parameters / model.parameters:.1%}",
+            )
         )
-        lines.append(wrap(sentence, line_width(), hang="  "))
     if model.tied:
-        sentence = translate(
-            "the head is the embedding: it has no parameters of its own, and all of it is active"
+        sentences.append(
+            translate(
+                "the head is the embedding: it has no parameters of its own, and all of it is "
+                "active"
+            )
         )
-        lines.append(wrap(sentence, line_width(), hang="  "))
-    return "\n".join(lines)
+    table = format_table(rows, width=line_width())
+    return "\n".join([table, *_lines(sentences, indent="", hang="  ")])
 
 
 def _costs(report: CostReport) -> str:
@@ -396,26 +353,18 @@ def _reached(measured: Reached | None, most: float) -> list[str]:
     share = _span(f"{100 * low:.0f}", f"{100 * high:.0f}") + " %"
     speeds = _span(units.digits(low * most), units.digits(high * most))
     engines = ", ".join(sorted({x.source.partition(",")[0] for x in measured.measurements}))
-    if measured.same_machine:
-        line = translate(
-            "published measurements of {kind} on this card reach {range} of that, {speeds} "
-            "tokens/s ({n} of {engines})",
-            kind=kind,
-            range=share,
-            speeds=speeds,
-            n=n,
-            engines=engines,
-        )
-    else:
-        line = translate(
-            "published measurements of {kind} on other cards reach {range} of that, {speeds} "
-            "tokens/s ({n} of {engines}); of this one none is stored",
-            kind=kind,
-            range=share,
-            speeds=speeds,
-            n=n,
-            engines=engines,
-        )
+    line = translate(
+        "published measurements of {kind} on this card reach {range} of that, {speeds} tokens/s "
+        "({n} of {engines})"
+        if measured.same_machine
+        else "published measurements of {kind} on other cards reach {range} of that, {speeds} "
+        "tokens/s ({n} of {engines}); of this one none is stored",
+        kind=kind,
+        range=share,
+        speeds=speeds,
+        n=n,
+        engines=engines,
+    )
     return [line]
 
 
@@ -661,35 +610,23 @@ def mechanism_tables(
     titles = ("mechanism", "prompt", "moved", "a token", "moved")
     batch = rows[0].report.setting.batch
     work: list[tuple[str, ...]] = [tuple(_work_title(title, batch) for title in titles)]
-    for row in rows:
-        report = row.report
-        memory.append(
-            (
-                row.label,
-                units.count(report.model.parameters),
-                units.count(report.model.attention_parameters),
-                units.size(report.kv_bytes_per_token),
-                units.size(report.kv_bytes),
-            )
-        )
-        work.append(
-            (
-                row.label,
-                units.count(report.prefill_flops, "FLOP"),
-                units.size(report.prefill_bytes()),
-                units.count(report.decode_flops, "FLOP"),
-                units.size(report.decode_bytes()),
-            )
-        )
     if machine is not None:
         memory[0] += (translate("batch that fits"), translate("context that fits"))
         work[0] += (translate("prompt at best"), translate("token at best"))
-        for i, row in enumerate(rows, 1):
-            memory[i] += (
-                _limit(row.max_batch, MAX_BATCH),
-                _limit(row.max_context, row.report.model.max_context or MAX_CONTEXT),
-            )
-            work[i] += (units.seconds(row.prefill_seconds), units.seconds(row.decode_seconds))
+    for row in rows:
+        report, model = row.report, row.report.model
+        counts = map(units.count, (model.parameters, model.attention_parameters))
+        caches = map(units.size, (report.kv_bytes_per_token, report.kv_bytes))
+        memory.append((row.label, *counts, *caches))
+        costs = (
+            *(units.count(report.prefill_flops, "FLOP"), units.size(report.prefill_bytes())),
+            *(units.count(report.decode_flops, "FLOP"), units.size(report.decode_bytes())),
+        )
+        work.append((row.label, *costs))
+        if machine is not None:
+            most = model.max_context or MAX_CONTEXT
+            memory[-1] += (_limit(row.max_batch, MAX_BATCH), _limit(row.max_context, most))
+            work[-1] += (units.seconds(row.prefill_seconds), units.seconds(row.decode_seconds))
     return {translate("memory"): memory, translate("work"): work}
 
 
@@ -741,15 +678,6 @@ def sweep_table(name: str, rows: Sequence[dict[str, Any]]) -> str:
     batch = rows[0]["batch"]
     lines: list[tuple[str, ...]] = [tuple(_work_title(title, batch) for title in titles)]
     for row in rows:
-        at_best = (
-            (
-                units.seconds(row["prefill_seconds"]),
-                units.seconds(row["decode_seconds"]),
-                _yes_no_unknown(row["fit"]),
-            )
-            if timed
-            else ()
-        )
         lines.append(
             (
                 f"{row['context']:,}",
@@ -757,9 +685,11 @@ def sweep_table(name: str, rows: Sequence[dict[str, Any]]) -> str:
                 units.count(row["prefill_flops"], "FLOP"),
                 units.count(row["decode_flops"], "FLOP"),
                 units.size(row["decode_bytes"]),
-                *at_best,
             )
         )
+        if timed:
+            seconds = (units.seconds(row[f"{work}_seconds"]) for work in ("prefill", "decode"))
+            lines[-1] += (*seconds, _yes_no_unknown(row["fit"]))
     return f"{name}\n{format_table(lines, left=(), width=line_width(), names=1)}"
 
 
@@ -791,26 +721,19 @@ def listing(*, json: bool) -> str:
         )
         for name, m in MACHINES.items()
     ]
-    most = max(map(len, rates))
-    rates = [(*row, *[""] * (most - len(row))) for row in rates]
-    return "\n\n".join(
-        [
-            translate("models, with their numbers of parameters")
-            + "\n"
-            + format_table([(name, f"{n:,}") for name, n in sizes.items()]),
-            translate("machines, with their peak bandwidth, memory and FLOP/s")
-            + "\n"
-            + format_table(rates, width=line_width()),
-            "\n".join(
-                [
-                    translate("sources of these numbers"),
-                    *_lines(
-                        (f"{name}: {_machine_source(m)}" for name, m in MACHINES.items()), indent=""
-                    ),
-                ]
-            ),
-        ]
+    sources = (f"{name}: {_machine_source(m)}" for name, m in MACHINES.items())
+    blocks = (
+        (
+            translate("models, with their numbers of parameters"),
+            format_table([(name, f"{n:,}") for name, n in sizes.items()]),
+        ),
+        (
+            translate("machines, with their peak bandwidth, memory and FLOP/s"),
+            format_table(rates, width=line_width()),
+        ),
+        (translate("sources of these numbers"), *_lines(sources, indent="")),
     )
+    return "\n\n".join(map("\n".join, blocks))
 
 
 def mechanisms_html(
@@ -824,22 +747,14 @@ def mechanisms_html(
         for title, table in mechanism_tables(rows, machine).items()
     ]
     sections.append(Section(translate("over the context"), pictures=[chart]))
-    if sizes := suggested_sizes(rows, model_sizes):
-        sections.append(
-            Section(
-                translate_title(SUGGESTED),
-                heads=(translate_title("mechanism"), translate("sizes")),
-                rows=sizes,
-            )
-        )
     evidence = [(row.label, quoted_evidence(row)) for row in rows]
-    sections.append(
-        Section(
-            translate_title(EVIDENCE),
-            heads=(translate_title("mechanism"), translate("finding")),
-            rows=evidence,
-        )
-    )
+    mechanism = translate_title("mechanism")
+    for title, head, table in (
+        (SUGGESTED, translate("sizes"), suggested_sizes(rows, model_sizes)),
+        (EVIDENCE, translate("finding"), evidence),
+    ):
+        if table:
+            sections.append(Section(translate_title(title), heads=(mechanism, head), rows=table))
     source = {} if machine is None else {translate("machine"): f"{machine.name}: {machine.source}"}
     return page(
         translate("The cost of attention mechanisms"),

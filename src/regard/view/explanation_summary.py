@@ -85,18 +85,11 @@ def _sentence(data: Data, say: Sentences, width: int) -> Lines:
     for word in words:
         own = range(word["start"], word["stop"])
         query, key = same and data["query"] in own, data["key"] in own
+        hidden = all(data["masked"][j] for j in own)
+        role = style("q" if query else "k", bold=True) if query or key else "dim" if hidden else ""
         token = Text.assemble(
             ("▶" if query else "◆" if key else "", style("q" if query else "k")),
-            (
-                terminal.cell(word["text"], 16).rstrip(),
-                style("q", bold=True)
-                if query
-                else style("k", bold=True)
-                if key
-                else "dim"
-                if all(data["masked"][j] for j in own)
-                else "",
-            ),
+            (terminal.cell(word["text"], 16).rstrip(), role),
             " ",
         )
         if line.cell_len + token.cell_len > width - 2:

@@ -20,10 +20,12 @@ from regard.view.terminal import (
     Sentences,
     equation,
     heading,
+    indented,
     large_pattern,
     legend,
     norm,
     number,
+    prose,
     right,
     small_patterns,
     strip,
@@ -45,47 +47,37 @@ def mixture(data: Data) -> Lines:
         )
     if mix["row"] is not None:
         total = number(sum(mix["row"]))
-        yield Text(INDENT + translate("together: the row sums to {total}", total=total))
+        yield indented("together: the row sums to {total}", total=total)
         for j in sorted(range(len(mix["row"])), key=lambda j: -abs(mix["row"][j]))[:4]:
             yield Text(f"{INDENT}{j:>6} {number(mix['row'][j], 10)}", "dim")
 
 
 def state(data: Data) -> Lines:
     """Describe a row without a softmax: the sum of its weights, and the state it reads."""
-    s, row = (
-        data["state"],
-        [p for p, why in zip(data["weights"], data["masked"], strict=True) if not why],
-    )
-    yield from wrapped(
-        translate(
-            "no softmax: the weights of the row are not normalized; they sum to {total}, and {n} "
-            "of {all} are negative",
-            total=number(sum(row)),
-            n=sum(p < 0 for p in row),
-            all=len(row),
-        )
+    s = data["state"]
+    row = [p for p, why in zip(data["weights"], data["masked"], strict=True) if not why]
+    yield from prose(
+        "no softmax: the weights of the row are not normalized; they sum to {total}, and {n} "
+        "of {all} are negative",
+        total=number(sum(row)),
+        n=sum(p < 0 for p in row),
+        all=len(row),
     )
     if not s:
         return
     shape = " x ".join(map(str, s["shape"]))
-    yield Text(
-        INDENT
-        + translate(
-            "state S of the head: {shape}, {values}, {bytes} at any sequence length",
-            shape=shape,
-            values=translate_count(s["num_values"], "value"),
-            bytes=translate_count(s["bytes"], "byte"),
-        )
+    yield indented(
+        "state S of the head: {shape}, {values}, {bytes} at any sequence length",
+        shape=shape,
+        values=translate_count(s["num_values"], "value"),
+        bytes=translate_count(s["bytes"], "byte"),
     )
-    yield Text(
-        INDENT
-        + translate(
-            "|S| {before} → {after} with this token;  effective rank {rank} of {most}",
-            before=number(s["norm_before"]),
-            after=number(s["norm"]),
-            rank=number(s["rank"]),
-            most=min(s["shape"]),
-        )
+    yield indented(
+        "|S| {before} → {after} with this token;  effective rank {rank} of {most}",
+        before=number(s["norm_before"]),
+        after=number(s["norm"]),
+        rank=number(s["rank"]),
+        most=min(s["shape"]),
     )
     for n, values in enumerate(s["matrix"][:3]):
         yield from strip(translate("S, row {n}", n=n), values, "s")
@@ -104,38 +96,31 @@ def tensors(data: Data) -> Lines:
             f"{shape:<18}{number(one['mean'], 10)}{number(one['std'], 10)}{ms}"
         )
     if any(one["seconds"] is not None for one in data["tensors"]):
-        yield from wrapped(
-            translate(
-                "means and deviations leave out masked scores; a time is the shortest of five runs "
-                "of that stage alone; scores are computed from the definition"
-            )
+        yield from prose(
+            "means and deviations leave out masked scores; a time is the shortest of five runs "
+            "of that stage alone; scores are computed from the definition"
         )
 
 
 def cost(data: Data) -> Lines:
     """Generate FLOPs and bytes of the row, and the sizes of caches for the layer."""
     c = data["cost"]
-    yield from wrapped(
-        translate(
-            "this row: {keys}; {flops} FLOPs for scores and weighted sum; {bytes} bytes read and "
-            "written",
-            keys=translate_count(c["keys"], "key"),
-            flops=f"{c['flops']:,}",
-            bytes=f"{c['bytes']:,}",
-        )
+    yield from prose(
+        "this row: {keys}; {flops} FLOPs for scores and weighted sum; {bytes} bytes read and "
+        "written",
+        keys=translate_count(c["keys"], "key"),
+        flops=f"{c['flops']:,}",
+        bytes=f"{c['bytes']:,}",
     )
     if c["layer_flops"]:
-        yield from wrapped(
-            translate(
-                "the layer, for one decoded token: {flops} FLOPs = {formula}",
-                flops=f"{c['layer_flops']:,}",
-                formula=c["formula"],
-            )
+        yield from prose(
+            "the layer, for one decoded token: {flops} FLOPs = {formula}",
+            flops=f"{c['layer_flops']:,}",
+            formula=c["formula"],
         )
     largest = max(cache["bytes"] for cache in c["caches"]) or 1
     tokens = translate_count(data["sizes"]["S"], "token")
-    title = translate("cache of {tokens}, {dtype}", tokens=tokens, dtype=data["dtype"])
-    yield Text(INDENT + title, "dim")
+    yield indented("cache of {tokens}, {dtype}", "dim", tokens=tokens, dtype=data["dtype"])
     for cache in c["caches"]:
         name = "▶ " if cache["is_this_layer"] else "  "
         name += terminal.cell(translate(cache["name"]), 14)
@@ -171,8 +156,7 @@ def counterfactuals(data: Data) -> Lines:
             f"{other['total_variation']:.1%}",
             number(other["relative_change"]),
         )
-    legend_text = translate("eff. keys: exp(entropy); TV: total variation distance Σ |p´ - p| / 2")
-    yield Text(INDENT + legend_text, "dim")
+    yield indented("eff. keys: exp(entropy); TV: total variation distance Σ |p´ - p| / 2", "dim")
 
 
 def _row(
@@ -240,8 +224,7 @@ def scores(data: Data) -> Lines:
         rest = sum(data["weights"][j] for j in order[TOP:])
         shown = number(rest) if linear else terminal.weight(rest)
         keys = translate_count(len(order) - TOP, "other key")
-        text = translate("... {keys} with total weight {total}", keys=keys, total=shown)
-        yield Text(INDENT + text, "dim")
+        yield indented("... {keys} with total weight {total}", "dim", keys=keys, total=shown)
     yield from _masked(data)
 
 
@@ -307,12 +290,10 @@ def _masked(data: Data) -> Lines:
         if count > 1:
             many = translate_count(count, "key")
             keys = translate("{keys}, the first is {first}", keys=many, first=first)
-        yield from wrapped(
-            translate(
-                "masked: {keys}; s = -∞ and the weight is 0; reason: {reason}",
-                keys=keys,
-                reason=sentence("why", reason),
-            )
+        yield from prose(
+            "masked: {keys}; s = -∞ and the weight is 0; reason: {reason}",
+            keys=keys,
+            reason=sentence("why", reason),
         )
 
 
@@ -325,26 +306,20 @@ def softmax(data: Data) -> Lines:
         f"lse = {terminal.score(data['lse'])},  Σ p = {shared:.6f}"
     )
     if data["sink"] is not None:
-        yield Text(
-            INDENT
-            + translate(
-                "sink: logit {logit}, in the denominator only; its weight is {weight}",
-                logit=number(data["sink"]),
-                weight=terminal.weight(1 - shared),
-            )
+        yield indented(
+            "sink: logit {logit}, in the denominator only; its weight is {weight}",
+            logit=number(data["sink"]),
+            weight=terminal.weight(1 - shared),
         )
-    j = data["key"]
-    s, p = data["scores"][-1]["values"][j], terminal.weight(data["weights"][j])
-    if s is not None and data["sink"] is None:
-        yield Text(
-            f"{INDENT}{_key(j)}exp({terminal.score(s)} - {top}) / {total} = "
-            f"exp({terminal.score(s)} - {terminal.score(data['lse'])}) = {p}"
+    j, s = data["key"], data["scores"][-1]["values"][data["key"]]
+    if s is not None:
+        shown, p = terminal.score(s), terminal.weight(data["weights"][j])
+        share = (
+            f"{total} = exp({shown} - {terminal.score(data['lse'])})"
+            if data["sink"] is None
+            else f"({total} + exp({terminal.score(data['sink'])} - m))"
         )
-    elif s is not None:
-        yield Text(
-            f"{INDENT}{_key(j)}exp({terminal.score(s)} - {top}) / ({total} + "
-            f"exp({terminal.score(data['sink'])} - m)) = {p}"
-        )
+        yield Text(f"{INDENT}{_key(j)}exp({shown} - {top}) / {share} = {p}")
     yield from _online(data)
 
 
@@ -367,8 +342,7 @@ def _online(data: Data) -> Lines:
             f"{number(block['running_sum'], 10)} {number(norm(block['running_output']), 10)}"
         )
     if blocks[-1]["running_sum"]:
-        end = translate("end: lse = m + ln l = {lse},  z = o / l", lse=number(data["lse"]))
-        yield Text(INDENT + end, "dim")
+        yield indented("end: lse = m + ln l = {lse},  z = o / l", "dim", lse=number(data["lse"]))
 
 
 MAX_LISTED = 128
@@ -386,15 +360,7 @@ def tokens(data: Data) -> Lines:
         mark = (
             "▶" if here else "◆" if key else terminal.shade(None if masked else data["weights"][j])
         )
-        role = (
-            style("q", bold=True)
-            if here
-            else style("k", bold=True)
-            if key
-            else "dim"
-            if masked
-            else ""
-        )
+        role = style("q" if here else "k", bold=True) if here or key else "dim" if masked else ""
         token = Text.assemble(
             (_more(j - before - 1) + ("  " if j > before + 1 else ""), "dim"),
             (f"{j}", "dim"),
@@ -416,7 +382,7 @@ def tokens(data: Data) -> Lines:
             (f"{data['query']} ", "dim"),
             (terminal.cell(data["query_piece"], 16).rstrip(), style("q", bold=True)),
         )
-    yield Text(INDENT + translate("▶ query, ◆ key"), "dim")
+    yield indented("▶ query, ◆ key", "dim")
     yield legend(translate("weight:"))
 
 
@@ -468,14 +434,11 @@ def projected(data: Data) -> Lines:
     if angles:
         position, shown = data["query_position"], ", ".join(number(a) for a in angles[:5])
         yield equation(translate(data["equations"]["rotate"]))
-        yield Text(
-            INDENT
-            + translate(
-                "{pairs}, layout {layout}; angles of the query at position {position}:",
-                pairs=translate_count(len(angles), "rotary pair"),
-                layout=data["layout"],
-                position=position,
-            )
+        yield indented(
+            "{pairs}, layout {layout}; angles of the query at position {position}:",
+            pairs=translate_count(len(angles), "rotary pair"),
+            layout=data["layout"],
+            position=position,
         )
         yield Text(f"{INDENT}φ = {shown} ... {number(angles[-1])} rad")
 
@@ -487,20 +450,13 @@ def mix(data: Data) -> Lines:
     order = [j for j in sorted(range(len(sizes)), key=lambda j: -sizes[j]) if sizes[j] > 0]
     top = max((abs(x) for row in rows for x in row), default=0.0)
     for j in order[:3]:
-        p = (
-            number(data["weights"][j])
-            if data["kind"] == "linear"
-            else terminal.weight(data["weights"][j])
-        )
+        p = (number if data["kind"] == "linear" else terminal.weight)(data["weights"][j])
         title = translate("{p} v of {key}", p=p, key=f"{j} {piece_of(data, j)}")
         yield from strip(title, rows[j], "v", top)
     if order[3:]:
-        rest = norm([sum(rows[j][d] for j in order[3:]) for d in range(len(rows[0]))])
+        rest = number(norm([sum(rows[j][d] for j in order[3:]) for d in range(len(rows[0]))]))
         keys = translate_count(len(order) - 3, "other key")
-        text = translate(
-            "... {keys}: together a vector of norm {norm}", keys=keys, norm=number(rest)
-        )
-        yield Text(INDENT + text, "dim")
+        yield indented("... {keys}: together a vector of norm {norm}", "dim", keys=keys, norm=rest)
     mixed, z = data["mixed"], data["z"]
     full = max(top, max(map(abs, mixed), default=0.0))
     yield from strip(translate("z: the weighted sum"), mixed, "z", full)
@@ -513,14 +469,11 @@ def mix(data: Data) -> Lines:
 def output(data: Data) -> Lines:
     """Generate the contribution of each head to the output, and the sums."""
     largest, count, E = max(map(abs, data["shares"])) or 1.0, len(data["shares"]), len(data["z"])
-    yield Text(
-        INDENT
-        + translate(
-            "joined: {heads} x {size} = {values}; share of each in out:",
-            heads=translate_count(count, "head"),
-            size=E,
-            values=translate_count(count * E, "value"),
-        )
+    yield indented(
+        "joined: {heads} x {size} = {values}; share of each in out:",
+        heads=translate_count(count, "head"),
+        size=E,
+        values=translate_count(count * E, "value"),
     )
     slot = data["head"] % count
     for h, share in enumerate(data["shares"]):
@@ -536,8 +489,7 @@ def output(data: Data) -> Lines:
     if data["residual"]:
         size = norm(data["out"]) / (norm(data["entering"]) or 1.0)
         yield from strip(translate("h: hidden state after it"), data["residual"], "")
-        text = translate("|out| / |h before attention| = {size}", size=number(size))
-        yield Text(INDENT + text, "dim")
+        yield indented("|out| / |h before attention| = {size}", "dim", size=number(size))
 
 
 def _large(shares: Sequence[float], slot: int) -> set[int]:
@@ -584,44 +536,32 @@ def page(data: Data) -> list[Text]:
 
 
 def _steps(data: Data) -> list[tuple[str, str, Callable[[Data], Lines]]]:
-    """Return the sections for this mechanism: title, name of the equation, and generator."""
+    """Return the sections that apply: title, name of the equation, and generator."""
     kind = data["kind"]
     score = {"softmax": "scaled", "additive": "additive", "linear": "effective"}[kind]
-    steps: list[tuple[str, str, Callable[[Data], Lines]]] = [
-        (translate("tokens"), "tokens", tokens)
+    linear = kind == "linear"
+    steps: list[tuple[object, str, str, Callable[[Data], Lines]]] = [
+        (True, translate("tokens"), "tokens", tokens),
+        (data["normed"], translate("hidden state"), "hidden", hidden),
+        (True, translate("query, key, value"), "", projected),
+        (True, translate("scores"), score, scores),
+        (linear, translate("state" if data["state"] else "no softmax"), "", state),
+        (not linear, translate("softmax"), "softmax", softmax),
+        (True, translate("weighted values"), "mix", mix),
+        (data["mixture"], translate("a mix of patterns"), "", mixture),
+        (data["out"], translate("heads joined, output projection"), "output", output),
+        (data["patterns"], translate("the whole pattern"), "pattern", pattern),
+        (data["predictions"], translate("next token"), "predict", predictions),
+        (data["tensors"], translate("the layer's tensors"), "", tensors),
+        (data["cost"], translate("cost"), "cost", cost),
+        (
+            data["counterfactuals"],
+            translate("the same q and k under other mechanisms"),
+            "counterfactuals",
+            counterfactuals,
+        ),
     ]
-    if data["normed"]:
-        steps.append((translate("hidden state"), "hidden", hidden))
-    steps += [
-        (translate("query, key, value"), "", projected),
-        (translate("scores"), score, scores),
-    ]
-    if kind == "linear":
-        steps.append((translate("state") if data["state"] else translate("no softmax"), "", state))
-    else:
-        steps.append((translate("softmax"), "softmax", softmax))
-    steps.append((translate("weighted values"), "mix", mix))
-    if data["mixture"]:
-        steps.append((translate("a mix of patterns"), "", mixture))
-    if data["out"]:
-        steps.append((translate("heads joined, output projection"), "output", output))
-    if data["patterns"]:
-        steps.append((translate("the whole pattern"), "pattern", pattern))
-    if data["predictions"]:
-        steps.append((translate("next token"), "predict", predictions))
-    if data["tensors"]:
-        steps.append((translate("the layer's tensors"), "", tensors))
-    if data["cost"]:
-        steps.append((translate("cost"), "cost", cost))
-    if data["counterfactuals"]:
-        steps.append(
-            (
-                translate("the same q and k under other mechanisms"),
-                "counterfactuals",
-                counterfactuals,
-            )
-        )
-    return steps
+    return [(title, name, draw) for applies, title, name, draw in steps if applies]
 
 
 def show_heads(
@@ -686,13 +626,11 @@ def _title(data: Data) -> Lines:
     )
     yield from wrapped(_ran(data))
     if data["chosen_by"]:
-        rule = sentence("rule", data["chosen_by"])
-        yield from wrapped(translate("chosen: {rule}", rule=rule))
+        yield from prose("chosen: {rule}", rule=sentence("rule", data["chosen_by"]))
     if data["key_chosen_by"]:
-        rule = translate(data["key_chosen_by"])
-        yield from wrapped(translate("key chosen: {rule}", rule=rule))
+        yield from prose("key chosen: {rule}", rule=translate(data["key_chosen_by"]))
     for note in data["notes"]:
-        yield from wrapped(translate("note: {note}", note=sentence("note", note)))
+        yield from prose("note: {note}", note=sentence("note", note))
 
 
 def translate_styled(text: str, /, **values: Text) -> Text:
@@ -724,14 +662,12 @@ def _check(data: Data) -> Lines:
     """Generate the differences between recomputed numbers and those of the model."""
     yield heading(translate("check"))
     worst = max(data["checks"], key=lambda name: data["checks"][name])
-    yield from wrapped(
-        translate(
-            "{numbers} recomputed and compared with the model; the largest difference is "
-            "{difference} ({name})",
-            numbers=translate_count(len(data["checks"]), "number"),
-            difference=f"{data['check']:.1e}",
-            name=translate(worst),
-        )
+    yield from prose(
+        "{numbers} recomputed and compared with the model; the largest difference is "
+        "{difference} ({name})",
+        numbers=translate_count(len(data["checks"]), "number"),
+        difference=f"{data['check']:.1e}",
+        name=translate(worst),
     )
     for name, off in data["checks"].items():
         yield Text(f"{INDENT}{off:>8.1e}  {translate(name)}", "dim")

@@ -167,6 +167,16 @@ def wrapped(text: str, width: int = WIDTH) -> Lines:
         yield Text(INDENT + line, "dim")
 
 
+def prose(text: str, /, **values: object) -> Lines:
+    """Generate a text in the reader's language, in lines that fit the page."""
+    return wrapped(translate(text, **values))
+
+
+def indented(text: str, style: str = "", /, **values: object) -> Text:
+    """Return a text in the reader's language as one line of the page."""
+    return Text(INDENT + translate(text, **values), style)
+
+
 def legend(what: str) -> Text:
     """Return the legend of the shades, in one line."""
     shades = " ".join(
@@ -238,8 +248,7 @@ def small_patterns(data: Data) -> Lines:
         h for h, cells in enumerate(patterns) if any(p is not None for row in cells for p in row)
     ]
     if heads == [data["head"]] and len(patterns) > 1:
-        text = translate("the other heads are not drawn: the text is long")
-        yield Text(INDENT + text, "dim")
+        yield indented("the other heads are not drawn: the text is long", "dim")
         return
     longest = max(len(data["patterns"][0]), len(data["patterns"][0][0]))
     side = data["pool"] * max(1, -(-longest // MAX_SMALL_CELLS))

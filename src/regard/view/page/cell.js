@@ -287,18 +287,12 @@
   const online = (p, h, i, row, b) => {
     const values = R.math.v(p, h, 0) ? n => R.math.v(p, h, n) : null,
       rounds = panels.online(row.scores, values, R.place().E, block, b);
-    const choose = el(
-      "select",
-      {
-        id: "cell-block",
-        ariaLabel: t("cell.block"),
-        onchange: e => {
-          block = Number(e.target.value);
-          draw();
-        },
-      },
-      ...[1, 2, 4, 16, 64, 256].map(n => el("option", { value: n, selected: n === block }, String(n))),
-    );
+    const sizes = [1, 2, 4, 16, 64, 256].map(n => [n, String(n)]);
+    const pick = n => {
+      block = Number(n);
+      draw();
+    };
+    const choose = R.select("cell-block", sizes, block, pick, { ariaLabel: t("cell.block") });
     const part = rounds.length > 12 ? [...rounds.slice(0, 6), null, ...rounds.slice(-5)] : rounds,
       end = rounds[rounds.length - 1];
     const rows = part.map(x =>

@@ -187,25 +187,11 @@
           }),
           low = all[all.length - 1],
           wide = all[0] - low || 1;
-        for (const v of all)
-          chart.append(
-            R.ui.svg("line", {
-              x1: 1 + (98 * (v - low)) / wide,
-              x2: 1 + (98 * (v - low)) / wide,
-              y1: 3,
-              y2: 7,
-              class: "each",
-            }),
-          );
-        chart.append(
-          R.ui.svg("line", {
-            x1: 1 + (98 * (value - low)) / wide,
-            x2: 1 + (98 * (value - low)) / wide,
-            y1: 0,
-            y2: 10,
-            class: "this",
-          }),
-        );
+        const tick = (v, y1, y2, kind) => {
+          const x = 1 + (98 * (v - low)) / wide;
+          return R.ui.svg("line", { x1: x, x2: x, y1, y2, class: kind });
+        };
+        chart.append(...all.map(v => tick(v, 3, 7, "each")), tick(value, 0, 10, "this"));
         return [
           tr([
             el("b", {}, R.word(`metric.${name}`, name)),

@@ -39,8 +39,6 @@ const panels = (() => {
     }
     return found;
   };
-  const norm = x => Math.hypot(...x);
-  const mean = x => x.reduce((a, b) => a + b, 0) / x.length;
   const summary = x => ({
     min: x.reduce((a, b) => Math.min(a, b)),
     max: x.reduce((a, b) => Math.max(a, b)),
@@ -202,8 +200,6 @@ const panels = (() => {
     running,
     largest,
     topOf,
-    norm,
-    mean,
     summary,
     online,
     falling,

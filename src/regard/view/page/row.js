@@ -50,16 +50,14 @@
         { class: "controls" },
         R.labelled(
           t("row.how_many"),
-          el(
-            "select",
-            {
-              id: "row-many",
-              onchange: e => {
-                many = Number(e.target.value);
-                draw();
-              },
+          R.select(
+            "row-many",
+            [10, 25, 50, 100].map(n => [n, String(n)]),
+            many,
+            n => {
+              many = Number(n);
+              draw();
             },
-            ...[10, 25, 50, 100].map(n => el("option", { value: n, selected: n === many }, String(n))),
           ),
         ),
       ),
