@@ -59,7 +59,7 @@ class GgufKeys:
         if type(value) is not int or value < 1:
             raise self.invalid(
                 f"{name} is {short_repr(value)}; it must be a number above 0, the same for all "
-                "layers",
+                "layers"
             )
         return value
 
@@ -84,7 +84,7 @@ class GgufKeys:
         if not numbers or any(x != of_kind[0] for of_kind in kinds for x in of_kind):
             raise self.invalid(
                 f"{name} is {short_repr(self.keys.get(name))}; it must be a number above 0 for all "
-                "layers without a window, and one for all with one",
+                "layers without a window, and one for all with one"
             )
         full, sliding = (of_kind or listed for of_kind in kinds)
         return full[0], sliding[0]
@@ -101,7 +101,7 @@ class GgufKeys:
         if first is not None and (type(first) is not int or routed != [i >= first for i in layers]):
             raise self.invalid(
                 f"leading_dense_block_count is {short_repr(first)}, and the layers with a router "
-                f"are {[i for i in layers if routed[i]][:9]}",
+                f"are {[i for i in layers if routed[i]][:9]}"
             )
         return routed
 
@@ -369,7 +369,7 @@ def mimo2(its: GgufKeys) -> Config:
     if True in map(bool, windows) and sliding != 2 * groups:
         raise its.invalid(
             f"layers with a window have {sliding} key heads; with {full} in the others there must "
-            "be twice as many",
+            "be twice as many"
         )
     return {
         **_expert_layers(its),
@@ -417,7 +417,7 @@ def hy_v3(its: GgufKeys) -> Config:
     if shared % width:
         raise its.invalid(
             f"expert_shared_feed_forward_length is {shared}, which is no multiple of "
-            f"expert_feed_forward_length, {width}",
+            f"expert_feed_forward_length, {width}"
         )
     return {
         **_expert_layers(its),
@@ -659,7 +659,7 @@ def _times(its: GgufKeys) -> int:
     inner, size = its.number("ssm.inner_size"), its.config["hidden_size"]
     if inner % size:
         raise its.invalid(
-            f"ssm.inner_size is {inner}, which is no multiple of embedding_length, {size}",
+            f"ssm.inner_size is {inner}, which is no multiple of embedding_length, {size}"
         )
     return int(inner // size)
 
