@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
 import torch
-from torch import nn
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
 
 import regard
 from regard.errors import FileError
@@ -70,6 +73,22 @@ def model(seed: int = 0, **change: Any) -> Model:
     randomize(decoder, seed)
     tokenizer = Tokenizer.train(TEXT, vocab_size=made.vocab_size)
     return Model(decoder.eval().requires_grad_(False), tokenizer, made)
+
+
+def change_config(folder: Path, **change: Any) -> None:
+    """Change keys of config.json; None takes a key out."""
+    path = folder / "config.json"
+    raw = json.loads(path.read_text()) | change
+    path.write_text(json.dumps({key: x for key, x in raw.items() if x is not None}))
+
+
+def change_weights(folder: Path, change: Callable[[dict[str, Tensor]], object]) -> None:
+    """Store the tensors of a folder as a function has changed them."""
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    change(tensors)
+    path.unlink()
+    save_file(tensors, path, metadata={"format": "pt"})
 
 
 def write(folder: Path, made: Model) -> Path:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import pytest
@@ -31,11 +32,12 @@ from regard.nn import (
     SwiGLU,
 )
 from regard.nn.blocks.embedding import CappedLogits
-from regard.nn.weights import Linear
+from regard.nn.weights import Linear, plain_class, store_weight, stored_modules
 from regard.ops.cpu import threads
+from regard.ops.stored_weights import StoredWeight
 from regard.positions import LinearScaling, Rotary
 from tests.models import small
-from tests.rules import InOrders, in_orders
+from tests.rules import InOrders, assert_close_rule, in_orders
 
 M, V, F = 128, 300, 136
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -159,9 +161,11 @@ def step(
     return logits
 
 
-def plain_logits(decoder: Decoder, ids: Tensor, prompt: int) -> InOrders[Tensor]:
+def plain_logits(
+    decoder: Decoder, ids: Tensor, prompt: int, *, kind: str = "growing"
+) -> InOrders[Tensor]:
     """What the modules compute of each token after the prompt, in several orders of the sums."""
-    return in_orders(lambda: decode(decoder, ids, prompt, backend="reference")[0])
+    return in_orders(lambda: decode(decoder, ids, prompt, kind=kind, backend="reference")[0])
 
 
 def prompted(decoder: Decoder, kind: str = "growing") -> list[Cache]:
@@ -185,6 +189,112 @@ def counted_steps(patch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     with patch.context() as patched:
         patched.setattr(compiled_step.DecodeStep, "run", counting)
         yield counted
+
+
+Store = Callable[[Tensor], StoredWeight]
+
+
+def in_few_bits(decoder: Decoder, *stores: Store | None) -> Decoder:
+    """Store the linear maps of a decoder, in the given forms in turn; None leaves one as it is. The
+    embedding shares the record of the head.
+    """
+    linears = [m for m in decoder.modules() if isinstance(m, nn.Linear)]
+    for i, linear in enumerate(linears):
+        store = stores[i % len(stores)]
+        if store is not None:
+            store_weight(linear, store(linear.weight.detach()))
+    record = decoder.head.__dict__.get("stored_weight")
+    if record is not None:
+        store_weight(decoder.embed.embedding, record)  # type: ignore[arg-type]
+    return decoder
+
+
+def in_double(decoder: Decoder) -> Decoder:
+    """The same decoder with dequantized matrices in fp64."""
+    exact = copy.deepcopy(decoder)
+    for name, record in dict(stored_modules(decoder)).items():
+        module = exact.get_submodule(name.rpartition(".")[0])
+        module.__class__ = plain_class(module)
+        del module.stored_weight
+        module.weight = nn.Parameter(record.dequantize(torch.float64), requires_grad=False)
+    return exact.double()
+
+
+def assert_equals_modules(
+    decoder: Decoder, ids: Tensor, prompt: int, *, kind: str = "growing"
+) -> list[Cache]:
+    """Every token after the prompt is one compiled step, and has the numbers of the modules; the
+    caches afterwards.
+    """
+    count = ids.shape[1] - prompt
+    with pytest.MonkeyPatch.context() as patch, counted_steps(patch) as steps:
+        found, caches = decode(decoder, ids, prompt, kind=kind)
+        assert len(steps) == count
+        plain: Iterable[Tensor] = plain_logits(decoder, ids, prompt, kind=kind)
+        exact, _ = decode(in_double(decoder), ids, prompt, kind=kind, backend="reference")
+        if kind in ("growing", "fixed"):
+            with torch.inference_mode():
+                one_pass = decoder(ids, backend="reference", last=count)
+            plain = itertools.chain(plain, [one_pass])
+        assert_close_rule(found, plain, exact)
+        assert len(steps) == count
+    return caches
+
+
+def assert_same_bits(
+    decoder: Decoder, ids: Tensor, prompt: int, *, kind: str = "growing"
+) -> tuple[list[Cache], list[Cache]]:
+    """Every token after the prompt is one compiled step, with all bits of the modules; the caches
+    of both.
+    """
+    with pytest.MonkeyPatch.context() as patch, counted_steps(patch) as steps:
+        found, caches = decode(decoder, ids, prompt, kind=kind)
+        assert len(steps) == ids.shape[1] - prompt
+    plain, plain_caches = decode(decoder, ids, prompt, kind=kind, backend="cpu")
+    assert torch.equal(found, plain)
+    assert_same_contents(caches, plain_caches)
+    return caches, plain_caches
+
+
+def assert_same_contents(ones: Sequence[Cache], others: Sequence[Cache]) -> None:
+    for one, other in zip(ones, others, strict=True):
+        assert_contents(one, other.contents())
+
+
+def assert_contents(cache: Cache, contents: Mapping[str, object]) -> None:
+    found = cache.contents()
+    assert found.keys() == contents.keys()
+    for name, x in contents.items():
+        y = found[name]
+        assert torch.equal(y, x) if isinstance(x, Tensor) else y == x  # type: ignore[arg-type]
+
+
+def assert_changes_are_used(
+    decoder: Decoder, ids: Tensor, prompt: int, changes: Sequence[Callable[[], object]]
+) -> None:
+    """Each change also is a negative control of the last one: it changes the numbers."""
+    seen: list[Tensor] = []
+    with pytest.MonkeyPatch.context() as patch, counted_steps(patch) as steps:
+        for change in [lambda: None, *changes]:
+            change()
+            found, _ = decode(decoder, ids, prompt)
+            plain, _ = decode(decoder, ids, prompt, backend="reference")
+            torch.testing.assert_close(found, plain, rtol=1e-4, atol=1e-4)
+            seen.append(found)
+    assert len(steps) == (ids.shape[1] - prompt) * len(seen)
+    assert not any(torch.equal(x, y) for x, y in itertools.pairwise(seen))
+
+
+def assert_leaves_step(
+    decoder: Decoder, change: Callable[[Decoder], object], reason: str, rows: int = 1
+) -> None:
+    """A decoder that had no reason has one after the change."""
+    caches = prompted(decoder)
+    with torch.inference_mode():
+        assert why_not(decoder, caches) == []
+        change(decoder)
+        (said,) = why_not(decoder, caches, rows)
+    assert reason in said
 
 
 def assert_threads_change_no_bit(decoder: Decoder, count: int) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import functools
 import gc
-import itertools
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -41,8 +40,11 @@ from tests.models.step_models import (
     F,
     M,
     V,
+    assert_changes_are_used,
+    assert_equals_modules,
+    assert_leaves_step,
+    assert_same_bits,
     assert_threads_change_no_bit,
-    counted_steps,
     decode,
     full_caches,
     llama,
@@ -55,30 +57,15 @@ from tests.rules import assert_close_rule, in_orders
 require_kernels()
 
 
-@pytest.fixture
-def steps(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
-    with counted_steps(monkeypatch) as counted:
-        yield counted
-
-
 @pytest.mark.full(keep="each")
 @pytest.mark.parametrize("cache", ["growing", "fixed"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_compiled_step_equals_the_modules(
-    kind: str, dtype: torch.dtype, cache: str, steps: list[int]
-) -> None:
+def test_a_compiled_step_equals_the_modules(kind: str, dtype: torch.dtype, cache: str) -> None:
     decoder = llama(**KINDS[kind]).to(dtype)  # type: ignore[arg-type]
     ids = torch.randint(V, (2, 21), generator=torch.Generator().manual_seed(1))
-    found, caches = decode(decoder, ids, 15, kind=cache)
-    assert len(steps) == 6
-    runs = in_orders(partial(decode, decoder, ids, 15, kind=cache, backend="reference"))
-    plain_caches = runs[0][1]
-    assert len(steps) == 6
-    exact, _ = decode(copy.deepcopy(decoder).double(), ids, 15, kind=cache, backend="reference")
-    with torch.inference_mode():
-        one_pass = decoder(ids, backend="reference", last=6)
-    assert_close_rule(found, itertools.chain((out for out, _ in runs), [one_pass]), exact)
+    caches = assert_equals_modules(decoder, ids, 15, kind=cache)
+    _, plain_caches = decode(decoder, ids, 15, kind=cache, backend="reference")
     for one, other in zip(caches, plain_caches, strict=True):
         assert len(one) == 21
         assert one.next(1) == Span(21, 1)
@@ -92,12 +79,7 @@ def test_where_the_sums_are_the_same_all_bits_are(dtype: torch.dtype) -> None:
     """
     decoder = llama(H=8, G=4, activation=nn.ReLU(), bias=True).to(dtype)
     ids = torch.randint(V, (3, 14), generator=torch.Generator().manual_seed(2))
-    found, caches = decode(decoder, ids, 9)
-    plain, plain_caches = decode(decoder, ids, 9, backend="cpu")
-    assert torch.equal(found, plain)
-    for one, other in zip(caches, plain_caches, strict=True):
-        for name in ("memory.0", "memory.1"):
-            assert torch.equal(one.contents()[name], other.contents()[name])  # type: ignore[arg-type]
+    assert_same_bits(decoder, ids, 9)
 
 
 @pytest.mark.parametrize("kind", ["alibi", "symmetric-alibi"])
@@ -255,13 +237,8 @@ CHANGES: dict[str, tuple[Callable[[Decoder], object], str]] = {
 
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_changed_decoder_leaves_the_step_and_says_why(change: str) -> None:
-    decoder = llama()
-    caches, (make, reason) = prompted(decoder), CHANGES[change]
-    with torch.no_grad():
-        assert why_not(decoder, caches) == []
-        make(decoder)
-        (said,) = why_not(decoder, caches)
-    assert reason in said
+    make, reason = CHANGES[change]
+    assert_leaves_step(llama(), make, reason)
 
 
 def _doubled(method: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -440,36 +417,21 @@ def test_small_matrices_are_left_to_the_modules() -> None:
     assert "at most 960 elements" in said
 
 
-def test_changed_weights_are_used(steps: list[int]) -> None:
+def test_changed_weights_are_used() -> None:
     """Values in place, memory, parameters and modules: whatever changes, the next step sees it."""
     decoder = llama(seed=7)
-    linear, norm = decoder.layers[0].feed_forward.up, decoder.layers[1].attention_residual.norm
-
-    def assert_equal() -> None:
-        ids = torch.tensor([[1, 2, 3, 4]])
-        found, _ = decode(decoder, ids, 3)
-        plain, _ = decode(decoder, ids, 3, backend="reference")
-        torch.testing.assert_close(found, plain, rtol=1e-4, atol=1e-4)
-        logits.append(found)
-
-    logits: list[Tensor] = []
-    assert_equal()
-    linear.weight.mul_(1.5)
-    assert_equal()
-    linear.weight.data = linear.weight.data * 0.5
-    assert_equal()
-    linear.weight = nn.Parameter(linear.weight.flip(0), requires_grad=False)
-    assert_equal()
-    norm.eps = 0.5
-    assert_equal()
-    decoder.layers[1].attention.softcap = 0.5
-    assert_equal()
-    decoder.layers[0].feed_forward = SwiGLU(M, 2 * F).requires_grad_(False)
-    assert_equal()
-    decoder.layers.append(copy.deepcopy(decoder.layers[1]))
-    assert_equal()
-    assert len(steps) == 8
-    assert not any(torch.equal(x, y) for x, y in itertools.pairwise(logits))
+    first, second = decoder.layers
+    linear, norm = first.feed_forward.up, second.attention_residual.norm
+    changes: list[Callable[[], object]] = [
+        lambda: linear.weight.mul_(1.5),
+        lambda: setattr(linear.weight, "data", linear.weight.data * 0.5),
+        lambda: setattr(linear, "weight", nn.Parameter(linear.weight.flip(0), requires_grad=False)),
+        lambda: setattr(norm, "eps", 0.5),
+        lambda: setattr(second.attention, "softcap", 0.5),
+        lambda: setattr(first, "feed_forward", SwiGLU(M, 2 * F).requires_grad_(False)),
+        lambda: decoder.layers.append(copy.deepcopy(second)),
+    ]
+    assert_changes_are_used(decoder, torch.tensor([[1, 2, 3, 4]]), 3, changes)
 
 
 def test_tensors_that_a_growing_cache_gave_never_change() -> None:

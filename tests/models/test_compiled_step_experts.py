@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import copy
-import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from regard.models.decoder import Decoder
 from regard.nn import (
@@ -29,26 +28,19 @@ from tests.models.step_models import (
     F,
     M,
     V,
+    assert_changes_are_used,
+    assert_equals_modules,
+    assert_leaves_step,
+    assert_same_bits,
     assert_threads_change_no_bit,
-    counted_steps,
     decode,
+    in_few_bits,
     llama,
-    plain_logits,
-    prompted,
-    why_not,
 )
-from tests.models.test_compiled_step_stored import in_double, in_few_bits
-from tests.rules import assert_close_rule
 
 require_kernels()
 
 IDS = torch.randint(V, (3, 14), generator=torch.Generator().manual_seed(1))
-
-
-@pytest.fixture
-def steps(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
-    with counted_steps(monkeypatch) as counted:
-        yield counted
 
 
 def mixture(
@@ -77,15 +69,10 @@ KINDS: dict[str, Callable[[], nn.Module]] = {
 @pytest.mark.full(keep=["bfloat16-qwen2-moe", "float32-glm4-moe"])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=lambda x: str(x).removeprefix("torch."))
-def test_the_step_equals_the_modules(kind: str, dtype: torch.dtype, steps: list[int]) -> None:
+def test_the_step_equals_the_modules(kind: str, dtype: torch.dtype) -> None:
     """Three rows, of which several may use one expert."""
     decoder = llama(network=KINDS[kind], sink=kind == "gpt-oss").to(dtype)
-    found, _ = decode(decoder, IDS, 9)
-    assert len(steps) == 5
-    plain = plain_logits(decoder, IDS, 9)
-    exact, _ = decode(copy.deepcopy(decoder).double(), IDS, 9, backend="reference")
-    assert len(steps) == 5
-    assert_close_rule(found, plain, exact)
+    assert_equals_modules(decoder, IDS, 9)
 
 
 def exact_shares(k: int) -> Decoder:
@@ -111,33 +98,18 @@ def exact_shares(k: int) -> Decoder:
 @pytest.mark.parametrize("k", [1, 2])
 @pytest.mark.parametrize("rows", [1, 3])
 @pytest.mark.parametrize("dtype", DTYPES[:2], ids=lambda x: str(x).removeprefix("torch."))
-def test_where_the_shares_are_exact_all_bits_are(
-    dtype: torch.dtype, rows: int, k: int, steps: list[int]
-) -> None:
-    decoder = exact_shares(k).to(dtype)
-    found, caches = decode(decoder, IDS[:rows], 9)
-    plain, plain_caches = decode(decoder, IDS[:rows], 9, backend="cpu")
-    assert len(steps) == 5
-    assert torch.equal(found, plain)
-    for one, other in zip(caches, plain_caches, strict=True):
-        for name in ("memory.0", "memory.1"):
-            assert torch.equal(one.contents()[name], other.contents()[name])  # type: ignore[arg-type]
+def test_where_the_shares_are_exact_all_bits_are(dtype: torch.dtype, rows: int, k: int) -> None:
+    assert_same_bits(exact_shares(k).to(dtype), IDS[:rows], 9)
 
 
 @pytest.mark.full(keep=["bfloat16-Int4Weight"])
 @pytest.mark.parametrize("form", [Int8Weight, Int4Weight])
 @pytest.mark.parametrize("dtype", DTYPES[:2], ids=lambda x: str(x).removeprefix("torch."))
-def test_stored_experts(
-    dtype: torch.dtype, form: type[Int8Weight | Int4Weight], steps: list[int]
-) -> None:
+def test_stored_experts(dtype: torch.dtype, form: type[Int8Weight | Int4Weight]) -> None:
     """Some experts, a router and a gate are stored in few bits, and others are not."""
     decoder = llama(network=KINDS["qwen2-moe"]).to(dtype)
     decoder = in_few_bits(decoder, form.quantize, form.quantize, None, form.quantize, None)
-    found, _ = decode(decoder, IDS, 9)
-    assert len(steps) == 5
-    plain = plain_logits(decoder, IDS, 9)
-    exact, _ = decode(in_double(decoder), IDS, 9, backend="reference")
-    assert_close_rule(found, plain, exact)
+    assert_equals_modules(decoder, IDS, 9)
 
 
 @pytest.mark.full
@@ -146,22 +118,10 @@ def test_the_number_of_threads_changes_no_bit(threads: int) -> None:
     assert_threads_change_no_bit(llama(network=KINDS["glm4-moe"]), threads)
 
 
-def test_dense_layers_and_mixtures_in_one_decoder(steps: list[int]) -> None:
-    networks = iter(
-        [
-            SwiGLU(M, 3 * F),
-            KINDS["qwen2-moe"](),
-            KINDS["mixtral"](),
-            SwiGLU(M, F),
-            KINDS["scores"](),
-        ]
-    )
-    decoder = llama(network=lambda: next(networks), layers=5)
-    found, _ = decode(decoder, IDS, 9)
-    assert len(steps) == 5
-    plain = plain_logits(decoder, IDS, 9)
-    exact, _ = decode(copy.deepcopy(decoder).double(), IDS, 9, backend="reference")
-    assert_close_rule(found, plain, exact)
+def test_dense_layers_and_mixtures_in_one_decoder() -> None:
+    mixtures = (KINDS[kind]() for kind in ("qwen2-moe", "mixtral", "scores"))
+    networks = iter([SwiGLU(M, 3 * F), next(mixtures), next(mixtures), SwiGLU(M, F), *mixtures])
+    assert_equals_modules(llama(network=lambda: next(networks), layers=5), IDS, 9)
 
 
 def test_a_step_follows_experts_into_their_stacks(steps: list[int]) -> None:
@@ -179,43 +139,20 @@ def test_a_step_follows_experts_into_their_stacks(steps: list[int]) -> None:
     torch.testing.assert_close(found, plain, rtol=1e-4, atol=1e-4)
 
 
-def test_changes_are_used(steps: list[int]) -> None:
-    """Each change also is a negative control of the last one: it changes the numbers."""
+def test_changes_are_used() -> None:
     decoder = llama(network=KINDS["glm4-moe"])
     layer = decoder.layers[1].feed_forward
-    seen: list[Tensor] = []
-
-    def set_scale() -> None:
-        layer.router.scale = 1.0
-
-    def set_groups() -> None:
-        layer.router.groups = None
-
-    def set_normalize() -> None:
-        layer.router.normalize = False
-
-    def set_k() -> None:
-        layer.router.k = 5
-
     changes: list[Callable[[], object]] = [
-        lambda: None,
-        set_scale,
-        set_groups,
-        set_normalize,
-        set_k,
+        lambda: setattr(layer.router, "scale", 1.0),
+        lambda: setattr(layer.router, "groups", None),
+        lambda: setattr(layer.router, "normalize", False),
+        lambda: setattr(layer.router, "k", 5),
         lambda: layer.router.correction.copy_(torch.arange(8.0)),
         lambda: layer.experts[7].up.weight.mul_(2),
         lambda: layer.experts.__setitem__(7, copy.deepcopy(layer.experts[0])),
         lambda: setattr(layer, "shared", None),
     ]
-    for change in changes:
-        change()
-        found, _ = decode(decoder, IDS, 11)
-        plain, _ = decode(decoder, IDS, 11, backend="reference")
-        torch.testing.assert_close(found, plain, rtol=1e-4, atol=1e-4)
-        seen.append(found)
-    assert len(steps) == 3 * len(changes)
-    assert not any(torch.equal(x, y) for x, y in itertools.pairwise(seen))
+    assert_changes_are_used(decoder, IDS, 11, changes)
 
 
 def _method(decoder: Decoder) -> None:
@@ -263,10 +200,4 @@ REFUSED: dict[str, tuple[Callable[[Decoder], object], str]] = {
 
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_leaves_the_step_and_why(case: str) -> None:
-    decoder = llama(network=KINDS["glm4-moe"])
-    caches, (change, reason) = prompted(decoder), REFUSED[case]
-    with torch.inference_mode():
-        assert why_not(decoder, caches) == []
-        change(decoder)
-        (said,) = why_not(decoder, caches)
-    assert reason in said
+    assert_leaves_step(llama(network=KINDS["glm4-moe"]), *REFUSED[case])

@@ -5,9 +5,8 @@ matrix for queries, keys and values, norms over all heads, and factors, against 
 from __future__ import annotations
 
 import copy
-import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 from typing import Any
 
@@ -57,15 +56,16 @@ from tests.models.step_models import (
     F,
     M,
     V,
+    assert_changes_are_used,
+    assert_equals_modules,
+    assert_leaves_step,
+    assert_same_bits,
     assert_threads_change_no_bit,
-    counted_steps,
     decode,
-    prompted,
+    in_few_bits,
     step,
-    why_not,
 )
-from tests.models.test_compiled_step_stored import in_double, in_few_bits
-from tests.rules import assert_close_rule, in_orders
+from tests.rules import assert_close_rule
 
 require_kernels()
 
@@ -83,12 +83,6 @@ FAMILIES = [
     *("mpt", "nemotron", "olmo", "olmo2", "olmo3", "olmoe", "opt", "phi", "stablelm"),
     *("stablelm, parallel", "starcoder2"),
 ]
-
-
-@pytest.fixture
-def steps(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
-    with counted_steps(monkeypatch) as counted:
-        yield counted
 
 
 @cache
@@ -113,18 +107,6 @@ def of_family(name: str, dtype: torch.dtype = torch.float32) -> Decoder:
     return copy.deepcopy(_of_family(name)).to(dtype)
 
 
-def assert_equals_modules(decoder: Decoder, steps: list[int], kind: str = "growing") -> None:
-    found, _ = decode(decoder, IDS, 15, kind=kind)
-    assert len(steps) == 6
-    runs = in_orders(lambda: decode(decoder, IDS, 15, kind=kind, backend="reference")[0])
-    exact, _ = decode(in_double(decoder), IDS, 15, kind=kind, backend="reference")
-    assert len(steps) == 6
-    with torch.inference_mode():
-        one_pass = decoder(IDS, backend="reference", last=6)
-    whole = [one_pass] if kind in ("growing", "fixed") else []
-    assert_close_rule(found, itertools.chain(runs, whole), exact)
-
-
 def cases(names: Iterable[str], dtypes: Sequence[torch.dtype] = DTYPES) -> pytest.MarkDecorator:
     """Every name with every dtype, one word for each: "gpt2 float32"."""
     pairs = [
@@ -137,24 +119,22 @@ def cases(names: Iterable[str], dtypes: Sequence[torch.dtype] = DTYPES) -> pytes
 
 @pytest.mark.full(keep=["gpt2 float32", "gpt_neox bfloat16", "olmoe float32", "mpt bfloat16"])
 @cases(FAMILIES)
-def test_the_step_equals_the_modules(name: str, dtype: torch.dtype, steps: list[int]) -> None:
-    assert_equals_modules(of_family(name, dtype), steps)
+def test_the_step_equals_the_modules(name: str, dtype: torch.dtype) -> None:
+    assert_equals_modules(of_family(name, dtype), IDS, 15)
 
 
 @pytest.mark.full(keep=1)
 @pytest.mark.parametrize("kind", ["fixed", "paged", "8 bits", "4 bits"])
 @pytest.mark.parametrize("name", ["gpt2", "falcon, groups", "olmo2", "bloom"])
-def test_other_caches(name: str, kind: str, steps: list[int]) -> None:
-    assert_equals_modules(of_family(name), steps, kind)
+def test_other_caches(name: str, kind: str) -> None:
+    assert_equals_modules(of_family(name), IDS, 15, kind=kind)
 
 
 @pytest.mark.full(keep=["gpt_neox float32"])
 @pytest.mark.parametrize("form", [Int8Weight, Int4Weight], ids=["int8", "int4"])
 @cases(["gpt2", "gpt_neox", "falcon, groups", "olmo2"], DTYPES[:2])
-def test_stored_weights(
-    name: str, dtype: torch.dtype, form: type[Int8Weight | Int4Weight], steps: list[int]
-) -> None:
-    assert_equals_modules(in_few_bits(of_family(name, dtype), form.quantize), steps)
+def test_stored_weights(name: str, dtype: torch.dtype, form: type[Int8Weight | Int4Weight]) -> None:
+    assert_equals_modules(in_few_bits(of_family(name, dtype), form.quantize), IDS, 15)
 
 
 HEADS, GROUPS, SIZE = 8, 4, 32
@@ -237,18 +217,10 @@ EXACT: dict[str, dict[str, Any]] = {
     ]
 )
 @cases(EXACT)
-def test_where_the_sums_are_the_same_all_bits_are(
-    name: str, dtype: torch.dtype, steps: list[int]
-) -> None:
+def test_where_the_sums_are_the_same_all_bits_are(name: str, dtype: torch.dtype) -> None:
     decoder = rms_decoder(**EXACT[name]).to(dtype)
     ids = torch.randint(V, (3, 14), generator=torch.Generator().manual_seed(2))
-    found, caches = decode(decoder, ids, 9)
-    assert len(steps) == 5
-    plain, plain_caches = decode(decoder, ids, 9, backend="cpu")
-    assert torch.equal(found, plain)
-    for one, other in zip(caches, plain_caches, strict=True):
-        for part in ("memory.0", "memory.1"):
-            assert torch.equal(one.contents()[part], other.contents()[part])  # type: ignore[arg-type]
+    assert_same_bits(decoder, ids, 9)
 
 
 def run_parts(
@@ -358,28 +330,15 @@ def test_activations_against_their_definition(name: str, dtype: torch.dtype) -> 
         assert_close_rule(wrong, module(x), exact)
 
 
-def assert_changes_are_used(
-    decoder: Decoder, changes: list[Callable[[], object]], steps: list[int]
-) -> None:
-    """Each change also is a negative control of the last one: it changes the numbers."""
-    seen: list[Tensor] = []
-    for change in [lambda: None, *changes]:
-        change()
-        found, _ = decode(decoder, IDS[:, :14], 11)
-        plain, _ = decode(decoder, IDS[:, :14], 11, backend="reference")
-        torch.testing.assert_close(found, plain, rtol=1e-4, atol=1e-4)
-        seen.append(found)
-    assert len(steps) == 3 * len(seen)
-    assert not any(torch.equal(x, y) for x, y in itertools.pairwise(seen))
-
-
-def test_changed_parts_of_gpt2_are_used(steps: list[int]) -> None:
+def test_changed_parts_of_gpt2_are_used() -> None:
     decoder = of_family("gpt2")
     first, second = decoder.layers
     project, embed = first.attention.project, decoder.embed
     norm = second.attention_residual.norm
     assert_changes_are_used(
         decoder,
+        IDS[:, :14],
+        11,
         [
             lambda: embed.positional.weight.mul_(0.5),
             lambda: norm.bias.add_(1),
@@ -393,17 +352,18 @@ def test_changed_parts_of_gpt2_are_used(steps: list[int]) -> None:
             lambda: setattr(first, "feed_forward_residual", OutputNorm(norm)),
             lambda: decoder.layers.__setitem__(0, of_family("gpt2").layers[1]),
         ],
-        steps,
     )
 
 
 @pytest.mark.full
-def test_changed_parts_are_used(steps: list[int]) -> None:
+def test_changed_parts_are_used() -> None:
     decoder = rms_decoder(**EXACT["flat"], residual=scaled, logit_scale=0.7)
     layer = decoder.layers[1]
     project = layer.attention.project
     assert_changes_are_used(
         decoder,
+        IDS[:, :14],
+        11,
         [
             lambda: project.q.flat.weight.mul_(2),
             lambda: setattr(project.k.flat, "eps", 1.0),
@@ -414,7 +374,6 @@ def test_changed_parts_are_used(steps: list[int]) -> None:
             lambda: setattr(decoder.head, "scale", 0.3),
             lambda: setattr(layer, "attention_residual", PreNorm(RMSNorm(M))),
         ],
-        steps,
     )
 
 
@@ -469,11 +428,11 @@ def test_a_trace_and_a_prompt_between_compiled_steps(name: str, steps: list[int]
 
 
 @pytest.mark.parametrize("name", ["gptj", "gpt2"])
-def test_experts_behind_a_layer_norm_and_beside_the_attention(name: str, steps: list[int]) -> None:
+def test_experts_behind_a_layer_norm_and_beside_the_attention(name: str) -> None:
     decoder = of_family(name)
     experts = [GatedFeedForward(192, F, nn.GELU()), GatedFeedForward(192, F, ReLUSquared())]
     decoder.layers[0].feed_forward = MoE(SoftmaxRouter(192, 2, 1), experts)
-    assert_equals_modules(finished(decoder), steps)
+    assert_equals_modules(finished(decoder), IDS, 15)
 
 
 def _layer_norm(decoder: Decoder) -> nn.LayerNorm:
@@ -545,10 +504,4 @@ REFUSED: dict[str, tuple[str, Callable[[Decoder], object], str]] = {
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_leaves_the_step_and_why(case: str) -> None:
     name, change, reason = REFUSED[case]
-    decoder = of_family(name)
-    caches = prompted(decoder)
-    with torch.inference_mode():
-        assert why_not(decoder, caches) == []
-        change(decoder)
-        (said,) = why_not(decoder, caches)
-    assert reason in said
+    assert_leaves_step(of_family(name), change, reason)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from torch import Tensor, nn
@@ -18,14 +16,14 @@ from tests.kernels import require_kernels
 from tests.models.step_models import (
     DTYPES,
     V,
-    counted_steps,
+    assert_same_bits,
+    assert_same_contents,
     decode,
     llama,
     prompted,
     step,
     why_not,
 )
-from tests.models.test_compiled_step_quantized import assert_same_contents
 from tests.rules import assert_close_rule
 
 require_kernels()
@@ -33,27 +31,15 @@ require_kernels()
 IDS = torch.randint(V, (2, 40), generator=torch.Generator().manual_seed(1))
 
 
-@pytest.fixture
-def steps(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
-    with counted_steps(monkeypatch) as counted:
-        yield counted
-
-
 @pytest.mark.full(keep=["bfloat16-12"])
 @pytest.mark.parametrize("prompt", [3, 12])
 @pytest.mark.parametrize("dtype", DTYPES, ids=lambda x: str(x).removeprefix("torch."))
-def test_all_bits_are_those_of_the_modules(
-    dtype: torch.dtype, prompt: int, steps: list[int]
-) -> None:
+def test_all_bits_are_those_of_the_modules(dtype: torch.dtype, prompt: int) -> None:
     """Several pages; both rows have pages of their own, in turns. A window hides keys of a tile."""
     parts = {"H": 8, "G": 4, "activation": nn.ReLU(), "bias": True}
     mask = masks.Causal() & masks.Window(9)
     decoder = llama(mask=mask, **parts).to(dtype)  # type: ignore[arg-type]
-    found, caches = decode(decoder, IDS, prompt, kind="paged")
-    assert len(steps) == 40 - prompt
-    plain, plain_caches = decode(decoder, IDS, prompt, kind="paged", backend="cpu")
-    assert torch.equal(found, plain)
-    assert_same_contents(caches, plain_caches)
+    caches, plain_caches = assert_same_bits(decoder, IDS, prompt, kind="paged")
     for one, other in zip(caches, plain_caches, strict=True):
         assert isinstance(one, Paged)
         assert isinstance(other, Paged)

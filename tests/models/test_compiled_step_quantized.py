@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -18,7 +18,8 @@ from tests.models.step_models import (
     CACHES,
     DTYPES,
     V,
-    counted_steps,
+    assert_same_bits,
+    assert_same_contents,
     decode,
     full_caches,
     llama,
@@ -34,37 +35,17 @@ BITS = ("8 bits", "4 bits", "2 bits")
 IDS = torch.randint(V, (2, 40), generator=torch.Generator().manual_seed(1))
 
 
-@pytest.fixture
-def steps(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
-    with counted_steps(monkeypatch) as counted:
-        yield counted
-
-
-def assert_same_contents(ones: list[Cache], others: list[Cache]) -> None:
-    for one, other in zip(ones, others, strict=True):
-        assert one.contents().keys() == other.contents().keys()
-        for name, x in other.contents().items():
-            y = one.contents()[name]
-            assert torch.equal(y, x) if isinstance(x, Tensor) else y == x  # type: ignore[arg-type]
-
-
 @pytest.mark.full(keep=["4 bits-bfloat16-12"])
 @pytest.mark.parametrize("prompt", [3, 12])
 @pytest.mark.parametrize("dtype", DTYPES, ids=lambda x: str(x).removeprefix("torch."))
 @pytest.mark.parametrize("bits", BITS)
-def test_all_bits_are_those_of_the_modules(
-    bits: str, dtype: torch.dtype, prompt: int, steps: list[int]
-) -> None:
+def test_all_bits_are_those_of_the_modules(bits: str, dtype: torch.dtype, prompt: int) -> None:
     """Many groups are filled on the way, the first of them by a compiled step, too; sinks join the
     codes and the recent slots.
     """
     parts = {"H": 8, "G": 4, "activation": nn.ReLU(), "bias": True, "sink": True}
     decoder = llama(**parts).to(dtype)  # type: ignore[arg-type]
-    found, caches = decode(decoder, IDS, prompt, kind=bits)
-    assert len(steps) == 40 - prompt
-    plain, plain_caches = decode(decoder, IDS, prompt, kind=bits, backend="cpu")
-    assert torch.equal(found, plain)
-    assert_same_contents(caches, plain_caches)
+    caches, _ = assert_same_bits(decoder, IDS, prompt, kind=bits)
     assert all(cache.quantized > 20 for cache in caches)  # type: ignore[attr-defined]
 
 
@@ -86,12 +67,10 @@ def test_the_step_equals_the_definition(bits: str, steps: list[int]) -> None:
     assert_close_rule(found, *runs)
 
 
-def test_many_keys_are_divided_into_splits(steps: list[int]) -> None:
+def test_many_keys_are_divided_into_splits() -> None:
     decoder = llama(H=8, G=4, activation=nn.ReLU(), bias=True).to(torch.bfloat16)  # type: ignore[arg-type]
     ids = torch.randint(V, (2, 1204), generator=torch.Generator().manual_seed(4))
-    found, _ = decode(decoder, ids, 1200, kind="8 bits")
-    assert len(steps) == 4
-    assert torch.equal(found, decode(decoder, ids, 1200, kind="8 bits", backend="cpu")[0])
+    assert_same_bits(decoder, ids, 1200, kind="8 bits")
 
 
 def test_other_codes_fail() -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from torch import Tensor, nn
@@ -12,7 +10,14 @@ from regard import masks
 from regard.caches import Cache, Fixed, Growing, Ring, Streaming
 from regard.models.decoder import Decoder
 from tests.kernels import require_kernels
-from tests.models.step_models import V, counted_steps, llama, step, why_not
+from tests.models.step_models import (
+    V,
+    assert_contents,
+    assert_same_contents,
+    llama,
+    step,
+    why_not,
+)
 from tests.rules import assert_close_rule
 
 require_kernels()
@@ -25,12 +30,6 @@ CASES: dict[str, tuple[masks.Mask, Cache]] = {
     "sinks": (STREAM, Streaming(2, 5)),
 }
 IDS = torch.randint(V, (2, 40), generator=torch.Generator().manual_seed(1))
-
-
-@pytest.fixture
-def steps(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
-    with counted_steps(monkeypatch) as counted:
-        yield counted
 
 
 def new_caches(kind: str) -> list[Cache]:
@@ -61,12 +60,10 @@ def test_rings_past_several_windows(kind: str, first: int, steps: list[int]) -> 
     assert len(steps) == 40 - first
     plain = decode(decoder, plain_caches, first, backend="cpu")
     assert torch.equal(found, plain)
+    assert_same_contents(caches, plain_caches)
     for one, other in zip(caches, plain_caches, strict=True):
         assert len(one) == len(other)
         assert one.next(1) == other.next(1)
-        for name, x in other.contents().items():
-            y = one.contents()[name]
-            assert torch.equal(y, x) if isinstance(x, Tensor) else y == x  # type: ignore[arg-type]
     with torch.inference_mode():
         whole = decoder.double()(IDS)[:, first:]
     assert_close_rule(found, plain, whole)
@@ -94,9 +91,7 @@ def test_a_step_in_a_ring_is_undone_and_cropped(steps: list[int]) -> None:
         first = step(decoder, token, caches)
         assert len(steps) == count + 1
         ring.restore(mark)
-        for name, x in before.items():
-            y = ring.contents()[name]
-            assert torch.equal(y, x) if isinstance(x, Tensor) else y == x  # type: ignore[arg-type]
+        assert_contents(ring, before)
         caches[1].crop(40)
         caches[2].crop(40)
         assert torch.equal(step(decoder, token, caches), first)

@@ -4,48 +4,45 @@ against the dequantized matrices in fp64.
 
 from __future__ import annotations
 
-import copy
 import itertools
 import pickle
-from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from regard import huge_pages
 from regard.models.compiled_step import PreparedDecoder
 from regard.models.decoder import Decoder
 from regard.nn.weights import (
     Linear,
-    plain_class,
-    store_weight,
     stored_modules,
     stored_to_huge_pages,
 )
 from regard.ops import tokenwise
 from regard.ops.stored_linear import MAX_VECTORS, stored_linear
-from regard.ops.stored_weights import HalfWeight, Int4Weight, Int8Weight, StoredWeight
+from regard.ops.stored_weights import HalfWeight, Int4Weight, Int8Weight
 from tests.kernels import require_kernels
 from tests.models.step_models import (
     DTYPES,
     KINDS,
     M,
+    Store,
     V,
-    counted_steps,
+    assert_equals_modules,
+    assert_leaves_step,
+    assert_same_bits,
     decode,
     full_caches,
+    in_double,
+    in_few_bits,
     llama,
-    plain_logits,
-    prompted,
     why_not,
 )
 from tests.rules import assert_close_rule
 
 require_kernels()
-
-Store = Callable[[Tensor], StoredWeight]
 
 STORE: dict[str, Store] = {
     "int8": Int8Weight.quantize,
@@ -60,75 +57,28 @@ CASES += [("float16", torch.float32), ("bfloat16", torch.float32)]
 IDS = torch.randint(V, (2, 13), generator=torch.Generator().manual_seed(1))
 
 
-@pytest.fixture
-def steps(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
-    with counted_steps(monkeypatch) as counted:
-        yield counted
-
-
-def in_few_bits(decoder: Decoder, *stores: Store | None) -> Decoder:
-    """Store the linear maps of a decoder, in the given forms in turn; None leaves one as it is. The
-    embedding shares the record of the head.
-    """
-    linears = [m for m in decoder.modules() if isinstance(m, nn.Linear)]
-    for i, linear in enumerate(linears):
-        store = stores[i % len(stores)]
-        if store is not None:
-            store_weight(linear, store(linear.weight.detach()))
-    record = decoder.head.__dict__.get("stored_weight")
-    if record is not None:
-        store_weight(decoder.embed.embedding, record)  # type: ignore[arg-type]
-    return decoder
-
-
-def in_double(decoder: Decoder) -> Decoder:
-    """The same decoder with dequantized matrices in fp64."""
-    exact = copy.deepcopy(decoder)
-    for name, record in dict(stored_modules(decoder)).items():
-        module = exact.get_submodule(name.rpartition(".")[0])
-        module.__class__ = plain_class(module)
-        del module.stored_weight
-        module.weight = nn.Parameter(record.dequantize(torch.float64), requires_grad=False)
-    return exact.double()
-
-
 @pytest.mark.full(keep=["bfloat16-qwen2", "float32-llama"])
 @pytest.mark.parametrize("kind", ["llama", "qwen2", "gemma2", "window"])
 @pytest.mark.parametrize(("form", "dtype"), CASES, ids=lambda x: str(x).removeprefix("torch."))
-def test_the_step_equals_the_modules(
-    form: str, dtype: torch.dtype, kind: str, steps: list[int]
-) -> None:
+def test_the_step_equals_the_modules(form: str, dtype: torch.dtype, kind: str) -> None:
     """Sizes that no group divides (136 hidden units, heads of 24), biases, and a tied head."""
     decoder = in_few_bits(llama(**KINDS[kind]).to(dtype), STORE[form])  # type: ignore[arg-type]
-    found, _ = decode(decoder, IDS, 9)
-    assert len(steps) == 4
-    plain = plain_logits(decoder, IDS, 9)
-    exact, _ = decode(in_double(decoder), IDS, 9, backend="reference")
-    assert len(steps) == 4
-    assert_close_rule(found, plain, exact)
+    assert_equals_modules(decoder, IDS, 9)
 
 
 @pytest.mark.full(keep=["bfloat16-1", "float32-3"])
 @pytest.mark.parametrize("rows", [1, 3, MAX_VECTORS])
 @pytest.mark.parametrize(("form", "dtype"), CASES, ids=lambda x: str(x).removeprefix("torch."))
-def test_all_bits_are_those_of_the_modules(
-    form: str, dtype: torch.dtype, rows: int, steps: list[int]
-) -> None:
+def test_all_bits_are_those_of_the_modules(form: str, dtype: torch.dtype, rows: int) -> None:
     """The same loops compute both. The activation is a ReLU, as SiLU of torch rounds otherwise."""
     parts = {"H": 8, "G": 4, "activation": nn.ReLU(), "bias": True}
     decoder = in_few_bits(llama(**parts).to(dtype), STORE[form])  # type: ignore[arg-type]
     ids = torch.randint(V, (rows, 12), generator=torch.Generator().manual_seed(2))
-    found, caches = decode(decoder, ids, 9)
-    plain, plain_caches = decode(decoder, ids, 9, backend="cpu")
-    assert len(steps) == 3
-    assert torch.equal(found, plain)
-    for one, other in zip(caches, plain_caches, strict=True):
-        for name in ("memory.0", "memory.1"):
-            assert torch.equal(one.contents()[name], other.contents()[name])  # type: ignore[arg-type]
+    assert_same_bits(decoder, ids, 9)
 
 
 @pytest.mark.parametrize("threads", [1, 2])
-def test_stored_and_plain_layers_mix(threads: int, steps: list[int]) -> None:
+def test_stored_and_plain_layers_mix(threads: int) -> None:
     before = torch.get_num_threads()
     most = tokenwise.MAX_VECTORS[torch.float32]
     forms = (STORE["int4"], None, STORE["int8"], STORE["int8-32"], STORE["float16"])
@@ -136,13 +86,9 @@ def test_stored_and_plain_layers_mix(threads: int, steps: list[int]) -> None:
     assert {x.form for _, x in stored_modules(decoder)} == {"int4", "int8", "half"}
     try:
         torch.set_num_threads(threads)
-        found, caches = decode(decoder, IDS, 9)
+        caches = assert_equals_modules(decoder, IDS, 9)
     finally:
         torch.set_num_threads(before)
-    plain = plain_logits(decoder, IDS, 9)
-    exact, _ = decode(in_double(decoder), IDS, 9, backend="reference")
-    assert len(steps) == 4
-    assert_close_rule(found, plain, exact)
     with torch.inference_mode():
         (said,) = why_not(decoder, caches, most + 1)
     assert f"{most + 1} rows" in said
@@ -150,14 +96,12 @@ def test_stored_and_plain_layers_mix(threads: int, steps: list[int]) -> None:
 
 
 @pytest.mark.parametrize("rows", [1, 3])
-def test_forms_of_one_phase_pack_their_vectors_anew(rows: int, steps: list[int]) -> None:
+def test_forms_of_one_phase_pack_their_vectors_anew(rows: int) -> None:
     """Loops of 4-bit and of 8-bit codes order bf16 vectors differently; both read the same ones."""
     decoder = llama(H=8, G=4, activation=nn.ReLU(), bias=True).to(torch.bfloat16)  # type: ignore[arg-type]
     decoder = in_few_bits(decoder, STORE["int8"], STORE["int4"], STORE["int8-32"])
     ids = torch.randint(V, (rows, 12), generator=torch.Generator().manual_seed(3))
-    found, _ = decode(decoder, ids, 9)
-    assert len(steps) == 3
-    assert torch.equal(found, decode(decoder, ids, 9, backend="cpu")[0])
+    assert_same_bits(decoder, ids, 9)
 
 
 def test_another_weight_fails_the_rule() -> None:
@@ -236,13 +180,8 @@ REFUSED = {
 @pytest.mark.full(keep=1)
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_leaves_the_step_and_why(case: str) -> None:
-    decoder = in_few_bits(llama(), STORE["int8"])
-    caches, (change, reason) = prompted(decoder), REFUSED[case]
-    with torch.inference_mode():
-        assert why_not(decoder, caches) == []
-        change(decoder)
-        (said,) = why_not(decoder, caches, MAX_VECTORS + 1 if case == "rows" else 1)
-    assert reason in said
+    rows = MAX_VECTORS + 1 if case == "rows" else 1
+    assert_leaves_step(in_few_bits(llama(), STORE["int8"]), *REFUSED[case], rows)
 
 
 def test_a_record_that_was_pickled_has_addresses_of_its_own() -> None:

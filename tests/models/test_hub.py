@@ -216,10 +216,9 @@ def test_repositories_without_safetensors(
 def test_what_is_not_understood_is_refused_before_its_weights_come(
     server: Hub, origin: Path
 ) -> None:
-    config = json.loads((origin / "config.json").read_text())
-    (origin / "config.json").write_text(json.dumps(config | {"quality": 1}))
+    small.change_config(origin, quality=1)
     assert "unknown key 'quality'" in refusal()
-    (origin / "config.json").write_text(json.dumps(config | {"model_type": "nothing"}))
+    small.change_config(origin, model_type="nothing")
     server.commits[OLDER] = origin
     assert "model_type 'nothing' is not supported" in refusal(revision=OLDER)
     assert not any(name.endswith(".safetensors") for name in server.downloaded)

@@ -5,7 +5,6 @@ is refused.
 from __future__ import annotations
 
 import copy
-import json
 from pathlib import Path
 
 import pytest
@@ -31,6 +30,7 @@ from regard.nn.weights import (
     stored_modules,
 )
 from regard.ops.stored_weights import Int8Weight
+from tests.models import small
 from tests.rules import assert_close_rule, in_orders
 
 IDS = torch.arange(3, 40)[None]
@@ -128,7 +128,6 @@ def test_what_cannot_be_stored_is_refused(tmp_path: Path) -> None:
 def test_damaged_folders_are_refused(tmp_path: Path) -> None:
     folder = regard.load("tiny", weights="int4").save(tmp_path / "int4")
     tensors = load_file(folder / "model.safetensors")
-    config = json.loads((folder / "config.json").read_text())
     key = "regard.layers.0.attention.output.weight."
 
     def load_with(changed: dict[str, torch.Tensor | None], words: str) -> None:
@@ -144,8 +143,8 @@ def test_damaged_folders_are_refused(tmp_path: Path) -> None:
     load_with({key + "scales": tensors[key + "scales"][:, :1].clone()}, "for 256 inputs")
     load_with({"regard.norm.weight.codes": torch.ones(1)}, "belongs to no linear map")
     load_with({"extra": torch.ones(1)}, "1 unexpected")
-    config["quantization_config"]["bits"] = 4
-    (folder / "config.json").write_text(json.dumps(config))
+    change = {"quant_method": "regard", "weights": "int4", "bits": 4}
+    small.change_config(folder, quantization_config=change)
     load_with({}, "weights, 'int8', 'int4' or 'mixed', and nothing else")
 
 

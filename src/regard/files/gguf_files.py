@@ -223,19 +223,20 @@ class _HeaderReader:
         self.path, self.size, self.position = path, size, 0
         self._file, self._buffer = file, bytearray()
 
+    def invalid(self, problem: str) -> FileError:
+        """Return the error for this file, with what is wrong."""
+        return invalid_gguf(self.path, problem)
+
     def take(self, count: int) -> memoryview:
         """Return the next `count` bytes."""
         end = self.position + count
         if end > self.size:
-            raise invalid_gguf(
-                self.path,
+            raise self.invalid(
                 f"its header ends after {self.size} bytes and needs at least {end}; is it a "
-                "partial download?",
+                "partial download?"
             )
         if end > HEADER_LIMIT:
-            raise invalid_gguf(
-                self.path, f"its header has more than {HEADER_LIMIT} bytes, which are the most"
-            )
+            raise self.invalid(f"its header has more than {HEADER_LIMIT} bytes, which are the most")
         if end > len(self._buffer):
             more = min(self.size, max(end, len(self._buffer) + (1 << 20))) - len(self._buffer)
             piece = bytearray(more)
@@ -253,16 +254,12 @@ class _HeaderReader:
         """Return the next string, whose length is stored before it."""
         length = self.number("<u8")
         if limit is not None and length > limit:
-            raise invalid_gguf(
-                self.path, f"{what} has {plural(length, 'byte')}; at most {limit} are allowed"
-            )
+            raise self.invalid(f"{what} has {plural(length, 'byte')}; at most {limit} are allowed")
         raw = self.take(length)
         try:
             return str(raw, "utf-8")
         except UnicodeDecodeError:
-            raise invalid_gguf(
-                self.path, f"{what} is not UTF-8: {short_repr(bytes(raw[:40]))}"
-            ) from None
+            raise self.invalid(f"{what} is not UTF-8: {short_repr(bytes(raw[:40]))}") from None
 
     def texts(self, what: str, count: int) -> list[str]:
         """Return the next strings: a vocabulary has a quarter of a million of them."""
@@ -287,10 +284,9 @@ class _HeaderReader:
     def check_count(self, what: str, count: int, limit: int, least: int, of: str = "") -> None:
         """Raise for more entries than are allowed, or than fit into the rest of the file."""
         if count > limit or count * least > self.size - self.position:
-            raise invalid_gguf(
-                self.path,
+            raise self.invalid(
                 f"it says that {plural(count, what)}{of} follow, and has "
-                f"{self.size - self.position} bytes left; at most {limit} are read",
+                f"{self.size - self.position} bytes left; at most {limit} are read"
             )
 
 
@@ -298,17 +294,16 @@ def _check_beginning(reader: _HeaderReader) -> None:
     head = bytes(reader.take(min(reader.size, 4)))
     if head != MAGIC:
         kind = identify_format(head)
-        raise invalid_gguf(
-            reader.path, f"it begins with {head!r}, not with {MAGIC!r}{f'; {kind}' if kind else ''}"
+        raise reader.invalid(
+            f"it begins with {head!r}, not with {MAGIC!r}{f'; {kind}' if kind else ''}"
         )
     version = reader.number("<u4")
     if version not in (2, 3):
         swapped = int.from_bytes(version.to_bytes(4, "little"), "big") in (2, 3)
-        raise invalid_gguf(
-            reader.path,
+        raise reader.invalid(
             "it is big-endian; convert it on the machine that wrote it"
             if swapped
-            else f"its version is {version}; versions 2 and 3 are read",
+            else f"its version is {version}; versions 2 and 3 are read"
         )
 
 
@@ -317,7 +312,7 @@ def _read_metadata(reader: _HeaderReader, count: int) -> dict[str, MetadataValue
     for _ in range(count):
         key = reader.text("a key", NAME_LIMIT)
         if key in metadata:
-            raise invalid_gguf(reader.path, f"the key {short_repr(key)} is there twice")
+            raise reader.invalid(f"the key {short_repr(key)} is there twice")
         metadata[key] = _read_value(reader, key, reader.number("<u4"))
     return metadata
 
@@ -356,25 +351,23 @@ def _numbers(reader: _HeaderReader, kind: int, count: int) -> list[int]:
 def _booleans(reader: _HeaderReader, key: str, count: int) -> list[bool]:
     raw = bytes(reader.take(count))
     if raw.strip(b"\0\1"):
-        raise invalid_gguf(reader.path, f"a boolean of {short_repr(key)} is neither 0 nor 1")
+        raise reader.invalid(f"a boolean of {short_repr(key)} is neither 0 nor 1")
     return [byte == 1 for byte in raw]
 
 
 def _unknown_type(reader: _HeaderReader, key: str, kind: int) -> FileError:
-    return invalid_gguf(
-        reader.path,
+    return reader.invalid(
         f"{short_repr(key)} has values of type {kind}; types 0 to 12 and arrays of numbers, "
-        "booleans and strings are read",
+        "booleans and strings are read"
     )
 
 
 def _alignment(reader: _HeaderReader, metadata: Mapping[str, MetadataValue]) -> int:
     alignment = metadata.get("general.alignment", 32)
     if type(alignment) is not int or not 8 <= alignment <= 1 << 20 or alignment & (alignment - 1):
-        raise invalid_gguf(
-            reader.path,
+        raise reader.invalid(
             f"general.alignment is {short_repr(alignment)}; it must be a power of two from 8 to "
-            f"{1 << 20}",
+            f"{1 << 20}"
         )
     return alignment
 
@@ -392,29 +385,24 @@ def _read_entry(reader: _HeaderReader) -> _Entry:
     name = reader.text("the name of a tensor", NAME_LIMIT)
     dimensions = reader.number("<u4")
     if not 1 <= dimensions <= DIMENSION_LIMIT:
-        raise invalid_gguf(
-            reader.path,
-            f"{short_repr(name)} has {dimensions} dimensions; 1 to {DIMENSION_LIMIT} are allowed",
+        raise reader.invalid(
+            f"{short_repr(name)} has {dimensions} dimensions; 1 to {DIMENSION_LIMIT} are allowed"
         )
     shape = struct.unpack(f"<{dimensions}Q", reader.take(8 * dimensions))[::-1]
     kind, offset = struct.unpack("<IQ", reader.take(12))
     formats = block_formats()
     if kind not in formats:
-        raise invalid_gguf(
-            reader.path,
+        raise reader.invalid(
             f"{short_repr(name)} has the format {kind}; these are read: "
-            f"{', '.join(f'{x.name} ({i})' for i, x in formats.items())}",
+            f"{', '.join(f'{x.name} ({i})' for i, x in formats.items())}"
         )
     block = formats[kind]
     if 0 in shape or math.prod(shape) >= 1 << 60:
-        raise invalid_gguf(
-            reader.path, f"{short_repr(name)} has the shape {shape}, which no tensor can have"
-        )
+        raise reader.invalid(f"{short_repr(name)} has the shape {shape}, which no tensor can have")
     if shape[-1] % block.elements:
-        raise invalid_gguf(
-            reader.path,
+        raise reader.invalid(
             f"{short_repr(name)} is {block.name} with rows of {plural(shape[-1], 'number')}; they "
-            f"must be whole blocks of {block.elements}",
+            f"must be whole blocks of {block.elements}"
         )
     return _Entry(name, block, shape, offset)
 

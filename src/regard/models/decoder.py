@@ -225,9 +225,11 @@ def _check_memory_from(memory_from: Sequence[int | None], layers: int) -> tuple[
     return sources
 
 
-def check_ids(ids: Tensor, vocabulary: int) -> None:
-    """Check that every id is in [0, vocabulary)."""
+def check_ids(ids: Tensor, vocabulary: int, positions: Positions | None = None) -> None:
+    """Check that every id is in [0, vocabulary), unless its position is padding."""
     outside = (ids < 0) | (ids >= vocabulary)
+    if isinstance(positions, Tensor):
+        outside = outside & (positions >= 0)
     if bool(outside.any()):
         where = outside.nonzero()[0].tolist()
         raise ArgumentError(

@@ -22,7 +22,7 @@ from regard.files.reading import checked_path_or_none, open_regular
 from regard.files.safetensors_files import identify_format
 from regard.freed_memory import give_back_freed_memory
 from regard.models import hub
-from regard.models.chat_template import gguf_chat_template, read_chat_template
+from regard.models.chat_template import ChatTemplate, gguf_chat_template, read_chat_template
 from regard.models.checkpoint.adapter import adapted
 from regard.models.checkpoint.config import read_config, read_eos_ids, read_raw
 from regard.models.checkpoint.family import SAME_NAMES, Family
@@ -35,7 +35,7 @@ from regard.models.checkpoint.stored_forms import (
     take_records,
     weight_form,
 )
-from regard.models.checkpoint.tensors import CheckpointTensors, Conversion
+from regard.models.checkpoint.tensors import CheckpointTensors, Conversion, largest_dtype
 from regard.models.checkpoint.weights import fill_parameters, map_names, name_matcher
 from regard.models.decoder import Decoder
 from regard.models.encoder import HeadedEncoder
@@ -45,6 +45,7 @@ from regard.models.model import Model
 from regard.models.sentence_settings import (
     DenseSettings,
     Pooling,
+    SentenceSettings,
     read_sentence_settings,
     transformer_folder,
 )
@@ -207,38 +208,28 @@ def load(
         checkpoint = _open_gguf(gguf, kind, form, dtype or gguf.dtype, adapter)
         tokenizer = gguf_tokenizer(gguf.header)  # before the weights, because it may be refused
         network, config, record, converted = load_checkpoint(checkpoint)
-        model: Model | TextEncoder | Seq2Seq
-        if isinstance(network, HeadedEncoder):
-            model = TextEncoder(
-                network,
-                tokenizer,
-                config,
-                pooling=Pooling(gguf.pooling_mode),
-                max_seq_length=config.max_position_embeddings,
-                **record,
-            )
-        elif isinstance(network, EncoderDecoder):
-            model = _seq2seq(network, tokenizer, config, gguf_eos_ids(gguf.header), record)
-        else:
-            assert isinstance(network, Decoder)
-            model = Model(
-                network,
-                tokenizer,
-                config,
-                eos_ids=gguf_eos_ids(gguf.header),
-                chat_template=gguf_chat_template(gguf.header),
-                **record,
-            )
-        model.converted = converted
-        return model
+        texts = _Texts(
+            tokenizer,
+            sentences=lambda: SentenceSettings(Pooling(gguf.pooling_mode)),
+            eos_ids=lambda: gguf_eos_ids(gguf.header),
+            chat_template=lambda: gguf_chat_template(gguf.header),
+        )
+        return _model(network, config, texts, record, file.parent, converted)
     root = resolve_source(source, revision, check)
     folder = transformer_folder(root)
     checkpoint = _open_folder(folder, kind, form, ignore, adapter)
     network, config, record, converted = load_checkpoint(checkpoint)
     _check_ignored(ignore, record["ignored"], checkpoint.raw, checkpoint.store)
-    model = _model(network, config, folder, checkpoint.raw, record, root, kind)
-    model.converted = converted
-    return model
+    place = checked_path_or_none(folder, "tokenizer.json")
+    tokenizer = None if place is None else Tokenizer.load(place)
+    texts = _Texts(
+        tokenizer,
+        sentences=lambda: read_sentence_settings(root),
+        eos_ids=lambda: read_eos_ids(folder, checkpoint.raw, tokenizer),
+        chat_template=lambda: read_chat_template(folder),
+        pools=kind is TextEncoder,
+    )
+    return _model(network, config, texts, record, root, converted)
 
 
 def gguf_file(source: str | Path, revision: str | None = None) -> Path | None:
@@ -457,15 +448,25 @@ MODEL_CLASS_OF_KIND: dict[str, type[Model | TextEncoder | Seq2Seq]] = {
 """`architecture` of a family -> the class of its models."""
 
 
+class _Texts(NamedTuple):
+    """What a source says of texts, each read where a model needs it.
+
+    Attributes:
+        pools: whether a decoder is loaded for the vectors of its texts.
+    """
+
+    tokenizer: Tokenizer | None
+    sentences: Callable[[], SentenceSettings]
+    eos_ids: Callable[[], Collection[int] | None]
+    chat_template: Callable[[], ChatTemplate | None]
+    pools: bool = False
+
+
 def _text_encoder(
-    network: nn.Module,
-    tokenizer: Tokenizer | None,
-    config: Any,
-    root: Path,
-    load_record: dict[str, Any],
+    network: nn.Module, config: Any, texts: _Texts, root: Path, load_record: dict[str, Any]
 ) -> TextEncoder:
     """Combine a network with what a folder of sentence-transformers says of vectors."""
-    settings = read_sentence_settings(root)
+    settings, tokenizer = texts.sentences(), texts.tokenizer
     limits = [getattr(config, "max_position_embeddings", None), settings.max_seq_length]
     if settings.lowercase and tokenizer is not None:
         tokenizer = tokenizer.lowercased()
@@ -505,24 +506,25 @@ def _sentence_dense(root: Path, settings: DenseSettings) -> SentenceDense:
 def _model(
     network: nn.Module,
     config: Any,
-    folder: Path,
-    raw: Raw,
+    texts: _Texts,
     load_record: dict[str, Any],
     root: Path,
-    kind: type[object] | None,
+    converted: Conversion | None,
 ) -> Model | TextEncoder | Seq2Seq:
     """Combine a network with its tokenizer and with what generation needs."""
-    name = "tokenizer.json"
-    file = checked_path_or_none(folder, name)
-    tokenizer = None if file is None else Tokenizer.load(file)
-    if isinstance(network, HeadedEncoder) or kind is TextEncoder:
-        return _text_encoder(network, tokenizer, config, root, load_record)
-    eos_ids = read_eos_ids(folder, raw, tokenizer)
-    if isinstance(network, EncoderDecoder):
-        return _seq2seq(network, tokenizer, config, eos_ids, load_record)
-    assert isinstance(network, Decoder)
-    template = read_chat_template(folder)
-    return Model(network, tokenizer, config, eos_ids=eos_ids, chat_template=template, **load_record)
+    model: Model | TextEncoder | Seq2Seq
+    if isinstance(network, HeadedEncoder) or texts.pools:
+        model = _text_encoder(network, config, texts, root, load_record)
+    elif isinstance(network, EncoderDecoder):
+        model = _seq2seq(network, texts.tokenizer, config, texts.eos_ids(), load_record)
+    else:
+        assert isinstance(network, Decoder)
+        ids, template = texts.eos_ids(), texts.chat_template()
+        model = Model(
+            network, texts.tokenizer, config, eos_ids=ids, chat_template=template, **load_record
+        )
+    model.converted = converted
+    return model
 
 
 def _seq2seq(
@@ -556,11 +558,8 @@ def _dtype(folder: Path, raw: Raw, store: CheckpointTensors) -> torch.dtype:
                 "float16, bfloat16 or float64"
             )
         return dtype
-    bytes_of: dict[torch.dtype, int] = {}
-    for x in store.tensors.values():
-        if x.dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16):
-            bytes_of[x.dtype] = bytes_of.get(x.dtype, 0) + x.bytes
-    return max(bytes_of, key=lambda d: bytes_of[d], default=torch.float32)
+    floats = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+    return largest_dtype((x.dtype, x.bytes) for x in store.tensors.values() if x.dtype in floats)
 
 
 def resolve_source(

@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from regard.argument_checks import check_positions
+from regard.argument_checks import check_choice, check_positions
 from regard.errors import ArgumentError
 from regard.models.generation.beam_search import greedy
 from regard.nn.blocks.rnn import (
@@ -237,22 +237,12 @@ def recurrent(
     Source: Sutskever et al. 2014 (arXiv 1409.3215); Bahdanau et al. 2015 (arXiv 1409.0473); Luong
     et al. 2015 (arXiv 1508.04025).
     """
-    for name, size in (
-        ("vocabulary", vocabulary),
-        ("dim", dim),
-        ("hidden", hidden),
-        ("layers", layers),
-    ):
+    sizes = {"vocabulary": vocabulary, "dim": dim, "hidden": hidden, "layers": layers}
+    for name, size in sizes.items():
         if size < 1:
             raise ArgumentError(f"{name} is {size}; it must be at least 1")
-    for name, value, known in (
-        ("cell", cell, (*CELLS,)),
-        ("attention", attention, (None, "bahdanau", "luong")),
-    ):
-        if value not in known:
-            raise ArgumentError(
-                f"{name} is {value!r}; it must be one of {', '.join(map(str, known))}"
-            )
+    check_choice("cell", cell, CELLS)
+    check_choice("attention", attention, (None, "bahdanau", "luong"))
     if score is not None and attention != "luong":
         raise ArgumentError(f'score is {score!r}, but only attention="luong" has several scores')
     make, bidirectional = CELLS[cell], attention == "bahdanau"

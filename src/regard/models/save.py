@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -115,27 +117,44 @@ def save_model(
     """Write a network, its config, its tokenizer and further files, of JSON or of tensors, to a new
     folder, completely or not at all.
     """
+    with new_folder(folder, partial(check_free, folder, "saving")) as staging:
+        save(network, config, staging, dtype)
+        write_files(staging, tokenizer, files)
+        rename_to(staging, folder)
+    return folder
+
+
+def check_free(folder: Path, writer: str) -> None:
+    """Raise if a folder that is to be made has something in its place."""
     if folder.is_symlink() or (folder.exists() and not folder.is_dir()):
         raise FileError(f"{folder} exists and is not a folder; give another name")
     if folder.is_dir() and any(folder.iterdir()):
-        raise FileError(f"{folder} is not empty; saving never overwrites: give a new folder")
+        raise FileError(f"{folder} is not empty; {writer} never overwrites: give a new folder")
+
+
+@contextmanager
+def new_folder(out: Path, check: Callable[[], None]) -> Iterator[Path]:
+    """Create a folder next to `out` that `rename_to` makes it, and that goes after an error."""
+    check()
     try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        with temporary_folder(folder, alone=True) as staging:
-            save(network, config, staging, dtype)
-            write_files(staging, tokenizer, files)
-            for path in staging.rglob("*"):
-                sync_to_disk(path)
-            sync_to_disk(staging)
-            if folder.is_dir():
-                folder.rmdir()
-            staging.rename(folder)
-            sync_to_disk(folder.parent)
+        out.parent.mkdir(parents=True, exist_ok=True)
+        with temporary_folder(out, alone=True) as staging:
+            check()  # another process may have finished it meanwhile
+            yield staging
     except (OSError, SafetensorError) as error:
         if isinstance(error, FileError):
             raise
         raise FileError(
-            f"{folder}: cannot write the folder: {error_text(error)}; free some space, or "
+            f"{out}: cannot write the folder: {error_text(error)}; free some space, or "
             "choose another"
         ) from error
-    return folder
+
+
+def rename_to(folder: Path, out: Path) -> None:
+    """Rename a complete folder to `out`, when all of it is on the disk."""
+    for path in (*folder.rglob("*"), folder):
+        sync_to_disk(path)
+    if out.is_dir():
+        out.rmdir()
+    folder.rename(out)
+    sync_to_disk(out.parent)

@@ -107,7 +107,7 @@ class Seq2Seq(TextModel):
             ArgumentError: an id is outside the vocabulary.
         """
         self._check_source(source_ids, source_positions)
-        self._check(target_ids, target_positions)
+        check_ids(target_ids, self.config.vocab_size, target_positions)
         logits: Tensor = self.network(
             source_ids, target_ids, source_positions, target_positions, backend=backend
         )
@@ -199,7 +199,7 @@ class Seq2Seq(TextModel):
         """
         self._check_source(ids, positions)
         before = torch.tensor([[self.start, *target_prefix]], device=ids.device)
-        self._check(before, None)
+        check_ids(before, self.config.vocab_size)
         step, reorder = self._steps(ids, positions, before[:, :-1])
         first = before[0, -1].expand(ids.shape[0])
         return beam_search(
@@ -244,12 +244,7 @@ class Seq2Seq(TextModel):
 
     def _check_source(self, source: Tensor, positions: Positions | None) -> None:
         """Check the source before it is encoded: here ids, as those of the target."""
-        self._check(source, positions)
-
-    def _check(self, ids: Tensor, positions: Positions | None) -> None:
-        """Check that every id that is not padding is in the vocabulary."""
-        real = ids if not isinstance(positions, Tensor) else ids.masked_fill(positions < 0, 0)
-        check_ids(real, self.config.vocab_size)
+        check_ids(source, self.config.vocab_size, positions)
 
     def _example_run(self) -> Callable[[], object]:
         ids = torch.zeros(1, 2, dtype=torch.int64, device=self.device)

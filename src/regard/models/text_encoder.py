@@ -305,8 +305,7 @@ class TextEncoder(TextModel):
         Raises:
             ArgumentError: an id is outside the vocabulary, or a position is beyond the table.
         """
-        real = ids if not isinstance(positions, Tensor) else ids.masked_fill(positions < 0, 0)
-        check_ids(real, self.config.vocab_size)
+        check_ids(ids, self.config.vocab_size, positions)
         if isinstance(self.network, Decoder):
             return self.network.hidden(ids, positions, backend=backend)
         states: Tensor = self.network(ids, positions, segments, backend=backend)

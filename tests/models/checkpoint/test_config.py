@@ -14,18 +14,12 @@ from regard import FileError
 from regard.files.reading import MAX_BYTES
 from regard.models.checkpoint.config import read_json
 from tests.models import small
+from tests.models.small import change_config
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     return small.write(tmp_path, small.model())
-
-
-def change_config(folder: Path, **change: Any) -> None:
-    """None takes a key out."""
-    path = folder / "config.json"
-    raw = json.loads(path.read_text()) | change
-    path.write_text(json.dumps({k: v for k, v in raw.items() if v is not None}))
 
 
 def assert_refused(folder: Path, message: str) -> None:

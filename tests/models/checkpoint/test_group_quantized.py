@@ -33,6 +33,7 @@ from regard.models.checkpoint.quantization_settings import (
     compressed_weights,
 )
 from regard.models.checkpoint.quantized import READERS
+from tests.models import small
 from tests.oracles import moe as oracle
 
 Tensors = dict[str, Tensor]
@@ -60,6 +61,21 @@ def int32(rows: list[list[int]]) -> Tensor:
     return torch.tensor(rows, dtype=torch.int32)
 
 
+def by_number(number: Callable[[int, int], float]) -> Tensor:
+    """The matrix in fp64 whose numbers a function of the row and the column gives."""
+    return torch.tensor([[number(n, m) for m in range(M)] for n in range(N)], dtype=torch.float64)
+
+
+def by_group(scales: Tensor, codes: Tensor, zeros: Tensor, g_idx: Tensor) -> Tensor:
+    """The matrix of integers with a scale and a zero point for the group of each column."""
+
+    def number(n: int, m: int) -> float:
+        g = int(g_idx[m])
+        return float(scales[n, g]) * (int(codes[n, m]) - int(zeros[n, g]))
+
+    return by_number(number)
+
+
 def gptq(
     bits: int, group: int, *, offset: int = 1, act_order: bool = False, zero: int | None = None
 ) -> tuple[Tensors, Tensor]:
@@ -71,35 +87,25 @@ def gptq(
     g_idx = torch.arange(M) // group
     if act_order:
         g_idx = g_idx[torch.randperm(M, generator=torch.Generator().manual_seed(4))]
-    exact = torch.empty(N, M, dtype=torch.float64)
-    for n in range(N):
-        for m in range(M):
-            g = int(g_idx[m])
-            exact[n, m] = float(scales[n, g]) * (int(codes[n, m]) - int(zeros[n, g]))
     tensors = {
         "qweight": int32([words(row, bits) for row in codes.tolist()]).T.contiguous(),
         "qzeros": int32([words([(z - offset) % top for z in c], bits) for c in zeros.T.tolist()]),
         "scales": scales.T.contiguous(),
         "g_idx": g_idx.int(),
     }
-    return tensors, exact
+    return tensors, by_group(scales, codes, zeros, g_idx)
 
 
 def awq(group: int) -> tuple[Tensors, Tensor]:
     codes, zeros = drawn(16, N, M, seed=1), drawn(16, N, M // group, seed=2)
     scales = (drawn(1000, N, M // group, seed=3) + 1).half() / 4096
     order = [0, 2, 4, 6, 1, 3, 5, 7]
-    exact = torch.empty(N, M, dtype=torch.float64)
-    for n in range(N):
-        for m in range(M):
-            g = m // group
-            exact[n, m] = float(scales[n, g]) * (int(codes[n, m]) - int(zeros[n, g]))
     tensors = {
         "qweight": int32([words(column, 4, order) for column in codes.T.tolist()]),
         "qzeros": int32([words(column, 4, order) for column in zeros.T.tolist()]),
         "scales": scales.T.contiguous(),
     }
-    return tensors, exact
+    return tensors, by_group(scales, codes, zeros, torch.arange(M) // group)
 
 
 def compressed(bits: int, group: int, *, packed: bool, zeros: bool) -> tuple[Tensors, Tensor]:
@@ -107,11 +113,6 @@ def compressed(bits: int, group: int, *, packed: bool, zeros: bool) -> tuple[Ten
     codes = drawn(2 * half, N, M, seed=1) - half
     points = drawn(2 * half, N, M // group, seed=2) - half if zeros else torch.zeros(N, M // group)
     scales = (drawn(1000, N, M // group, seed=3) + 1).bfloat16() / 4096
-    exact = torch.empty(N, M, dtype=torch.float64)
-    for n in range(N):
-        for m in range(M):
-            g = m // group
-            exact[n, m] = float(scales[n, g]) * (int(codes[n, m]) - int(points[n, g]))
     tensors = {"weight_scale": scales}
     if packed:
         tensors["weight_packed"] = int32([words(row, bits) for row in (codes + half).tolist()])
@@ -123,7 +124,7 @@ def compressed(bits: int, group: int, *, packed: bool, zeros: bool) -> tuple[Ten
         tensors["weight"] = codes.to(torch.int8)
         if zeros:
             tensors["weight_zero_point"] = points.to(torch.int8)
-    return tensors, exact
+    return tensors, by_group(scales, codes, points, torch.arange(M) // group)
 
 
 def scheme(bits: int, layout: str, kind: str = "int", **weights: Any) -> dict[str, Any]:
@@ -140,14 +141,12 @@ def eighths(*blocks: int, scale: str, rank: int = 2) -> tuple[Tensors, Tensor]:
     raw = drawn(127, N, M, seed=1) + 128 * drawn(2, N, M, seed=2)  # without the two NaN
     rows, columns = blocks
     factors = (drawn(1000, N // rows, M // columns, seed=3) + 1).bfloat16() / 4096
-    exact = torch.empty(N, M, dtype=torch.float64)
-    for n in range(N):
-        for m in range(M):
-            factor = float(factors[n // rows, m // columns])
-            exact[n, m] = oracle.e4m3(int(raw[n, m])) * factor
-    factors = factors.flatten()[0] if rank == 0 else factors
+    exact = by_number(
+        lambda n, m: oracle.e4m3(int(raw[n, m])) * float(factors[n // rows, m // columns])
+    )
+    stored = factors.flatten()[0] if rank == 0 else factors
     weight = raw.to(torch.uint8).view(torch.float8_e4m3fn)
-    return {"weight": weight, scale: factors, "input_scale": torch.ones(())}, exact
+    return {"weight": weight, scale: stored, "input_scale": torch.ones(())}, exact
 
 
 def quarters(group: int) -> tuple[Tensors, Tensor]:
@@ -155,18 +154,18 @@ def quarters(group: int) -> tuple[Tensors, Tensor]:
     codes = drawn(16, N, M, seed=1)
     scales = drawn(60, N, M // group, seed=2) + 60  # bytes
     values = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
-    exact = torch.empty(N, M, dtype=torch.float64)
-    for n in range(N):
-        for m in range(M):
-            code, byte = int(codes[n, m]), int(scales[n, m // group])
-            factor = 2.0 ** (byte - 127) if group == 32 else oracle.e4m3(byte) / 8
-            exact[n, m] = values[code & 7] * (-1) ** (code >> 3) * factor
+
+    def number(n: int, m: int) -> float:
+        code, byte = int(codes[n, m]), int(scales[n, m // group])
+        factor = 2.0 ** (byte - 127) if group == 32 else oracle.e4m3(byte) / 8
+        return float(values[code & 7] * (-1) ** (code >> 3) * factor)
+
     packed = (codes[:, ::2] + 16 * codes[:, 1::2]).to(torch.uint8)
     tensors = {"weight_packed": packed, "weight_scale": scales.to(torch.uint8)}
     if group == 16:
         tensors["weight_scale"] = tensors["weight_scale"].view(torch.float8_e4m3fn)
         tensors["weight_global_scale"] = torch.tensor([8.0])
-    return tensors, exact
+    return tensors, by_number(number)
 
 
 def normal_floats(*, nested: bool) -> tuple[Tensors, Tensor]:
@@ -276,9 +275,7 @@ def folder_with(tmp_path: Path, tensors: Tensors, settings: dict[str, Any]) -> P
 
 
 def write_settings(folder: Path, settings: dict[str, Any]) -> None:
-    config = json.loads((folder / "config.json").read_text())
-    config["quantization_config"] = settings
-    (folder / "config.json").write_text(json.dumps(config))
+    small.change_config(folder, quantization_config=settings)
 
 
 KEPT = ["gptq-4", "awq", "packed-4", "gptq-act-order", "fp8-blocks", "nf4-nested", "bitsandbytes-8"]
@@ -388,8 +385,6 @@ def test_wrong_readings_differ() -> None:
 def test_what_is_not_supported_is_refused(tmp_path: Path) -> None:
     tensors, _ = gptq(4, 128)
     folder = folder_with(tmp_path, tensors, {})
-    path = folder / "config.json"
-    config = json.loads(path.read_text())
     for settings, match in (
         ({"quant_method": "gptq", "bits": 3}, "bits 3; supported: 4, 8"),
         ({"quant_method": "awq", "bits": 8}, "bits 8; supported: 4"),
@@ -412,13 +407,11 @@ def test_what_is_not_supported_is_refused(tmp_path: Path) -> None:
         (scheme(2, "pack-quantized"), "integers of 4 or of 8 bits"),
         ({"quant_method": "hqq"}, "the quant_method 'hqq'"),
     ):
-        path.write_text(json.dumps({**config, "quantization_config": settings}))
+        write_settings(folder, settings)
         with pytest.raises(FileError, match=match):
             regard.load(folder)
     stored = load_file(folder / "model.safetensors")
-    path.write_text(
-        json.dumps({**config, "quantization_config": {"quant_method": "gptq", "bits": 4}})
-    )
+    write_settings(folder, GPTQ)
     save_file({k: x for k, x in stored.items() if "g_idx" not in k}, folder / "model.safetensors")
     with pytest.raises(FileError, match="g_idx' are missing"):
         regard.load(folder)

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import regard
@@ -71,10 +70,8 @@ def change_config(folder: Path, **change: Any) -> None:
 
 
 def add_tensors(folder: Path, **tensors: Tensor) -> None:
-    path = folder / "model.safetensors"
-    held = load_file(path)
-    path.unlink()
-    save_file(held | {name.replace("__", "."): x for name, x in tensors.items()}, path)
+    more = {name.replace("__", "."): x for name, x in tensors.items()}
+    small.change_weights(folder, lambda held: held.update(more))
 
 
 def test_harmless_keys_change_nothing_and_are_told(folder: Path) -> None:

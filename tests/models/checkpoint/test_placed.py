@@ -26,6 +26,7 @@ from regard.models.convert import ConversionOptions, convert
 from regard.models.families import FAMILIES, family
 from regard.models.save import save
 from tests.models import small
+from tests.models.small import change_config
 
 gpt_neox = family("gpt_neox")
 
@@ -52,12 +53,6 @@ def rename(folder: Path, change: Callable[[str], str | None]) -> None:
 def base(name: str) -> str | None:
     """What `LlamaModel.save_pretrained` calls a tensor of `LlamaForCausalLM`."""
     return None if name == "lm_head.weight" else name.removeprefix("model.")
-
-
-def change_config(folder: Path, **change: Any) -> None:
-    path = folder / "config.json"
-    raw = json.loads(path.read_text()) | change
-    path.write_text(json.dumps({k: v for k, v in raw.items() if v is not None}))
 
 
 def logits(model: Any) -> Tensor:

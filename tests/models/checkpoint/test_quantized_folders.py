@@ -18,6 +18,8 @@ import regard
 from regard.errors import ArgumentError, FileError
 from regard.models.checkpoint.quantized import dequantized
 from regard.models.checkpoint.tensors import CheckpointTensors
+from tests.models import small
+from tests.models.checkpoint.test_block_formats import bytes_
 from tests.oracles import moe as oracle
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -28,11 +30,6 @@ FP8: dict[str, Any] = {
     "activation_scheme": "dynamic",
     "weight_block_size": [4, 4],
 }
-
-
-def bytes_(*shape: int, seed: int = 0, low: int = 0, high: int = 256) -> Tensor:
-    make = torch.Generator().manual_seed(seed)
-    return torch.randint(low, high, shape, generator=make, dtype=torch.uint8)
 
 
 def opened(folder: Path, tensors: dict[str, Tensor], said: Any) -> CheckpointTensors:
@@ -180,8 +177,7 @@ def pack(folder: Path, change: dict[str, Tensor | None], said: Any) -> None:
     """The folder with some tensors replaced, and what config.json says of them."""
     tensors = load_file(folder / "model.safetensors") | change
     save_file({n: x for n, x in tensors.items() if x is not None}, folder / "model.safetensors")
-    raw = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(raw | {"quantization_config": said}))
+    small.change_config(folder, quantization_config=said)
 
 
 def test_a_packed_gpt_oss(tmp_path: Path) -> None:
@@ -303,6 +299,5 @@ def test_packed_tensors_that_config_json_does_not_speak_of(tmp_path: Path) -> No
     )
     with pytest.raises(FileError, match=r"unexpected.*up_proj\.weight_scale_inv"):
         regard.load(tmp_path)
-    raw = json.loads((tmp_path / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps(raw | {"quantization_config": FP8}))
+    small.change_config(tmp_path, quantization_config=FP8)
     regard.load(tmp_path)

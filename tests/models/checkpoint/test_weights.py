@@ -7,7 +7,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,19 +24,12 @@ from regard.models.checkpoint.tensors import CheckpointTensors
 from regard.models.checkpoint.weights import fill_parameters
 from regard.models.save import save
 from tests.models import small
+from tests.models.small import change_config, change_weights
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     return small.write(tmp_path, small.model())
-
-
-def change_weights(folder: Path, change: Callable[[dict[str, Tensor]], Any]) -> None:
-    path = folder / "model.safetensors"
-    tensors = load_file(path)
-    change(tensors)
-    path.unlink()
-    save_file(tensors, path)
 
 
 def refusal(folder: Path, **options: Any) -> str:
@@ -92,16 +84,11 @@ def test_missing_and_unexpected_tensors(folder: Path) -> None:
 
 
 def test_a_layer_too_few(folder: Path) -> None:
-    config = folder / "config.json"
-    config.write_text(
-        config.read_text().replace('"num_hidden_layers": 2', '"num_hidden_layers": 3')
-    )
+    change_config(folder, num_hidden_layers=3)
     text = refusal(folder)
     assert text.startswith("{}: 9 missing ['model.layers.2.")
     assert "is a shard missing? --allow-missing PATTERN gives them random weights" in text
-    config.write_text(
-        config.read_text().replace('"num_hidden_layers": 3', '"num_hidden_layers": 1')
-    )
+    change_config(folder, num_hidden_layers=1)
     assert refusal(folder).startswith("{}: 0 missing [], 9 unexpected ['model.layers.1.")
 
 
@@ -151,8 +138,7 @@ def test_weights_that_are_not_finite(folder: Path) -> None:
 def test_an_absent_head_is_tied_unless_the_config_says_no(folder: Path) -> None:
     change_weights(folder, lambda t: t.pop("lm_head.weight"))
     assert "1 missing ['lm_head.weight']" in refusal(folder)
-    config = folder / "config.json"
-    config.write_text(config.read_text().replace('"tie_word_embeddings": false,', ""))
+    change_config(folder, tie_word_embeddings=None)
     decoder = regard.load(folder).decoder
     assert decoder.head.weight is decoder.embed.embedding.weight
 

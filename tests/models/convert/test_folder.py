@@ -20,9 +20,9 @@ import torch
 import regard
 from regard.errors import ArgumentError, FileError
 from regard.files.atomic_write import folder_locked
+from regard.models import save as saving
 from regard.models.convert import ConversionOptions, compare_models, convert
 from regard.models.convert import folder as subject
-from regard.models.convert import folder as writing
 from regard.models.convert.report import evaluation_windows
 from regard.models.model import Model
 from regard.train.finetune import finetune
@@ -280,9 +280,9 @@ def test_a_failure_leaves_nothing(where: str, source: Path, tmp_path: Path) -> N
     out = tmp_path / "out"
     breaks: dict[str, Any] = {
         "load": patch.object(subject, "compare_models", side_effect=ZeroDivisionError),
-        "save": patch.object(writing, "save", side_effect=KeyboardInterrupt),
+        "save": patch.object(subject, "save", side_effect=KeyboardInterrupt),
         "disk": patch.object(
-            writing, "sync_to_disk", side_effect=OSError(28, "No space left on device")
+            saving, "sync_to_disk", side_effect=OSError(28, "No space left on device")
         ),
         "rename": patch.object(Path, "rename", side_effect=OSError(5, "Input/output error")),
     }

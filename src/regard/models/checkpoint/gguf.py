@@ -55,7 +55,7 @@ from regard.models.checkpoint.gguf_blocks import (
 )
 from regard.models.checkpoint.gguf_completions import ROPE_FACTORS
 from regard.models.checkpoint.gguf_config import LONG_FACTORS, gguf_architecture, gguf_config
-from regard.models.checkpoint.tensors import INDEX, SINGLE, CheckpointTensors
+from regard.models.checkpoint.tensors import INDEX, SINGLE, CheckpointTensors, largest_dtype
 from regard.models.families import family
 from regard.models.sentence_settings import PoolingMode
 from regard.ops.stored_weights import INT4_BLOCK, StoredWeight
@@ -181,14 +181,12 @@ class GgufModel:
         """The dtype of most bytes if no tensor has blocks; float32 for quantized files, in which
         the numbers of every block are exact.
         """
-        bytes_of: dict[torch.dtype, int] = {}
-        for tensor in self.header.tensors.values():
-            dtype = plain_dtype(tensor.format.name)
-            if dtype is None:
-                return torch.float32
-            if dtype.is_floating_point:
-                bytes_of[dtype] = bytes_of.get(dtype, 0) + tensor.bytes
-        return max(bytes_of, key=lambda d: bytes_of[d], default=torch.float32)
+        sizes = [(plain_dtype(x.format.name), x.bytes) for x in self.header.tensors.values()]
+        if any(dtype is None for dtype, _ in sizes):
+            return torch.float32
+        return largest_dtype(
+            (x, size) for x, size in sizes if x is not None and x.is_floating_point
+        )
 
     def split(
         self, table: NameTable, form: str | None, dtype: torch.dtype

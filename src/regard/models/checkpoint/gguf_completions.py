@@ -46,58 +46,73 @@ class GgufKeys:
     keys: Mapping[str, Any]
     header: GgufHeader
 
+    @property
+    def layers(self) -> int:
+        """The number of layers, bounded as that of a damaged file is not."""
+        return min(int(self.config["num_hidden_layers"]), 1 << 16)
+
     def number(self, name: str, default: int | None = None) -> int:
         """Return a key that must be a number above 0, the same for all layers."""
         value = self.keys.get(name, default)
         if isinstance(value, list) and value and all(x == value[0] for x in value):
             value = value[0]
         if type(value) is not int or value < 1:
-            raise invalid_gguf(
-                self.header.file,
+            raise self.invalid(
                 f"{name} is {short_repr(value)}; it must be a number above 0, the same for all "
-                "layers",
+                "layers"
             )
         return value
 
     def by_layer(self, name: str) -> list[Any]:
         """Return one value for each layer, of a key that may be one for all."""
-        value, layers = self.keys.get(name), min(self.config["num_hidden_layers"], 1 << 16)
-        return value[:layers] if isinstance(value, list) else [value] * layers
+        value = self.keys.get(name)
+        return value[: self.layers] if isinstance(value, list) else [value] * self.layers
+
+    def largest(self, name: str) -> int:
+        """Return the largest number that a key has for a layer; 0 without any."""
+        return max((x for x in self.by_layer(name) if type(x) is int), default=0)
+
+    def windows(self) -> list[Any]:
+        """Return which layers have a window."""
+        return self.by_layer("attention.sliding_window_pattern")
 
     def by_kind(self, name: str) -> tuple[int, int]:
         """Return a number of the layers without a window, and that of the layers with one."""
-        windows, listed = self.by_layer("attention.sliding_window_pattern"), self.by_layer(name)
+        windows, listed = self.windows(), self.by_layer(name)
         kinds = [[x for x, w in zip(listed, windows, strict=False) if bool(w) == k] for k in (0, 1)]
         numbers = len(listed) == len(windows) and all(type(x) is int and x > 0 for x in listed)
         if not numbers or any(x != of_kind[0] for of_kind in kinds for x in of_kind):
-            raise invalid_gguf(
-                self.header.file,
+            raise self.invalid(
                 f"{name} is {short_repr(self.keys.get(name))}; it must be a number above 0 for all "
-                "layers without a window, and one for all with one",
+                "layers without a window, and one for all with one"
             )
         full, sliding = (of_kind or listed for of_kind in kinds)
         return full[0], sliding[0]
 
+    def routed(self) -> list[bool]:
+        """Return which layers have a router."""
+        names = (f"blk.{i}.ffn_gate_inp.weight" for i in range(self.layers))
+        return [name in self.header.tensors for name in names]
+
     def has_experts(self) -> list[bool]:
         """Return which layers have experts, which a key must not contradict."""
-        layers = range(min(self.config["num_hidden_layers"], 1 << 16))
-        routed = [f"blk.{i}.ffn_gate_inp.weight" in self.header.tensors for i in layers]
+        routed, layers = self.routed(), range(self.layers)
         first = self.keys.get("leading_dense_block_count")
         if first is not None and (type(first) is not int or routed != [i >= first for i in layers]):
-            raise invalid_gguf(
-                self.header.file,
+            raise self.invalid(
                 f"leading_dense_block_count is {short_repr(first)}, and the layers with a router "
-                f"are {[i for i in layers if routed[i]][:9]}",
+                f"are {[i for i in layers if routed[i]][:9]}"
             )
         return routed
 
     def require(self, name: str, value: object) -> None:
         """Refuse another value of a key than the only one that is read."""
         if self.keys.get(name) != value:
-            raise invalid_gguf(
-                self.header.file,
-                f"{name} is {short_repr(self.keys.get(name))}; it must be {value}",
-            )
+            raise self.invalid(f"{name} is {short_repr(self.keys.get(name))}; it must be {value}")
+
+    def invalid(self, problem: str) -> FileError:
+        """Return the error for a file that cannot be read, with what is wrong."""
+        return invalid_gguf(self.header.file, problem)
 
 
 def llama(its: GgufKeys) -> Config:
@@ -120,10 +135,9 @@ def gemma_scale(layers_of_27b: int) -> Callable[[GgufKeys], Config]:
 
 def modern_bert(its: GgufKeys) -> Config:
     """The layers without a window, counted from the first, and both rotary bases."""
-    layers = min(its.config["num_hidden_layers"], 1 << 16)
     pattern = its.keys.get("attention.sliding_window_pattern", 3)
     if type(pattern) is int and pattern > 0:
-        pattern = [i % pattern != 0 for i in range(layers)]
+        pattern = [i % pattern != 0 for i in range(its.layers)]
     windows = pattern if isinstance(pattern, list) else []
     bases = (("global", ""), ("local", "_swa"))
     return {
@@ -167,7 +181,7 @@ def exaone4(its: GgufKeys) -> Config:
     """A file without a window has none in any layer."""
     if "attention.sliding_window" in its.keys:
         return {}
-    return {"layer_types": ["full_attention"] * min(its.config["num_hidden_layers"], 1 << 16)}
+    return {"layer_types": [FULL] * its.layers}
 
 
 def falcon(its: GgufKeys) -> Config:
@@ -272,9 +286,7 @@ def deepseek4(its: GgufKeys) -> Config:
     if any(not isinstance(x, float) or x != limits[0][0] for x in itertools.chain(*limits)):
         wrong = "swiglu_clamp_exp"
     if wrong is not None:
-        raise invalid_gguf(
-            its.header.file, f"{wrong} is {short_repr(its.keys.get(wrong))}, which is not read"
-        )
+        raise its.invalid(f"{wrong} is {short_repr(its.keys.get(wrong))}, which is not read")
     return {
         "qk_rope_head_dim": its.number("rope.dimension_count"),
         "layer_types": [RATIOS[x] for x in ratios],
@@ -307,7 +319,7 @@ def lfm2(its: GgufKeys) -> Config:
     """A layer without key heads is a convolution."""
     heads = its.by_layer("attention.head_count_kv")
     return {
-        "num_key_value_heads": max((x for x in heads if type(x) is int), default=0),
+        "num_key_value_heads": its.largest("attention.head_count_kv"),
         "layer_types": [FULL if x else "conv" for x in heads],
         "block_auto_adjust_ff_dim": False,
     }
@@ -318,7 +330,7 @@ def qwen_hybrid(its: GgufKeys) -> Config:
     heads = its.number("ssm.time_step_rank")
     inner = its.number("ssm.inner_size")
     if inner % heads:
-        raise invalid_gguf(its.header.file, f"ssm.inner_size {inner} is not divisible by {heads}")
+        raise its.invalid(f"ssm.inner_size {inner} is not divisible by {heads}")
     further: Config = {"linear_value_head_dim": inner // heads}
     if "attention.recurrent_layers" in its.keys:
         kinds = its.by_layer("attention.recurrent_layers")
@@ -337,9 +349,7 @@ def _windows(its: GgufKeys, shares: Sequence[float], scaling: Config | None = No
     bases = (base, its.keys.get("rope.freq_base_swa", base))
     kinds = ((FULL, scaling or {"rope_type": "default"}), (SLIDING, {"rope_type": "default"}))
     return {
-        "layer_types": [
-            SLIDING if x else FULL for x in its.by_layer("attention.sliding_window_pattern")
-        ],
+        "layer_types": [SLIDING if x else FULL for x in its.windows()],
         "rope_parameters": {
             kind: {**settings, "rope_theta": its_base, "partial_rotary_factor": share}
             for (kind, settings), its_base, share in zip(kinds, bases, shares, strict=True)
@@ -354,13 +364,12 @@ def mimo2(its: GgufKeys) -> Config:
     D = its.config["head_dim"]
     share = its.number("rope.dimension_count", D) / D
     full, sliding = its.by_kind("attention.head_count_kv")
-    windows = its.by_layer("attention.sliding_window_pattern")
+    windows = its.windows()
     groups = full if False in map(bool, windows) else sliding // 2
     if True in map(bool, windows) and sliding != 2 * groups:
-        raise invalid_gguf(
-            its.header.file,
+        raise its.invalid(
             f"layers with a window have {sliding} key heads; with {full} in the others there must "
-            "be twice as many",
+            "be twice as many"
         )
     return {
         **_expert_layers(its),
@@ -406,10 +415,9 @@ def hy_v3(its: GgufKeys) -> Config:
     width = its.number("expert_feed_forward_length")
     shared = its.number("expert_shared_feed_forward_length", width)
     if shared % width:
-        raise invalid_gguf(
-            its.header.file,
+        raise its.invalid(
             f"expert_shared_feed_forward_length is {shared}, which is no multiple of "
-            f"expert_feed_forward_length, {width}",
+            f"expert_feed_forward_length, {width}"
         )
     return {
         **_expert_layers(its),
@@ -458,22 +466,26 @@ def mamba(its: GgufKeys) -> Config:
 
 def mamba2(its: GgufKeys) -> Config:
     """The heads, and how much wider than the model they are."""
-    heads = its.number("ssm.time_step_rank")
-    inner = its.number("ssm.inner_size")
-    return {"head_dim": inner // heads, "num_heads": heads, "expand": _times(its)}
+    heads, D = _state_heads(its)
+    return {"head_dim": D, "num_heads": heads, "expand": _times(its)}
 
 
 def mamba2_sizes(its: GgufKeys) -> Config:
     """The sizes of the layers of Mamba-2 in models that have attention, too."""
-    heads, inner = its.number("ssm.time_step_rank"), its.number("ssm.inner_size")
-    return {"mamba_d_head": inner // heads, "mamba_d_ssm": inner}
+    return {"mamba_d_head": _state_heads(its)[1], "mamba_d_ssm": its.number("ssm.inner_size")}
+
+
+def _state_heads(its: GgufKeys) -> tuple[int, int]:
+    """The number of heads of Mamba-2, and their size."""
+    heads = its.number("ssm.time_step_rank")
+    return heads, its.number("ssm.inner_size") // heads
 
 
 def _attention_and(other: str, its: GgufKeys) -> Config:
     """Attention in the layers that have key heads, and another mechanism in the others."""
     heads = its.by_layer("attention.head_count_kv")
     return {
-        "num_key_value_heads": max((x for x in heads if type(x) is int), default=0),
+        "num_key_value_heads": its.largest("attention.head_count_kv"),
         "layer_types": ["attention" if x else other for x in heads],
     }
 
@@ -507,15 +519,12 @@ def granite_hybrid(its: GgufKeys) -> Config:
 
 def jamba(its: GgufKeys) -> Config:
     """Which layers have attention and experts, as periods."""
-    names = its.header.tensors
-    layers = range(min(its.config["num_hidden_layers"], 1 << 16))
-    sparse = [f"blk.{i}.ffn_gate_inp.weight" in names for i in layers]
     heads = its.by_layer("attention.head_count_kv")
     return {
-        "num_key_value_heads": max((x for x in heads if type(x) is int), default=0),
+        "num_key_value_heads": its.largest("attention.head_count_kv"),
         "mamba_expand": _times(its),
         **_period(its, "attn_layer", [bool(x) for x in heads]),
-        **_period(its, "expert_layer", sparse),
+        **_period(its, "expert_layer", its.routed()),
     }
 
 
@@ -525,7 +534,7 @@ def _period(its: GgufKeys, name: str, chosen: Sequence[bool]) -> Config:
     offset = places[0] if places else 0
     period = places[1] - offset if len(places) > 1 else max(len(chosen), 1)
     if places and places != list(range(offset, len(chosen), period)):
-        raise invalid_gguf(its.header.file, f"{name}s are {places[:9]}, which have no period")
+        raise its.invalid(f"{name}s are {places[:9]}, which have no period")
     return {f"{name}_period": period, f"{name}_offset": offset}
 
 
@@ -537,13 +546,13 @@ def nemotron_h(its: GgufKeys) -> Config:
         "attention" if G else network if width else "mamba"
         for G, width in zip(heads, widths, strict=False)
     ]
-    count, inner = its.number("ssm.time_step_rank"), its.number("ssm.inner_size")
+    count, D = _state_heads(its)
     return {
-        "num_key_value_heads": max((x for x in heads if type(x) is int), default=0),
-        "intermediate_size": max((x for x in widths if type(x) is int), default=0),
+        "num_key_value_heads": its.largest("attention.head_count_kv"),
+        "intermediate_size": its.largest("feed_forward_length"),
         "layers_block_type": blocks,
         "mamba_num_heads": count,
-        "mamba_head_dim": inner // count,
+        "mamba_head_dim": D,
         "moe_shared_expert_intermediate_size": its.keys.get("expert_shared_feed_forward_length"),
     }
 
@@ -552,13 +561,12 @@ def llama4(its: GgufKeys) -> Config:
     """Only the model of 128 experts has no norm on its heads, as llama.cpp knows it."""
     step = its.number("interleave_moe_layer_step", 1)
     chunked = its.keys.get("expert_swa", True) is not False
-    layers = min(its.config["num_hidden_layers"], 1 << 16)
     return {
         "use_qk_norm": its.keys.get("expert_count") != 128,
         "intermediate_size": its.number("expert_feed_forward_length"),
         "intermediate_size_mlp": its.number("feed_forward_length"),
         "interleave_moe_layer_step": step,
-        "layer_types": None if chunked else [FULL] * layers,
+        "layer_types": None if chunked else [FULL] * its.layers,
     }
 
 
@@ -570,11 +578,11 @@ def gemma3n(its: GgufKeys) -> Config:
         "vocab_size_per_layer_input": _rows(its, "per_layer_token_embd.weight"),
     }
     if its.keys.get("altup.active_idx", 0) != 0:
-        raise invalid_gguf(its.header.file, "altup.active_idx is not 0")
+        raise its.invalid("altup.active_idx is not 0")
     if "activation_sparsity_scale" in its.keys:
         scales = its.by_layer("activation_sparsity_scale")
         if not all(isinstance(x, float) for x in scales):
-            raise invalid_gguf(its.header.file, "activation_sparsity_scale has other than numbers")
+            raise its.invalid("activation_sparsity_scale has other than numbers")
         # rounded as the makers wrote them; the file has them in fp32
         shares = [round((1 + math.erf(x / math.sqrt(2))) / 2, 6) for x in scales]
         further["activation_sparsity_pattern"] = shares
@@ -583,7 +591,7 @@ def gemma3n(its: GgufKeys) -> Config:
 
 def gemma4(its: GgufKeys) -> Config:
     """The heads of layers with a window and without, and the bases of their rotary positions."""
-    windows = its.by_layer("attention.sliding_window_pattern")
+    windows = its.windows()
     full = next((i for i, x in enumerate(windows) if not x), 0)
     groups, widths = its.by_layer("attention.head_count_kv"), its.by_layer("feed_forward_length")
     of_window = next((G for G, x in zip(groups, windows, strict=False) if x), groups[:1])
@@ -629,7 +637,7 @@ def _rotating_share(its: GgufKeys) -> float:
         return 1.0
     factors = read_plain(its.header, tensor, torch.float32) if tensor.format.name == "F32" else None
     if factors is None or not ((factors == 1) | (factors > 1e20)).all():
-        raise invalid_gguf(its.header.file, "rope_freqs.weight has other factors than 1 and 1e30")
+        raise its.invalid("rope_freqs.weight has other factors than 1 and 1e30")
     return int((factors == 1).sum()) / factors.numel()
 
 
@@ -642,9 +650,7 @@ def _rows(its: GgufKeys, name: str) -> int | None:
 def phimoe(its: GgufKeys) -> Config:
     """Its router is defined for two experts alone."""
     if (active := its.keys.get("expert_used_count")) != 2:
-        raise invalid_gguf(
-            its.header.file, f"expert_used_count is {short_repr(active)}, and must be 2"
-        )
+        raise its.invalid(f"expert_used_count is {short_repr(active)}, and must be 2")
     return {}
 
 
@@ -652,9 +658,8 @@ def _times(its: GgufKeys) -> int:
     """Return how many times as wide as the model the layers of Mamba are."""
     inner, size = its.number("ssm.inner_size"), its.config["hidden_size"]
     if inner % size:
-        raise invalid_gguf(
-            its.header.file,
-            f"ssm.inner_size is {inner}, which is no multiple of embedding_length, {size}",
+        raise its.invalid(
+            f"ssm.inner_size is {inner}, which is no multiple of embedding_length, {size}"
         )
     return int(inner // size)
 

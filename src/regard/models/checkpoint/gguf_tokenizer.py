@@ -7,7 +7,8 @@ replaces it.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import tokenizers
@@ -280,6 +281,14 @@ class _Values:
     def invalid(self, key: str, problem: str) -> FileError:
         return invalid_gguf(self.header.file, f"tokenizer.ggml.{key} {problem}")
 
+    @contextmanager
+    def refused(self, key: str, verb: str = "are") -> Iterator[None]:
+        """Give what the package `tokenizers` refuses the name of the key."""
+        try:
+            yield
+        except Exception as error:  # the package has no error class of its own
+            raise self.invalid(key, f"{verb} refused: {error_text(error, 300)}") from error
+
 
 def _tokens(values: _Values) -> list[str]:
     tokens = values.texts("tokens")
@@ -325,9 +334,9 @@ def _byte_level(values: _Values, tokens: Sequence[str]) -> tokenizers.Tokenizer:
         )
     vocabulary = {token: i for i, token in enumerate(tokens)}
     pairs = _listed_merges(values, vocabulary)
-    backend = tokenizers.Tokenizer(
-        _model(values, vocabulary, pairs, ignore_merges=name in _WHOLE_WORDS)
-    )
+    with values.refused("tokens"):
+        bpe = models.BPE(vocabulary, pairs, ignore_merges=name in _WHOLE_WORDS)
+    backend = tokenizers.Tokenizer(bpe)
     steps: list[Any] = [pre_tokenizers.Split(Regex(x), "isolated") for x in PATTERNS[name]]
     steps.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False))
     backend.pre_tokenizer = pre_tokenizers.Sequence(steps)
@@ -350,16 +359,11 @@ def _sentencepiece(
     unknown = next(
         (token for token, kind in zip(tokens, types, strict=True) if kind == UNKNOWN), None
     )
-    backend = tokenizers.Tokenizer(
-        _model(
-            values,
-            vocabulary,
-            pairs,
-            unk_token=unknown,
-            fuse_unk=True,
-            byte_fallback=BYTE in types,
+    with values.refused("tokens"):
+        bpe = models.BPE(
+            vocabulary, pairs, unk_token=unknown, fuse_unk=True, byte_fallback=BYTE in types
         )
-    )
+    backend = tokenizers.Tokenizer(bpe)
     prefix = values.get("add_space_prefix", True) is True
     space = normalizers.Replace(" ", _SPACE)
     backend.normalizer = (
@@ -381,12 +385,10 @@ def _unigram(values: _Values, tokens: Sequence[str]) -> tokenizers.Tokenizer:
     pieces = [(token, float(score)) for token, score in zip(tokens, scores, strict=True)]
     unknown, fallback = types.index(UNKNOWN), BYTE in types
     steps: list[Any] = []
-    try:
+    with values.refused("tokens"):
         backend = tokenizers.Tokenizer(models.Unigram(pieces, unknown, byte_fallback=fallback))
         if table := values.get("precompiled_charsmap", None):
             steps.append(normalizers.Precompiled(bytes(_bytes(table))))
-    except Exception as error:  # the package has no error class of its own
-        raise values.invalid("tokens", f"are refused: {error_text(error, 300)}") from error
     if values.get("remove_extra_whitespaces", False) is True:
         steps.append(normalizers.Replace(Regex(" {2,}"), " "))
     backend.normalizer = normalizers.Sequence(steps)
@@ -419,10 +421,8 @@ def _word_pieces(values: _Values, tokens: Sequence[str]) -> tokenizers.Tokenizer
     if len(vocabulary) < len(tokens):
         raise values.invalid("tokens", "has a piece twice")
     lowercase = values.get("normalizer.lowercase", True) is not False
-    try:
+    with values.refused("tokens"):
         backend = tokenizers.Tokenizer(models.WordPiece(vocabulary, unk_token=unknown))
-    except Exception as error:  # the package has no error class of its own
-        raise values.invalid("tokens", f"are refused: {error_text(error, 300)}") from error
     backend.normalizer = normalizers.BertNormalizer(lowercase=lowercase)
     backend.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     backend.decoder = decoders.WordPiece()
@@ -461,18 +461,6 @@ def _merges(vocabulary: Mapping[str, int], scores: Sequence[float]) -> list[tupl
     return [pair for *_, pair in sorted(ranked)]
 
 
-def _model(
-    values: _Values,
-    vocabulary: Mapping[str, int],
-    pairs: Sequence[tuple[str, str]],
-    **options: Any,
-) -> models.BPE:
-    try:
-        return models.BPE(dict(vocabulary), list(pairs), **options)
-    except Exception as error:  # the package has no error class of its own
-        raise values.invalid("tokens", f"are refused: {error_text(error, 300)}") from error
-
-
 def _added(
     tokens: Sequence[str], types: Sequence[int], kind: int, *, special: bool
 ) -> list[AddedToken]:
@@ -503,10 +491,8 @@ def _add_template(
             parts[key], ids[tokens[index]] = f"{tokens[index]}:0", index
     if parts:
         template = [parts.get("bos"), "$A:0", parts.get("eos")]
-        try:
+        with values.refused("bos_token_id", "is"):
             backend.post_processor = processors.TemplateProcessing(
                 single=[part for part in template if part is not None],
                 special_tokens=list(ids.items()),
             )
-        except Exception as error:  # the package has no error class of its own
-            raise values.invalid("bos_token_id", f"is refused: {error_text(error, 300)}") from error

@@ -5,7 +5,7 @@ numbers, and are dequantized otherwise. `READERS` has a reader for each `quant_m
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from types import MappingProxyType
@@ -177,8 +177,7 @@ def _mxfp4(store: CheckpointTensors, _: Settings) -> list[QuantizedMatrix]:
         if not fits or {x.dtype, scales.dtype} != {torch.uint8}:
             raise _mismatch_error(x, scales, "uint8 [..., G, 16] and uint8 [..., G]")
         shape = (*x.shape[:-3], 32 * x.shape[-2], x.shape[-3])
-        entry = _dequantized_entry(x, plain, shape, torch.bfloat16)
-        pairs.append(QuantizedMatrix(name, (scales.name,), entry, unpack))
+        pairs.append(_matrix(x, (scales,), plain, shape, unpack, dtype=torch.bfloat16))
     return pairs
 
 
@@ -197,8 +196,8 @@ def _fp8(store: CheckpointTensors, settings: Settings) -> list[QuantizedMatrix]:
             scales, (rows, columns) = store.tensors[beside], x.shape
             if scales.dtype != torch.float8_e8m0fnu or scales.shape != (rows, columns // 16):
                 raise _mismatch_error(x, scales, "int8 [N, K / 2] and float8_e8m0fnu [N, K / 32]")
-            plain = _dequantized_entry(x, x.name, (rows, 2 * columns), torch.bfloat16)
-            matrices.append(QuantizedMatrix(x.name, (scales.name,), plain, _unpack_float4))
+            shape, unpack = (rows, 2 * columns), _unpack_float4
+            matrices.append(_matrix(x, (scales,), x.name, shape, unpack, dtype=torch.bfloat16))
     return matrices
 
 
@@ -232,9 +231,8 @@ def _float8(
         fits = False
     if not fits or scales.dtype not in SCALES:
         raise _mismatch_error(x, scales, wanted)
-    plain = _dequantized_entry(x, x.name, x.shape, torch.float32)
     unpack = partial(_unpack_float8, grid=grid, block=block)
-    return QuantizedMatrix(x.name, (scales.name,), plain, unpack)
+    return _matrix(x, (scales,), x.name, x.shape, unpack)
 
 
 def _unpack_float8(
@@ -261,14 +259,14 @@ def _gptq_or_awq(store: CheckpointTensors, settings: Settings) -> list[Quantized
         if base == name:
             continue
         zeros, scales = (_beside(store, x, f"{base}.{part}") for part in ("qzeros", "scales"))
-        others: tuple[str, ...] = (zeros.name, scales.name)
+        others: tuple[StoredTensor, ...] = (zeros, scales)
         unpack: Callable[..., IntegerCodes] = unpack_awq
         per_word, outputs = 32 // bits, scales.shape[-1] if scales.shape else 0
         if x.dtype != torch.int32 or zeros.dtype != torch.int32 or len(x.shape) != 2:
             raise _mismatch_error(x, zeros, "matrices of int32")
         if is_gptq:
             groups = _beside(store, x, f"{base}.g_idx")
-            inputs, others = x.shape[0] * per_word, (*others, groups.name)
+            inputs, others = x.shape[0] * per_word, (*others, groups)
             unpack = partial(
                 unpack_gptq,
                 bits=bits,
@@ -285,8 +283,7 @@ def _gptq_or_awq(store: CheckpointTensors, settings: Settings) -> list[Quantized
         groups_told = -(-inputs // group_size) if is_count(group_size) else scales.shape[0]
         if groups_told != scales.shape[0]:
             raise _mismatch_error(x, scales, f"of {groups_told} groups of {group_size} inputs")
-        plain = _dequantized_entry(x, f"{base}.weight", (outputs, inputs), torch.float32)
-        matrices.append(QuantizedMatrix(name, others, plain, unpack))
+        matrices.append(_matrix(x, others, f"{base}.weight", (outputs, inputs), unpack))
     return matrices
 
 
@@ -340,7 +337,8 @@ def _compressed_integers(
         raise _mismatch_error(x, scales, "a matrix and scales [outputs, groups]")
     shape = (x.shape[0], x.shape[1] * (32 // bits if packed else 1))
     parts = ("weight_zero_point", "weight_g_idx", "weight_shape")
-    there = {part: f"{base}.{part}" for part in parts if f"{base}.{part}" in store.tensors}
+    entries = {part: store.tensors.get(f"{base}.{part}") for part in parts}
+    there = {part: entry for part, entry in entries.items() if entry is not None}
     groups = scales.shape[1] if len(scales.shape) > 1 else 1
     if not any(_fits(scheme, groups, there, shape[1]) for scheme in schemes):
         has = ", ".join(("weight_scale", *there))
@@ -352,8 +350,7 @@ def _compressed_integers(
     unpack = partial(
         _unpack_compressed, parts=tuple(there), shape=shape, bits=bits, symmetric=symmetric
     )
-    plain = _dequantized_entry(x, f"{base}.weight", shape, torch.float32)
-    return QuantizedMatrix(x.name, (scales.name, *there.values()), plain, unpack)
+    return _matrix(x, (scales, *there.values()), f"{base}.weight", shape, unpack)
 
 
 def _fits(scheme: Settings, groups: int, parts: Collection[str], inputs: int) -> bool:
@@ -397,17 +394,15 @@ def _compressed_floats(store: CheckpointTensors, x: StoredTensor, base: str) -> 
     """Read a matrix of 4-bit floats: MXFP4 where scales are bytes, and otherwise NVFP4."""
     scales = _beside(store, x, f"{base}.weight_scale")
     width = 32 if scales.dtype == torch.uint8 else 16
-    names: tuple[str, ...] = (scales.name,)
+    others: tuple[StoredTensor, ...] = (scales,)
     unpack: Callable[..., Tensor | IntegerCodes] = _small_floats
     if width == 16:
-        names = (scales.name, _beside(store, x, f"{base}.weight_global_scale").name)
+        others = (scales, _beside(store, x, f"{base}.weight_global_scale"))
         unpack = unpack_nvfp4
     fits = len(x.shape) == 2 and scales.shape == (x.shape[0], 2 * x.shape[1] // width)
     if not fits or (width == 16 and scales.dtype != torch.float8_e4m3fn):
         raise _mismatch_error(x, scales, "bytes, and a scale for each 16 or 32 inputs")
-    shape = (x.shape[0], 2 * x.shape[1])
-    plain = _dequantized_entry(x, f"{base}.weight", shape, torch.float32)
-    return QuantizedMatrix(x.name, names, plain, unpack)
+    return _matrix(x, others, f"{base}.weight", (x.shape[0], 2 * x.shape[1]), unpack)
 
 
 def _small_floats(packed: Tensor, scales: Tensor) -> IntegerCodes:
@@ -427,9 +422,9 @@ def _bitsandbytes(store: CheckpointTensors, settings: Settings) -> list[Quantize
         scales = _beside(store, x, f"{base}.SCB")
         if len(x.shape) != 2 or scales.shape != x.shape[:1] or scales.dtype != torch.float32:
             raise _mismatch_error(x, scales, "a matrix and a float32 number for each row")
-        names = (scales.name, *_present(store, f"{base}.weight_format"))
-        plain = _dequantized_entry(x, name, x.shape, torch.float32)
-        matrices.append(QuantizedMatrix(name, names, plain, _eight_bits))
+        layout = store.tensors.get(f"{base}.weight_format")
+        others = (scales,) if layout is None else (scales, layout)
+        matrices.append(_matrix(x, others, name, x.shape, _eight_bits))
     if (four or eight) and ((states and not four) or (len(matrices) > len(states) and not eight)):
         raise config_error(
             store.folder,
@@ -480,12 +475,12 @@ def _four_bits(
         )
     if not isinstance(shape, list) or not all(is_count(size) for size in [*shape, *sizes]):
         raise FileError(f"{x.file}: {short_repr(name)} has the sizes {short_repr([shape, *sizes])}")
-    names = [absmax.name, table.name]
+    others = [absmax, table]
     if nested:
         suffixes = (".nested_absmax", ".nested_quant_map")
-        names += [_beside(store, x, weight + end).name for end in suffixes]
-    plain = _dequantized_entry(x, weight, tuple(shape), torch.float32)
-    return QuantizedMatrix(x.name, tuple(names), plain, partial(_unpack_four_bits, state), (name,))
+        others += [_beside(store, x, weight + end) for end in suffixes]
+    unpack = partial(_unpack_four_bits, state)
+    return _matrix(x, others, weight, tuple(shape), unpack, unread=(name,))
 
 
 def _unpack_four_bits(
@@ -534,16 +529,20 @@ def _beside(store: CheckpointTensors, values: StoredTensor, *names: str) -> Stor
     return store.tensors[present]
 
 
-def _present(store: CheckpointTensors, *names: str) -> tuple[str, ...]:
-    return tuple(name for name in names if name in store.tensors)
-
-
-def _dequantized_entry(
-    values: StoredTensor, name: str, shape: tuple[int, ...], dtype: torch.dtype
-) -> StoredTensor:
-    return replace(
-        values, name=name, shape=shape, dtype=dtype, bytes=math.prod(shape) * dtype.itemsize
-    )
+def _matrix(
+    values: StoredTensor,
+    others: Sequence[StoredTensor],
+    name: str,
+    shape: tuple[int, ...],
+    unpack: Callable[..., Tensor | IntegerCodes],
+    *,
+    dtype: torch.dtype = torch.float32,
+    unread: tuple[str, ...] = (),
+) -> QuantizedMatrix:
+    """Return a quantized matrix, which is stored plain under a name in a shape and a dtype."""
+    size = math.prod(shape) * dtype.itemsize
+    plain = replace(values, name=name, shape=shape, dtype=dtype, bytes=size)
+    return QuantizedMatrix(values.name, tuple(x.name for x in others), plain, unpack, unread)
 
 
 def _mismatch_error(values: StoredTensor, scales: StoredTensor, wanted: str) -> FileError:

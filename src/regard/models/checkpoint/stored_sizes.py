@@ -190,9 +190,11 @@ def _groups(columns: int, size: int) -> int:
     return 1 if size < 0 else -(-columns // size)
 
 
-def _setting(settings: Mapping[str, Any], name: str, allowed: tuple[object, ...]) -> Any:
+def _setting(
+    settings: Mapping[str, Any], name: str, allowed: tuple[object, ...], default: object = None
+) -> Any:
     """Return a setting that must have one of the allowed values."""
-    value = settings.get(name)
+    value = settings.get(name, default)
     if value not in allowed or isinstance(value, bool) != isinstance(allowed[0], bool):
         raise ArgumentError(
             f"{name} is {short_repr(value)}; known are {', '.join(map(repr, allowed))}"
@@ -262,8 +264,8 @@ def _group_size(settings: Mapping[str, Any]) -> int:
 
 
 def _awq(settings: Mapping[str, Any]) -> tuple[str, ByteCount]:
-    named = {"bits": settings.get("bits", settings.get("w_bit"))}
-    bits, group = int(_setting(named, "bits", (4,))), _group_size(settings)
+    bits = int(_setting(settings, "bits", (4,), settings.get("w_bit")))
+    group = _group_size(settings)
     _setting({"version": str(settings.get("version", "gemm")).lower()}, "version", ("gemm",))
 
     def size(m: StoredMatrix) -> int:  # qweight, qzeros, and scales in fp16
@@ -275,8 +277,7 @@ def _awq(settings: Mapping[str, Any]) -> tuple[str, ByteCount]:
 
 def _gptq(settings: Mapping[str, Any]) -> tuple[str, ByteCount]:
     bits, group = int(_setting(settings, "bits", (4, 2, 3, 8))), _group_size(settings)
-    layout = settings.get("checkpoint_format", "gptq")
-    _setting({"checkpoint_format": layout}, "checkpoint_format", ("gptq", "gptq_v2"))
+    _setting(settings, "checkpoint_format", ("gptq", "gptq_v2"), "gptq")
     if settings.get("dynamic"):
         raise ArgumentError(f"dynamic is {short_repr(settings['dynamic'])}, which is not known")
 
@@ -333,12 +334,8 @@ def _bitsandbytes(settings: Mapping[str, Any]) -> tuple[str, ByteCount]:
     if settings.get("load_in_8bit"):  # codes, a factor in fp32 for each output, and one flag
         size_8 = lambda m: m.numbers + 4 * m.rows + 1  # noqa: E731
         return "bitsandbytes int8", _linear_maps(settings, skipped, size_8)
-    _setting({"load_in_4bit": settings.get("load_in_4bit", False)}, "load_in_4bit", (True,))
-    kind = _setting(
-        {"bnb_4bit_quant_type": settings.get("bnb_4bit_quant_type", "fp4")},
-        "bnb_4bit_quant_type",
-        ("nf4", "fp4"),
-    )
+    _setting(settings, "load_in_4bit", (True,), default=False)
+    kind = _setting(settings, "bnb_4bit_quant_type", ("nf4", "fp4"), "fp4")
     double = bool(settings.get("bnb_4bit_use_double_quant"))
 
     def size_4(m: StoredMatrix) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -93,6 +94,14 @@ class Conversion(NamedTuple):
     matrices: int
     bytes_before: int
     bytes_after: int
+
+
+def largest_dtype(sizes: Iterable[tuple[torch.dtype, int]]) -> torch.dtype:
+    """Return the dtype that has the most bytes; float32 of nothing."""
+    bytes_of = Counter[torch.dtype]()
+    for dtype, size in sizes:
+        bytes_of[dtype] += size
+    return max(bytes_of, key=bytes_of.__getitem__, default=torch.float32)
 
 
 def check_finite(name: str, tensor: Tensor) -> None:

@@ -6,8 +6,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -15,13 +14,11 @@ from typing import TypeAlias, get_args
 
 import torch
 from jaxtyping import Int
-from safetensors import SafetensorError
 from torch import Tensor
 
 from regard.configs.base import Raw
 from regard.configs.reader import IGNORED_KEYS
-from regard.errors import ArgumentError, FileError
-from regard.files.atomic_write import sync_to_disk, temporary_folder
+from regard.errors import ArgumentError
 from regard.files.named_packages import packaged_source
 from regard.files.reading import checked_path_or_none, read_json
 from regard.language import Phrase, counted
@@ -48,12 +45,11 @@ from regard.models.convert.weight_forms import hidden_errors, is_stored, to_dens
 from regard.models.families import family
 from regard.models.load import gguf_file, load, resolve_source
 from regard.models.model import Model
-from regard.models.save import save
+from regard.models.save import check_free, new_folder, rename_to, save
 from regard.nn.projections.heads import Projection
 from regard.nn.weights import count_parameters, stored_modules
 from regard.ops.stored_weights import StoredWeight
 from regard.positions.rotary import Layout
-from regard.untrusted_text import error_text
 
 DTYPES = {
     "float32": torch.float32,
@@ -220,79 +216,60 @@ class ConversionOptions:
                     argument=name,
                     value=value,
                 )
-        if error := self._contradiction():
-            raise error
+        self._check_together()
         if self.to == "mqa":
             object.__setattr__(self, "kv_heads", 1)
 
-    def _contradiction(self) -> ArgumentError | None:
-        """Return the error about options that contradict each other, or None."""
+    def _check_together(self) -> None:
+        """Raise for options that contradict each other."""
         heads = self.kv_heads is not None
-        fewer = heads or self.to == "mqa"
         rotary, stored = self.rotary_layout is not None, self.stored_layout is not None
-        checks = (
+        contradictions = (
             (
                 self.rank is not None and self.to != "mla",
-                ArgumentError(
-                    "rank is given, but only mla has one: give to='mla'", argument="rank"
-                ),
+                "rank",
+                "is given, but only mla has one: give to='mla'",
             ),
             (
                 heads and self.to == "mla",
-                ArgumentError(
-                    "kv_heads is given, but mla has no key/value heads: leave it out",
-                    argument="kv_heads",
-                ),
+                "kv_heads",
+                "is given, but mla has no key/value heads: leave it out",
             ),
             (
                 heads and self.to == "mha",
-                ArgumentError(
-                    "kv_heads is given, but mha has as many as query heads: leave it out",
-                    argument="kv_heads",
-                ),
+                "kv_heads",
+                "is given, but mha has as many as query heads: leave it out",
             ),
             (
                 self.to == "mqa" and self.kv_heads not in (None, 1),
-                ArgumentError(
-                    f"kv_heads is {self.kv_heads}, but mqa has 1: leave it out", argument="kv_heads"
-                ),
+                "kv_heads",
+                f"is {self.kv_heads}, but mqa has 1: leave it out",
             ),
+            (self.to == "gqa" and not heads, "to", "is gqa, and kv_heads is missing: give it"),
             (
-                self.to == "gqa" and not heads,
-                ArgumentError("to is gqa, and kv_heads is missing: give it", argument="to"),
-            ),
-            (
-                self.pooling is not None and not fewer,
-                ArgumentError(
-                    f"pooling {self.pooling} is only for fewer key/value heads: give kv_heads",
-                    argument="pooling",
-                ),
+                self.pooling is not None and not (heads or self.to == "mqa"),
+                "pooling",
+                f"{self.pooling} is only for fewer key/value heads: give kv_heads",
             ),
             (
                 self.scaling != "yarn" and self.context is None,
-                ArgumentError(
-                    f"scaling {self.scaling} is given without context: give both",
-                    argument="scaling",
-                ),
+                "scaling",
+                f"{self.scaling} is given without context: give both",
             ),
             (
                 stored and not rotary,
-                ArgumentError(
-                    "stored_layout is given without rotary_layout, the layout of the result: give "
-                    "both",
-                    argument="stored_layout",
-                ),
+                "stored_layout",
+                "is given without rotary_layout, the layout of the result: give both",
             ),
             (
                 self.to == "mla" and rotary and not stored,
-                ArgumentError(
-                    "rotary_layout is given, but the rotary key of mla is always interleaved: "
-                    "leave it out",
-                    argument="rotary_layout",
-                ),
+                "rotary_layout",
+                "is given, but the rotary key of mla is always interleaved: leave it out",
             ),
         )
-        return next((error for wrong, error in checks if wrong), None)
+        for is_wrong, name, problem in contradictions:
+            if is_wrong:
+                raise ArgumentError(f"{name} {problem}", argument=name)
 
 
 def convert(
@@ -339,87 +316,59 @@ def convert(
     """
     source = packaged_source(source)
     place, target = gguf_file(source, revision) or resolve_source(source, revision), Path(out)
-    report_progress = report_progress or _ignore_line
-    with staging_folder(place, target) as staging:
-        return _convert(
-            source,
-            place,
-            target,
-            staging,
-            wanted,
-            text,
-            (tokens, length),
-            finetune,
-            ignore,
-            report_progress,
-        )
-
-
-def _convert(
-    source: str | Path,
-    place: Path,
-    target: Path,
-    staging: Path,
-    wanted: ConversionOptions,
-    text: str | None,
-    size: tuple[int, int | None],
-    finetune: Finetune | None,
-    ignore: Sequence[str],
-    report_progress: Callable[[str], None],
-) -> ConversionReport:
-    """Convert a folder or a GGUF file in a staging folder and rename it at the end."""
-    tokens, length = size
-    report_progress(f"reading {source}")
-    before = load(place, kind=Model, ignore=ignore)
-    if not before.has_head:
-        raise ArgumentError(
-            f"{source} is a base model without a head, and a conversion is measured by logits; "
-            "convert the checkpoint of the language model"
-        )
-    if wanted.weights is not None and is_stored(before.decoder):
-        raise ArgumentError(
-            f"{source} has weights that are stored in fewer bits, and weights='{wanted.weights}' "
-            "would round them a second time; leave weights out, or convert the checkpoint that it "
-            "was made from",
-            argument="weights",
-        )
-    first = Checkpoint(before.decoder, before.config)
-    limit = min(512, before.config.max_position_embeddings) if length is None else length
-    ids, source_text = evaluation_windows(before, text, limit, tokens)
-    report_progress(
-        Phrase("converting {layers}", layers=counted(len(before.decoder.layers), "layer"))
-    )
-    measured_on = calibration_windows(before, text, ids) if source_text else None
-    after, steps = apply_conversions(first, wanted, measured_on)
-    finetuning = None
-    if finetune is not None:
-        if not source_text:
+    report_progress = report_progress or (lambda _: None)
+    with new_folder(target, partial(check_out, place, target)) as staging:
+        report_progress(f"reading {source}")
+        before = load(place, kind=Model, ignore=ignore)
+        if not before.has_head:
             raise ArgumentError(
-                "finetuning needs a text, and the model has no tokenizer to encode one"
+                f"{source} is a base model without a head, and a conversion is measured by logits; "
+                "convert the checkpoint of the language model"
             )
-        report_progress(Phrase("finetuning on {tokens}", tokens=counted(ids.numel(), "token")))
-        after, finetuning = _finetuned(after, finetune, ids)
-    if wanted.weights is not None:
-        report_progress(Phrase("storing weights as {weights}", weights=wanted.weights))
-        after = rebuild(after.config, after.weights())
-        steps = (*steps, to_stored_weights(after, wanted.weights))
-    report_progress(Phrase("writing {target}", target=target))
-    write_checkpoint(after, before, place, staging)
-    again = load(staging, kind=Model)
-    report_progress(Phrase("measuring on {tokens}", tokens=counted(ids.numel(), "token")))
-    measured = compare_models(before.decoder, again.decoder, ids, text=source_text)
-    rename_to(staging, target)
-    return ConversionReport(
-        str(source),
-        str(target),
-        steps,
-        summarize(first),
-        summarize(Checkpoint(again.decoder, again.config)),
-        measured,
-        finetuning,
-        before.ignored,
-        hidden_errors(before.decoder, again.decoder, ids) if wanted.weights is not None else (),
-    )
+        if wanted.weights is not None and is_stored(before.decoder):
+            raise ArgumentError(
+                f"{source} has weights that are stored in fewer bits, and "
+                f"weights='{wanted.weights}' would round them a second time; leave weights out, or "
+                "convert the checkpoint that it was made from",
+                argument="weights",
+            )
+        first = Checkpoint(before.decoder, before.config)
+        limit = min(512, before.config.max_position_embeddings) if length is None else length
+        ids, source_text = evaluation_windows(before, text, limit, tokens)
+        report_progress(
+            Phrase("converting {layers}", layers=counted(len(before.decoder.layers), "layer"))
+        )
+        measured_on = calibration_windows(before, text, ids) if source_text else None
+        after, steps = apply_conversions(first, wanted, measured_on)
+        finetuning = None
+        if finetune is not None:
+            if not source_text:
+                raise ArgumentError(
+                    "finetuning needs a text, and the model has no tokenizer to encode one"
+                )
+            report_progress(Phrase("finetuning on {tokens}", tokens=counted(ids.numel(), "token")))
+            after, finetuning = _finetuned(after, finetune, ids)
+        if wanted.weights is not None:
+            report_progress(Phrase("storing weights as {weights}", weights=wanted.weights))
+            after = rebuild(after.config, after.weights())
+            steps = (*steps, to_stored_weights(after, wanted.weights))
+        report_progress(Phrase("writing {target}", target=target))
+        write_checkpoint(after, before, place, staging)
+        again = load(staging, kind=Model)
+        report_progress(Phrase("measuring on {tokens}", tokens=counted(ids.numel(), "token")))
+        measured = compare_models(before.decoder, again.decoder, ids, text=source_text)
+        rename_to(staging, target)
+        return ConversionReport(
+            str(source),
+            str(target),
+            steps,
+            summarize(first),
+            summarize(Checkpoint(again.decoder, again.config)),
+            measured,
+            finetuning,
+            before.ignored,
+            hidden_errors(before.decoder, again.decoder, ids) if wanted.weights is not None else (),
+        )
 
 
 def apply_conversions(
@@ -440,7 +389,7 @@ def apply_conversions(
     if wanted.to == "mla":
         todo.append(partial(to_latent, rank=wanted.rank, ids=ids))
     elif wanted.to == "mha":
-        todo.append(_to_mha)
+        todo.append(partial(to_groups, groups=checkpoint.config.num_attention_heads))
     elif wanted.kv_heads is not None:
         pooling = wanted.pooling or best_pooling(checkpoint)
         todo.append(partial(to_groups, groups=wanted.kv_heads, pooling=pooling, ids=ids))
@@ -472,14 +421,6 @@ def summarize(checkpoint: Checkpoint) -> ModelSummary:
     )
 
 
-def _ignore_line(line: str) -> None:
-    """Discard a line of progress, for callers that want none."""
-
-
-def _to_mha(checkpoint: Checkpoint) -> tuple[Checkpoint, ConversionStep]:
-    return to_groups(checkpoint, checkpoint.config.num_attention_heads)
-
-
 def _finetuned(
     checkpoint: Checkpoint, finetune: Finetune, ids: Tensor
 ) -> tuple[Checkpoint, FinetuneResult]:
@@ -499,36 +440,7 @@ def check_out(source: Path, out: Path) -> None:
             "give another folder",
             argument="out",
         )
-    if out.is_symlink() or (out.exists() and not out.is_dir()):
-        raise FileError(f"{out} exists and is not a folder; give another name")
-    if out.is_dir() and any(out.iterdir()):
-        raise FileError(f"{out} is not empty; a conversion never overwrites: give a new folder")
-
-
-@contextmanager
-def staging_folder(source: Path, out: Path) -> Iterator[Path]:
-    """Create a folder next to `out` that is to become it, or goes after an error."""
-    check_out(source, out)
-    try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        with temporary_folder(out, alone=True) as folder:
-            check_out(source, out)  # another process may have finished it meanwhile
-            yield folder
-    except (OSError, SafetensorError) as error:
-        if isinstance(error, FileError):
-            raise
-        raise FileError(
-            f"{out}: cannot write the folder: {error_text(error)}; free some space, or "
-            "choose another"
-        ) from error
-
-
-def rename_to(folder: Path, out: Path) -> None:
-    """Rename a complete folder to `out`."""
-    if out.is_dir():
-        out.rmdir()
-    folder.rename(out)
-    sync_to_disk(out.parent)
+    check_free(out, "a conversion")
 
 
 def write_checkpoint(checkpoint: Checkpoint, before: Model, source: Path, folder: Path) -> None:
@@ -558,6 +470,3 @@ def write_checkpoint(checkpoint: Checkpoint, before: Model, source: Path, folder
     for file in COPIED_FILES if source.is_dir() else ():
         if (path := checked_path_or_none(source, file)) is not None:
             shutil.copyfile(path, folder / file)
-    for written_file in folder.iterdir():
-        sync_to_disk(written_file)
-    sync_to_disk(folder)

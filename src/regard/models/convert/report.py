@@ -311,25 +311,16 @@ class ConversionReport:
             "perplexity_before": self.measured.perplexity_before,
             "perplexity_after": self.measured.perplexity_after,
         }
-        finetuning = None if self.finetuning is None else asdict(self.finetuning)
-        figures = {
-            "source": self.source,
-            "out": self.out,
-            "steps": steps,
-            "before": asdict(self.before),
-            "after": asdict(self.after),
-            "measured": measured,
-            "finetuning": finetuning,
-            "ignored": list(self.ignored),
-            "hidden_errors": list(self.hidden_errors),
-        }
-        return {name: _plain(value) for name, value in figures.items()}
+        fields = dict(vars(self)) | {"steps": steps, "measured": measured}
+        return {name: _plain(value) for name, value in fields.items()}
 
 
 def _plain(value: object) -> object:
-    """Replace NaN and infinity, which JSON does not have, by None."""
+    """Return a value in JSON's types, with None for NaN and infinity, which JSON does not have."""
+    if isinstance(value, (FinetuneResult, ModelSummary)):
+        value = asdict(value)
     if isinstance(value, dict):
         return {key: _plain(x) for key, x in value.items()}
-    if isinstance(value, list):
+    if isinstance(value, (list, tuple)):
         return [_plain(x) for x in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -46,10 +46,7 @@ def greedy(
     >>> greedy(count, torch.tensor([0, 2]), end=4, limit=9).tolist()
     [[1, 2, 3, 4], [3, 4, 4, 4]]
     """
-    if limit < 1:
-        raise ArgumentError(f"limit is {limit}; it must be at least 1")
-    if first.ndim != 1:
-        raise ArgumentError(f"first is {tuple(first.shape)}; it must be one id per row, [batch]")
+    _check(first, limit)
     ids, done, columns = first, torch.zeros_like(first, dtype=torch.bool), []
     for _ in range(limit):
         ids = step(ids[:, None])[:, -1].argmax(-1).masked_fill(done, end)
@@ -136,7 +133,7 @@ def beam_search(
         reorder(rows)
 
 
-def _check(first: Tensor, limit: int, beams: int, length_penalty: float) -> None:
+def _check(first: Tensor, limit: int, beams: int = 1, length_penalty: float = 1.0) -> None:
     for name, n in (("limit", limit), ("beams", beams)):
         if n < 1:
             raise ArgumentError(f"{name} is {n}; it must be at least 1", argument=name, value=n)
@@ -151,12 +148,8 @@ class _BeamSearch:
     def __init__(
         self, rows: int, beams: int, limit: int, length_penalty: float, end_ids: Tensor
     ) -> None:
-        self.beams, self.limit, self.length_penalty, self.end_ids = (
-            beams,
-            limit,
-            length_penalty,
-            end_ids,
-        )
+        self.beams, self.limit = beams, limit
+        self.length_penalty, self.end_ids = length_penalty, end_ids
         self.hypotheses: list[list[Hypothesis]] = [[] for _ in range(rows)]
         self.tokens = end_ids.new_zeros(rows, 1, 0)
         self.sums: Tensor | None = None
@@ -314,10 +307,8 @@ def beam_search_text(
     True
     """
     check_beam_options(options)
-    cache_config, ids = (
-        options.cache_config or CacheConfig(),
-        encode_prompt(model, prompt, special=options.special),
-    )
+    ids = encode_prompt(model, prompt, special=options.special)
+    cache_config = options.cache_config or CacheConfig()
     cache_config = cache_config.with_capacity(len(ids), options.max_tokens)
     start = time.perf_counter()
     session = DecodeSession(model.decoder, cache_config, beams)

@@ -266,10 +266,7 @@ class PrefixCache:
         cache_config: CacheConfig | None = None,
         special: bool | None = None,
     ) -> None:
-        self.model, self.cache_config = (
-            model,
-            CacheConfig() if cache_config is None else cache_config,
-        )
+        self.model, self.cache_config = model, cache_config or CacheConfig()
         if prefix is not None:
             check_prefix(prefix, model, cache_config)
             self.cache_config = prefix.cache_config
