@@ -284,18 +284,13 @@ class QueryProjection(Projection, nn.Module):
         self.q, self.groups = q, groups
         self.value_dim = q.head_dim if value_dim is None else value_dim
 
-    def query(self, x: Tensor, positions: Positions | None) -> Tensor:
-        """Return the queries [B,H,T,D] of hidden states x."""
-        q: Tensor = self.q(x, positions)
-        return q
-
     def remember(self, x: Tensor, positions: Positions | None) -> Parts:
         """Return no parts, because the earlier layer stores the tokens."""
         return ()
 
     def recall(self, memory: Parts, positions: Positions | None) -> tuple[Tensor, Tensor]:
         """Return the keys and the values of the earlier layer."""
-        k, v = memory
+        k, v = memory  # a layer that stores other parts cannot be shared
         return k, v
 
     @property

@@ -451,10 +451,6 @@ class MultiAxisProjection(SeparateQKV):
         shift = shift.to(x.device, wide)[:, None, :, None]
         return k, v, shift.expand(x.shape[0], -1, -1, -1)
 
-    def recall(self, memory: Parts, positions: Positions | None) -> tuple[Tensor, Tensor]:
-        """Return the stored keys and values."""
-        return memory[0], memory[1]
-
     @property
     def rotary(self) -> MultiAxisRotary:
         """The rotary embedding of queries and keys."""

@@ -55,21 +55,12 @@ class IdentityProjection(Projection, nn.Module):
 
     def query(self, x: Tensor, positions: Positions | None) -> Tensor:
         """Return x as one head [B,1,T,M]."""
-        return self._head(x)
+        _check_width("x", x, self.dim)
+        return x[:, None]
 
     def remember(self, x: Tensor, positions: Positions | None) -> Parts:
         """Return x once, as one head [B,1,S,M]; it serves as key and as value."""
-        return (self._head(x),)
-
-    def _head(self, x: Tensor) -> Tensor:
-        """Check that x is [batch, length, dim] and insert a head axis."""
-        if x.ndim != 3 or x.shape[-1] != self.dim:
-            raise ArgumentError(f"x is {tuple(x.shape)}; it must be [batch, length, {self.dim}]")
-        return x[:, None]
-
-    def recall(self, memory: Parts, positions: Positions | None) -> tuple[Tensor, Tensor]:
-        """Return the stored states as keys and as values."""
-        return memory[0], memory[0]
+        return (self.query(x, positions),)
 
     @property
     def shape(self) -> ProjectionShape:
@@ -192,11 +183,6 @@ class FusedQKV(Projection, nn.Module):
     def remember(self, x: Tensor, positions: Positions | None) -> Parts:
         """Return the keys [B,G,S,D] and the values [B,G,S,D]."""
         return self._run_steps(self._heads(x, 1), positions), self._heads(x, 2)
-
-    def recall(self, memory: Parts, positions: Positions | None) -> tuple[Tensor, Tensor]:
-        """Return keys and values as they were stored."""
-        k, v = memory
-        return k, v
 
     @property
     def shape(self) -> ProjectionShape:
@@ -365,10 +351,6 @@ class EncoderStateProjection(Projection, nn.Module):
         states = self._split(x)
         return (states,) if self.k is None else (self._split(self.k(x)), states)
 
-    def recall(self, memory: Parts, positions: Positions | None) -> tuple[Tensor, Tensor]:
-        """Return the stored keys and values."""
-        return memory[0], memory[-1]
-
     @property
     def shape(self) -> ProjectionShape:
         """The sizes; a cache stores a state per token, and its key if keys have a map."""
@@ -378,7 +360,7 @@ class EncoderStateProjection(Projection, nn.Module):
 
     def explain_inputs(self, query: ProjectionQuery) -> InputSteps:
         """Return the steps of queries and keys, which are linear maps."""
-        k, v = self.recall(self.remember(query.memory, None), None)
+        k, v = self.recall(self.remember(query.memory, None), query.k_positions)
         return InputSteps(
             (MechanismStep("projected", "q_i = W_Q s_i", self.query(query.x, None)[0]),),
             (MechanismStep("projected", "k_j = W_K h_j", k[0]),),
