@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import ClassVar
 
 import torch
@@ -89,10 +90,7 @@ class CrossAttention(Attention):
                 backend=backend,
             )
         positions = Span(0, x.shape[1]) if positions is None else positions
-        if cache is None or is_compiling():
-            stored, k_positions = project_memory(self.project, memory, memory_positions, cache)
-            return self._attend_and_project(x, positions, stored, k_positions, backend)
-        with rollback_on_error(cache):
+        with nullcontext() if is_compiling() else rollback_on_error(cache):
             stored, k_positions = project_memory(self.project, memory, memory_positions, cache)
             return self._attend_and_project(x, positions, stored, k_positions, backend)
 
@@ -204,28 +202,16 @@ class AdditiveAttention(Explainable, nn.Module):
             )
         check_recorded_graph(self, "computes scores in blocks, whose number depends on the length")
         positions = Span(0, x.shape[1]) if positions is None else positions
-        if cache is None or is_compiling():
-            return self._forward(x, positions, cache, memory, memory_positions)
-        with rollback_on_error(cache):
-            return self._forward(x, positions, cache, memory, memory_positions)
-
-    def _forward(
-        self,
-        x: Tensor,
-        positions: Positions,
-        cache: Cache | None,
-        memory: Tensor | None,
-        memory_positions: Positions | None,
-    ) -> Tensor:
-        stored, k_positions = project_memory(self.project, memory, memory_positions, cache)
-        q = tap("q", self.project.query(x, positions))
-        k, v = self.project.recall(stored, k_positions)
-        k, v = tap("k", k), tap("v", v)
-        context = additive_attention(
-            q, k, v, self.weight, q_positions=positions, k_positions=k_positions
-        ).context
-        z = tap("z", self.project.postprocess(context, x))
-        return tap("out", self.output(z.transpose(1, 2).flatten(2)))
+        with nullcontext() if is_compiling() else rollback_on_error(cache):
+            stored, k_positions = project_memory(self.project, memory, memory_positions, cache)
+            q = tap("q", self.project.query(x, positions))
+            k, v = self.project.recall(stored, k_positions)
+            k, v = tap("k", k), tap("v", v)
+            context = additive_attention(
+                q, k, v, self.weight, q_positions=positions, k_positions=k_positions
+            ).context
+            z = tap("z", self.project.postprocess(context, x))
+            return tap("out", self.output(z.transpose(1, 2).flatten(2)))
 
     def explain_row(self, run: LayerRun, head: int, row: int) -> EffectiveRow:
         """Return the scores of the small network and their terms, whose softmax is the row."""
