@@ -136,6 +136,8 @@ class SoftClamp(PairRule):
     Source: Gemma Team 2024 (arXiv 2408.00118), section 2.
     """
 
+    is_same_for_heads: ClassVar[bool] = True
+
     cap: float
 
     def __post_init__(self) -> None:
@@ -144,10 +146,6 @@ class SoftClamp(PairRule):
     def pair(self, s: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
         """Return c tanh(s / c)."""
         return self.cap * torch.tanh(s / self.cap)
-
-    def select_heads(self, heads: slice) -> SoftClamp:
-        """Return the same rule, which is the same for every head."""
-        return self
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -389,6 +387,7 @@ class TopK(ScoreRule):
 
     stages: ClassVar[tuple[Stage, ...]] = ("selection",)
     scope: ClassVar[Scope] = "row"
+    is_same_for_heads: ClassVar[bool] = True
 
     k: int
 
@@ -409,10 +408,6 @@ class TopK(ScoreRule):
         ones = torch.ones_like(largest, dtype=torch.bool)
         is_largest = torch.zeros_like(x, dtype=torch.bool).scatter(-1, largest, ones)
         return s.masked_fill(~along_keys(is_largest, stable_argsort(order)), -torch.inf)
-
-    def select_heads(self, heads: slice) -> TopK:
-        """Return the same rule, which is the same for every head."""
-        return self
 
 
 @dataclass(frozen=True, eq=False, repr=False)
