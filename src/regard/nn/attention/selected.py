@@ -56,6 +56,8 @@ from regard.units import plural
 class KeySelector(nn.Module):
     """Base class of the selectors, which choose the keys that each query attends to."""
 
+    topk: int
+
     def remember(self, x: Tensor, positions: Positions) -> Parts:
         """Return the parts that a cache stores for this selector, besides keys and values."""
         return ()
@@ -68,6 +70,10 @@ class KeySelector(nn.Module):
     @abstractmethod
     def spec(self) -> KeySelection:
         """The cost of the selection, and the number of selected keys."""
+
+    def extra_repr(self) -> str:
+        """Return the number of keys, or of blocks, per query."""
+        return f"topk={self.topk}"
 
 
 class EarlierChoice(KeySelector):
@@ -92,10 +98,6 @@ class EarlierChoice(KeySelector):
     def spec(self) -> IndexSelection:
         """The number of chosen keys, for the cost: no heads score them."""
         return IndexSelection(0, 0, self.topk)
-
-    def extra_repr(self) -> str:
-        """Return the number of keys per query."""
-        return f"topk={self.topk}"
 
 
 class IndexHeads(KeySelector):
@@ -175,10 +177,6 @@ class Indexer(IndexHeads):
     def spec(self) -> IndexSelection:
         """The sizes of the index heads and the number of chosen keys, for the cost."""
         return IndexSelection(self.q.heads, self.q.head_dim, self.topk)
-
-    def extra_repr(self) -> str:
-        """Return the number of keys per query."""
-        return f"topk={self.topk}"
 
 
 class SelectedAttention(Mixer):
@@ -523,10 +521,6 @@ class PooledIndexer(KeySelector):
         """The sizes of the index heads and of the blocks, for the cost."""
         stored = self.q.head_dim * (2 if self.pooling.gated else 1)
         return PooledSelection(self.q.heads, self.q.head_dim, self.pooling.block, self.topk, stored)
-
-    def extra_repr(self) -> str:
-        """Return the number of blocks per query."""
-        return f"topk={self.topk}"
 
 
 class LatentIndexer(Indexer):

@@ -30,6 +30,7 @@ from regard.nn.projections.heads import (
     Projection,
     ProjectionShape,
     cache_unsafe_reason,
+    run_on_heads,
 )
 from regard.nn.projections.latent import LowRankProjection
 from regard.nn.weights import Linear
@@ -297,7 +298,8 @@ class KeysAsValues(Projection, nn.Module):
     def remember(self, x: Tensor, positions: Positions | None) -> Parts:
         """Return the keys and the values [B,G,S,D], from one linear map."""
         y = self._heads(x)
-        return _run(self.k.steps, y, positions), _run(self.value_steps, y, positions)
+        steps = self.k.steps, self.value_steps
+        return tuple(run_on_heads(own, y, positions) for own in steps)
 
     def _heads(self, x: Tensor) -> Tensor:
         """Return the projected keys [B,G,S,D] before any step."""
@@ -405,10 +407,3 @@ def _check_heads(q: HeadProjection | LowRankProjection, k: HeadProjection) -> No
         raise ArgumentError(
             f"q is {q.extra_repr()} and k is {k.extra_repr()}; they must have the same head dim"
         )
-
-
-def _run(steps: nn.ModuleList, y: Tensor, positions: Positions | None) -> Tensor:
-    """Apply the steps to heads y [B,n,L,d]."""
-    for step in steps:
-        y = step(y, positions)
-    return y

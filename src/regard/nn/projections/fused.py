@@ -20,7 +20,7 @@ from regard.nn.explainable import (
     projection_step,
     run_steps,
 )
-from regard.nn.projections.heads import HeadProjection, Projection, ProjectionShape
+from regard.nn.projections.heads import HeadProjection, Projection, ProjectionShape, run_on_heads
 from regard.nn.weights import Linear, linear
 from regard.ops.stored_linear import stored_linear
 from regard.process_state import ConstantTensor
@@ -178,11 +178,11 @@ class FusedQKV(Projection, nn.Module):
 
     def query(self, x: Tensor, positions: Positions | None) -> Tensor:
         """Return the queries [B,H,T,D] of hidden states x."""
-        return self._run_steps(self._heads(x, 0), positions)
+        return run_on_heads(self.steps, self._heads(x, 0), positions)
 
     def remember(self, x: Tensor, positions: Positions | None) -> Parts:
         """Return the keys [B,G,S,D] and the values [B,G,S,D]."""
-        return self._run_steps(self._heads(x, 1), positions), self._heads(x, 2)
+        return run_on_heads(self.steps, self._heads(x, 1), positions), self._heads(x, 2)
 
     @property
     def shape(self) -> ProjectionShape:
@@ -227,12 +227,6 @@ class FusedQKV(Projection, nn.Module):
             weight = torch.unflatten(weight, 0, (-1, D))[index].flatten(0, 1)  # [n D,M]
             bias = None if bias is None else torch.unflatten(bias, 0, (-1, D))[index].flatten()
         return torch.unflatten(linear(x, weight, bias), -1, (len(rows), D)).transpose(1, 2)
-
-    def _run_steps(self, x: Tensor, positions: Positions | None) -> Tensor:
-        """Apply the steps to heads x [B,n,L,D]."""
-        for step in self.steps:
-            x = step(x, positions)
-        return x
 
     def extra_repr(self) -> str:
         """Return the numbers of heads, the head dim and the order of the rows."""

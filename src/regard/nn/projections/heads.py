@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, Literal, NamedTuple, cast
 
 from jaxtyping import Float
@@ -317,6 +318,13 @@ def _of_project(name: str) -> Any:
     """Return a member of a wrapper that is the member of the wrapped projection."""
     doc = f"The `{name}` of the wrapped projection."
     return property(lambda wrapper: getattr(wrapper.project, name), doc=doc)
+
+
+def run_on_heads(steps: Iterable[nn.Module], heads: Tensor, positions: Positions | None) -> Tensor:
+    """Apply steps such as norms and rotary embeddings to heads [B,n,L,d], one after the other."""
+    for step in steps:
+        heads = step(heads, positions)
+    return heads
 
 
 class WrappedProjection(Projection, nn.Module):

@@ -27,7 +27,7 @@ from regard.nn.recurrence.decays import (
 from regard.nn.recurrence.projections import CausalConvolution, ConvolvedQKV, TokenShiftQKV
 from regard.nn.recurrence.recurrent import Recurrent
 from regard.nn.variants.options import HeadSize, Option, SharedHeads, Valued
-from regard.nn.variants.projections import Start, ValueHeadStart, half_head_dim, output_projection
+from regard.nn.variants.projections import Start, ValueHeadStart, output_projection, set_half_heads
 from regard.nn.variants.registry import variant
 
 
@@ -412,10 +412,7 @@ def mlstm(
         head_dim: the head dim D; None is M / 2H, as in the paper.
         value_dim: the value dim E; None is 2 D.
     """
-    D = half_head_dim(dim, heads) if options["head_dim"] is None else options["head_dim"]
-    options["head_dim"] = D
-    if options["value_dim"] is None:
-        options["value_dim"] = 2 * D
+    set_half_heads(dim, heads, options)
     start = ValueHeadStart(dim, heads, **options)
     return Recurrent(
         SeparateQKV(start.q(), start.kv(), start.values()),
