@@ -21,6 +21,7 @@ from regard.nn import Attention, Block, HeadProjection, PreNorm, RMSNorm, Separa
 from regard.nn.projections.heads import Projection
 from regard.positions import Rotary
 from regard.span import Span
+from tests.nn.catalogue import random
 from tests.ops.softmax.plain import assert_near
 from tests.rules import assert_close_rule, assert_refused
 
@@ -31,16 +32,6 @@ CAUSAL = masks.Causal()
 def no_gradients() -> Iterator[None]:
     with torch.no_grad():
         yield
-
-
-def random(module: nn.Module, seed: int = 0) -> Any:
-    """Every parameter random, norm weights too: with weights of 1 several mistakes are
-    invisible.
-    """
-    make = torch.Generator().manual_seed(seed)
-    for parameter in module.parameters():
-        parameter.data.normal_(generator=make)
-    return module
 
 
 def build(M: int = 12, H: int = 4, G: int = 2, D: int = 6, E: int = 4, **options: Any) -> Attention:

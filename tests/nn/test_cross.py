@@ -23,6 +23,7 @@ from regard.nn.projections.heads import HeadProjection, Projection
 from regard.nn.projections.steps import GatedProjection
 from regard.nn.variants import VARIANTS, bahdanau, cross_attention, luong
 from regard.span import Span
+from tests.nn import catalogue
 from tests.oracles.additive import additive
 from tests.oracles.oracle import softmax_attention
 from tests.rules import assert_close_rule, assert_refused
@@ -43,11 +44,8 @@ def no_gradients() -> Iterator[None]:
         yield
 
 
-def random(module: nn.Module, dtype: torch.dtype = torch.float64, seed: int = 0) -> Any:
-    make = torch.Generator().manual_seed(seed)
-    for parameter in module.parameters():
-        parameter.data.normal_(generator=make)
-    return module.to(dtype).eval()
+def random(module: nn.Module, dtype: torch.dtype = torch.float64) -> Any:
+    return catalogue.random(module).to(dtype).eval()
 
 
 def inputs(
@@ -167,11 +165,10 @@ def test_a_cache_is_written_once_and_any_chunks_are_one_pass(name: str) -> None:
     x, memory = inputs(T=12)
     whole = module(x, memory=memory, memory_positions=PADDED)
     for sizes in ([12], [1] * 12, [3, 0, 7, 2]):
-        cache, parts, start = module.new_cache(), [], 0
-        for n in sizes:
-            first = {} if start else {"memory": memory, "memory_positions": PADDED}
-            parts.append(module(x[:, start : start + n], None, cache, **first))
-            start += n
+        cache, parts = module.new_cache(), []
+        for part in x.split(sizes, 1):
+            first = {} if parts else {"memory": memory, "memory_positions": PADDED}
+            parts.append(module(part, None, cache, **first))
         assert len(cache) == 7, "the source's length, whatever the target's"
         assert float((torch.cat(parts, 1) - whole).abs().max()) < 1e-12 * float(whole.abs().max())
 

@@ -36,6 +36,7 @@ from regard.nn.projections.dynamic_rotary import (
 )
 from regard.positions import DynamicNTK, DynamicYaRN, LongRoPE, Rotary, Scaling
 from regard.span import Span
+from tests.nn.catalogue import in_chunks
 from tests.rules import assert_close_rule, assert_refused
 
 M, H, G, D, TRAINED, TOTAL = 12, 4, 2, 8, 6, 15
@@ -125,11 +126,7 @@ def one_query(
 
 def cached(module: Attention, x: Tensor, chunks: Sequence[int]) -> Tensor:
     """The output of each call, one behind the other."""
-    cache, out, start = Growing(), [], 0
-    for n in chunks:
-        out.append(module(x[:, start : start + n], Span(start, n), cache))
-        start += n
-    return torch.cat(out, 1)
+    return in_chunks(module, x, chunks, Growing(), Span(0, x.shape[1]))
 
 
 CHUNKS = [(4, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1), (1, 6, 7, 1), (15,), (8, 7)]
@@ -226,11 +223,7 @@ def decoder(scaling: Scaling, policy: str, layers: int = 3) -> Decoder:
 
 
 def steps(call: Callable[..., Tensor], ids: Tensor, chunks: Sequence[int]) -> list[Tensor]:
-    out, start = [], 0
-    for n in chunks:
-        out.append(call(ids[:, start : start + n])[:, -1])
-        start += n
-    return out
+    return [call(part)[:, -1] for part in ids.split(list(chunks), 1)]
 
 
 @pytest.mark.full
