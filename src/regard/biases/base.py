@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 from jaxtyping import Float
@@ -105,10 +105,8 @@ class Bias(RuleWithTensors):
         values = self.values(q, k, torch.promote_types(pairs.dtype, torch.float32)).to(pairs.dtype)
         return values.expand(*values.shape[:2], q.shape[2], k.shape[3])
 
-    @property
-    def by_slot(self) -> bool:
-        """Whether the values belong to indices in the call, and not to positions."""
-        return False
+    by_slot: ClassVar[bool] = False
+    """Whether the values belong to indices in the call, and not to positions."""
 
     def require(self, B: int, H: int, T: int, S: int) -> None:
         """Check that the bias fits an attention call of this shape.
@@ -164,7 +162,7 @@ class Sum(Bias):
             raise ArgumentError("a sum of biases has no terms; give at least one")
 
     @property
-    def by_slot(self) -> bool:
+    def by_slot(self) -> bool:  # type: ignore[override]
         """Whether the values of a term belong to indices in the call."""
         return any(term.by_slot for term in self.terms)
 

@@ -36,6 +36,7 @@ class DenseBias(Bias):
     """
 
     kind: ClassVar[str] = "dense"
+    by_slot: ClassVar[bool] = True
 
     tensor: Tensor
 
@@ -54,11 +55,6 @@ class DenseBias(Bias):
         if x.shape[2] == 1:
             x = x.expand(-1, -1, slot_count(pairs.q_positions), -1)
         return x[:, :, pairs.rows, pairs.columns].to(device=pairs.device, dtype=pairs.dtype)
-
-    @property
-    def by_slot(self) -> bool:
-        """True, because columns of the tensor are indices of keys in the call."""
-        return True
 
     def require(self, B: int, H: int, T: int, S: int) -> None:
         """Check that the shape of the tensor fits the call."""
@@ -164,6 +160,7 @@ class ForgetBias(Bias):
     """
 
     kind: ClassVar[str] = "forget"
+    by_slot: ClassVar[bool] = True
 
     queries: Tensor
     keys: Tensor
@@ -178,11 +175,6 @@ class ForgetBias(Bias):
         """Return the differences, rounded once."""
         difference = self.queries[:, :, pairs.rows, None] - self.keys[:, :, None, pairs.columns]
         return difference.to(device=pairs.device, dtype=pairs.dtype)
-
-    @property
-    def by_slot(self) -> bool:
-        """True, because the numbers belong to slots of the call."""
-        return True
 
     def require(self, B: int, H: int, T: int, S: int) -> None:
         """Check that both tensors fit the call."""
@@ -276,6 +268,7 @@ class RelativeLogits(Bias):
     """
 
     kind: ClassVar[str] = "relative"
+    by_slot: ClassVar[bool] = True
 
     logits: Tensor
     first: int = 0
@@ -322,11 +315,6 @@ class RelativeLogits(Bias):
         else:
             values = table.gather(3, index)
         return values if self.outside == "clip" else values * ((entry >= 0) & (entry <= last))
-
-    @property
-    def by_slot(self) -> bool:
-        """True, because rows of the table are indices in the call."""
-        return True
 
     def require(self, B: int, H: int, T: int, S: int) -> None:
         """Check that the table fits the call."""

@@ -207,10 +207,8 @@ class PairRule(ScoreRule):
 
     scope: ClassVar[Scope] = "pair"
 
-    @property
-    def by_slot(self) -> bool:
-        """Whether `pair` is given indices in the call instead of positions."""
-        return False
+    by_slot: ClassVar[bool] = False
+    """Whether `pair` is given indices in the call instead of positions."""
 
     def pair(self, s: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
         """Return scores after this rule.

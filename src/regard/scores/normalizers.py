@@ -96,17 +96,13 @@ class ReLU(ScoreRule):
 
     stages: ClassVar[tuple[Stage, ...]] = ("normalizer",)
     scope: ClassVar[Scope] = "pair"
+    needs_count: ClassVar[bool] = True
     is_same_for_heads: ClassVar[bool] = True
 
     power: float = 1.0
 
     def __post_init__(self) -> None:
         check_number("power", self.power, 0, float("inf"), "a number greater than 0")
-
-    @property
-    def needs_count(self) -> bool:
-        """The weights are divided by the number of visible keys."""
-        return True
 
     def normalize(self, s: Tensor, block: ScoreBlock) -> Tensor:
         """Return the rectified scores divided by the number of visible keys."""

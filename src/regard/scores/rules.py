@@ -73,7 +73,7 @@ class FnScore(PairRule):
         object.__setattr__(self, "parameters", tuple(self.parameters))
 
     @property
-    def by_slot(self) -> bool:
+    def by_slot(self) -> bool:  # type: ignore[override]
         """Whether the function is given indices in the call instead of positions."""
         return self.slots
 
@@ -253,6 +253,7 @@ class ScalableSoftmax(ScoreRule):
     """
 
     scope: ClassVar[Scope] = "pair"
+    needs_count: ClassVar[bool] = True
 
     a: float | Tensor = 0.43
 
@@ -263,11 +264,6 @@ class ScalableSoftmax(ScoreRule):
             raise ArgumentTypeError(f"a is {self.a.dtype}; use .float()")
         elif self.a.ndim != 1:
             raise ArgumentError(f"a is {tuple(self.a.shape)}; it must be [H]")
-
-    @property
-    def needs_count(self) -> bool:
-        """The scores depend on the number of visible keys."""
-        return True
 
     def change_scores(self, s: Tensor, block: ScoreBlock) -> Tensor:
         """Return the scores times a ln(n_i)."""

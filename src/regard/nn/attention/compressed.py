@@ -19,7 +19,7 @@ from regard.errors import ArgumentError
 from regard.masks import Causal, Mask, Window
 from regard.nn.attention.attention import Attention
 from regard.nn.explainable import InputSteps, ProjectionQuery
-from regard.nn.mixer import count_weights
+from regard.nn.mixer import Mixer, count_weights
 from regard.nn.projections.heads import Projection
 from regard.nn.projections.latent import LowRankProjection
 from regard.nn.weights import Linear
@@ -215,6 +215,7 @@ class CompressedAttention(Attention):
 
     across_ranks = None
     recording_refusal = "splits the keys into blocks, whose number depends on the length"
+    static_step_refusal = Mixer.static_step_refusal
 
     def __init__(
         self,
@@ -242,11 +243,6 @@ class CompressedAttention(Attention):
             )
         super().__init__(project, output, mask=Causal() & Window(window), scale=scale, sink=sink)
         self.pooling, self.indexer, self.window = pooling, indexer, window
-
-    @property
-    def static_step_refusal(self) -> str | None:
-        """Why a step cannot be captured: the number of entries depends on the length."""
-        return "depends on lengths or on the order of the slots, which Python has to know"
 
     @property
     def poolings(self) -> tuple[BlockPooling, ...]:

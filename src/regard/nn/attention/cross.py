@@ -379,6 +379,8 @@ class ValueResidualQKV(SeparateQKV):
     Source: Zhou et al. 2024 (arXiv 2410.17897), section 3.
     """
 
+    carries_values = True
+
     def __init__(
         self,
         q: HeadProjection,
@@ -397,11 +399,6 @@ class ValueResidualQKV(SeparateQKV):
         if self.share is not None:
             require_first(None)
         return super().remember(x, positions)
-
-    @property
-    def carries_values(self) -> bool:
-        """True: the first layer gives its values, and the others read them."""
-        return True
 
     def remember_carried(self, x: Tensor, positions: Positions | None, first: FirstValues) -> Parts:
         """Return keys [B,G,S,D] and mixed values [B,G,S,E]; the first layer gives its values."""

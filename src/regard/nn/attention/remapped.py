@@ -491,6 +491,9 @@ class MultiAxisAttention(Attention):
     """
 
     across_ranks = None
+    static_step_refusal = (
+        "asks its cache for the coordinates of the last token by an update of no tokens"
+    )
 
     def __init__(
         self,
@@ -505,11 +508,6 @@ class MultiAxisAttention(Attention):
                 f"project is {type(project).__name__}; it must be a MultiAxisProjection"
             )
         super().__init__(project, output, mask=mask, scale=scale)
-
-    @property
-    def static_step_refusal(self) -> str | None:
-        """Why a step cannot be captured as a CUDA graph, as words that follow the name."""
-        return "asks its cache for the coordinates of the last token by an update of no tokens"
 
     def mix(self, x: Tensor, positions: Positions, cache: Cache | None, backend: str) -> Tensor:
         """Attend from x [B,T,M]; tokens without coordinates continue the row as text."""

@@ -213,12 +213,8 @@ class SelectedAttention(Mixer):
         self._check_parts(project, selector)
         super().__init__()
         self.project, self.selector, self.output, self.scale = project, selector, output, scale
-        self.carries_choice = passes_choice or isinstance(selector, EarlierChoice)
-
-    @property
-    def carries_values(self) -> bool:
-        """Whether the layer gives its choice of keys to later ones, or reads one."""
-        return self.carries_choice
+        # whether the layer gives its choice of keys to later ones, or reads one
+        self.carries_values = passes_choice or isinstance(selector, EarlierChoice)
 
     @staticmethod
     def _check_parts(project: Projection, selector: KeySelector) -> None:

@@ -43,15 +43,11 @@ class Projection(Explainable):
     cache_unsafe_reason: str | None = None
     """The reason why a cache must not store the result of `remember`; None if it may."""
 
-    @property
-    def has_forms(self) -> bool:
-        """Whether `select_form` may return another projection than this one."""
-        return False
+    has_forms: bool = False
+    """Whether `select_form` may return another projection than this one."""
 
-    @property
-    def carries_values(self) -> bool:
-        """Whether the projection gives the values of the first layer, or mixes them in."""
-        return False
+    carries_values: bool = False
+    """Whether the projection gives the values of the first layer, or mixes them in."""
 
     @property
     def adds_bias(self) -> bool:

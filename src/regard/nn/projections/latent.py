@@ -82,6 +82,8 @@ class LowRankProjection(nn.Module):
 class LatentHeads(Projection, nn.Module):
     """What projections through latents share: queries with and without positions, and two forms."""
 
+    has_forms = True  # an expanded and an absorbed one
+
     def __init__(
         self,
         dim: int,
@@ -127,11 +129,6 @@ class LatentHeads(Projection, nn.Module):
     def query(self, x: Tensor, positions: Positions) -> Tensor:
         """Return the queries [B,H,T,d_nope+d_rope] of hidden states x."""
         return torch.cat(self.parts(x, positions), dim=-1)
-
-    @property
-    def has_forms(self) -> bool:
-        """True: there are an expanded and an absorbed form."""
-        return True
 
     def select_form(self, queries: int, keys: int) -> Projection:
         """Return this projection (expanded), or its `AbsorbedLatentProjection`."""
@@ -359,16 +356,13 @@ class LatentProjection(LatentHeads):
 class NaiveLatentProjection(LatentProjection):
     """A `LatentProjection` that caches expanded keys and values, for comparison."""
 
+    has_forms = False
+
     def remember(self, x: Tensor, positions: Positions) -> Parts:
         """Return the expanded keys [B,H,S,d_nope+d_rope] and values [B,H,S,E]."""
         return super().recall(super().remember(x, positions), positions)
 
     recall = Projection.recall
-
-    @property
-    def has_forms(self) -> bool:
-        """False: there is only one form."""
-        return False
 
     def select_form(self, queries: int, keys: int) -> Projection:
         """Return this projection, which has only one form."""

@@ -110,6 +110,8 @@ class CausalConvolution(nn.Module):
 class JoinedConvolution(nn.Module):
     """Causal convolutions of neighbouring channels as one, for checkpoints with own filters."""
 
+    bias = None
+
     def __init__(self, parts: Sequence[CausalConvolution]) -> None:
         super().__init__()
         kinds = {(x.weight.shape[1], x.dilation, x.activation, x.bias is None) for x in parts}
@@ -125,11 +127,6 @@ class JoinedConvolution(nn.Module):
     def weight(self) -> Float[Tensor, "c n"]:
         """The filters of all channels."""
         return torch.cat([cast("CausalConvolution", part).weight for part in self.parts])
-
-    @property
-    def bias(self) -> None:
-        """Always None: the channels have no biases."""
-        return
 
     def forward(
         self, x: Float[Tensor, "B T c"], state: Parts | None, positions: Positions | None
