@@ -292,12 +292,8 @@ class CompressedAttention(Attention):
     def _pool(
         self, tokens: Parts, positions: Positions, closed: int | Tensor
     ) -> tuple[Parts, Positions]:
-        """Return the entries of the blocks that these tokens close, and the blocks' numbers.
-
-        Args:
-            tokens: what all poolings remember of the tokens that are not compressed yet.
-            positions: their positions.
-            closed: how many blocks have entries already, of all rows or of each [B or 1,1].
+        """Return the entries of the blocks that these tokens close, and the blocks' numbers; for
+        `closed` blocks, of all rows or of each [B or 1,1], there are entries already.
         """
         m = self.pooling.block
         layout = block_layout(positions, m, tokens[0].device)

@@ -104,15 +104,8 @@ class HashedNGrams(nn.Module):
     def forward(
         self, ids: Int[Tensor, "B T"], state: Parts | None, positions: Positions | None
     ) -> tuple[Float[Tensor, "B T P"], Parts]:
-        """Embed the n-grams of the tokens of a call.
-
-        Args:
-            ids: token ids [B,T].
-            state: the ids before, as an earlier call returned them; None at the start of a text.
-            positions: positions of the tokens; slots at -1 are empty.
-
-        Returns:
-            The embeddings [B,T,P], and the last ids [B, n - 1, n] for the next call.
+        """Return the embeddings [B,T,P] of the n-grams of a call, and its last ids [B, n - 1, n],
+        which are the state of the next call.
         """
         n, end = self.sizes.length, self.sizes.end
         # filter i of the convolution reads the id i tokens back; 0 stands for `end`

@@ -42,17 +42,6 @@ def lightning_rates(heads: int, layer: int, layers: int) -> list[float]:
 
     r_h = 2^(-8 h / H) (1 - l / (L - 1 + 1e-5) + 1e-5), h = 1 ... H
 
-    Args:
-        heads: the heads H.
-        layer: the index l of the layer, from 0.
-        layers: the number of layers L.
-
-    Returns:
-        The rate of each head.
-
-    Raises:
-        ArgumentError: a size is less than 1, or layer is not from 0 to layers - 1.
-
     >>> [round(rate, 6) for rate in lightning_rates(2, 0, 4)]
     [0.062501, 0.003906]
 
