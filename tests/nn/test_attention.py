@@ -7,7 +7,6 @@ from __future__ import annotations
 import copy
 import math
 import pickle
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -25,13 +24,9 @@ from tests.nn.catalogue import random
 from tests.ops.softmax.plain import assert_near
 from tests.rules import assert_close_rule, assert_refused
 
+pytestmark = pytest.mark.usefixtures("no_gradients")
+
 CAUSAL = masks.Causal()
-
-
-@pytest.fixture(autouse=True)
-def no_gradients() -> Iterator[None]:
-    with torch.no_grad():
-        yield
 
 
 def build(M: int = 12, H: int = 4, G: int = 2, D: int = 6, E: int = 4, **options: Any) -> Attention:

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -28,6 +27,8 @@ from tests.oracles.additive import additive
 from tests.oracles.oracle import softmax_attention
 from tests.rules import assert_close_rule, assert_refused
 
+pytestmark = pytest.mark.usefixtures("no_gradients")
+
 M, M3, H = 12, 8, 4
 PADDED = torch.tensor([[-1, -1, 0, 1, 2, 3, -1], [0, 1, 2, 3, 4, 5, 6]])
 KINDS = {
@@ -36,12 +37,6 @@ KINDS = {
     "bahdanau": lambda: bahdanau(M, memory_dim=M3, hidden=10),
     "bahdanau 2 heads": lambda: bahdanau(M, 2, memory_dim=M3, hidden=10),
 }
-
-
-@pytest.fixture(autouse=True)
-def no_gradients() -> Iterator[None]:
-    with torch.no_grad():
-        yield
 
 
 def random(module: nn.Module, dtype: torch.dtype = torch.float64) -> Any:

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -28,15 +27,11 @@ from regard.span import Span
 from tests.nn.catalogue import random
 from tests.rules import assert_close_rule, assert_refused
 
+pytestmark = pytest.mark.usefixtures("no_gradients")
+
 M, H, WIDE = 12, 3, 20
 PATHS = {"post-norm": PostNorm, "pre-norm": PreNorm}
 PADDED = torch.tensor([[-1, -1, 0, 1, 2, -1], [0, 1, 2, 3, 4, 5]])
-
-
-@pytest.fixture(autouse=True)
-def no_gradients() -> Iterator[None]:
-    with torch.no_grad():
-        yield
 
 
 def attention(mask: Causal | None) -> Attention:

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -34,6 +34,8 @@ from tests.nn.catalogue import in_chunks
 from tests.oracles import latent as oracle
 from tests.rules import GRADIENT, assert_close_rule, assert_refused, in_orders
 
+pytestmark = pytest.mark.usefixtures("no_gradients")
+
 FORMS = ("naive", "expand", "absorb", "auto")
 M, H = 12, 3
 SMALL: dict[str, int] = {"kv_rank": 6, "nope_dim": 5, "rope_dim": 4, "value_dim": 7}
@@ -45,12 +47,6 @@ V3: dict[str, Any] = {
     "rope_dim": 64,
     "value_dim": 128,
 }
-
-
-@pytest.fixture(autouse=True)
-def no_gradients() -> Iterator[None]:
-    with torch.no_grad():
-        yield
 
 
 def build(form: str = "auto", seed: int = 0, **options: Any) -> Any:

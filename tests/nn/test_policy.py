@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
@@ -39,17 +39,13 @@ from regard.span import Span
 from tests.nn.catalogue import in_chunks
 from tests.rules import assert_close_rule, assert_refused
 
+pytestmark = pytest.mark.usefixtures("no_gradients")
+
 M, H, G, D, TRAINED, TOTAL = 12, 4, 2, 8, 6, 15
 NTK = DynamicNTK(2.0, TRAINED)
 LONG = LongRoPE((1.0, 1.1, 1.3, 1.7), (2.0, 3.0, 5.0, 9.0), TRAINED, 4.0)
 SCALINGS = {"dynamic": NTK, "longrope": LONG}
 LATE = ("pre_rope", "re_rotate")
-
-
-@pytest.fixture(autouse=True)
-def no_gradients() -> Iterator[None]:
-    with torch.no_grad():
-        yield
 
 
 def rotary(scaling: Scaling, policy: str) -> Rotary:
