@@ -20,7 +20,7 @@ from regard.nn import Attention, Block, HeadProjection, PreNorm, RMSNorm, Separa
 from regard.nn.projections.heads import Projection
 from regard.positions import Rotary
 from regard.span import Span
-from tests.nn.catalogue import random
+from tests.nn.catalogue import in_chunks, random
 from tests.ops.softmax.plain import assert_near
 from tests.rules import assert_close_rule, assert_refused
 
@@ -227,9 +227,8 @@ def test_swiglu_and_block() -> None:
     block = Block(build(mask=CAUSAL), feed, *(PreNorm(norm) for norm in norms))
     half = x + block.attention(norms[0](x))
     assert torch.equal(block(x), half + feed(norms[1](half)))
-    cache = Growing()
-    parts = [block(x[:, a:b], Span(a, b - a), cache) for a, b in ((0, 2), (2, 5))]
-    assert float((torch.cat(parts, 1) - block(x)).detach().abs().max()) < 1e-4
+    parts = in_chunks(block, x, (2, 3), Growing(), Span(0, 5))
+    assert float((parts - block(x)).detach().abs().max()) < 1e-4
 
 
 def test_separate_is_a_projection() -> None:

@@ -124,9 +124,8 @@ def test_low_precision_follows_the_error_rule(form: str, dtype: torch.dtype) -> 
         for absorb in (False, True)
     ]
     assert_close_rule(layer(x, Span(1000, 9)), plains, ref, what=form)
-    cache = layer.new_cache()
-    parts = [layer(x[:, i : i + 1], Span(1000 + i, 1), cache) for i in range(9)]
-    assert_close_rule(torch.cat(parts, 1), plains, ref, what=f"{form}, step by step")
+    steps = in_chunks(layer, x, [1] * 9, positions=Span(1000, 9))
+    assert_close_rule(steps, plains, ref, what=f"{form}, step by step")
 
 
 @pytest.mark.parametrize("form", FORMS)
