@@ -165,8 +165,19 @@ class DualChunk(DistanceMap):
         return min(self.length + 1, 2 * self.chunk)
 
 
+class WindowedMap(DistanceMap):
+    """Base class of the maps that leave the distances within a window as they are."""
+
+    window: int
+
+    @property
+    def unchanged(self) -> int:
+        """The window and one more, because a distance of the window stays."""
+        return self.window + 1
+
+
 @dataclass(frozen=True)
-class SelfExtend(DistanceMap):
+class SelfExtend(WindowedMap):
     """Self-Extend: the nearest keys keep their distances, and the others are grouped.
 
     i - j for i - j < W, else floor(i / G) + W - floor(W / G) - floor(j / G)
@@ -211,14 +222,9 @@ class SelfExtend(DistanceMap):
             ),
         )
 
-    @property
-    def unchanged(self) -> int:
-        """The window and one more, because a distance of the window stays."""
-        return self.window + 1
-
 
 @dataclass(frozen=True)
-class ReRoPE(DistanceMap):
+class ReRoPE(WindowedMap):
     """Rectified rotary positions: no distance is larger than the window.
 
     min(i - j, w)
@@ -244,14 +250,9 @@ class ReRoPE(DistanceMap):
         """Return the window, and the keys beyond it at one distance."""
         return _near_and_far(self.window, "far", Causal())
 
-    @property
-    def unchanged(self) -> int:
-        """The window and one more, because a distance of the window stays."""
-        return self.window + 1
-
 
 @dataclass(frozen=True)
-class LMInfinite(DistanceMap):
+class LMInfinite(WindowedMap):
     """LM-Infinite: a query sees the last keys and the first ones, at most a window away.
 
     min(i - j, w) for i - j < w or j < s; other keys are hidden
@@ -284,11 +285,6 @@ class LMInfinite(DistanceMap):
     def mask(self) -> Mask:
         """The window and the first tokens."""
         return Causal() & (Window(self.window) | Sinks(self.sinks))
-
-    @property
-    def unchanged(self) -> int:
-        """The window and one more, because a distance of the window stays."""
-        return self.window + 1
 
 
 class RemappedAttention(Attention):
