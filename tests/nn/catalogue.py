@@ -4,13 +4,14 @@ random weights.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from regard.nn.variants import VARIANTS, Variant
+from regard.span import Positions, slice_positions
 
 OTHER_SIGNATURE = ("cross", "additive")
 """Families whose modules take a second sequence: they have tests of their own."""
@@ -32,6 +33,34 @@ def randomize(module: nn.Module, seed: int) -> nn.Module:
             value = noise * parameter.shape[-1] ** -0.5 * 1.5 if wide else parameter + 0.3 * noise
             parameter.copy_(value)
     return module
+
+
+def random(module: nn.Module, seed: int = 0) -> Any:
+    """The module with normal numbers in every parameter: with norm weights of 1 and biases of 0,
+    several mistakes are invisible.
+    """
+    make = torch.Generator().manual_seed(seed)
+    for parameter in module.parameters():
+        parameter.data.normal_(generator=make)
+    return module
+
+
+def in_chunks(
+    module: Any,
+    x: Tensor,
+    sizes: Sequence[int],
+    cache: Any = None,
+    positions: Positions | None = None,
+    **options: Any,
+) -> Tensor:
+    """The results of calls of these sizes, one behind the other, with one cache."""
+    cache = module.new_cache() if cache is None else cache
+    parts, stop = [], 0
+    for part in x.split(list(sizes), 1):
+        start, stop = stop, stop + part.shape[1]
+        where = None if positions is None else slice_positions(positions, slice(start, stop))
+        parts.append(module(part, where, cache, **options))
+    return torch.cat(parts, 1)
 
 
 def example(entry: Variant, seed: int = 0, dtype: torch.dtype = torch.float64) -> nn.Module:

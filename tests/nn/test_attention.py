@@ -7,7 +7,6 @@ from __future__ import annotations
 import copy
 import math
 import pickle
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -21,26 +20,13 @@ from regard.nn import Attention, Block, HeadProjection, PreNorm, RMSNorm, Separa
 from regard.nn.projections.heads import Projection
 from regard.positions import Rotary
 from regard.span import Span
+from tests.nn.catalogue import in_chunks, random
 from tests.ops.softmax.plain import assert_near
 from tests.rules import assert_close_rule, assert_refused
 
+pytestmark = pytest.mark.usefixtures("no_gradients")
+
 CAUSAL = masks.Causal()
-
-
-@pytest.fixture(autouse=True)
-def no_gradients() -> Iterator[None]:
-    with torch.no_grad():
-        yield
-
-
-def random(module: nn.Module, seed: int = 0) -> Any:
-    """Every parameter random, norm weights too: with weights of 1 several mistakes are
-    invisible.
-    """
-    make = torch.Generator().manual_seed(seed)
-    for parameter in module.parameters():
-        parameter.data.normal_(generator=make)
-    return module
 
 
 def build(M: int = 12, H: int = 4, G: int = 2, D: int = 6, E: int = 4, **options: Any) -> Attention:
@@ -241,9 +227,8 @@ def test_swiglu_and_block() -> None:
     block = Block(build(mask=CAUSAL), feed, *(PreNorm(norm) for norm in norms))
     half = x + block.attention(norms[0](x))
     assert torch.equal(block(x), half + feed(norms[1](half)))
-    cache = Growing()
-    parts = [block(x[:, a:b], Span(a, b - a), cache) for a, b in ((0, 2), (2, 5))]
-    assert float((torch.cat(parts, 1) - block(x)).detach().abs().max()) < 1e-4
+    parts = in_chunks(block, x, (2, 3), Growing(), Span(0, 5))
+    assert float((parts - block(x)).detach().abs().max()) < 1e-4
 
 
 def test_separate_is_a_projection() -> None:

@@ -5,7 +5,6 @@ dtypes, copies, compilation.
 from __future__ import annotations
 
 import copy
-from typing import Any
 
 import pytest
 import torch
@@ -13,7 +12,6 @@ from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounter
 
 from regard.caches import (
-    Cache,
     Compressed,
     Fixed,
     Growing,
@@ -27,7 +25,7 @@ from regard.errors import ArgumentError
 from regard.nn import Attention
 from regard.nn.variants import VARIANTS
 from regard.span import Span
-from tests.nn.catalogue import CAUSAL, MIXERS, example, tokens, with_every_part
+from tests.nn.catalogue import CAUSAL, MIXERS, example, in_chunks, tokens, with_every_part
 from tests.rules import assert_close_rule
 
 T = 17
@@ -41,16 +39,6 @@ def assert_close(x: Tensor, y: Tensor, what: str = "") -> None:
     bound = 1e-10 * max(1.0, float(y.detach().abs().max()))
     error = float((x - y).detach().abs().max()) if x.numel() else 0.0
     assert error <= bound, f"{what}: {error:.3g} above {bound:.3g}"
-
-
-def in_chunks(
-    module: nn.Module, x: Tensor, sizes: list[int], cache: Cache, **options: Any
-) -> Tensor:
-    out, start = [], 0
-    for n in sizes:
-        out.append(module(x[:, start : start + n], None, cache, **options))
-        start += n
-    return torch.cat(out, 1)
 
 
 def forward(module: nn.Module, x: Tensor, positions: Tensor | None = None) -> Tensor:

@@ -35,7 +35,7 @@ from regard.ops.selection import block_layout
 from regard.positions import Rotary
 from regard.span import Span
 from regard.tracing import Trace
-from tests.nn.catalogue import example, tokens
+from tests.nn.catalogue import example, in_chunks, tokens
 
 NAMES = ("hca", "csa")
 KINDS = {"hca": "heavily_compressed_attention", "csa": "compressed_sparse_attention"}
@@ -168,9 +168,7 @@ def test_a_layer_is_that_of_transformers(name: str) -> None:
     with torch.no_grad():
         expected = theirs(x, embeddings, at.expand(2, -1), mask)[0]
         assert torch.allclose(layer(x), expected, atol=2e-5)
-        cache = layer.new_cache()
-        steps = [layer(part, None, cache) for part in x.split([9, 1, 1, 7, 5], 1)]
-        assert torch.allclose(torch.cat(steps, 1), expected, atol=2e-5)
+        assert torch.allclose(in_chunks(layer, x, [9, 1, 1, 7, 5]), expected, atol=2e-5)
         layer.pooling.places.data.add_(torch.randn_like(layer.pooling.places))
         assert not torch.allclose(layer(x), expected, atol=1e-3), "negative control"
 

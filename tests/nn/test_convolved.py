@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 
 import regard
-from regard.caches import State
 from regard.masks import Document
 from regard.nn import CausalConvolution, ConvolvedQKV, HeadProjection, RMSNorm
 from regard.nn.blocks.norms import L2Norm
@@ -21,7 +20,7 @@ from regard.nn.recurrence.delta import DeltaRule, LogDecay
 from regard.nn.recurrence.recurrent import Recurrent
 from regard.nn.variants.projections import separate_qkv
 from regard.span import Span
-from tests.nn.catalogue import randomize
+from tests.nn.catalogue import in_chunks, randomize
 from tests.oracles.convolution import convolution
 
 M, H, N, D, E, n = 8, 2, 4, 3, 2, 4
@@ -51,14 +50,6 @@ RULES: dict[str, Any] = {
 
 def tokens(T: int, B: int = 2) -> Tensor:
     return torch.randn(B, T, M, generator=torch.Generator().manual_seed(T), dtype=torch.float64)
-
-
-def in_chunks(mixer: Any, x: Tensor, sizes: list[int], cache: State) -> Tensor:
-    parts, start = [], 0
-    for size in sizes:
-        parts.append(mixer(x[:, start : start + size], None, cache))
-        start += size
-    return torch.cat(parts, 1)
 
 
 def test_queries_keys_and_values_are_convolved_before_they_are_split() -> None:

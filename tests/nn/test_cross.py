@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -23,9 +22,12 @@ from regard.nn.projections.heads import HeadProjection, Projection
 from regard.nn.projections.steps import GatedProjection
 from regard.nn.variants import VARIANTS, bahdanau, cross_attention, luong
 from regard.span import Span
+from tests.nn import catalogue
 from tests.oracles.additive import additive
 from tests.oracles.oracle import softmax_attention
 from tests.rules import assert_close_rule, assert_refused
+
+pytestmark = pytest.mark.usefixtures("no_gradients")
 
 M, M3, H = 12, 8, 4
 PADDED = torch.tensor([[-1, -1, 0, 1, 2, 3, -1], [0, 1, 2, 3, 4, 5, 6]])
@@ -37,17 +39,8 @@ KINDS = {
 }
 
 
-@pytest.fixture(autouse=True)
-def no_gradients() -> Iterator[None]:
-    with torch.no_grad():
-        yield
-
-
-def random(module: nn.Module, dtype: torch.dtype = torch.float64, seed: int = 0) -> Any:
-    make = torch.Generator().manual_seed(seed)
-    for parameter in module.parameters():
-        parameter.data.normal_(generator=make)
-    return module.to(dtype).eval()
+def random(module: nn.Module, dtype: torch.dtype = torch.float64) -> Any:
+    return catalogue.random(module).to(dtype).eval()
 
 
 def inputs(
@@ -167,11 +160,10 @@ def test_a_cache_is_written_once_and_any_chunks_are_one_pass(name: str) -> None:
     x, memory = inputs(T=12)
     whole = module(x, memory=memory, memory_positions=PADDED)
     for sizes in ([12], [1] * 12, [3, 0, 7, 2]):
-        cache, parts, start = module.new_cache(), [], 0
-        for n in sizes:
-            first = {} if start else {"memory": memory, "memory_positions": PADDED}
-            parts.append(module(x[:, start : start + n], None, cache, **first))
-            start += n
+        cache, parts = module.new_cache(), []
+        for part in x.split(sizes, 1):
+            first = {} if parts else {"memory": memory, "memory_positions": PADDED}
+            parts.append(module(part, None, cache, **first))
         assert len(cache) == 7, "the source's length, whatever the target's"
         assert float((torch.cat(parts, 1) - whole).abs().max()) < 1e-12 * float(whole.abs().max())
 

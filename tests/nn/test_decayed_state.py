@@ -19,7 +19,7 @@ from regard.nn import variants
 from regard.nn.blocks.norms import HeadNorm, JoinedHeadsRMSNorm, RMSNorm
 from regard.nn.recurrence import decays as rules
 from regard.nn.recurrence.projections import TokenShiftQKV
-from tests.nn.catalogue import DIM, example, randomize, tokens
+from tests.nn.catalogue import DIM, example, in_chunks, randomize, tokens
 from tests.oracles import decayed
 
 T, ALL = 11, range(11)
@@ -224,8 +224,7 @@ def test_packed_documents_do_not_see_one_another(name: str) -> None:
     assert far(found, right) < 1e-10
     assert far(m(x), right) > 1e-3
     m.documents = Document((0, 4, T))
-    steps = [m(part, None, cache) for part in x.split([2, 5, 4], 1)]
-    assert far(torch.cat(steps, 1), right) < 1e-10
+    assert far(in_chunks(m, x, [2, 5, 4], cache), right) < 1e-10
 
 
 def test_a_lower_bound_of_the_forget_gates() -> None:

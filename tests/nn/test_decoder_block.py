@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -25,24 +24,14 @@ from regard.nn.variants import cross_attention
 from regard.nn.variants.projections import output_projection, separate_qkv
 from regard.positions import LearnedPositions
 from regard.span import Span
+from tests.nn.catalogue import random
 from tests.rules import assert_close_rule, assert_refused
+
+pytestmark = pytest.mark.usefixtures("no_gradients")
 
 M, H, WIDE = 12, 3, 20
 PATHS = {"post-norm": PostNorm, "pre-norm": PreNorm}
 PADDED = torch.tensor([[-1, -1, 0, 1, 2, -1], [0, 1, 2, 3, 4, 5]])
-
-
-@pytest.fixture(autouse=True)
-def no_gradients() -> Iterator[None]:
-    with torch.no_grad():
-        yield
-
-
-def random(module: nn.Module) -> Any:
-    make = torch.Generator().manual_seed(0)
-    for parameter in module.parameters():
-        parameter.data.normal_(generator=make)
-    return module.double().eval()
 
 
 def attention(mask: Causal | None) -> Attention:
@@ -58,12 +47,13 @@ def paths(kind: type[Residual], n: int) -> list[Residual]:
 
 def encoder_block(kind: type[Residual], activation: nn.Module | None = None) -> Block:
     feed = FeedForward(M, WIDE, activation)
-    return random(Block(attention(None), feed, *paths(kind, 2)))  # type: ignore[no-any-return]
+    return random(Block(attention(None), feed, *paths(kind, 2))).double().eval()  # type: ignore[no-any-return]
 
 
 def decoder_block(kind: type[Residual]) -> DecoderBlock:
     cross, feed = cross_attention(M, H, bias=True), FeedForward(M, WIDE)
-    return random(DecoderBlock(attention(Causal()), cross, feed, *paths(kind, 3)))  # type: ignore[no-any-return]
+    block = DecoderBlock(attention(Causal()), cross, feed, *paths(kind, 3))
+    return random(block).double().eval()  # type: ignore[no-any-return]
 
 
 def give(theirs: nn.MultiheadAttention, ours: Any) -> None:
@@ -138,11 +128,10 @@ def test_a_decoder_block_with_caches_in_any_chunks_is_one_pass(name: str) -> Non
     x, memory = (torch.randn(2, n, M, dtype=torch.float64) for n in (9, 6))
     whole = block(x, memory=memory, memory_positions=PADDED)
     for sizes in ([9], [1] * 9, [4, 1, 0, 4]):
-        caches, parts, start = block.new_caches(), [], 0
-        for n in sizes:
-            source = {} if start else {"memory": memory, "memory_positions": PADDED}
-            parts.append(block(x[:, start : start + n], None, caches, **source))
-            start += n
+        caches, parts = block.new_caches(), []
+        for part in x.split(sizes, 1):
+            source = {} if parts else {"memory": memory, "memory_positions": PADDED}
+            parts.append(block(part, None, caches, **source))
         assert close(torch.cat(parts, 1), whole)
         assert (len(caches.self_attention), len(caches.cross)) == (9, 6)
 

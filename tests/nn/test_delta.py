@@ -20,21 +20,12 @@ from regard.nn.projections.steps import Swish
 from regard.nn.recurrence.delta import DeltaRule, LogDecay
 from regard.nn.recurrence.recurrent import Recurrent
 from regard.nn.variants import delta_net, gated_delta_net
+from tests.nn.catalogue import random
 from tests.oracles.delta import delta
 from tests.rules import assert_close_rule, assert_refused
 
 SIZES = {"groups": 2, "head_dim": 4, "value_dim": 6}
 BOTH = [delta_net, gated_delta_net]
-
-
-def random(module: nn.Module, seed: int = 0) -> Any:
-    """Every parameter random, norm weights too: with weights of 1 several mistakes are
-    invisible.
-    """
-    make = torch.Generator().manual_seed(seed)
-    for parameter in module.parameters():
-        parameter.data.normal_(generator=make)
-    return module
 
 
 def silu(x: Tensor) -> Tensor:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from regard.nn.variants import gated_delta_net, kimi_delta, short_convolution
+from tests.nn.catalogue import in_chunks
 
 pytest.importorskip("transformers")
 
@@ -156,11 +157,7 @@ def test_a_prompt_and_a_cache_in_several_calls(name: str) -> None:
     pair, x = PAIRS[name](), tokens(80)
     right = pair.theirs(x)
     assert error(pair.ours(x), right) < FLOAT32
-    cache, parts, start = pair.ours.new_cache(), [], 0
-    for size in (2, 1, 70, 1, 5, 1):
-        parts.append(pair.ours(x[:, start : start + size], None, cache))
-        start += size
-    assert error(torch.cat(parts, 1), right) < FLOAT32
+    assert error(in_chunks(pair.ours, x, (2, 1, 70, 1, 5, 1)), right) < FLOAT32
 
 
 @pytest.mark.full(keep=1)

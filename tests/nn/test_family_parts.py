@@ -20,18 +20,12 @@ from regard.nn.blocks.embedding import CappedLogits
 from regard.nn.blocks.feed_forward import GatedFeedForward
 from regard.nn.projections.fused import ClippedQKV
 from regard.positions import Rotary
+from tests.nn.catalogue import random
 from tests.rules import assert_close_rule
 
 M, HIDDEN = 5, 7
 DTYPES = [torch.float64, torch.float32, torch.bfloat16]
 Rows = list[list[float]]
-
-
-def random(module: nn.Module, seed: int = 0) -> Any:
-    make = torch.Generator().manual_seed(seed)
-    for parameter in module.parameters():
-        parameter.data.copy_(torch.randn(parameter.shape, generator=make))
-    return module
 
 
 def randn(*shape: int, scale: float = 1.0) -> Tensor:

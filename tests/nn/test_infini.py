@@ -19,6 +19,7 @@ from regard.nn import HeadProjection, InfiniAttention, SeparateQKV
 from regard.nn.variants import infini, infini_delta
 from regard.positions import DynamicNTK, Rotary
 from regard.span import Span
+from tests.nn.catalogue import in_chunks, random
 from tests.oracles import infini as oracle
 from tests.rules import assert_refused
 
@@ -33,25 +34,18 @@ def build(H: int = 4, G: int = 2, D: int = 6, E: int = 5, **options: Any) -> Any
     module = InfiniAttention(
         project, nn.Linear(H * E, 12), **{"segment": 4, "rotary": Rotary(D), **options}
     ).double()
-    make = torch.Generator().manual_seed(0)
-    for parameter in module.parameters():
-        parameter.data.normal_(generator=make)
-    return module.requires_grad_(False)
+    return random(module).requires_grad_(False)
 
 
 def tokens(B: int = 2, T: int = 19) -> Tensor:
     return torch.randn(B, T, 12, dtype=torch.float64)
 
 
-def in_chunks(
+def with_its_cache(
     module: Any, x: Tensor, chunks: list[int], positions: Tensor | None = None
 ) -> tuple[Tensor, Memory]:
-    cache, parts, start = module.new_cache(), [], 0
-    for n in chunks:
-        where = None if positions is None else positions[:, start : start + n]
-        parts.append(module(x[:, start : start + n], where, cache))
-        start += n
-    return torch.cat(parts, 1), cache
+    cache = module.new_cache()
+    return in_chunks(module, x[:, : sum(chunks)], chunks, cache, positions), cache
 
 
 def near(a: Tensor, b: Tensor) -> bool:
@@ -119,7 +113,7 @@ def test_padding_on_any_side_in_any_chunks(
     ).clamp(min=-1)
     module, x = build(update=update), tokens(3, T)
     x[positions < 0] = float("nan")
-    out, cache = in_chunks(module, x, chunks, positions)
+    out, cache = with_its_cache(module, x, chunks, positions)
     used = positions >= 0
     for b in range(3):
         assert near(out[b, used[b]], module(x[b : b + 1, used[b]])[0])
@@ -134,9 +128,9 @@ def test_a_new_text_needs_a_new_cache() -> None:
     reset.
     """
     module, x, y = build(), tokens(), tokens()
-    alone, _ = in_chunks(module, y, [19])
-    _, cache = in_chunks(module, x, [19])
-    assert torch.equal(in_chunks(module, y, [19])[0], alone)
+    alone, _ = with_its_cache(module, y, [19])
+    _, cache = with_its_cache(module, x, [19])
+    assert torch.equal(with_its_cache(module, y, [19])[0], alone)
     assert not near(module(y, Span(19, 19), cache), alone), "negative control"
     cache.reset()
     assert cache.state is None
@@ -150,7 +144,7 @@ def test_crop_inside_the_open_segment() -> None:
         positions = torch.tensor([[-1, *range(18)], [*range(19)]]) if padded else None
         lengths = (15, 14) if padded else (15,)
         for length in (*lengths, 18 if not padded else 17):
-            _, cache = in_chunks(module, x, [15], positions)
+            _, cache = with_its_cache(module, x, [15], positions)
             end = int(cache.next(1)[0, 0]) if padded else 15
             cache.crop(length)
             want = [min(length, end), min(length, 15)]
@@ -160,7 +154,7 @@ def test_crop_inside_the_open_segment() -> None:
                 first = 1 if padded and b == 0 else 0
                 again = torch.cat([x[b, first : first + n], x[b, 5:8]])[None]
                 assert near(after[b], module(again)[0, -3:])
-    _, cache = in_chunks(module, x, [15])
+    _, cache = with_its_cache(module, x, [15])
     with pytest.raises(regard.ArgumentError, match=r"crop to 11, but the tokens before position"):
         cache.crop(11)
     assert (len(cache), cache.next(1)) == (3, Span(15, 1))
@@ -172,7 +166,7 @@ def test_crop_inside_the_open_segment() -> None:
     with pytest.raises(regard.ArgumentError, match="crop length is -1"):
         cache.crop(-1)
     positions = torch.tensor([[-1, -1, -1, *range(12)], [*range(15)]])
-    _, cache = in_chunks(module, x, [15], positions)
+    _, cache = with_its_cache(module, x, [15], positions)
     with pytest.raises(regard.ArgumentError, match="crop to 11, but the tokens before position 12"):
         cache.crop(11)
 
@@ -249,6 +243,6 @@ def test_errors() -> None:
     ]
     assert_refused(cases)
     InfiniAttention(project, nn.Linear(20, 12), segment=4)
-    _, cache = in_chunks(build(), tokens(), [14])
+    _, cache = with_its_cache(build(), tokens(), [14])
     with pytest.raises(regard.ArgumentError, match="include one that is not after the last"):
         build()(tokens(T=2), Span(13, 2), cache)

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -30,8 +30,11 @@ from regard.nn.projections.latent import (
 from regard.nn.variants import VARIANTS, mla
 from regard.positions import DynamicNTK, Rotary, YaRN
 from regard.span import Positions, Span, as_tensor
+from tests.nn.catalogue import in_chunks
 from tests.oracles import latent as oracle
 from tests.rules import GRADIENT, assert_close_rule, assert_refused, in_orders
+
+pytestmark = pytest.mark.usefixtures("no_gradients")
 
 FORMS = ("naive", "expand", "absorb", "auto")
 M, H = 12, 3
@@ -44,12 +47,6 @@ V3: dict[str, Any] = {
     "rope_dim": 64,
     "value_dim": 128,
 }
-
-
-@pytest.fixture(autouse=True)
-def no_gradients() -> Iterator[None]:
-    with torch.no_grad():
-        yield
 
 
 def build(form: str = "auto", seed: int = 0, **options: Any) -> Any:
@@ -103,18 +100,6 @@ def assert_same(x: Tensor, y: Tensor, parts: int = 1) -> None:
     assert float((x - y).abs().max()) <= 1e-12 * parts * max(1.0, float(y.abs().max()))
 
 
-def in_chunks(
-    layer: Any, x: Tensor, cache: Cache, sizes: tuple[int, ...], positions: Tensor | None = None
-) -> Tensor:
-    parts, start = [], 0
-    for n in sizes:
-        where = None if positions is None else positions[:, start : start + n]
-        parts.append(layer(x[:, start : start + n], where, cache))
-        start += n
-    assert start == x.shape[1]
-    return torch.cat(parts, 1)
-
-
 # The equations.
 
 
@@ -139,9 +124,8 @@ def test_low_precision_follows_the_error_rule(form: str, dtype: torch.dtype) -> 
         for absorb in (False, True)
     ]
     assert_close_rule(layer(x, Span(1000, 9)), plains, ref, what=form)
-    cache = layer.new_cache()
-    parts = [layer(x[:, i : i + 1], Span(1000 + i, 1), cache) for i in range(9)]
-    assert_close_rule(torch.cat(parts, 1), plains, ref, what=f"{form}, step by step")
+    steps = in_chunks(layer, x, [1] * 9, positions=Span(1000, 9))
+    assert_close_rule(steps, plains, ref, what=f"{form}, step by step")
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -154,7 +138,7 @@ def test_padding_changes_nothing_and_is_never_seen(form: str) -> None:
     ref = oracle.latent_attention(x, weights_of(layer), sizes_of(YARN), positions.tolist())
     real = positions >= 0
     assert_same(layer(poisoned, positions)[real], ref[real], parts=10)
-    cached = in_chunks(layer, poisoned, layer.new_cache(), (2, 3, 1), positions)
+    cached = in_chunks(layer, poisoned, (2, 3, 1), layer.new_cache(), positions)
     assert_same(cached[real], ref[real], parts=10)
 
 
@@ -186,7 +170,7 @@ def test_all_forms_are_equal_under_any_cache_and_chunks(scaling: YaRN | None) ->
         assert_same(layer(x), whole)
         for chunks in ((1,) * 24, (17, 1, 2, 3, 1), (3, 20, 1)):
             for cache in (layer.new_cache(), Scattered(), Fixed(24)):
-                assert_same(in_chunks(layer, x, cache, chunks), whole)
+                assert_same(in_chunks(layer, x, chunks, cache), whole)
                 assert len(cache) == 24
 
 
@@ -226,7 +210,7 @@ def test_the_cache_of_latents_takes_latents_only(capacity: int | None) -> None:
     whole = build("naive").double()(x)
     for form in ("expand", "absorb", "auto"):
         cache = LatentCache(6, 4, capacity=capacity)
-        assert_same(in_chunks(build(form).double(), x, cache, (17, 1, 2, 3, 1)), whole)
+        assert_same(in_chunks(build(form).double(), x, (17, 1, 2, 3, 1), cache), whole)
     cache = LatentCache(6, 4, capacity=capacity)
     with pytest.raises(regard.ArgumentError, match="store the latent, and expand it"):
         build("naive").double()(x, None, cache)

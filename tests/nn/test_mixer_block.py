@@ -14,6 +14,7 @@ from regard.nn.blocks.mixer_block import MixerBlock, NarrowingRMSNorm, Tokenwise
 from regard.nn.variants import gqa, mamba2
 from regard.span import Span
 from tests.models.generation import stacks
+from tests.nn.catalogue import in_chunks
 
 M = 24
 
@@ -41,8 +42,7 @@ def test_a_block_is_its_mechanism_and_a_sum() -> None:
 def test_a_layer_that_mixes_nothing() -> None:
     layer = blocks()[0].attention
     x, cache = tokens(), layer.new_cache()
-    parts = [layer(part, None, cache) for part in x.split([4, 1, 4], 1)]
-    assert torch.allclose(torch.cat(parts, 1), layer(x), atol=1e-6)
+    assert torch.allclose(in_chunks(layer, x, [4, 1, 4], cache), layer(x), atol=1e-6)
     assert (cache.next(1), cache.bytes) == (Span(9, 1), 0)
     assert cache.fork().next(1) == Span(9, 1)
     with pytest.raises(regard.ArgumentTypeError, match="the cache is Growing; a recurrence needs"):

@@ -15,6 +15,7 @@ from regard.errors import ArgumentError, ArgumentTypeError
 from regard.nn.blocks.experts import MoE
 from regard.nn.blocks.feed_forward import ClippedSwiGLU, SwiGLU
 from regard.nn.blocks.routers import ExpertGroups, Router, SigmoidRouter, SoftmaxRouter
+from tests.nn.catalogue import random
 from tests.oracles import moe as oracle
 from tests.rules import GRADIENT, assert_close_rule
 
@@ -32,14 +33,6 @@ ROUTERS: dict[str, tuple[type[Router], dict[str, Any]]] = {
         {"k": 3, "groups": ExpertGroups(2, 1, best=2), "normalize": True, "scale": 2.5},
     ),
 }
-
-
-def random(module: nn.Module, seed: int = 0, scale: float = 1.0) -> Any:
-    """Every parameter random, biases and corrections too."""
-    make = torch.Generator().manual_seed(seed)
-    for parameter in module.parameters():
-        parameter.data.copy_(scale * torch.randn(parameter.shape, generator=make))
-    return module
 
 
 def randn(*shape: int, seed: int = 1) -> Tensor:

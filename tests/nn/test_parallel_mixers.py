@@ -20,6 +20,7 @@ from regard.nn.weights import Linear, ScaledLinear, scaled_map
 from regard.positions import Rotary
 from regard.span import Span
 from tests.models.generation import stacks
+from tests.nn.catalogue import in_chunks
 
 M, T = 24, 17
 
@@ -50,8 +51,7 @@ def test_the_results_are_added_with_their_factors() -> None:
 def test_chunks_are_one_pass(sizes: list[int]) -> None:
     mixed, x = layer(), tokens()
     cache = mixed.new_cache()
-    parts = [mixed(part, None, cache) for part in x.split(sizes, 1)]
-    assert float((torch.cat(parts, 1) - mixed(x)).abs().max()) < 1e-12
+    assert float((in_chunks(mixed, x, sizes, cache) - mixed(x)).abs().max()) < 1e-12
     assert cache.next(1) == Span(T, 1)
     assert len(cache) == T
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
@@ -36,19 +36,16 @@ from regard.nn.projections.dynamic_rotary import (
 )
 from regard.positions import DynamicNTK, DynamicYaRN, LongRoPE, Rotary, Scaling
 from regard.span import Span
+from tests.nn.catalogue import in_chunks
 from tests.rules import assert_close_rule, assert_refused
+
+pytestmark = pytest.mark.usefixtures("no_gradients")
 
 M, H, G, D, TRAINED, TOTAL = 12, 4, 2, 8, 6, 15
 NTK = DynamicNTK(2.0, TRAINED)
 LONG = LongRoPE((1.0, 1.1, 1.3, 1.7), (2.0, 3.0, 5.0, 9.0), TRAINED, 4.0)
 SCALINGS = {"dynamic": NTK, "longrope": LONG}
 LATE = ("pre_rope", "re_rotate")
-
-
-@pytest.fixture(autouse=True)
-def no_gradients() -> Iterator[None]:
-    with torch.no_grad():
-        yield
 
 
 def rotary(scaling: Scaling, policy: str) -> Rotary:
@@ -125,11 +122,7 @@ def one_query(
 
 def cached(module: Attention, x: Tensor, chunks: Sequence[int]) -> Tensor:
     """The output of each call, one behind the other."""
-    cache, out, start = Growing(), [], 0
-    for n in chunks:
-        out.append(module(x[:, start : start + n], Span(start, n), cache))
-        start += n
-    return torch.cat(out, 1)
+    return in_chunks(module, x, chunks, Growing(), Span(0, x.shape[1]))
 
 
 CHUNKS = [(4, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1), (1, 6, 7, 1), (15,), (8, 7)]
@@ -226,11 +219,7 @@ def decoder(scaling: Scaling, policy: str, layers: int = 3) -> Decoder:
 
 
 def steps(call: Callable[..., Tensor], ids: Tensor, chunks: Sequence[int]) -> list[Tensor]:
-    out, start = [], 0
-    for n in chunks:
-        out.append(call(ids[:, start : start + n])[:, -1])
-        start += n
-    return out
+    return [call(part)[:, -1] for part in ids.split(list(chunks), 1)]
 
 
 @pytest.mark.full
@@ -321,13 +310,12 @@ def test_rows_of_their_own_length_in_one_cache(policy: str) -> None:
     x = torch.randn(2, TOTAL, M).double()
     p = torch.stack([torch.arange(TOTAL), torch.arange(TOTAL) - 6])
     p = p.where(p >= 0, -1)
-    module, cache, out = layer(NTK, policy), Growing(), []
-    for a, b in ((0, 9), (9, 10), (10, 15)):
-        out.append(module(x[:, a:b], p[:, a:b], cache))
+    module = layer(NTK, policy)
+    out = in_chunks(module, x, (9, 1, 5), Growing(), p)
     for row, first in ((0, 0), (1, 6)):
         n = TOTAL - first
         right = one_query(module, x[row, first:], range(n), n - 1, frequencies(NTK, n))
-        assert float((torch.cat(out, 1)[row, -1] - right).abs().max()) < 1e-12
+        assert float((out[row, -1] - right).abs().max()) < 1e-12
 
 
 @pytest.mark.parametrize("policy", LATE)

@@ -19,6 +19,7 @@ from regard.nn.recurrence.decays import GatedLinearRule, LinearAttentionRule, Re
 from regard.nn.recurrence.recurrent import Recurrent
 from regard.nn.variants import delta_net, gated_delta_net, gated_linear, linear_attention, retention
 from regard.span import Span
+from tests.nn import catalogue
 from tests.oracles.linear import linear
 from tests.rules import assert_close_rule, assert_refused
 
@@ -27,14 +28,8 @@ ALL = [linear_attention, retention, gated_linear]
 BACKENDS = ("auto", "reference", "recurrent", "chunk", "parallel")
 
 
-def random(module: nn.Module, seed: int = 0) -> Any:
-    """Every parameter random, norm weights and biases too: with weights of 1 several mistakes are
-    invisible.
-    """
-    make = torch.Generator().manual_seed(seed)
-    for parameter in module.parameters():
-        parameter.data.normal_(generator=make)
-    return module.requires_grad_(False)
+def random(module: nn.Module) -> Any:
+    return catalogue.random(module).requires_grad_(False)
 
 
 def heads(part: Any, x: Tensor) -> Tensor:
@@ -153,12 +148,9 @@ def test_a_cache_in_any_chunks_is_one_pass(make: Any) -> None:
     whole = module(x)
     for explicit in (True, False):
         for sizes in ((1, 70, 2, 0, 76, 1), (149, 1), (64, 64, 22)):
-            cache, parts, start = module.new_cache(), [], 0
-            for n in sizes:
-                positions = Span(start, n) if explicit else None
-                parts.append(module(x[:, start : start + n], positions, cache))
-                start += n
-            error = float((torch.cat(parts, 1) - whole).abs().max())
+            cache, where = module.new_cache(), Span(0, 150) if explicit else None
+            found = catalogue.in_chunks(module, x, sizes, cache, where)
+            error = float((found - whole).abs().max())
             assert error < 1e-11 * float(whole.abs().max())
             assert cache.next(1) == Span(150, 1)
             assert cache.bytes == 2 * module.describe().state.value * 8, "fp64, 2 rows"

@@ -206,6 +206,12 @@ def test_the_indexer_learns_from_its_loss_alone() -> None:
         indexer_losses(make("moba"), x.double())
 
 
+def cos_and_sin() -> tuple[Tensor, Tensor]:
+    """The tables of transformers for 8 rotary dims, [B,T,8]."""
+    angle = torch.arange(T)[:, None] * rope_frequencies(8).inv_freq.repeat(2)
+    return angle.cos().expand(B, -1, -1), angle.sin().expand(B, -1, -1)
+
+
 @torch.no_grad()
 def test_the_indexer_is_the_published_one() -> None:
     config = DeepseekV32Config(
@@ -225,11 +231,8 @@ def test_the_indexer_is_the_published_one() -> None:
     # 16 heads: a score of exactly 0, all of them negative, is rare, and with it a tie, which theirs
     # breaks anyhow
     x, at = torch.randn(B, T, M, dtype=torch.float64), Span(0, T)
-    angle = torch.arange(T)[:, None] * rope_frequencies(8).inv_freq
-    table = (torch.cat((angle, angle), -1)[None].expand(B, -1, -1) for _ in range(2))
-    cos, sin = (f(a) for f, a in zip((torch.cos, torch.sin), table, strict=True))
     causal = torch.ones(B, T, T, dtype=torch.bool).tril()
-    indices = theirs(x, x, (cos, sin), causal, torch.arange(T)[None]).long()
+    indices = theirs(x, x, cos_and_sin(), causal, torch.arange(T)[None]).long()
     chosen = torch.zeros(B, T, T, dtype=torch.bool).scatter(2, indices, value=True) & causal
 
     def choose(indexer: Indexer) -> Tensor:
@@ -269,10 +272,7 @@ def test_the_pooled_indexers_are_those_of_transformers() -> None:
     theirs.index_qk_proj.weight.copy_(torch.cat(maps))
     theirs.q_layernorm.weight.copy_(ours.q.steps[0].weight - 1)
     theirs.k_layernorm.weight.copy_(ours.pooling.steps[0].weight - 1)
-    angle = torch.arange(T)[:, None] * rope_frequencies(8).inv_freq
-    table = (torch.cat((angle, angle), -1)[None].expand(B, -1, -1) for _ in range(2))
-    cos, sin = (f(a) for f, a in zip((torch.cos, torch.sin), table, strict=True))
-    exact = theirs(x, (cos, sin), causal, None)[:, 0]
+    exact = theirs(x, cos_and_sin(), causal, None)[:, 0]
     assert choose(ours).equal(exact & causal[:, 0])
     wrong = copy.deepcopy(ours)
     wrong.pooling.steps = ours.pooling.steps[:1]  # the rotation to the first token of a block

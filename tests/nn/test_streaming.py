@@ -17,6 +17,7 @@ from regard.nn import Attention, HeadProjection, SeparateQKV, StreamingAttention
 from regard.nn.variants import streaming
 from regard.positions import DynamicNTK, Rotary, YaRN
 from regard.span import Span
+from tests.nn.catalogue import random
 from tests.oracles import infini as oracle
 from tests.rules import assert_close_rule, assert_refused
 
@@ -29,10 +30,7 @@ def build(sinks: int = 2, recent: int = 5, rotary: Rotary | None = None, **optio
     module = StreamingAttention(
         project, nn.Linear(20, 12), sinks=sinks, recent=recent, **options
     ).double()
-    make = torch.Generator().manual_seed(0)
-    for parameter in module.parameters():
-        parameter.data.normal_(generator=make)
-    return module.requires_grad_(False)
+    return random(module).requires_grad_(False)
 
 
 def tokens(B: int = 2, T: int = 24) -> Tensor:

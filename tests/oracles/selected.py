@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -55,14 +56,19 @@ def attend_chosen(
     return out
 
 
-def moba(
-    q: Tensor, k: Tensor, size: int, topk: int, q_positions: Rows, k_positions: Rows
+def best_past_blocks(
+    q: Tensor,
+    k: Tensor,
+    size: int,
+    topk: int,
+    q_positions: Rows,
+    k_positions: Rows,
+    score: Callable[[Sequence[float], Sequence[Sequence[float]]], float],
 ) -> Chosen:
-    """arXiv 2502.13189: TopK over <q, mean of block>; the current block is one of the topk, future
-    ones are none.
+    """The query's own block, and the topk - 1 past blocks with the largest score of the query and
+    the keys of the block.
     """
-    B, H = q.shape[:2]
-    G = k.shape[1]
+    (B, H), G = q.shape[:2], k.shape[1]
     ql, kl = q.detach().double().tolist(), k.detach().double().tolist()
     chosen: Chosen = []
     for b in range(B):
@@ -72,15 +78,18 @@ def moba(
             keys, rows = kl[b][h // (H // G)], []
             for t, at in enumerate(q_positions[b]):
                 scores = {}
-                for block in {p // size for p in slot}:
+                for block in {p // size for p in slot if at >= 0 and p // size < at // size}:
                     inside = [keys[slot[p]] for p in slot if p // size == block]
-                    mean = [math.fsum(x) / len(inside) for x in zip(*inside, strict=True)]
-                    if at >= 0 and block < at // size:
-                        scores[block] = dot(ql[b][h][t], mean)
+                    scores[block] = score(ql[b][h][t], inside)
                 blocks = best(scores, topk - 1) | {at // size}
                 rows.append({p for p in slot if p <= at and p // size in blocks})
             chosen[b].append(rows)
     return chosen
+
+
+def mean_product(query: Sequence[float], keys: Sequence[Sequence[float]]) -> float:
+    """arXiv 2502.13189: <q, mean of the block>."""
+    return dot(query, [math.fsum(x) / len(keys) for x in zip(*keys, strict=True)])
 
 
 def page_bound(query: Sequence[float], keys: Sequence[Sequence[float]]) -> float:
@@ -93,27 +102,8 @@ def page_bound(query: Sequence[float], keys: Sequence[Sequence[float]]) -> float
     )
 
 
-def quest(
-    q: Tensor, k: Tensor, size: int, topk: int, q_positions: Rows, k_positions: Rows
-) -> Chosen:
-    """The query's own page, and the topk - 1 past pages with the largest bounds."""
-    (B, H), G = q.shape[:2], k.shape[1]
-    ql, kl = q.detach().double().tolist(), k.detach().double().tolist()
-    chosen: Chosen = []
-    for b in range(B):
-        slot = {p: j for j, p in enumerate(k_positions[b]) if p >= 0}
-        chosen.append([])
-        for h in range(H):
-            keys, rows = kl[b][h // (H // G)], []
-            for t, at in enumerate(q_positions[b]):
-                bounds = {}
-                for page in {p // size for p in slot if at >= 0 and p // size < at // size}:
-                    inside = [keys[slot[p]] for p in slot if p // size == page]
-                    bounds[page] = page_bound(ql[b][h][t], inside)
-                pages = best(bounds, topk - 1) | {at // size}
-                rows.append({p for p in slot if p <= at and p // size in pages})
-            chosen[b].append(rows)
-    return chosen
+moba = partial(best_past_blocks, score=mean_product)
+quest = partial(best_past_blocks, score=page_bound)
 
 
 def block_maximum(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from typing import ClassVar, NamedTuple
 
 import torch
 from jaxtyping import Float
@@ -19,6 +20,23 @@ ALL_SLOTS = slice(None)
 
 BIASES: Registry[Bias] = Registry("bias")
 """All bias classes by their `kind`, the name that recordings store."""
+
+
+class Pairs(NamedTuple):
+    """The arguments of `Bias.block`: some queries and keys of a call, and the result's dtype."""
+
+    q_positions: Positions
+    k_positions: Positions
+    rows: slice
+    columns: slice
+    dtype: torch.dtype
+    device: torch.device | str | None
+
+    def positions(self) -> tuple[Tensor, Tensor]:
+        """Return the positions of the queries `[B or 1, 1, t, 1]` and keys `[B or 1, 1, 1, s]`."""
+        q = as_tensor(slice_positions(self.q_positions, self.rows), self.device)
+        k = as_tensor(slice_positions(self.k_positions, self.columns), self.device)
+        return q[:, None, :, None], k[:, None, None, :]
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -79,15 +97,16 @@ class Bias(RuleWithTensors):
         Returns:
             A tensor `[B or 1, H or 1, t, s]`.
         """
-        q = as_tensor(slice_positions(q_positions, rows), device)[:, None, :, None]
-        k = as_tensor(slice_positions(k_positions, columns), device)[:, None, None, :]
-        values = self.values(q, k, torch.promote_types(dtype, torch.float32)).to(dtype)
+        return self._block(Pairs(q_positions, k_positions, rows, columns, dtype, device))
+
+    def _block(self, pairs: Pairs) -> Tensor:
+        """Return what `block` returns, by default the `values` of positions."""
+        q, k = pairs.positions()
+        values = self.values(q, k, torch.promote_types(pairs.dtype, torch.float32)).to(pairs.dtype)
         return values.expand(*values.shape[:2], q.shape[2], k.shape[3])
 
-    @property
-    def by_slot(self) -> bool:
-        """Whether the values belong to indices in the call, and not to positions."""
-        return False
+    by_slot: ClassVar[bool] = False
+    """Whether the values belong to indices in the call, and not to positions."""
 
     def require(self, B: int, H: int, T: int, S: int) -> None:
         """Check that the bias fits an attention call of this shape.
@@ -143,25 +162,13 @@ class Sum(Bias):
             raise ArgumentError("a sum of biases has no terms; give at least one")
 
     @property
-    def by_slot(self) -> bool:
+    def by_slot(self) -> bool:  # type: ignore[override]
         """Whether the values of a term belong to indices in the call."""
         return any(term.by_slot for term in self.terms)
 
-    def block(
-        self,
-        q_positions: Positions,
-        k_positions: Positions,
-        rows: slice = ALL_SLOTS,
-        columns: slice = ALL_SLOTS,
-        *,
-        dtype: torch.dtype = torch.float32,
-        device: torch.device | str | None = None,
-    ) -> Float[Tensor, "b h t s"]:
+    def _block(self, pairs: Pairs) -> Tensor:
         """Return the sum of the blocks of the terms."""
-        first, *others = (
-            term.block(q_positions, k_positions, rows, columns, dtype=dtype, device=device)
-            for term in self.terms
-        )
+        first, *others = (term.block(**pairs._asdict()) for term in self.terms)
         for other in others:
             first = first + other
         return first

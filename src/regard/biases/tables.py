@@ -8,13 +8,13 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Int
 from torch import Tensor
 
 from regard.argument_checks import check_tensor
-from regard.biases.base import ALL_SLOTS, Bias
+from regard.biases.base import Bias, Pairs
 from regard.errors import ArgumentError, ArgumentTypeError
-from regard.span import Positions, as_tensor, slice_positions, slot_count
+from regard.span import slot_count
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -36,6 +36,7 @@ class DenseBias(Bias):
     """
 
     kind: ClassVar[str] = "dense"
+    by_slot: ClassVar[bool] = True
 
     tensor: Tensor
 
@@ -48,26 +49,12 @@ class DenseBias(Bias):
                 "with [None] if it is [H, T, S]"
             )
 
-    def block(
-        self,
-        q_positions: Positions,
-        k_positions: Positions,
-        rows: slice = ALL_SLOTS,
-        columns: slice = ALL_SLOTS,
-        *,
-        dtype: torch.dtype = torch.float32,
-        device: torch.device | str | None = None,
-    ) -> Float[Tensor, "b h t s"]:
+    def _block(self, pairs: Pairs) -> Tensor:
         """Return the rows and columns of the tensor."""
         x = self.tensor if self.tensor.ndim == 4 else self.tensor[None, None]
         if x.shape[2] == 1:
-            x = x.expand(-1, -1, slot_count(q_positions), -1)
-        return x[:, :, rows, columns].to(device=device, dtype=dtype)
-
-    @property
-    def by_slot(self) -> bool:
-        """True, because columns of the tensor are indices of keys in the call."""
-        return True
+            x = x.expand(-1, -1, slot_count(pairs.q_positions), -1)
+        return x[:, :, pairs.rows, pairs.columns].to(device=pairs.device, dtype=pairs.dtype)
 
     def require(self, B: int, H: int, T: int, S: int) -> None:
         """Check that the shape of the tensor fits the call."""
@@ -173,6 +160,7 @@ class ForgetBias(Bias):
     """
 
     kind: ClassVar[str] = "forget"
+    by_slot: ClassVar[bool] = True
 
     queries: Tensor
     keys: Tensor
@@ -183,24 +171,10 @@ class ForgetBias(Bias):
             if x.ndim != 3:
                 raise ArgumentError(f"{name} is {tuple(x.shape)}; it must be [B or 1, H or 1, L]")
 
-    def block(
-        self,
-        q_positions: Positions,
-        k_positions: Positions,
-        rows: slice = ALL_SLOTS,
-        columns: slice = ALL_SLOTS,
-        *,
-        dtype: torch.dtype = torch.float32,
-        device: torch.device | str | None = None,
-    ) -> Float[Tensor, "b h t s"]:
+    def _block(self, pairs: Pairs) -> Tensor:
         """Return the differences, rounded once."""
-        difference = self.queries[:, :, rows, None] - self.keys[:, :, None, columns]
-        return difference.to(device=device, dtype=dtype)
-
-    @property
-    def by_slot(self) -> bool:
-        """True, because the numbers belong to slots of the call."""
-        return True
+        difference = self.queries[:, :, pairs.rows, None] - self.keys[:, :, None, pairs.columns]
+        return difference.to(device=pairs.device, dtype=pairs.dtype)
 
     def require(self, B: int, H: int, T: int, S: int) -> None:
         """Check that both tensors fit the call."""
@@ -294,6 +268,7 @@ class RelativeLogits(Bias):
     """
 
     kind: ClassVar[str] = "relative"
+    by_slot: ClassVar[bool] = True
 
     logits: Tensor
     first: int = 0
@@ -322,26 +297,16 @@ class RelativeLogits(Bias):
         if self.buckets is not None and self.max_distance is not None:
             check_log_buckets(self.buckets, self.max_distance)
 
-    def block(
-        self,
-        q_positions: Positions,
-        k_positions: Positions,
-        rows: slice = ALL_SLOTS,
-        columns: slice = ALL_SLOTS,
-        *,
-        dtype: torch.dtype = torch.float32,
-        device: torch.device | str | None = None,
-    ) -> Float[Tensor, "b h t s"]:
+    def _block(self, pairs: Pairs) -> Tensor:
         """Look up the entry of each pair in the row of its query or its key."""
-        q = as_tensor(slice_positions(q_positions, rows), device)[:, None, :, None]
-        k = as_tensor(slice_positions(k_positions, columns), device)[:, None, None, :]
-        distance, own = q - k, columns if self.of_keys else rows
+        q, k = pairs.positions()
+        distance, own = q - k, pairs.columns if self.of_keys else pairs.rows
         if self.buckets is not None and self.max_distance is not None:
             distance = deberta_bucket(
                 distance, buckets=self.buckets, max_distance=self.max_distance
             )
         entry, last = distance + self.first, self.logits.shape[3] - 1
-        table = self.logits[:, :, own].to(device=q.device, dtype=dtype)
+        table = self.logits[:, :, own].to(device=q.device, dtype=pairs.dtype)
         b = max(table.shape[0], entry.shape[0])
         index = entry.clamp(0, last).expand(b, table.shape[1], -1, -1)
         table = table.expand(b, -1, -1, -1)
@@ -350,11 +315,6 @@ class RelativeLogits(Bias):
         else:
             values = table.gather(3, index)
         return values if self.outside == "clip" else values * ((entry >= 0) & (entry <= last))
-
-    @property
-    def by_slot(self) -> bool:
-        """True, because rows of the table are indices in the call."""
-        return True
 
     def require(self, B: int, H: int, T: int, S: int) -> None:
         """Check that the table fits the call."""

@@ -51,15 +51,13 @@ class Mixer(Explainable, nn.Module):
     recording_refusal: str | None = None
     """Why no recorded graph (ONNX, `torch.jit.trace`) serves every length; None if one does."""
 
-    @property
-    def static_step_refusal(self) -> str | None:
-        """Why a step with a static cache cannot be captured as a CUDA graph; None if it can."""
-        return "depends on lengths or on the order of the slots, which Python has to know"
+    static_step_refusal: str | None = (
+        "depends on lengths or on the order of the slots, which Python has to know"
+    )
+    """Why a step with a static cache cannot be captured as a CUDA graph; None if it can."""
 
-    @property
-    def carries_values(self) -> bool:
-        """Whether it gives or reads the values of the first layer, or a choice of keys."""
-        return False
+    carries_values: bool = False
+    """Whether it gives or reads the values of the first layer, or a choice of keys."""
 
     @property
     def is_causal(self) -> bool:

@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from regard.argument_checks import check_number, check_positions
+from regard.argument_checks import check_choice, check_number, check_positions
 from regard.errors import ArgumentError
 from regard.process_state import is_compiling
 from regard.span import Positions, Span, as_tensor, follow_by_construction, slot_count
@@ -55,8 +55,7 @@ def sinusoidal(
     if dim < 1:
         raise ArgumentError(f"dim is {dim}; it must be at least 1")
     check_number("base", base, 0, float("inf"), "above 0")
-    if layout not in LAYOUTS:
-        raise ArgumentError(f"layout is {layout!r}; it must be one of {', '.join(LAYOUTS)}")
+    check_choice("layout", layout, LAYOUTS)
     if isinstance(positions, int):
         return sinusoidal(Span(0, positions), dim, base=base, layout=layout, dtype=dtype)[0]
     _check_positions(positions)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from typing import ClassVar, Literal, NamedTuple, TypeAlias
+from typing import ClassVar, Literal, NamedTuple, Self, TypeAlias
 
 import torch
 from torch import Tensor
@@ -70,6 +70,7 @@ class ScoreRule(RuleWithTensors):
         stages: the stages that the rule changes, in their order.
         scope: what one result depends on. "row": the scores of all keys. "heads": those of all
             heads for this pair. "pair": this score only, for kernels that compute tiles.
+        is_same_for_heads: whether some of the heads have the same rule as all of them.
 
     >>> from regard import scores
     >>> scores.Temperature(2.0) >> scores.TopK(8)
@@ -78,6 +79,7 @@ class ScoreRule(RuleWithTensors):
 
     stages: ClassVar[tuple[Stage, ...]] = ("scores",)
     scope: ClassVar[Scope] = "row"
+    is_same_for_heads: ClassVar[bool] = False
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
@@ -127,6 +129,10 @@ class ScoreRule(RuleWithTensors):
             The rules of a chain in their order; for any other rule the rule alone.
         """
         return (self,)
+
+    def select_heads(self, heads: slice) -> Self:
+        """Return the rule of some of the query heads; this one if it is the same for every head."""
+        return self if self.is_same_for_heads else super().select_heads(heads)
 
     @property
     def normalizer(self) -> ScoreRule | None:
@@ -201,10 +207,8 @@ class PairRule(ScoreRule):
 
     scope: ClassVar[Scope] = "pair"
 
-    @property
-    def by_slot(self) -> bool:
-        """Whether `pair` is given indices in the call instead of positions."""
-        return False
+    by_slot: ClassVar[bool] = False
+    """Whether `pair` is given indices in the call instead of positions."""
 
     def pair(self, s: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
         """Return scores after this rule.

@@ -96,16 +96,13 @@ class ReLU(ScoreRule):
 
     stages: ClassVar[tuple[Stage, ...]] = ("normalizer",)
     scope: ClassVar[Scope] = "pair"
+    needs_count: ClassVar[bool] = True
+    is_same_for_heads: ClassVar[bool] = True
 
     power: float = 1.0
 
     def __post_init__(self) -> None:
         check_number("power", self.power, 0, float("inf"), "a number greater than 0")
-
-    @property
-    def needs_count(self) -> bool:
-        """The weights are divided by the number of visible keys."""
-        return True
 
     def normalize(self, s: Tensor, block: ScoreBlock) -> Tensor:
         """Return the rectified scores divided by the number of visible keys."""
@@ -115,10 +112,6 @@ class ReLU(ScoreRule):
             # the power of 0 has no derivative for powers below 1
             rectified = torch.where(s > 0, torch.where(s > 0, s, 1) ** self.power, 0)
         return rectified / block.key_count.clamp(min=1).to(s.dtype)
-
-    def select_heads(self, heads: slice) -> ReLU:
-        """Return the same rule, which is the same for every head."""
-        return self
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -139,6 +132,7 @@ class Softpick(ScoreRule):
 
     stages: ClassVar[tuple[Stage, ...]] = ("normalizer",)
     scope: ClassVar[Scope] = "row"
+    is_same_for_heads: ClassVar[bool] = True
 
     def normalize(self, s: Tensor, block: ScoreBlock) -> Tensor:
         """Return the rectified exponentials divided by the sum of their sizes."""
@@ -153,10 +147,6 @@ class Softpick(ScoreRule):
         )
         total = sizes.abs().sum(-1, keepdim=True)
         return sizes.clamp(min=0) / torch.where(total == 0, 1, total)
-
-    def select_heads(self, heads: slice) -> Softpick:
-        """Return the same rule, which is the same for every head."""
-        return self
 
 
 def _expm1(x: Tensor) -> Tensor:
@@ -191,6 +181,7 @@ class Entmax(ScoreRule):
 
     stages: ClassVar[tuple[Stage, ...]] = ("normalizer",)
     scope: ClassVar[Scope] = "row"
+    is_same_for_heads: ClassVar[bool] = True
 
     alpha: float = 1.5
 
@@ -232,10 +223,6 @@ class Entmax(ScoreRule):
         support = (ordered > tau).sum(-1, keepdim=True).clamp(min=1)
         return tau.gather(-1, support - 1)
 
-    def select_heads(self, heads: slice) -> Entmax:
-        """Return the same rule, which is the same for every head."""
-        return self
-
 
 @dataclass(frozen=True, eq=False, repr=False)
 class SignedSoftmax(ScoreRule):
@@ -255,6 +242,7 @@ class SignedSoftmax(ScoreRule):
 
     stages: ClassVar[tuple[Stage, ...]] = ("normalizer",)
     scope: ClassVar[Scope] = "row"
+    is_same_for_heads: ClassVar[bool] = True
 
     def normalize(self, s: Tensor, block: ScoreBlock) -> Tensor:
         """Return the softmax of the sizes, with the signs."""
@@ -264,10 +252,6 @@ class SignedSoftmax(ScoreRule):
         # the size of a hidden score must not be the largest one
         sizes = torch.where(block.visible, s * sign, torch.finfo(s.dtype).min)
         return sign * sizes.softmax(-1)
-
-    def select_heads(self, heads: slice) -> SignedSoftmax:
-        """Return the same rule, which is the same for every head."""
-        return self
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -289,6 +273,7 @@ class StickBreaking(ScoreRule):
 
     stages: ClassVar[tuple[Stage, ...]] = ("normalizer",)
     scope: ClassVar[Scope] = "row"
+    is_same_for_heads: ClassVar[bool] = True
 
     def normalize(self, s: Tensor, block: ScoreBlock) -> Tensor:
         """Return each key's share of what the keys after it leave, computed with logarithms."""
@@ -301,7 +286,3 @@ class StickBreaking(ScoreRule):
         last = torch.arange(s.shape[-1], device=s.device) == s.shape[-1] - 1
         after = along_keys(after.masked_fill(last, 0), stable_argsort(order))
         return torch.exp(torch.nn.functional.logsigmoid(s) + after)
-
-    def select_heads(self, heads: slice) -> StickBreaking:
-        """Return the same rule, which is the same for every head."""
-        return self

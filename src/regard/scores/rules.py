@@ -73,7 +73,7 @@ class FnScore(PairRule):
         object.__setattr__(self, "parameters", tuple(self.parameters))
 
     @property
-    def by_slot(self) -> bool:
+    def by_slot(self) -> bool:  # type: ignore[override]
         """Whether the function is given indices in the call instead of positions."""
         return self.slots
 
@@ -136,6 +136,8 @@ class SoftClamp(PairRule):
     Source: Gemma Team 2024 (arXiv 2408.00118), section 2.
     """
 
+    is_same_for_heads: ClassVar[bool] = True
+
     cap: float
 
     def __post_init__(self) -> None:
@@ -144,10 +146,6 @@ class SoftClamp(PairRule):
     def pair(self, s: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
         """Return c tanh(s / c)."""
         return self.cap * torch.tanh(s / self.cap)
-
-    def select_heads(self, heads: slice) -> SoftClamp:
-        """Return the same rule, which is the same for every head."""
-        return self
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -255,6 +253,7 @@ class ScalableSoftmax(ScoreRule):
     """
 
     scope: ClassVar[Scope] = "pair"
+    needs_count: ClassVar[bool] = True
 
     a: float | Tensor = 0.43
 
@@ -265,11 +264,6 @@ class ScalableSoftmax(ScoreRule):
             raise ArgumentTypeError(f"a is {self.a.dtype}; use .float()")
         elif self.a.ndim != 1:
             raise ArgumentError(f"a is {tuple(self.a.shape)}; it must be [H]")
-
-    @property
-    def needs_count(self) -> bool:
-        """The scores depend on the number of visible keys."""
-        return True
 
     def change_scores(self, s: Tensor, block: ScoreBlock) -> Tensor:
         """Return the scores times a ln(n_i)."""
@@ -389,6 +383,7 @@ class TopK(ScoreRule):
 
     stages: ClassVar[tuple[Stage, ...]] = ("selection",)
     scope: ClassVar[Scope] = "row"
+    is_same_for_heads: ClassVar[bool] = True
 
     k: int
 
@@ -409,10 +404,6 @@ class TopK(ScoreRule):
         ones = torch.ones_like(largest, dtype=torch.bool)
         is_largest = torch.zeros_like(x, dtype=torch.bool).scatter(-1, largest, ones)
         return s.masked_fill(~along_keys(is_largest, stable_argsort(order)), -torch.inf)
-
-    def select_heads(self, heads: slice) -> TopK:
-        """Return the same rule, which is the same for every head."""
-        return self
 
 
 @dataclass(frozen=True, eq=False, repr=False)

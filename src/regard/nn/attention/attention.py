@@ -112,7 +112,7 @@ class Attention(Mixer):
         return self.project.remember_carried(x, positions, first), own
 
     @property
-    def static_step_refusal(self) -> str | None:
+    def static_step_refusal(self) -> str | None:  # type: ignore[override]
         """Why a step cannot be captured: a rule speaks of slots, whose order would change."""
         for rule in (self.mask, self.bias):
             if rule is not None and rule.by_slot:
@@ -120,7 +120,7 @@ class Attention(Mixer):
         return None
 
     @property
-    def carries_values(self) -> bool:
+    def carries_values(self) -> bool:  # type: ignore[override]
         """Whether the projection gives or reads the values of the first layer."""
         return self.project.carries_values
 

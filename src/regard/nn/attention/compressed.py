@@ -19,7 +19,7 @@ from regard.errors import ArgumentError
 from regard.masks import Causal, Mask, Window
 from regard.nn.attention.attention import Attention
 from regard.nn.explainable import InputSteps, ProjectionQuery
-from regard.nn.mixer import count_weights
+from regard.nn.mixer import Mixer, count_weights
 from regard.nn.projections.heads import Projection
 from regard.nn.projections.latent import LowRankProjection
 from regard.nn.weights import Linear
@@ -215,6 +215,7 @@ class CompressedAttention(Attention):
 
     across_ranks = None
     recording_refusal = "splits the keys into blocks, whose number depends on the length"
+    static_step_refusal = Mixer.static_step_refusal
 
     def __init__(
         self,
@@ -242,11 +243,6 @@ class CompressedAttention(Attention):
             )
         super().__init__(project, output, mask=Causal() & Window(window), scale=scale, sink=sink)
         self.pooling, self.indexer, self.window = pooling, indexer, window
-
-    @property
-    def static_step_refusal(self) -> str | None:
-        """Why a step cannot be captured: the number of entries depends on the length."""
-        return "depends on lengths or on the order of the slots, which Python has to know"
 
     @property
     def poolings(self) -> tuple[BlockPooling, ...]:
@@ -296,12 +292,8 @@ class CompressedAttention(Attention):
     def _pool(
         self, tokens: Parts, positions: Positions, closed: int | Tensor
     ) -> tuple[Parts, Positions]:
-        """Return the entries of the blocks that these tokens close, and the blocks' numbers.
-
-        Args:
-            tokens: what all poolings remember of the tokens that are not compressed yet.
-            positions: their positions.
-            closed: how many blocks have entries already, of all rows or of each [B or 1,1].
+        """Return the entries of the blocks that these tokens close, and the blocks' numbers; for
+        `closed` blocks, of all rows or of each [B or 1,1], there are entries already.
         """
         m = self.pooling.block
         layout = block_layout(positions, m, tokens[0].device)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import ClassVar
 
 import torch
@@ -89,10 +90,7 @@ class CrossAttention(Attention):
                 backend=backend,
             )
         positions = Span(0, x.shape[1]) if positions is None else positions
-        if cache is None or is_compiling():
-            stored, k_positions = project_memory(self.project, memory, memory_positions, cache)
-            return self._attend_and_project(x, positions, stored, k_positions, backend)
-        with rollback_on_error(cache):
+        with nullcontext() if is_compiling() else rollback_on_error(cache):
             stored, k_positions = project_memory(self.project, memory, memory_positions, cache)
             return self._attend_and_project(x, positions, stored, k_positions, backend)
 
@@ -204,28 +202,16 @@ class AdditiveAttention(Explainable, nn.Module):
             )
         check_recorded_graph(self, "computes scores in blocks, whose number depends on the length")
         positions = Span(0, x.shape[1]) if positions is None else positions
-        if cache is None or is_compiling():
-            return self._forward(x, positions, cache, memory, memory_positions)
-        with rollback_on_error(cache):
-            return self._forward(x, positions, cache, memory, memory_positions)
-
-    def _forward(
-        self,
-        x: Tensor,
-        positions: Positions,
-        cache: Cache | None,
-        memory: Tensor | None,
-        memory_positions: Positions | None,
-    ) -> Tensor:
-        stored, k_positions = project_memory(self.project, memory, memory_positions, cache)
-        q = tap("q", self.project.query(x, positions))
-        k, v = self.project.recall(stored, k_positions)
-        k, v = tap("k", k), tap("v", v)
-        context = additive_attention(
-            q, k, v, self.weight, q_positions=positions, k_positions=k_positions
-        ).context
-        z = tap("z", self.project.postprocess(context, x))
-        return tap("out", self.output(z.transpose(1, 2).flatten(2)))
+        with nullcontext() if is_compiling() else rollback_on_error(cache):
+            stored, k_positions = project_memory(self.project, memory, memory_positions, cache)
+            q = tap("q", self.project.query(x, positions))
+            k, v = self.project.recall(stored, k_positions)
+            k, v = tap("k", k), tap("v", v)
+            context = additive_attention(
+                q, k, v, self.weight, q_positions=positions, k_positions=k_positions
+            ).context
+            z = tap("z", self.project.postprocess(context, x))
+            return tap("out", self.output(z.transpose(1, 2).flatten(2)))
 
     def explain_row(self, run: LayerRun, head: int, row: int) -> EffectiveRow:
         """Return the scores of the small network and their terms, whose softmax is the row."""
@@ -284,18 +270,13 @@ class QueryProjection(Projection, nn.Module):
         self.q, self.groups = q, groups
         self.value_dim = q.head_dim if value_dim is None else value_dim
 
-    def query(self, x: Tensor, positions: Positions | None) -> Tensor:
-        """Return the queries [B,H,T,D] of hidden states x."""
-        q: Tensor = self.q(x, positions)
-        return q
-
     def remember(self, x: Tensor, positions: Positions | None) -> Parts:
         """Return no parts, because the earlier layer stores the tokens."""
         return ()
 
     def recall(self, memory: Parts, positions: Positions | None) -> tuple[Tensor, Tensor]:
         """Return the keys and the values of the earlier layer."""
-        k, v = memory
+        k, v = memory  # a layer that stores other parts cannot be shared
         return k, v
 
     @property
@@ -398,6 +379,8 @@ class ValueResidualQKV(SeparateQKV):
     Source: Zhou et al. 2024 (arXiv 2410.17897), section 3.
     """
 
+    carries_values = True
+
     def __init__(
         self,
         q: HeadProjection,
@@ -416,11 +399,6 @@ class ValueResidualQKV(SeparateQKV):
         if self.share is not None:
             require_first(None)
         return super().remember(x, positions)
-
-    @property
-    def carries_values(self) -> bool:
-        """True: the first layer gives its values, and the others read them."""
-        return True
 
     def remember_carried(self, x: Tensor, positions: Positions | None, first: FirstValues) -> Parts:
         """Return keys [B,G,S,D] and mixed values [B,G,S,E]; the first layer gives its values."""

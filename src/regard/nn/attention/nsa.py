@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import cast
 
 import torch
 from jaxtyping import Float
@@ -225,9 +226,7 @@ class NSA(Mixer):
         rotary, branch = first_rotary(self.q.steps), BRANCHES.index(query.branch)
         if query.branch == "compressed":
             return InputSteps(q, rotary=rotary, keys_are_blocks=True)
-        keys, values = self.keys[branch], self.values[branch]
-        assert isinstance(keys, HeadProjection)
-        assert isinstance(values, HeadProjection)
+        keys, values = (cast("HeadProjection", x[branch]) for x in (self.keys, self.values))
         k = keys.explain_steps(query.memory, query.k_positions, "k")
         v = values.explain_steps(query.memory, query.k_positions, "v")
         return InputSteps(q, k, v, rotary)
@@ -271,8 +270,7 @@ class NSA(Mixer):
     @property
     def spec(self) -> NSASpec:
         """The cost of this layer, which compresses all blocks again for each token."""
-        s, value = self.sizes, self.values[0]
-        assert isinstance(value, HeadProjection)
+        s, value = self.sizes, cast("HeadProjection", self.values[0])
         shape = HeadShape(self.q.heads, value.heads, self.q.head_dim, value.head_dim)
         phi = (self.compress_key, self.compress_value)
         # The hidden size of another class of network is unknown, so its FLOPs are not counted.

@@ -165,8 +165,19 @@ class DualChunk(DistanceMap):
         return min(self.length + 1, 2 * self.chunk)
 
 
+class WindowedMap(DistanceMap):
+    """Base class of the maps that leave the distances within a window as they are."""
+
+    window: int
+
+    @property
+    def unchanged(self) -> int:
+        """The window and one more, because a distance of the window stays."""
+        return self.window + 1
+
+
 @dataclass(frozen=True)
-class SelfExtend(DistanceMap):
+class SelfExtend(WindowedMap):
     """Self-Extend: the nearest keys keep their distances, and the others are grouped.
 
     i - j for i - j < W, else floor(i / G) + W - floor(W / G) - floor(j / G)
@@ -211,14 +222,9 @@ class SelfExtend(DistanceMap):
             ),
         )
 
-    @property
-    def unchanged(self) -> int:
-        """The window and one more, because a distance of the window stays."""
-        return self.window + 1
-
 
 @dataclass(frozen=True)
-class ReRoPE(DistanceMap):
+class ReRoPE(WindowedMap):
     """Rectified rotary positions: no distance is larger than the window.
 
     min(i - j, w)
@@ -244,14 +250,9 @@ class ReRoPE(DistanceMap):
         """Return the window, and the keys beyond it at one distance."""
         return _near_and_far(self.window, "far", Causal())
 
-    @property
-    def unchanged(self) -> int:
-        """The window and one more, because a distance of the window stays."""
-        return self.window + 1
-
 
 @dataclass(frozen=True)
-class LMInfinite(DistanceMap):
+class LMInfinite(WindowedMap):
     """LM-Infinite: a query sees the last keys and the first ones, at most a window away.
 
     min(i - j, w) for i - j < w or j < s; other keys are hidden
@@ -284,11 +285,6 @@ class LMInfinite(DistanceMap):
     def mask(self) -> Mask:
         """The window and the first tokens."""
         return Causal() & (Window(self.window) | Sinks(self.sinks))
-
-    @property
-    def unchanged(self) -> int:
-        """The window and one more, because a distance of the window stays."""
-        return self.window + 1
 
 
 class RemappedAttention(Attention):
@@ -451,10 +447,6 @@ class MultiAxisProjection(SeparateQKV):
         shift = shift.to(x.device, wide)[:, None, :, None]
         return k, v, shift.expand(x.shape[0], -1, -1, -1)
 
-    def recall(self, memory: Parts, positions: Positions | None) -> tuple[Tensor, Tensor]:
-        """Return the stored keys and values."""
-        return memory[0], memory[1]
-
     @property
     def rotary(self) -> MultiAxisRotary:
         """The rotary embedding of queries and keys."""
@@ -495,6 +487,9 @@ class MultiAxisAttention(Attention):
     """
 
     across_ranks = None
+    static_step_refusal = (
+        "asks its cache for the coordinates of the last token by an update of no tokens"
+    )
 
     def __init__(
         self,
@@ -509,11 +504,6 @@ class MultiAxisAttention(Attention):
                 f"project is {type(project).__name__}; it must be a MultiAxisProjection"
             )
         super().__init__(project, output, mask=mask, scale=scale)
-
-    @property
-    def static_step_refusal(self) -> str | None:
-        """Why a step cannot be captured as a CUDA graph, as words that follow the name."""
-        return "asks its cache for the coordinates of the last token by an update of no tokens"
 
     def mix(self, x: Tensor, positions: Positions, cache: Cache | None, backend: str) -> Tensor:
         """Attend from x [B,T,M]; tokens without coordinates continue the row as text."""

@@ -56,6 +56,8 @@ from regard.units import plural
 class KeySelector(nn.Module):
     """Base class of the selectors, which choose the keys that each query attends to."""
 
+    topk: int
+
     def remember(self, x: Tensor, positions: Positions) -> Parts:
         """Return the parts that a cache stores for this selector, besides keys and values."""
         return ()
@@ -68,6 +70,10 @@ class KeySelector(nn.Module):
     @abstractmethod
     def spec(self) -> KeySelection:
         """The cost of the selection, and the number of selected keys."""
+
+    def extra_repr(self) -> str:
+        """Return the number of keys, or of blocks, per query."""
+        return f"topk={self.topk}"
 
 
 class EarlierChoice(KeySelector):
@@ -92,10 +98,6 @@ class EarlierChoice(KeySelector):
     def spec(self) -> IndexSelection:
         """The number of chosen keys, for the cost: no heads score them."""
         return IndexSelection(0, 0, self.topk)
-
-    def extra_repr(self) -> str:
-        """Return the number of keys per query."""
-        return f"topk={self.topk}"
 
 
 class IndexHeads(KeySelector):
@@ -176,10 +178,6 @@ class Indexer(IndexHeads):
         """The sizes of the index heads and the number of chosen keys, for the cost."""
         return IndexSelection(self.q.heads, self.q.head_dim, self.topk)
 
-    def extra_repr(self) -> str:
-        """Return the number of keys per query."""
-        return f"topk={self.topk}"
-
 
 class SelectedAttention(Mixer):
     """Softmax attention to the keys that a selector chooses in each call.
@@ -215,12 +213,8 @@ class SelectedAttention(Mixer):
         self._check_parts(project, selector)
         super().__init__()
         self.project, self.selector, self.output, self.scale = project, selector, output, scale
-        self.carries_choice = passes_choice or isinstance(selector, EarlierChoice)
-
-    @property
-    def carries_values(self) -> bool:
-        """Whether the layer gives its choice of keys to later ones, or reads one."""
-        return self.carries_choice
+        # whether the layer gives its choice of keys to later ones, or reads one
+        self.carries_values = passes_choice or isinstance(selector, EarlierChoice)
 
     @staticmethod
     def _check_parts(project: Projection, selector: KeySelector) -> None:
@@ -523,10 +517,6 @@ class PooledIndexer(KeySelector):
         """The sizes of the index heads and of the blocks, for the cost."""
         stored = self.q.head_dim * (2 if self.pooling.gated else 1)
         return PooledSelection(self.q.heads, self.q.head_dim, self.pooling.block, self.topk, stored)
-
-    def extra_repr(self) -> str:
-        """Return the number of blocks per query."""
-        return f"topk={self.topk}"
 
 
 class LatentIndexer(Indexer):

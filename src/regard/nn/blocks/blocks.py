@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from typing import Any, NamedTuple, TypeAlias
 
@@ -503,44 +504,30 @@ class DecoderBlock(nn.Module):
         Returns:
             The new hidden states [B,T,M].
         """
-        if caches is None or is_compiling():
-            return self._forward(x, positions, caches, memory, memory_positions, backend)
-        # Both caches are restored: the cross-attention may raise after the self-attention has
-        # already stored its tokens.
-        with rollback_on_error(*caches, layers=True):
-            return self._forward(x, positions, caches, memory, memory_positions, backend)
-
-    def _forward(
-        self,
-        x: Tensor,
-        positions: Positions | None,
-        caches: BlockCaches | None,
-        memory: Tensor | None,
-        memory_positions: Positions | None,
-        backend: str,
-    ) -> Tensor:
         self_cache, cross_cache = caches if caches is not None else (None, None)
         if positions is None and self_cache is not None:
             positions = self_cache.next(x.shape[1])
-        with named_scope("attention"):
-            x = self.attention_residual(
-                x, lambda x: self.attention(x, positions, self_cache, backend=backend)
-            )
-        with named_scope("cross"):
-            x = self.cross_residual(
-                x,
-                lambda x: self.cross(
-                    x,
-                    positions,
-                    cross_cache,
-                    memory=memory,
-                    memory_positions=memory_positions,
-                    backend=backend,
-                ),
-            )
-        with named_scope("mlp"):
-            out: Tensor = self.feed_forward_residual(x, self._tapped_feed_forward)
-        return tap("residual", out)
+
+        def attend(x: Tensor) -> Tensor:
+            y: Tensor = self.attention(x, positions, self_cache, backend=backend)
+            return y
+
+        def attend_to_memory(x: Tensor) -> Tensor:
+            own = {"memory": memory, "memory_positions": memory_positions}
+            y: Tensor = self.cross(x, positions, cross_cache, backend, **own)
+            return y
+
+        # Both caches are restored: the cross-attention may raise after the self-attention has
+        # already stored its tokens.
+        restored = rollback_on_error(self_cache, cross_cache, layers=True)
+        with nullcontext() if is_compiling() else restored:
+            with named_scope("attention"):
+                x = self.attention_residual(x, attend)
+            with named_scope("cross"):
+                x = self.cross_residual(x, attend_to_memory)
+            with named_scope("mlp"):
+                x = self.feed_forward_residual(x, self._tapped_feed_forward)
+            return tap("residual", x)
 
     def _tapped_feed_forward(self, normed: Tensor) -> Tensor:
         """Apply the feed-forward layer, with its tap in the scope of the block."""

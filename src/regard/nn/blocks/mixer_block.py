@@ -130,6 +130,7 @@ class ParallelMixers(Mixer):
         "adds the results of several mechanisms, so that no row of weights belongs to the layer; "
         "read the taps of mixers.0, mixers.1 and so on"
     )
+    static_step_refusal = None  # each mechanism has its own reasons
 
     def __init__(
         self,
@@ -154,11 +155,6 @@ class ParallelMixers(Mixer):
                 )
         reasons = (mixer.recording_refusal for mixer in mixers)
         self.recording_refusal = next((x for x in reasons if x is not None), None)
-
-    @property
-    def static_step_refusal(self) -> str | None:
-        """None: each mechanism has its own reasons."""
-        return None
 
     def check_cache(self, cache: Cache) -> None:
         """Check that the cache has a part for each mechanism, which that mechanism accepts."""

@@ -104,15 +104,8 @@ class HashedNGrams(nn.Module):
     def forward(
         self, ids: Int[Tensor, "B T"], state: Parts | None, positions: Positions | None
     ) -> tuple[Float[Tensor, "B T P"], Parts]:
-        """Embed the n-grams of the tokens of a call.
-
-        Args:
-            ids: token ids [B,T].
-            state: the ids before, as an earlier call returned them; None at the start of a text.
-            positions: positions of the tokens; slots at -1 are empty.
-
-        Returns:
-            The embeddings [B,T,P], and the last ids [B, n - 1, n] for the next call.
+        """Return the embeddings [B,T,P] of the n-grams of a call, and its last ids [B, n - 1, n],
+        which are the state of the next call.
         """
         n, end = self.sizes.length, self.sizes.end
         # filter i of the convolution reads the id i tokens back; 0 stands for `end`
@@ -196,17 +189,7 @@ class NGramInput(nn.Module):
         state: Parts | None,
         positions: Positions | None,
     ) -> tuple[Float[Tensor, "B T W"], Parts]:
-        """Compute the addition to the streams.
-
-        Args:
-            x: the streams [B, T, n M].
-            ids: token ids [B,T].
-            state: what an earlier call returned; None at the start of a text.
-            positions: positions of the tokens; slots at -1 are empty.
-
-        Returns:
-            The addition [B, T, n M], and the state after the last token.
-        """
+        """Return the addition to the streams x [B, T, n M], and the state after the last token."""
         past_ids, past = (None, None) if state is None else (state[:1], state[1:])
         e, past_ids = self.grams(ids, past_ids, positions)
         keys, queries = self.key_norm(self.key(e)), self.query_norm(x)

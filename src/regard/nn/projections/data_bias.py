@@ -22,20 +22,11 @@ from regard.scores.base import stable_argsort
 from regard.span import Positions, Span, as_tensor
 from regard.units import plural
 
-
-class ProjectionWithMemory(SeparateQKV):
-    """Base class of projections that store more than keys and values for each token."""
-
-    def recall(self, memory: Parts, positions: Positions | None) -> tuple[Tensor, Tensor]:
-        """Return the keys and the values, which are the first two parts."""
-        return super().recall(memory[:2], positions)
-
-
 ForgetGate: TypeAlias = Literal["sigmoid", "softplus"]
 """How a forget gate is computed: ln sigmoid(f), as in FoX, or -softplus(f), as in CABLE."""
 
 
-class ForgettingProjection(ProjectionWithMemory):
+class ForgettingProjection(SeparateQKV):
     """A projection whose keys fade: a token's forget gate multiplies all earlier weights.
 
     g_t = ln sigmoid(f_t) or -softplus(f_t), f_t = W_f x_t + b_f,
@@ -391,7 +382,7 @@ def path_scores(
     return scores
 
 
-class PathProjection(ProjectionWithMemory):
+class PathProjection(SeparateQKV):
     """A projection with PaTH positions: every token reflects the keys before it.
 
     s_ij = scale q_i^T H_i ... H_{j+1} k_j, H_t = I - beta_t w_t w_t^T,
@@ -453,7 +444,7 @@ class PathProjection(ProjectionWithMemory):
         return own._replace(memory=(*own.memory, own.G * own.D, own.G))
 
 
-class SelectiveProjection(ProjectionWithMemory):
+class SelectiveProjection(SeparateQKV):
     """A projection in which a token may hide earlier tokens from all later ones.
 
     s'_ij = s_ij - sum over j < l < i of max(0, s0_lj),  s0 = scale q0_l . k0_j of the first head;

@@ -30,6 +30,7 @@ from regard.nn.projections.heads import (
     Projection,
     ProjectionShape,
     cache_unsafe_reason,
+    run_on_heads,
 )
 from regard.nn.projections.latent import LowRankProjection
 from regard.nn.weights import Linear
@@ -120,11 +121,6 @@ class TensorProductProjection(Projection, nn.Module):
             )
         self.q, self.k, self.v = q, k, v
         self.cache_unsafe_reason = cache_unsafe_reason(k.b)
-
-    def query(self, x: Tensor, positions: Positions | None) -> Tensor:
-        """Return the queries [B,H,T,D] of hidden states x."""
-        q: Tensor = self.q(x, positions)
-        return q
 
     def remember(self, x: Tensor, positions: Positions | None) -> Parts:
         """Return the factors of the keys and those of the values, each in one head."""
@@ -299,20 +295,11 @@ class KeysAsValues(Projection, nn.Module):
         self.q, self.k, self.value_steps = q, k, nn.ModuleList(value_steps)
         self.cache_unsafe_reason = cache_unsafe_reason(k)
 
-    def query(self, x: Tensor, positions: Positions | None) -> Tensor:
-        """Return the queries [B,H,T,D] of hidden states x."""
-        q: Tensor = self.q(x, positions)
-        return q
-
     def remember(self, x: Tensor, positions: Positions | None) -> Parts:
         """Return the keys and the values [B,G,S,D], from one linear map."""
         y = self._heads(x)
-        return _run(self.k.steps, y, positions), _run(self.value_steps, y, positions)
-
-    def recall(self, memory: Parts, positions: Positions | None) -> tuple[Tensor, Tensor]:
-        """Return the stored keys and values."""
-        k, v = memory
-        return k, v
+        steps = self.k.steps, self.value_steps
+        return tuple(run_on_heads(own, y, positions) for own in steps)
 
     def _heads(self, x: Tensor) -> Tensor:
         """Return the projected keys [B,G,S,D] before any step."""
@@ -363,18 +350,9 @@ class SharedKeyValue(Projection, nn.Module):
         self.q, self.kv = q, kv
         self.cache_unsafe_reason = cache_unsafe_reason(kv)
 
-    def query(self, x: Tensor, positions: Positions | None) -> Tensor:
-        """Return the queries [B,H,T,D] of hidden states x."""
-        q: Tensor = self.q(x, positions)
-        return q
-
     def remember(self, x: Tensor, positions: Positions | None) -> Parts:
         """Return the vectors [B,G,S,D] that are keys and values."""
         return (self.kv(x, positions),)
-
-    def recall(self, memory: Parts, positions: Positions | None) -> tuple[Tensor, Tensor]:
-        """Return the stored vectors as keys and as values."""
-        return memory[0], memory[0]
 
     @property
     def shape(self) -> ProjectionShape:
@@ -429,10 +407,3 @@ def _check_heads(q: HeadProjection | LowRankProjection, k: HeadProjection) -> No
         raise ArgumentError(
             f"q is {q.extra_repr()} and k is {k.extra_repr()}; they must have the same head dim"
         )
-
-
-def _run(steps: nn.ModuleList, y: Tensor, positions: Positions | None) -> Tensor:
-    """Apply the steps to heads y [B,n,L,d]."""
-    for step in steps:
-        y = step(y, positions)
-    return y

@@ -20,7 +20,7 @@ from regard.nn.explainable import (
     projection_step,
     run_steps,
 )
-from regard.nn.projections.heads import HeadProjection, Projection, ProjectionShape
+from regard.nn.projections.heads import HeadProjection, Projection, ProjectionShape, run_on_heads
 from regard.nn.weights import Linear, linear
 from regard.ops.stored_linear import stored_linear
 from regard.process_state import ConstantTensor
@@ -55,21 +55,12 @@ class IdentityProjection(Projection, nn.Module):
 
     def query(self, x: Tensor, positions: Positions | None) -> Tensor:
         """Return x as one head [B,1,T,M]."""
-        return self._head(x)
+        _check_width("x", x, self.dim)
+        return x[:, None]
 
     def remember(self, x: Tensor, positions: Positions | None) -> Parts:
         """Return x once, as one head [B,1,S,M]; it serves as key and as value."""
-        return (self._head(x),)
-
-    def _head(self, x: Tensor) -> Tensor:
-        """Check that x is [batch, length, dim] and insert a head axis."""
-        if x.ndim != 3 or x.shape[-1] != self.dim:
-            raise ArgumentError(f"x is {tuple(x.shape)}; it must be [batch, length, {self.dim}]")
-        return x[:, None]
-
-    def recall(self, memory: Parts, positions: Positions | None) -> tuple[Tensor, Tensor]:
-        """Return the stored states as keys and as values."""
-        return memory[0], memory[0]
+        return (self.query(x, positions),)
 
     @property
     def shape(self) -> ProjectionShape:
@@ -187,16 +178,11 @@ class FusedQKV(Projection, nn.Module):
 
     def query(self, x: Tensor, positions: Positions | None) -> Tensor:
         """Return the queries [B,H,T,D] of hidden states x."""
-        return self._run_steps(self._heads(x, 0), positions)
+        return run_on_heads(self.steps, self._heads(x, 0), positions)
 
     def remember(self, x: Tensor, positions: Positions | None) -> Parts:
         """Return the keys [B,G,S,D] and the values [B,G,S,D]."""
-        return self._run_steps(self._heads(x, 1), positions), self._heads(x, 2)
-
-    def recall(self, memory: Parts, positions: Positions | None) -> tuple[Tensor, Tensor]:
-        """Return keys and values as they were stored."""
-        k, v = memory
-        return k, v
+        return run_on_heads(self.steps, self._heads(x, 1), positions), self._heads(x, 2)
 
     @property
     def shape(self) -> ProjectionShape:
@@ -241,12 +227,6 @@ class FusedQKV(Projection, nn.Module):
             weight = torch.unflatten(weight, 0, (-1, D))[index].flatten(0, 1)  # [n D,M]
             bias = None if bias is None else torch.unflatten(bias, 0, (-1, D))[index].flatten()
         return torch.unflatten(linear(x, weight, bias), -1, (len(rows), D)).transpose(1, 2)
-
-    def _run_steps(self, x: Tensor, positions: Positions | None) -> Tensor:
-        """Apply the steps to heads x [B,n,L,D]."""
-        for step in self.steps:
-            x = step(x, positions)
-        return x
 
     def extra_repr(self) -> str:
         """Return the numbers of heads, the head dim and the order of the rows."""
@@ -365,10 +345,6 @@ class EncoderStateProjection(Projection, nn.Module):
         states = self._split(x)
         return (states,) if self.k is None else (self._split(self.k(x)), states)
 
-    def recall(self, memory: Parts, positions: Positions | None) -> tuple[Tensor, Tensor]:
-        """Return the stored keys and values."""
-        return memory[0], memory[-1]
-
     @property
     def shape(self) -> ProjectionShape:
         """The sizes; a cache stores a state per token, and its key if keys have a map."""
@@ -378,7 +354,7 @@ class EncoderStateProjection(Projection, nn.Module):
 
     def explain_inputs(self, query: ProjectionQuery) -> InputSteps:
         """Return the steps of queries and keys, which are linear maps."""
-        k, v = self.recall(self.remember(query.memory, None), None)
+        k, v = self.recall(self.remember(query.memory, None), query.k_positions)
         return InputSteps(
             (MechanismStep("projected", "q_i = W_Q s_i", self.query(query.x, None)[0]),),
             (MechanismStep("projected", "k_j = W_K h_j", k[0]),),

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, NamedTuple
+from collections.abc import Iterable
+from typing import Any, Literal, NamedTuple, cast
 
 from jaxtyping import Float
 from torch import Tensor, nn
@@ -33,23 +34,20 @@ from regard.units import plural
 class Projection(Explainable):
     """Base class of projections: queries and memory from states, keys and values from memory.
 
-    A subclass, usually also an `nn.Module`, writes `query`, `remember`, `recall` and `shape`. It
-    may have several forms, equal in exact arithmetic (`has_forms`): MLA expands latents to keys and
-    values, or multiplies queries by the expansion matrix. All forms store the same memory.
+    A subclass, usually also an `nn.Module`, writes `remember` and `shape`, `recall` if it stores
+    other parts than keys and values, and `query` if the queries are more than those of a map `q`.
+    It may have several forms, equal in exact arithmetic (`has_forms`): MLA expands latents to keys
+    and values, or multiplies queries by the expansion matrix. All forms store the same memory.
     """
 
     cache_unsafe_reason: str | None = None
     """The reason why a cache must not store the result of `remember`; None if it may."""
 
-    @property
-    def has_forms(self) -> bool:
-        """Whether `select_form` may return another projection than this one."""
-        return False
+    has_forms: bool = False
+    """Whether `select_form` may return another projection than this one."""
 
-    @property
-    def carries_values(self) -> bool:
-        """Whether the projection gives the values of the first layer, or mixes them in."""
-        return False
+    carries_values: bool = False
+    """Whether the projection gives the values of the first layer, or mixes them in."""
 
     @property
     def adds_bias(self) -> bool:
@@ -69,9 +67,10 @@ class Projection(Explainable):
             positions: positions of their tokens.
 
         Returns:
-            The queries [B,H,T,D].
+            The queries [B,H,T,D]; by default those of the map `q`.
         """
-        raise NotImplementedError
+        q: Tensor = cast("Any", self).q(x, positions)
+        return q
 
     def remember(self, x: Tensor, positions: Positions) -> Parts:
         """Compute what a cache stores for hidden states.
@@ -93,9 +92,9 @@ class Projection(Explainable):
             positions: positions of their tokens.
 
         Returns:
-            The keys [B,G,S,D] and the values [B,G,S,E].
+            The keys [B,G,S,D] and the values [B,G,S,E]; by default the first and the last part.
         """
-        raise NotImplementedError
+        return memory[0], memory[-1]
 
     def postprocess(self, z: Tensor, x: Tensor) -> Tensor:
         """Transform the result of attention before the output map, for example by a gate.
@@ -311,8 +310,34 @@ class HeadProjection(nn.Module):
         return f"{plural(self.heads, 'head')} of {self.head_dim}"
 
 
+def _of_project(name: str) -> Any:
+    """Return a member of a wrapper that is the member of the wrapped projection."""
+    doc = f"The `{name}` of the wrapped projection."
+    return property(lambda wrapper: getattr(wrapper.project, name), doc=doc)
+
+
+def run_on_heads(steps: Iterable[nn.Module], heads: Tensor, positions: Positions | None) -> Tensor:
+    """Apply steps such as norms and rotary embeddings to heads [B,n,L,d], one after the other."""
+    for step in steps:
+        heads = step(heads, positions)
+    return heads
+
+
 class WrappedProjection(Projection, nn.Module):
     """A projection around another one, which changes only the result of attention (`finish`)."""
+
+    shape = _of_project("shape")
+    cache_unsafe_reason = _of_project("cache_unsafe_reason")
+    query = _of_project("query")
+    adjust_query = _of_project("adjust_query")
+    remember = _of_project("remember")
+    remember_carried = _of_project("remember_carried")
+    carries_values = _of_project("carries_values")
+    recall = _of_project("recall")
+    data_bias = _of_project("data_bias")
+    adds_bias = _of_project("adds_bias")
+    has_forms = _of_project("has_forms")
+    spec = _of_project("spec")
 
     def __init__(self, project: Projection) -> None:
         super().__init__()
@@ -321,32 +346,6 @@ class WrappedProjection(Projection, nn.Module):
     def finish(self, z: Tensor, x: Tensor, positions: Positions | None) -> Tensor:
         """Change heads z [B,H,T,E] behind the last step of the wrapped projection."""
         raise NotImplementedError
-
-    def query(self, x: Tensor, positions: Positions) -> Tensor:
-        """Return the queries [B,H,T,D] of the wrapped projection."""
-        return self.project.query(x, positions)
-
-    def remember(self, x: Tensor, positions: Positions) -> Parts:
-        """Return the memory parts of the wrapped projection."""
-        return self.project.remember(x, positions)
-
-    def remember_carried(self, x: Tensor, positions: Positions, first: FirstValues) -> Parts:
-        """Return the memory parts of the wrapped projection, which gives or takes values."""
-        return self.project.remember_carried(x, positions, first)
-
-    def recall(self, memory: Parts, positions: Positions) -> tuple[Tensor, Tensor]:
-        """Return the keys and values of the wrapped projection."""
-        return self.project.recall(memory, positions)
-
-    def adjust_query(self, q: Tensor, positions: Positions, k_positions: Positions) -> Tensor:
-        """Adjust queries as the wrapped projection does."""
-        return self.project.adjust_query(q, positions, k_positions)
-
-    def data_bias(
-        self, x: Tensor, q: Tensor, memory: Parts, positions: Positions, k_positions: Positions
-    ) -> Bias | None:
-        """Return the bias that the wrapped projection computes from the tokens, or None."""
-        return self.project.data_bias(x, q, memory, positions, k_positions)
 
     def postprocess(self, z: Tensor, x: Tensor) -> Tensor:
         """Finish the heads without positions."""
@@ -360,35 +359,6 @@ class WrappedProjection(Projection, nn.Module):
         """Return the form of the wrapped projection, with the same last step."""
         form = self.project.select_form(queries, keys)
         return self if form is self.project else FinishedForm(form, self)
-
-    def spec(self, weights: ParameterCounts, visible: VisibleKeys) -> Spec:
-        """Return the cost of attention through the wrapped projection."""
-        return self.project.spec(weights, visible)
-
-    @property
-    def has_forms(self) -> bool:
-        """Whether the wrapped projection has several forms."""
-        return self.project.has_forms
-
-    @property
-    def adds_bias(self) -> bool:
-        """Whether the wrapped projection computes a bias from the tokens."""
-        return self.project.adds_bias
-
-    @property
-    def carries_values(self) -> bool:
-        """Whether the wrapped projection gives or takes the values of the first layer."""
-        return self.project.carries_values
-
-    @property
-    def shape(self) -> ProjectionShape:
-        """The sizes of the wrapped projection."""
-        return self.project.shape
-
-    @property
-    def cache_unsafe_reason(self) -> str | None:  # type: ignore[override]
-        """The reason why a cache must not store the memory of the wrapped projection, or None."""
-        return self.project.cache_unsafe_reason
 
 
 def unwrapped(project: Projection) -> Projection:
@@ -469,8 +439,10 @@ class SeparateQKV(Projection, nn.Module):
         return parts["k"](x, positions), parts["v"](x, positions)
 
     def recall(self, memory: Parts, positions: Positions | None) -> tuple[Tensor, Tensor]:
-        """Return the keys [B,G,S,D], after `key_transform`, and the values [B,G,S,E]."""
-        k, v = memory
+        """Return the keys [B,G,S,D], after `key_transform`, and the values [B,G,S,E], which are
+        the first two parts of the memory.
+        """
+        k, v = memory[0], memory[1]
         return (k if self.key_transform is None else self.key_transform(k, positions)), v
 
     @property

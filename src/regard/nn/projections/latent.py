@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from jaxtyping import Float
@@ -82,12 +82,36 @@ class LowRankProjection(nn.Module):
 class LatentHeads(Projection, nn.Module):
     """What projections through latents share: queries with and without positions, and two forms."""
 
-    q: HeadProjection | LowRankProjection
-    rotary: Rotary
-    form: Form
-    kv_rank: int
-    nope_dim: int
-    value_dim: int
+    has_forms = True  # an expanded and an absorbed one
+
+    def __init__(
+        self,
+        dim: int,
+        heads: int,
+        rotary: Rotary,
+        form: Form,
+        *,
+        kv_rank: int,
+        nope_dim: int,
+        value_dim: int,
+        q_rank: int | None,
+        bias: bool = False,
+        eps: float,
+        **counts: int,
+    ) -> None:
+        super().__init__()
+        sizes = {"kv_rank": kv_rank, "nope_dim": nope_dim, "value_dim": value_dim, "q_rank": q_rank}
+        for name, size in {"dim": dim, "heads": heads, **counts, **sizes}.items():
+            if size is not None and size < 1:
+                alternative = "; None computes queries without a latent" if name == "q_rank" else ""
+                raise ArgumentError(f"{name} is {size}; it must be at least 1{alternative}")
+        check_choice("form", form, get_args(Form))
+        self.heads, self.rotary, self.form = heads, rotary, form
+        self.kv_rank, self.nope_dim, self.value_dim = kv_rank, nope_dim, value_dim
+        up = HeadProjection(dim if q_rank is None else q_rank, heads, nope_dim + rotary.dim)
+        self.q: HeadProjection | LowRankProjection = (
+            up if q_rank is None else LowRankProjection(dim, q_rank, up, bias=bias, eps=eps)
+        )
 
     def up_maps(self) -> list[nn.Module]:
         """Return the maps from latents to the keys and values of heads."""
@@ -105,11 +129,6 @@ class LatentHeads(Projection, nn.Module):
     def query(self, x: Tensor, positions: Positions) -> Tensor:
         """Return the queries [B,H,T,d_nope+d_rope] of hidden states x."""
         return torch.cat(self.parts(x, positions), dim=-1)
-
-    @property
-    def has_forms(self) -> bool:
-        """True: there are an expanded and an absorbed form."""
-        return True
 
     def select_form(self, queries: int, keys: int) -> Projection:
         """Return this projection (expanded), or its `AbsorbedLatentProjection`."""
@@ -139,19 +158,18 @@ class LatentHeads(Projection, nn.Module):
         weight = heads[0] if len(heads) == 1 else torch.cat(heads)  # [H,d_nope+E,r]
         return weight[:, : self.nope_dim], weight[:, self.nope_dim :]
 
+    def _spec(self, weights: ParameterCounts) -> dict[str, Any]:
+        """Return the weights, with the up maps counted separately, and the sizes of the cost."""
+        r, n, E, shape = self.kv_rank, self.nope_dim, self.value_dim, self.shape
+        separate = weights.counted_separately + r * shape.H * (n + E)
+        weights = replace(weights, counted_separately=separate)
+        sizes = {"kv_rank": r, "nope_dim": n, "rope_dim": self.rotary.dim, "value_dim": E}
+        return {"weights": weights, "parts": shape.parts, "heads": shape.H, **sizes}
+
     @property
     def cache_unsafe_reason(self) -> str | None:  # type: ignore[override]
         """Why a cache must not store the rotated key; None for fixed frequencies."""
         return cache_unsafe_reason(self.rotary)
-
-
-def check_latent_sizes(form: str, **sizes: int | None) -> None:
-    """Check the sizes of a projection through latents, and the name of its form."""
-    for name, size in sizes.items():
-        if size is not None and size < 1:
-            alternative = "; None computes queries without a latent" if name == "q_rank" else ""
-            raise ArgumentError(f"{name} is {size}; it must be at least 1{alternative}")
-    check_choice("form", form, get_args(Form))
 
 
 class AbsorbedLatentProjection(Projection):
@@ -248,20 +266,8 @@ class LatentProjection(LatentHeads):
         eps: float = 1e-6,
         form: Form = "auto",
     ) -> None:
-        super().__init__()
-        check_latent_sizes(
-            form,
-            dim=dim,
-            heads=heads,
-            kv_rank=kv_rank,
-            nope_dim=nope_dim,
-            value_dim=value_dim,
-            q_rank=q_rank,
-        )
-        self.heads, self.rotary, self.form = heads, rotary, form
-        self.kv_rank, self.nope_dim, self.value_dim = kv_rank, nope_dim, value_dim
-        up = HeadProjection(dim if q_rank is None else q_rank, heads, nope_dim + rotary.dim)
-        self.q = up if q_rank is None else LowRankProjection(dim, q_rank, up, bias=bias, eps=eps)
+        sizes: Any = {"kv_rank": kv_rank, "nope_dim": nope_dim, "value_dim": value_dim}
+        super().__init__(dim, heads, rotary, form, **sizes, q_rank=q_rank, bias=bias, eps=eps)
         self.kv_down = Linear(dim, kv_rank + rotary.dim, bias=bias)
         self.kv_norm = RMSNorm(kv_rank, eps=eps)
         self.kv_up = HeadProjection(kv_rank, heads, nope_dim + value_dim)
@@ -294,29 +300,8 @@ class LatentProjection(LatentHeads):
         return ProjectionShape(H, H, D, self.value_dim, (self.kv_rank + self.rotary.dim,))
 
     def spec(self, weights: ParameterCounts, visible: VisibleKeys) -> Spec:
-        """Return the cost of attention through this projection.
-
-        Args:
-            weights, visible: the parameters of the layer, and the keys that a query sees.
-
-        Returns:
-            The cost specification, which counts the cheaper form.
-        """
-        return LatentSpec(
-            replace(
-                weights,
-                counted_separately=weights.counted_separately
-                + self.kv_rank * self.heads * (self.nope_dim + self.value_dim),
-            ),
-            self.shape.parts,
-            self.heads,
-            self.kv_rank,
-            self.nope_dim,
-            self.rotary.dim,
-            self.value_dim,
-            self.form,
-            visible,
-        )
+        """Return the cost of attention through this projection, in the cheaper form."""
+        return LatentSpec(**self._spec(weights), form=self.form, visible=visible)
 
     @property
     def scale(self) -> float:
@@ -371,19 +356,13 @@ class LatentProjection(LatentHeads):
 class NaiveLatentProjection(LatentProjection):
     """A `LatentProjection` that caches expanded keys and values, for comparison."""
 
+    has_forms = False
+
     def remember(self, x: Tensor, positions: Positions) -> Parts:
         """Return the expanded keys [B,H,S,d_nope+d_rope] and values [B,H,S,E]."""
         return super().recall(super().remember(x, positions), positions)
 
-    def recall(self, memory: Parts, positions: Positions) -> tuple[Tensor, Tensor]:
-        """Return keys and values as they were stored."""
-        k, v = memory
-        return k, v
-
-    @property
-    def has_forms(self) -> bool:
-        """False: there is only one form."""
-        return False
+    recall = Projection.recall
 
     def select_form(self, queries: int, keys: int) -> Projection:
         """Return this projection, which has only one form."""
@@ -429,28 +408,15 @@ class GroupedLatentProjection(LatentHeads):
         eps: float = 1e-6,
         form: Form = "auto",
     ) -> None:
-        super().__init__()
-        check_latent_sizes(
-            form,
-            dim=dim,
-            heads=heads,
-            latents=latents,
-            branches=branches,
-            kv_rank=kv_rank,
-            nope_dim=nope_dim,
-            value_dim=value_dim,
-            q_rank=q_rank,
-        )
+        sizes: Any = {"kv_rank": kv_rank, "nope_dim": nope_dim, "value_dim": value_dim}
+        sizes |= {"latents": latents, "branches": branches}
+        super().__init__(dim, heads, rotary, form, **sizes, q_rank=q_rank, eps=eps)
         if latents % branches or (branches * heads) % latents:
             raise ArgumentError(
                 f"latents is {latents} for {branches} x {plural(heads, 'head')}; "
                 "branches must divide latents, and latents must divide branches * heads"
             )
-        self.heads, self.rotary, self.form = heads, rotary, form
         self.latents, self.branches = latents, branches
-        self.kv_rank, self.nope_dim, self.value_dim = kv_rank, nope_dim, value_dim
-        up = HeadProjection(dim if q_rank is None else q_rank, heads, nope_dim + rotary.dim)
-        self.q = up if q_rank is None else LowRankProjection(dim, q_rank, up, eps=eps)
         self.kv_down = Linear(dim, latents * kv_rank + rotary.dim, bias=False)
         self.kv_norms = nn.ModuleList(RMSNorm(kv_rank, eps=eps) for _ in range(latents))
         each = branches * heads // latents * (nope_dim + value_dim)
@@ -513,21 +479,9 @@ class GroupedLatentProjection(LatentHeads):
         return float(self.shape.D**-0.5)
 
     def spec(self, weights: ParameterCounts, visible: VisibleKeys) -> Spec:
-        """Return the cost of attention through this projection."""
-        H = self.branches * self.heads
-        separate = self.kv_rank * H * (self.nope_dim + self.value_dim)
-        return GroupedLatentSpec(
-            replace(weights, counted_separately=weights.counted_separately + separate),
-            self.shape.parts,
-            H,
-            self.kv_rank,
-            self.nope_dim,
-            self.rotary.dim,
-            self.value_dim,
-            self.form,
-            visible,
-            latents=self.latents,
-        )
+        """Return the cost of attention through this projection, in the cheaper form."""
+        own: Any = {"form": self.form, "visible": visible, "latents": self.latents}
+        return GroupedLatentSpec(**self._spec(weights), **own)
 
     def explain_inputs(self, query: ProjectionQuery) -> InputSteps:
         """Return the steps through the latents, in the form of the recorded head dim."""

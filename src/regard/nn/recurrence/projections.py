@@ -23,7 +23,13 @@ from regard.nn.explainable import (
     projection_step,
     run_steps,
 )
-from regard.nn.projections.heads import HeadProjection, Projection, ProjectionShape, SeparateQKV
+from regard.nn.projections.heads import (
+    HeadProjection,
+    Projection,
+    ProjectionShape,
+    SeparateQKV,
+    run_on_heads,
+)
 from regard.ops.linear.short_convolution import Activation, short_convolution
 from regard.ops.tokenwise import check_linear_map
 from regard.span import Positions
@@ -104,6 +110,8 @@ class CausalConvolution(nn.Module):
 class JoinedConvolution(nn.Module):
     """Causal convolutions of neighbouring channels as one, for checkpoints with own filters."""
 
+    bias = None
+
     def __init__(self, parts: Sequence[CausalConvolution]) -> None:
         super().__init__()
         kinds = {(x.weight.shape[1], x.dilation, x.activation, x.bias is None) for x in parts}
@@ -119,11 +127,6 @@ class JoinedConvolution(nn.Module):
     def weight(self) -> Float[Tensor, "c n"]:
         """The filters of all channels."""
         return torch.cat([cast("CausalConvolution", part).weight for part in self.parts])
-
-    @property
-    def bias(self) -> None:
-        """Always None: the channels have no biases."""
-        return
 
     def forward(
         self, x: Float[Tensor, "B T c"], state: Parts | None, positions: Positions | None
@@ -291,12 +294,8 @@ class ConvolvedQKV(StatefulQKV):
     def project(self, x: Tensor, positions: Positions | None, state: Parts | None) -> ProjectedQKV:
         """Compute the queries, keys and values of tokens, with the state of the convolution."""
         y, state = self.convolution(self._channels(x), state, positions)
-        heads = []
-        for part, own in zip((self.q, self.k, self.v), self._split(y), strict=True):
-            for step in part.steps:
-                own = step(own, positions)
-            heads.append(own)
-        q, k, v = heads
+        heads = zip((self.q, self.k, self.v), self._split(y), strict=True)
+        q, k, v = (run_on_heads(part.steps, own, positions) for part, own in heads)
         if self.value_gate is not None:
             v = v * self.value_gate(x, positions).sigmoid()
         return ProjectedQKV(q, k, v, state)

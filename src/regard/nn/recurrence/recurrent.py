@@ -48,6 +48,7 @@ class StateMixer(Mixer):
     """Base class of the mechanisms whose cache is a `State`."""
 
     across_ranks: ClassVar[AcrossRanks] = "state"
+    static_step_refusal = None  # a step depends on tensors only
 
     def check_cache(self, cache: Cache) -> None:
         """Raise unless the cache is a `State`, not a cache of tokens."""
@@ -55,11 +56,6 @@ class StateMixer(Mixer):
             raise ArgumentTypeError(
                 f"the cache is {type(cache).__name__}; a recurrence needs a State: use new_cache()"
             )
-
-    @property
-    def static_step_refusal(self) -> str | None:
-        """None: a step depends on tensors only."""
-        return None
 
     def new_cache(self) -> State:
         """Return an empty cache. Use a new one for each text, or call its `reset()`."""
@@ -202,7 +198,7 @@ class Recurrent(StateMixer):
         self.explain_refusal = rule.explain_refusal
 
     @property
-    def static_step_refusal(self) -> str | None:
+    def static_step_refusal(self) -> str | None:  # type: ignore[override]
         """The reason of the rule, if it has one."""
         return self.rule.static_step_refusal
 

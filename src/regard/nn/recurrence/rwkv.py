@@ -71,6 +71,7 @@ class RWKV7(StateMixer):
     """
 
     recording_refusal = "splits the sequence into chunks, whose number depends on its length"
+    carries_values = True  # the first layer gives its values, and the others read them
 
     def __init__(
         self,
@@ -111,11 +112,6 @@ class RWKV7(StateMixer):
         self.norm = HeadNorm(H, D, eps=eps)
         self.output = Linear(H * D, dim, bias=False)
         self.heads, self.documents = HeadShape(H, H, D, D), documents
-
-    @property
-    def carries_values(self) -> bool:
-        """Always True: the first layer gives its values, and the others read them."""
-        return True
 
     def mix(self, x: Tensor, positions: Positions, cache: Cache | None, backend: str) -> Tensor:
         """Run the recurrence over x [B,T,M] from the cached state, in the form `backend`."""

@@ -27,7 +27,7 @@ from regard.nn.recurrence.decays import (
 from regard.nn.recurrence.projections import CausalConvolution, ConvolvedQKV, TokenShiftQKV
 from regard.nn.recurrence.recurrent import Recurrent
 from regard.nn.variants.options import HeadSize, Option, SharedHeads, Valued
-from regard.nn.variants.projections import Start, ValueHeadStart, half_head_dim, output_projection
+from regard.nn.variants.projections import Start, ValueHeadStart, output_projection, set_half_heads
 from regard.nn.variants.registry import variant
 
 
@@ -41,17 +41,6 @@ def lightning_rates(heads: int, layer: int, layers: int) -> list[float]:
     """Return the rates r of lightning attention, whose heads decay by exp(-r) per token.
 
     r_h = 2^(-8 h / H) (1 - l / (L - 1 + 1e-5) + 1e-5), h = 1 ... H
-
-    Args:
-        heads: the heads H.
-        layer: the index l of the layer, from 0.
-        layers: the number of layers L.
-
-    Returns:
-        The rate of each head.
-
-    Raises:
-        ArgumentError: a size is less than 1, or layer is not from 0 to layers - 1.
 
     >>> [round(rate, 6) for rate in lightning_rates(2, 0, 4)]
     [0.062501, 0.003906]
@@ -412,10 +401,7 @@ def mlstm(
         head_dim: the head dim D; None is M / 2H, as in the paper.
         value_dim: the value dim E; None is 2 D.
     """
-    D = half_head_dim(dim, heads) if options["head_dim"] is None else options["head_dim"]
-    options["head_dim"] = D
-    if options["value_dim"] is None:
-        options["value_dim"] = 2 * D
+    set_half_heads(dim, heads, options)
     start = ValueHeadStart(dim, heads, **options)
     return Recurrent(
         SeparateQKV(start.q(), start.kv(), start.values()),

@@ -13,6 +13,7 @@ from regard.masks import Causal, Mask
 from regard.nn.attention.attention import Attention
 from regard.nn.projections.heads import HeadProjection, Projection, SeparateQKV
 from regard.nn.recurrence.projections import CausalConvolution, ConvolvedQKV, GroupedValueQKV
+from regard.nn.variants.options import Valued
 from regard.nn.weights import Linear
 from regard.positions import Rotary
 from regard.positions.rotary import Layout
@@ -132,15 +133,19 @@ class ValueHeadStart(Start):
         return output_projection(self.dim, self.outputs, self.E)
 
 
-def half_head_dim(dim: int, heads: int) -> int:
-    """Return the head dim M / 2H of keys that are half as wide as usual, if it is whole."""
-    if heads < 1 or dim % (2 * heads):
-        raise ArgumentError(
-            f"dim is {dim}; it must be divisible by 2 * heads = {2 * heads}, or give head_dim, "
-            "which is dim / (2 heads) in the paper",
-            argument="dim",
-        )
-    return dim // (2 * heads)
+def set_half_heads(dim: int, heads: int, options: Valued) -> None:
+    """Set the sizes that are None: keys of M / 2H, half as wide as usual, and values of 2 D."""
+    D = options["head_dim"]
+    if D is None:
+        if heads < 1 or dim % (2 * heads):
+            raise ArgumentError(
+                f"dim is {dim}; it must be divisible by 2 * heads = {2 * heads}, or give head_dim, "
+                "which is dim / (2 heads) in the paper",
+                argument="dim",
+            )
+        D = options["head_dim"] = dim // (2 * heads)
+    if options["value_dim"] is None:
+        options["value_dim"] = 2 * D
 
 
 def is_first_layer(layer: int) -> bool:

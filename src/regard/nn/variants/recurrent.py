@@ -22,7 +22,7 @@ from regard.nn.recurrence.decays import (
 from regard.nn.recurrence.delta import DeltaRule, LogDecay
 from regard.nn.recurrence.recurrent import Recurrent
 from regard.nn.variants.options import Option, OptionalGroups, SharedValued, Valued
-from regard.nn.variants.projections import Start, ValueHeadStart, half_head_dim
+from regard.nn.variants.projections import Start, ValueHeadStart, set_half_heads
 from regard.nn.variants.registry import variant
 from regard.ops.linear.feature_maps import PowerFeatures, RandomFeatures, TaylorFeatures
 from regard.ops.linear.linear_attention import FeatureMap
@@ -157,10 +157,7 @@ def gated_linear(
         head_dim: the head dim D; None is M / 2H, as in the paper.
         value_dim: the value dim E; None is 2 D.
     """
-    D = half_head_dim(dim, heads) if options["head_dim"] is None else options["head_dim"]
-    options["head_dim"] = D
-    if options["value_dim"] is None:
-        options["value_dim"] = 2 * D
+    set_half_heads(dim, heads, options)
     start = ValueHeadStart(dim, heads, **options)
     project = start.separate()
     rule = GatedLinearRule(dim, start.value_heads, start.D, rank=rank, temperature=temperature)

@@ -528,22 +528,8 @@ SYMBOLS: dict[str, str] = {
 """The meaning of a symbol in the equations, unless a mechanism gives another one."""
 
 FUNCTIONS = frozenset(
-    {
-        "softmax",
-        "sqrt",
-        "exp",
-        "ln",
-        "max",
-        "tanh",
-        "sigmoid",
-        "softplus",
-        "relu",
-        "sum",
-        "min",
-        "mod",
-    }
-    | {"mean", "abs", "product", "cos"}
-    | {"diag", "concat", "dot", "general", "T"}
+    {"softmax", "sqrt", "exp", "ln", "max", "tanh", "sigmoid", "softplus", "relu", "sum", "min"}
+    | {"mod", "mean", "abs", "product", "cos", "diag", "concat", "dot", "general", "T"}
 )
 """Functions and words with a common meaning; T is a transpose."""
 
