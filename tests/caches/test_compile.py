@@ -39,6 +39,7 @@ def attention(mask: masks.Mask) -> Attention:
     return Attention(project, nn.Linear(32, 16), mask=mask)
 
 
+@pytest.mark.nightly(keep=3)
 @pytest.mark.full
 @pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize("name", KINDS)

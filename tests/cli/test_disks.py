@@ -114,6 +114,7 @@ def test_a_read_only_disk_is_told_before_anything_is_computed(
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.nightly(keep=1)
 @pytest.mark.full
 @pytest.mark.parametrize("size", [400, 20_000, 300_000])
 def test_a_conversion_on_a_full_disk_names_the_folder_and_leaves_nothing(
@@ -200,6 +201,7 @@ def test_one_run_at_a_time_writes_into_a_folder(
     assert tree(Path("out")) == {}
 
 
+@pytest.mark.nightly(keep=1)
 @pytest.mark.full
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no /dev/full")
 @pytest.mark.parametrize("arguments", [("generate", "a", "--max-tokens", "2"), ("show", "causal")])

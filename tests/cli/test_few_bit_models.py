@@ -203,6 +203,7 @@ def test_words_and_sizes(
         assert torch.allclose(made[0].get_parameter(name), x, atol=1e-5)
 
 
+@pytest.mark.nightly(keep=1)
 @pytest.mark.full
 @pytest.mark.parametrize("form", FORMS)
 def test_longer_work(

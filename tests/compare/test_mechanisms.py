@@ -42,6 +42,7 @@ def test_every_mechanism_can_be_built_and_trained_at_other_sizes(
         assert sum(p.numel() for p in model.parameters()) == count_parameters(config)
 
 
+@pytest.mark.nightly(keep=1)
 @pytest.mark.full
 @pytest.mark.parametrize("shape", [Shape(), Shape(dim=64, layers=3), SHAPE])
 def test_the_same_parameters_within_one_per_cent(shape: Shape) -> None:

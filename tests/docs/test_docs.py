@@ -125,6 +125,7 @@ OPTIONAL = ("lm_eval", "sentence_transformers", "triton")
 """Packages without which some modules cannot be imported."""
 
 
+@pytest.mark.nightly(keep=180)
 @pytest.mark.full(keep=25)
 @pytest.mark.parametrize("name", MODULES)
 def test_the_examples_in_docstrings(

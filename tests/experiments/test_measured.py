@@ -95,6 +95,7 @@ def exact(seed: int) -> dict[str, Outcome]:
     return {one.claim.id: one for one in found}
 
 
+@pytest.mark.nightly(keep=4)
 @pytest.mark.full(keep=1)
 @pytest.mark.parametrize(("name", "wanted"), EXACT.items())
 @pytest.mark.parametrize("seed", [0, 1])

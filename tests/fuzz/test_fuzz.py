@@ -23,6 +23,7 @@ from tests.fuzz import box, mutations
 CASES = int(os.environ.get("REGARD_FUZZ", "105"))
 
 
+@pytest.mark.nightly
 @pytest.mark.full
 def test_damaged_files_are_refused_or_load(root: Path) -> None:
     """In a process of its own, without the checked annotations, whose errors are not the

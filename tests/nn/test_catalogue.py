@@ -304,7 +304,7 @@ STEPS = with_every_part(
 WHOLE = [n for n, v in MIXERS.items() if n not in STEPS or type(example(v)) is not Attention]
 
 
-@pytest.mark.nightly(keep=16)  # two to nine seconds a mechanism
+@pytest.mark.nightly(keep=5)  # two to nine seconds a mechanism
 @pytest.mark.full(keep=1)
 @pytest.mark.parametrize("name", WHOLE)
 def test_compiles_without_a_graph_break(name: str) -> None:
@@ -314,7 +314,7 @@ def test_compiles_without_a_graph_break(name: str) -> None:
     assert_close(forward(compiled, x), forward(module, x))
 
 
-@pytest.mark.nightly(keep=16)  # five seconds a mechanism
+@pytest.mark.nightly(keep=5)  # five seconds a mechanism
 @pytest.mark.full
 @pytest.mark.parametrize("name", STEPS)
 def test_decoding_compiles_at_most_three_times(name: str) -> None:

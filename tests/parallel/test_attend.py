@@ -120,6 +120,7 @@ def assert_all(cases: list[Case], W: int) -> None:
         assert_results(case, [rank[n] for rank in results], LENGTHS[case[1]](W))
 
 
+@pytest.mark.nightly(keep=2)
 @pytest.mark.full(keep=1)
 @pytest.mark.parametrize("turn", range(3))
 @pytest.mark.parametrize("W", [2, 4])

@@ -149,6 +149,7 @@ LEAST = {"tiled": (9, 9), "flex": (7, 0), "cpu": (3, 0), "gemm": (3, 2), "sdpa":
 """How many rules each kernel serves at least, in one of the calls, without and with gradients."""
 
 
+@pytest.mark.nightly(keep=3)
 @pytest.mark.full
 @pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
 @pytest.mark.parametrize("kernel", LEAST)

@@ -186,6 +186,7 @@ def made(name: str) -> Kind:
     return KINDS[name]()
 
 
+@pytest.mark.nightly(keep=4)
 @pytest.mark.full(keep=1)
 @pytest.mark.parametrize("name", KINDS)
 def test_every_task_on_this_kind_of_model(name: str) -> None:

@@ -215,7 +215,7 @@ def test_decoding_with_a_file_is_one_pass() -> None:
     assert [part.shape[2] for part in past] == [9, 9]
 
 
-@pytest.mark.nightly(keep=60)
+@pytest.mark.nightly(keep=20)
 @pytest.mark.full(keep=["trace-gqa", "trace-longformer", "export-mlra"])
 @pytest.mark.parametrize("name", MIXERS)
 @pytest.mark.parametrize(

@@ -58,6 +58,7 @@ def test_arm(compiled_by: str, tmp_path: Path) -> None:
     assert run(emulator, driver([tool(name)], flags, tmp_path)) == PRINTED
 
 
+@pytest.mark.nightly
 @pytest.mark.full
 def test_a_wrong_number_is_noticed(tmp_path: Path) -> None:
     """A negative control: a product with twice its gate, in a copy of one source."""

@@ -122,6 +122,7 @@ def test_an_operator_gives_the_gradients_of_the_call(case: Case) -> None:
         assert_close_rule(x, [each[i] for each in plain], y, GRADIENT)
 
 
+@pytest.mark.nightly(keep=4)
 @pytest.mark.full
 @pytest.mark.parametrize("bias", [None, "fixed", "learned"])
 @pytest.mark.parametrize("gradient", [False, True])
