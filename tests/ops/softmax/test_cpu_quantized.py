@@ -5,7 +5,6 @@ copy of them on the way.
 from __future__ import annotations
 
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -489,17 +488,16 @@ def test_the_largest_sums_of_whole_numbers_do_not_wrap(D: int) -> None:
         assert torch.allclose(found, torch.tensor(float(code * D)), atol=0.02 * D)
 
 
-def coded(axis: str, *, slots: int = 16, kind: torch.dtype = torch.float32) -> Any:
+def coded(axis: quantization.Axis, *, slots: int = 16, kind: torch.dtype = torch.float32) -> Any:
     """What a quantized cache answers, by hand: 8 bits, groups of 8, and two recent slots."""
     rows, lines = (slots // 8, 8) if axis == "channel" else (slots, 1)
-    made = SimpleNamespace(
-        codes=torch.zeros(1, 2, rows, lines, 8, dtype=torch.uint8),
-        scale=torch.ones(1, 2, rows, lines, 1, dtype=kind),
-        zero=torch.zeros(1, 2, rows, lines, 1, dtype=kind),
-    )
+    codes = torch.zeros(1, 2, rows, lines, 8, dtype=torch.uint8)
+    scale, zero = (x((1, 2, rows, lines, 1), dtype=kind) for x in (torch.ones, torch.zeros))
+    none = torch.zeros(1, 0)
+    made = quantization.QuantizedGroups(codes, scale, zero, none.long(), none)
     recent = torch.zeros(1, 2, 2, 8, dtype=kind)
     wide: Any = torch.zeros(1, 2, slots + 2, 8)
-    wide.coded = SimpleNamespace(groups=made, axis=axis, bits=8, recent=recent)
+    wide.coded = quantization.QuantizedAndRecent(made, axis, 8, recent)
     return wide
 
 
@@ -518,7 +516,7 @@ def test_scales_and_zeros_are_read_by_the_same_steps() -> None:
     """A zero that was filled in by hand may lie otherwise than its scale."""
     keys = coded("channel")
     zero = torch.randn(8, 2, 2, 1).permute(3, 1, 2, 0)[..., None]
-    keys.coded.groups.zero = zero
+    keys.coded = keys.coded._replace(groups=keys.coded.groups._replace(zero=zero))
     found = attention.quantized_segment(keys, coded("token"))
     assert found is not None
     _, scale, read = found.owners[:3]

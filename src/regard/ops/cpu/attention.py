@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -24,7 +24,10 @@ from torch import Tensor
 from regard.ops.cpu import arguments, threads
 from regard.ops.cpu.arguments import struct_layout
 from regard.ops.cpu.library import DTYPES, entry
-from regard.ops.stored_weights import QuantizedSlots, coded_memory
+from regard.ops.stored_weights import coded_memory
+
+if TYPE_CHECKING:
+    from regard.caches.quantization import QuantizedAndRecent
 
 TILE_KEYS = 64
 """A multiple of the number of keys in a tile, `kTile` of `csrc/decode.cpp`."""
@@ -118,7 +121,7 @@ def quantized_segment(k: Tensor, v: Tensor) -> QuantizedSegment | None:
     return QuantizedSegment(parts[0], parts[1], dtype, slots, recent, owners)
 
 
-def is_readable(x: QuantizedSlots) -> bool:
+def is_readable(x: QuantizedAndRecent) -> bool:
     """Return whether compiled code can read codes where they are: their last dimension is
     contiguous, and the strides of scales and zeros are equal.
     """
@@ -130,7 +133,7 @@ def quantized_numbers(codes: Tensor, scale: Tensor, zero: Tensor, bits: int) -> 
     """Return the numbers of a field `Quantized`.
 
     Args:
-        codes, scale, zero: the codes, their scales and zeros, as in `QuantizedCodes`.
+        codes, scale, zero: the codes, their scales and zeros, as in `QuantizedGroups`.
         bits: the number of bits of a code.
     """
     return (

@@ -26,7 +26,7 @@ from regard.ops.softmax.triton.block_sizes import MAX_HEAD_DIM
 from regard.ops.stored_weights import (
     CodedMemory,
     Float8Memory,
-    PagedSlots,
+    PagedMemory,
     coded_memory,
     float8_memory,
     paged_memory,
@@ -366,7 +366,7 @@ def _bucket_table(
     return matching.to(torch.int32)
 
 
-StoredForm: TypeAlias = CodedMemory | Float8Memory | tuple[PagedSlots, PagedSlots]
+StoredForm: TypeAlias = CodedMemory | Float8Memory | PagedMemory
 """Codes with the slots behind them, 8-bit floats, or the pages of keys and values."""
 
 
@@ -395,5 +395,5 @@ def describe_stored_form(call: Call) -> str:
         )
     if isinstance(stored, Float8Memory):
         return f"it reads keys and values as {stored.keys.format}, and widens them in registers"
-    size = stored[0].pages.shape[1]
+    size = stored.keys.pages.shape[1]
     return f"it reads keys and values in pages of {plural(size, 'slot')}, and gathers none"
