@@ -20,6 +20,7 @@ from regard.ops.softmax import cpu
 from regard.ops.softmax.call import Call, make_call
 from regard.span import Positions, Span
 from tests.kernels import require_kernels
+from tests.ops.softmax.plain import meaning
 from tests.oracles.plain import plain_attention, several_plains
 from tests.rules import assert_close_rule
 
@@ -119,20 +120,11 @@ def assert_right(wide: list[Tensor], calls: Call | list[Call], what: str) -> Non
     """
     found, exact, plains = [], [], []
     for call in calls if isinstance(calls, list) else [calls]:
-        where = (call.q_positions, call.k_positions)
-        options: dict[str, Any] = {
-            "visible": call.mask.block(*where),
-            "scale": call.scale,
-            "softcap": call.softcap,
-            "sink": call.sink,
-        }
-        if call.bias is not None:
-            options["bias"] = call.bias.block(*where, dtype=torch.float64)
         assert attention.quantized_segment(call.k, call.v) is not None
         found.append(KERNEL.run(call))
-        exact.append(plain_attention(call.q.double(), *wide, **options))
+        exact.append(plain_attention(call.q.double(), *wide, **meaning(call)))
         rounded = (x.to(call.q.dtype) for x in wide)
-        plains.append(several_plains(call.q, *rounded, **options))
+        plains.append(several_plains(call.q, *rounded, **meaning(call)))
     for i, name in enumerate(("out", "lse")):
         got = torch.cat([x[i] for x in found if x[i] is not None], 1)
         others = [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,15 +12,16 @@ from torch import Tensor
 
 import regard
 from regard import biases, masks
-from regard.errors import KernelRefusal
 from regard.ops.softmax import tiled
 from regard.ops.softmax.call import Call, make_call
 from regard.ops.softmax.reference import ReferenceKernel
 from regard.ops.softmax.tiled import TiledKernel, query_blocks
 from tests.ops.softmax.cases import Case, make
+from tests.ops.softmax.plain import refusal_of
 from tests.ops.softmax.test_reference import _with_leaves
 
 KERNEL = TiledKernel()
+refusal = partial(refusal_of, "tiled")
 SMALL = TiledKernel(tiled.TileSizes(16, 4, 16 * 4 * 2 * 2))
 
 
@@ -193,12 +195,6 @@ def test_an_input_changed_before_backward_is_found() -> None:
         x.add_(1)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         out.sum().backward()
-
-
-def refusal(*tensors: Tensor, **options: Any) -> str:
-    with pytest.raises(KernelRefusal) as caught:
-        regard.attend(*tensors, backend="tiled", **options)
-    return str(caught.value)
 
 
 def test_refusals() -> None:
