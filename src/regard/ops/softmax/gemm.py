@@ -151,8 +151,7 @@ class GemmKernel(Kernel):
         elif not reasons and call.has_gradient and call.score_bound > MAX_TRAINING_SCORE:
             reasons.append(
                 f"its gradient is accurate for scores up to {MAX_TRAINING_SCORE:.0f}; here they "
-                "may reach "
-                f"{call.score_bound:.3g}"
+                f"may reach {call.score_bound:.3g}"
             )
         return reasons
 

@@ -77,9 +77,8 @@ MAX_FOLDED_QUERIES = 32
 
 _CPU_OP_SCHEMA = (
     "aten::_scaled_dot_product_flash_attention_for_cpu(Tensor query, Tensor key, Tensor value, "
-    "float dropout_p=0., "
-    "bool is_causal=False, *, Tensor? attn_mask=None, float? scale=None) -> (Tensor output, "
-    "Tensor logsumexp)"
+    "float dropout_p=0., bool is_causal=False, *, Tensor? attn_mask=None, float? scale=None) -> "
+    "(Tensor output, Tensor logsumexp)"
 )
 
 
@@ -208,8 +207,7 @@ def _large_score_reasons(call: Call) -> list[str]:
     return [
         (
             f"its gradient is accurate for scores up to {SMALL_SCORE_BOUND:.0f}; here they may "
-            "reach "
-            f"{bound:.3g}"
+            f"reach {bound:.3g}"
         )
     ]
 
