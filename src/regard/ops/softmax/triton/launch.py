@@ -31,7 +31,6 @@ from regard.ops.softmax.triton.call_data import (
     mask_data,
     stored_form,
     tile_lists,
-    transposed_lists,
 )
 from regard.ops.softmax.triton.decode_kernels import attention_decode, join_spans
 from regard.ops.softmax.triton.forward_kernel import attention_forward
@@ -393,7 +392,7 @@ def _backward_kv_launches(
 ) -> list[Launch]:
     """Return the launches of the kernel of dk and dv."""
     sizes = sizes_of(call, "backward_kv")
-    lists = transposed_lists(call, data, sizes.rows, sizes.keys)
+    lists = tile_lists(call, data, sizes.rows, sizes.keys, transposed=True)
     tiles, blocks = lists.kinds.shape[2:]
     q, d_out = rows[0], rows[3]
     odd = marks_of(q, sizes.rows)
