@@ -229,6 +229,7 @@ NO_TOKENS = {
         ("StaticSlots", "StaticState"),
         "the static form of another cache, which takes single tokens (test_static.py)",
     ),
+    "ForwardingCache": "the base class of those that keep their contents in another cache",
     "CrossLayer": "the memory of an earlier layer, which is lent for one call",
     "Joined": "the caches of several mechanisms in one layer, which update their parts",
     "LendingCache": "another cache, for the length of one call",
