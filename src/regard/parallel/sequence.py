@@ -444,12 +444,8 @@ class _NotAppended(LendingCache):
 
     def update(self, memory: Parts, positions: Positions) -> tuple[Parts, Positions]:
         """Return what the cache stores."""
-        return super().update(tuple(x[:, :, :0] for x in memory), _no_positions(positions))
-
-
-def _no_positions(positions: Positions) -> Positions:
-    """Return the positions of no tokens, in the form of the given ones."""
-    return Span(positions.start, 0) if isinstance(positions, Span) else positions[:, :0]
+        none = Span(positions.start, 0) if isinstance(positions, Span) else positions[:, :0]
+        return super().update(tuple(x[:, :, :0] for x in memory), none)
 
 
 @contextmanager
