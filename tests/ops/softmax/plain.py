@@ -15,6 +15,7 @@ from torch import Tensor
 import regard
 from regard.errors import KernelRefusal
 from regard.ops.softmax.call import Call, make_call
+from regard.ops.softmax.kernel import Kernel
 
 
 def qkv(
@@ -46,6 +47,19 @@ def refusal_of(backend: str, *tensors: Tensor, **options: Any) -> str:
     with pytest.raises(KernelRefusal) as caught:
         regard.attend(*tensors, backend=backend, **options)
     return str(caught.value)
+
+
+def reasons_in_a_graph(kernel: Kernel) -> list[str]:
+    """What keeps a kernel from a call, asked for while torch compiles."""
+    reasons: list[str] = []
+
+    @torch.compile(backend="eager", fullgraph=True)
+    def ask(q: Tensor) -> Tensor:
+        reasons.extend(kernel.why_not(make_call(q, q, q)))
+        return q + 1
+
+    ask(torch.randn(1, 1, 20, 4))
+    return reasons
 
 
 def meaning(call: Call) -> dict[str, Any]:
