@@ -76,10 +76,6 @@ def _causal(q: int, k: int) -> bool:
     return k <= q
 
 
-def _window(q: int, k: int) -> bool:
-    return k in range(q - W + 1, q + 1)
-
-
 def _sinks(n: int) -> Callable[[int, int], bool]:
     return lambda q, k: k <= q and (k in range(n) or k in range(q - W + 1, q + 1))
 
@@ -107,6 +103,25 @@ class GrowingStreaming(Streaming):
     min_slots = 1
 
 
+def _ring(
+    name: str,
+    make: Callable[[], Cache],
+    slots: Callable[[int], int],
+    sinks: int = 0,
+    rewind: int = 0,
+) -> Kind:
+    """A ring that holds so many slots a row after n tokens."""
+    return Kind(
+        name,
+        make,
+        CAUSAL & (masks.Window(W) | masks.Sinks(sinks)) if sinks else WINDOW,
+        _sinks(sinks),
+        rewind=rewind + 1,
+        held=lambda B, n: B * slots(n) * TOKEN,
+        in_order=True,
+    )
+
+
 KINDS = {
     kind.name: kind
     for kind in (
@@ -121,59 +136,28 @@ KINDS = {
         Kind(
             "fixed", lambda: Fixed(60), CAUSAL, _causal, held=lambda B, n: B * 60 * TOKEN, slots=60
         ),
-        Kind(
-            "ring",
-            lambda: Ring(W),
-            WINDOW,
-            _window,
-            rewind=1,
-            held=lambda B, n: B * W * TOKEN,
-            in_order=True,
-        ),
-        Kind(
-            "ring, rewind",
-            lambda: Ring(W, rewind=3),
-            WINDOW,
-            _window,
-            rewind=4,
-            held=lambda B, n: B * (W + 3) * TOKEN,
-            in_order=True,
-        ),
-        Kind(
-            "streaming",
-            lambda: Streaming(2, W),
-            CAUSAL & (masks.Window(W) | masks.Sinks(2)),
-            _sinks(2),
-            rewind=1,
-            held=lambda B, n: B * (2 + W) * TOKEN,
-            in_order=True,
-        ),
-        Kind(
+        _ring("ring", lambda: Ring(W), lambda n: W),
+        _ring("ring, rewind", lambda: Ring(W, rewind=3), lambda n: W + 3, rewind=3),
+        _ring("streaming", lambda: Streaming(2, W), lambda n: 2 + W, sinks=2),
+        _ring(
             "streaming, rewind",
             lambda: Streaming(3, W, rewind=2),
-            CAUSAL & (masks.Window(W) | masks.Sinks(3)),
-            _sinks(3),
-            rewind=3,
-            held=lambda B, n: B * (3 + W + 2) * TOKEN,
-            in_order=True,
+            lambda n: 3 + W + 2,
+            sinks=3,
+            rewind=2,
         ),
-        Kind(
+        _ring(
             "ring that grows",
             lambda: GrowingRing(W, rewind=3),
-            WINDOW,
-            _window,
-            rewind=4,
-            held=lambda B, n: B * min(W + 3, 1 << (n - 1).bit_length()) * TOKEN,
-            in_order=True,
+            lambda n: min(W + 3, 1 << (n - 1).bit_length()),
+            rewind=3,
         ),
-        Kind(
+        _ring(
             "streaming that grows",
             lambda: GrowingStreaming(3, W, rewind=2),
-            CAUSAL & (masks.Window(W) | masks.Sinks(3)),
-            _sinks(3),
-            rewind=3,
-            held=lambda B, n: B * min(3 + W + 2, max(4, 1 << (n - 1).bit_length())) * TOKEN,
-            in_order=True,
+            lambda n: min(3 + W + 2, max(4, 1 << (n - 1).bit_length())),
+            sinks=3,
+            rewind=2,
         ),
         Kind(
             "paged",
@@ -245,6 +229,7 @@ NO_TOKENS = {
         ("StaticSlots", "StaticState"),
         "the static form of another cache, which takes single tokens (test_static.py)",
     ),
+    "ForwardingCache": "the base class of those that keep their contents in another cache",
     "CrossLayer": "the memory of an earlier layer, which is lent for one call",
     "Joined": "the caches of several mechanisms in one layer, which update their parts",
     "LendingCache": "another cache, for the length of one call",

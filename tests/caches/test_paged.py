@@ -209,9 +209,8 @@ def test_memory_that_does_not_fit_the_pool() -> None:
     with pytest.raises(regard.ArgumentError) as error:
         fork.update((torch.ones(1, 3, 2, 2),), Span(0, 2))
     assert str(error.value) == (
-        "memory [((3, 2), torch.float32)] does not fit the pool's pages, [((2, 2), "
-        "torch.float64), ((1, 3), torch.float64)], "
-        "of which 1 are in use; start a new cache for another model"
+        "memory [((3, 2), torch.float32)] does not fit the pool's pages, [((2, 2), torch.float64), "
+        "((1, 3), torch.float64)], of which 1 are in use; start a new cache for another model"
     )
     for args in ((0, 3), (3, 0)):
         with pytest.raises(regard.ArgumentError) as error:

@@ -122,8 +122,7 @@ REFUSED: list[tuple[Callable[[], object], type, str]] = [
         ArgumentError,
         (
             "a Dense mask is indexed by the slots of one call, not by positions: call "
-            "mask.block(q_positions, k_positions), or "
-            "write the rule as Fn(rule, name)"
+            "mask.block(q_positions, k_positions), or write the rule as Fn(rule, name)"
         ),
     ),
     (lambda: Fn("causal"), ArgumentTypeError, "Fn rule is str; it must be a function of q and k"),

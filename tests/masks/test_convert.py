@@ -40,8 +40,7 @@ def test_additive_refuses_a_bias() -> None:
         ArgumentError,
         match=re.escape(
             "additive mask has -10000.0 at [0, 1]; it must be 0 or at most finfo.min / 2: numbers "
-            "in between are a "
-            "bias, pass them as bias="
+            "in between are a bias, pass them as bias="
         ),
     ):
         masks.from_additive(torch.tensor([[0.0, -10000.0]]))

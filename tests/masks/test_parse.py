@@ -55,9 +55,8 @@ def test_meaning(text: str, mask: Mask | None) -> None:
         (
             "causal & windw(4)",
             (
-                "unknown mask \"windw\"; did you mean 'window'?\n  causal & windw(4)\n           "
-                "^ column "
-                "10"
+                "unknown mask \"windw\"; did you mean 'window'?\n  causal & windw(4)\n           ^ "
+                "column 10"
             ),
         ),
         ("foo", 'unknown mask "foo"\n  foo\n  ^ column 1'),

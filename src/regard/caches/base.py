@@ -390,6 +390,39 @@ def make_full_cache(
     return kind_class.for_layer(LayerSize(slots, rows, tuple(widths)))
 
 
+class ForwardingCache(Cache):
+    """A cache that keeps its contents in another one."""
+
+    _store: Cache
+
+    def update(self, memory: Parts, positions: Positions) -> tuple[Parts, Positions]:
+        """Store the memory of new tokens, and return all that is visible."""
+        return self._store.update(memory, positions)
+
+    def crop(self, length: int) -> None:
+        """Remove every token at position `length` or later."""
+        self._store.crop(length)
+
+    def contents(self) -> Contents:
+        """Return the contents of the other cache."""
+        return self._store.contents()
+
+    def fill(self, contents: Mapping[str, Tensor | Span | int]) -> None:
+        """Replace the contents of the other cache."""
+        self._store.fill(contents)
+
+    def mark(self) -> object:
+        """Return a snapshot of the other cache."""
+        return self._store.mark()
+
+    def restore(self, mark: Any) -> None:
+        """Undo the update that came after a snapshot of the other cache."""
+        self._store.restore(mark)
+
+    def __len__(self) -> int:
+        return len(self._store)
+
+
 class rollback_on_error:  # noqa: N801  (a context manager, used like a function)
     """Context manager that restores caches to their earlier state if its block raises.
 

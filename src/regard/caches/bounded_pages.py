@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from regard.caches.base import LayerSize, OpenSlot, bytes_of
+from regard.caches.base import OpenSlot, bytes_of
 from regard.caches.contiguous import Growing
 from regard.errors import ArgumentError
 from regard.span import Positions, Span
@@ -56,11 +56,6 @@ class BoundedPages(Growing):
         self.size = size
         self._bounds: tuple[Tensor, Tensor] | None = None
         self._counted = 0  # how many slots the bounds cover
-
-    @classmethod
-    def for_layer(cls, size: LayerSize) -> BoundedPages:  # noqa: ARG003
-        """Create an empty cache; it needs no sizes."""
-        return cls()
 
     @property
     def bytes(self) -> int:

@@ -42,6 +42,8 @@ class Compressed(Joined):
     (1, 2)
     """
 
+    parts: tuple[Ring, Memory, Growing]
+
     savable: ClassVar[bool] = True
     static_step_refusal: ClassVar[str | None] = (
         "a step that closes a block adds an entry, and Python has to know when"
@@ -54,23 +56,17 @@ class Compressed(Joined):
     @property
     def recent(self) -> Ring:
         """The keys and values of the window."""
-        part = self.parts[0]
-        assert isinstance(part, Ring)
-        return part
+        return self.parts[0]
 
     @property
     def open(self) -> Memory:
         """What the entries of blocks that are not closed yet will be computed from."""
-        part = self.parts[1]
-        assert isinstance(part, Memory)
-        return part
+        return self.parts[1]
 
     @property
     def entries(self) -> Growing:
         """The entries of all closed blocks."""
-        part = self.parts[2]
-        assert isinstance(part, Growing)
-        return part
+        return self.parts[2]
 
     @property
     def settings(self) -> Mapping[str, object]:

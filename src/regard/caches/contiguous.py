@@ -11,6 +11,7 @@ from torch import Tensor
 from regard.caches.base import (
     Cache,
     Contents,
+    ForwardingCache,
     LayerSize,
     OpenSlot,
     Parts,
@@ -315,7 +316,7 @@ class Fixed(Cache):
         self._positions = self._table[:, : n + T]
 
 
-class Latent(Cache):
+class Latent(ForwardingCache):
     """A cache of rank + rotary values per token: a latent and the rotary key that all heads share.
 
     Both are stored as one part `[B, 1, T, rank + rotary]`. Any other memory is refused, so that a
@@ -346,7 +347,7 @@ class Latent(Cache):
                 "least 0"
             )
         self.rank, self.rotary, self.capacity = rank, rotary, capacity
-        self._store: Cache = Growing() if capacity is None else Fixed(capacity)
+        self._store = Growing() if capacity is None else Fixed(capacity)
 
     @property
     def elements(self) -> int:
@@ -362,35 +363,16 @@ class Latent(Cache):
         """Append one part `[B, 1, T, rank + rotary]`, and return all memory and all positions."""
         if not self._store.contents():  # later updates are compared with the first one
             self._check(memory)
-        return self._store.update(memory, positions)
-
-    def crop(self, length: int) -> None:
-        """Remove every token at position `length` or later."""
-        self._store.crop(length)
-
-    def contents(self) -> Contents:
-        """Return the part and its positions."""
-        return self._store.contents()
+        return super().update(memory, positions)
 
     def fill(self, contents: Mapping[str, Tensor | Span | int]) -> None:
         """Replace the part and its positions."""
         if contents:
             self._check(parts_of(contents))
-        self._store.fill(contents)
+        super().fill(contents)
 
     def _to_static(self, size: StaticSize) -> Cache:
         return _static_slots(self.contents(), size)
-
-    def mark(self) -> object:
-        """Return a snapshot from which `restore` can undo the next update."""
-        return self._store.mark()
-
-    def restore(self, mark: object) -> None:
-        """Undo the update that came after the snapshot."""
-        self._store.restore(mark)
-
-    def __len__(self) -> int:
-        return len(self._store)
 
     def _check(self, memory: Parts) -> None:
         shapes = [tuple(m.shape) for m in memory]

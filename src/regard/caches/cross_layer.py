@@ -9,64 +9,39 @@ queries see, and numbers them wrongly after it advanced.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from regard.caches.base import Cache, Contents, Parts, StaticSize, check_crop
+from regard.caches.base import Cache, Contents, ForwardingCache, Parts, StaticSize, check_crop
+from regard.caches.contiguous import Growing
 from regard.errors import ArgumentError
 from regard.masks import Mask
 from regard.span import Positions, Span
 
 
-class LendingCache(Cache):
-    """Another cache for the length of one call, with a record of what it returned."""
+class LendingCache(ForwardingCache):
+    """Another cache, or none, for the length of one call, with a record of what was returned."""
 
     crop_is_exact: ClassVar[bool] = False
     savable: ClassVar[bool] = False
 
     def __init__(self, inner: Cache | None) -> None:
         self.inner = inner
+        self._store = Growing() if inner is None else inner
         self.returned: tuple[Parts, Positions] | None = None
 
     def update(self, memory: Parts, positions: Positions) -> tuple[Parts, Positions]:
         """Store the memory in the inner cache, and keep and return what it returns."""
         visible = memory, positions
-        self.returned = visible if self.inner is None else self.inner.update(memory, positions)
+        self.returned = visible if self.inner is None else super().update(memory, positions)
         return self.returned
-
-    def crop(self, length: int) -> None:
-        """Remove the last tokens of the inner cache."""
-        check_crop(length)
-        if self.inner is not None:
-            self.inner.crop(length)
-
-    def contents(self) -> Contents:
-        """Return the contents of the inner cache."""
-        return {} if self.inner is None else self.inner.contents()
-
-    def fill(self, contents: Mapping[str, Tensor | Span | int]) -> None:
-        """Replace the contents of the inner cache."""
-        if self.inner is not None:
-            self.inner.fill(contents)
 
     @property
     def settings(self) -> Mapping[str, object]:
         """A copy of the inner cache, so that a fork is independent."""
         return {"inner": None if self.inner is None else self.inner.fork()}
-
-    def mark(self) -> object:
-        """Return a snapshot of the inner cache."""
-        return None if self.inner is None else self.inner.mark()
-
-    def restore(self, mark: Any) -> None:
-        """Undo the update that came after a snapshot of the inner cache."""
-        if self.inner is not None:
-            self.inner.restore(mark)
-
-    def __len__(self) -> int:
-        return 0 if self.inner is None else len(self.inner)
 
 
 class FirstValues:
@@ -122,7 +97,7 @@ class WithFirstValues(LendingCache):
 
     def next(self, length: int) -> Positions:
         """Return the default positions of the next tokens, as the inner cache numbers them."""
-        return Span(0, length) if self.inner is None else self.inner.next(length)
+        return self._store.next(length)
 
 
 def split_first_values(cache: Cache | None) -> tuple[Cache | None, FirstValues | None]:

@@ -14,7 +14,6 @@ from torch import Tensor
 from regard.caches.base import (
     Cache,
     Contents,
-    LayerSize,
     Parts,
     check_crop,
     check_same_layout,
@@ -229,11 +228,6 @@ class Float8(Cache):
         self.format = format
         self._parts: tuple[_Float8Part, ...] = ()
         self._positions: Positions | None = None
-
-    @classmethod
-    def for_layer(cls, size: LayerSize) -> Float8:  # noqa: ARG003  (every width is served)
-        """Create a cache of the format e4m3."""
-        return cls()
 
     def update(self, memory: Parts, positions: Positions) -> tuple[Parts, Positions]:
         """Append memory, each part `[B, n, T, d]`; return all memory, rounded to 8 bits."""

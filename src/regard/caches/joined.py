@@ -25,6 +25,8 @@ class Joined(Cache):
     savable: ClassVar[bool] = False
     static_step_refusal: ClassVar[str | None] = None
 
+    parts: tuple[Cache, ...]
+
     def __init__(self, parts: Sequence[Cache]) -> None:
         if not parts:
             raise ArgumentError("Joined needs at least one cache")
@@ -57,13 +59,8 @@ class Joined(Cache):
         """Replace the contents of all parts."""
         for i, part in enumerate(self.parts):
             prefix = f"{i}."
-            part.fill(
-                {
-                    name.removeprefix(prefix): x
-                    for name, x in contents.items()
-                    if name.startswith(prefix)
-                }
-            )
+            own = {name: x for name, x in contents.items() if name.startswith(prefix)}
+            part.fill({name.removeprefix(prefix): x for name, x in own.items()})
 
     @property
     def settings(self) -> Mapping[str, object]:

@@ -196,8 +196,7 @@ class PagePool:
             raise ArgumentError(
                 f"the cache needs {plural(pages, 'page')} of {plural(self.page_size, 'token')}, "
                 f"but {self.free} of the pool's {self.pages} are free; crop or reset a cache of "
-                f"this "
-                "pool, or start with more pages"
+                "this pool, or start with more pages"
             )
 
     def take(self, pages: int) -> list[int]:

@@ -241,8 +241,7 @@ class Quantized(Cache):
         if group < 1 or group % (8 // bits):
             raise ArgumentError(
                 f"group is {group}; it must be a multiple of {8 // bits}, since {8 // bits} codes "
-                "of "
-                f"{bits} bits fill a byte"
+                f"of {bits} bits fill a byte"
             )
         if residual < 0:
             raise ArgumentError(f"residual is {residual}; it must be 0 or more")
@@ -419,8 +418,7 @@ class Quantized(Cache):
         if len(memory) != len(self.axes):
             raise ArgumentError(
                 f"memory has {plural(len(memory), 'part')} for axes {self.axes}; name an axis for "
-                "each "
-                "part"
+                "each part"
             )
         for i, (x, axis) in enumerate(zip(memory, self.axes, strict=True)):
             if axis == "exact":
@@ -442,8 +440,7 @@ class Quantized(Cache):
                 allowed = ", ".join(str(g) for g in range(per, d + 1, per) if d % g == 0)
                 raise ArgumentError(
                     f"memory {i} has {d} channels, which do not divide into groups of {group} "
-                    "codes "
-                    f"of {self.bits} bits; allowed groups: {allowed or 'none'}"
+                    f"codes of {self.bits} bits; allowed groups: {allowed or 'none'}"
                 )
 
 

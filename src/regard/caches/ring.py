@@ -77,9 +77,8 @@ class SlotPositions(NamedTuple):
             row, column = early.nonzero()[0].tolist()
             stored = int(last[min(row, last.shape[0] - 1)])
             raise ArgumentError(
-                f"row {row} has the new position {int(p[row, column])}, but the cache has "
-                f"position {stored} already: a ring is filled in the order of positions; crop it "
-                f"first, or "
+                f"row {row} has the new position {int(p[row, column])}, but the cache has position "
+                f"{stored} already: a ring is filled in the order of positions; crop it first, or "
                 "use a Growing cache"
             )
         if p.shape[1] > 1:
@@ -260,8 +259,7 @@ class RingBase(Cache):
             raise ArgumentError(
                 f"crop to {length}, but the tokens that a window of {self.window} needs before "
                 f"this position are overwritten; crop to {least} or more, or to "
-                f"{self._slots.sinks} "
-                f"or less, or give the cache a larger rewind than {self.rewind}"
+                f"{self._slots.sinks} or less, or give the cache a larger rewind than {self.rewind}"
             )
         self._stored = stored.crop(length, self._slots)
 

@@ -72,13 +72,7 @@ class State(Cache):
             state: the new state, each part `[B, ...]`.
             positions: the positions of the tokens that were added to it.
         """
-        if self._state is not None:
-            old, new = ([(tuple(x.shape), x.dtype) for x in xs] for xs in (self._state, state))
-            if old != new:
-                raise ArgumentError(
-                    f"state {new} does not fit the contents of the cache, {old}; start a "
-                    "new cache for another batch or model"
-                )
+        self._check_sizes(state)
         self._positions = self._last(positions)
         self._state = tuple(state)
 
@@ -123,6 +117,16 @@ class State(Cache):
     def __len__(self) -> int:
         """Return 1 if there is a state, else 0, whatever the number of tokens."""
         return int(self._state is not None)
+
+    def _check_sizes(self, state: Parts) -> None:
+        """Raise unless a state has the shapes and dtypes of the one that is stored, if any is."""
+        stored = state if self._state is None else self._state
+        old, new = ([(tuple(x.shape), x.dtype) for x in xs] for xs in (stored, state))
+        if old != new:
+            raise ArgumentError(
+                f"state {new} does not fit the contents of the cache, {old}; start a "
+                "new cache for another batch or model"
+            )
 
     def _last(self, positions: Positions) -> Positions:
         """Return the last position of each row, over the old and the new positions."""
@@ -177,12 +181,7 @@ class StaticState(StaticForm, State):
         if self._state is None:
             self._state = tuple(x.clone(memory_format=torch.contiguous_format) for x in state)
             return
-        old, new = ([(tuple(x.shape), x.dtype) for x in xs] for xs in (self._state, state))
-        if old != new:
-            raise ArgumentError(
-                f"state {new} does not fit the contents of the cache, {old}; start a "
-                "new cache for another batch or model"
-            )
+        self._check_sizes(state)
         for x, y in zip(self._state, state, strict=True):
             if x is not y:
                 x.copy_(y)
@@ -336,18 +335,15 @@ class Memory(State):
             return (last + 1) // self.segment * self.segment
         return (last + 1).div(self.segment, rounding_mode="floor") * self.segment
 
-    def _tokens_on_cpu(self) -> bool:
-        """Return whether a look at the positions costs no wait."""
-        return isinstance(self._positions, Tensor) and self._positions.is_cpu
-
     def _check_follows(self, positions: Positions) -> None:
         """Raise unless new positions come after the last one of each row."""
         if self._positions is None or not slot_count(positions):
             return
         last = _last_position(self._positions)
+        costs_no_wait = isinstance(last, Tensor) and last.is_cpu
         if isinstance(positions, Span) and isinstance(last, int):
             back = positions.start <= last
-        elif is_compiling() or (not self._tokens_on_cpu() and follow_by_construction(positions)):
+        elif is_compiling() or (not costs_no_wait and follow_by_construction(positions)):
             return
         else:
             new = as_tensor(positions)

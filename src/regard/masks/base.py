@@ -130,6 +130,8 @@ class Mask(Serializable, ABC):
 
     has_text: ClassVar[bool] = True
     """Whether the mask can be written as text. It is False if fields are tensors or functions."""
+    why_hidden: ClassVar[tuple[str, RefusalKey]] = ("outside {}", "outside")
+    """The words and the key of `refusal`; {} stands for the mask, {name} for one of its fields."""
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
@@ -450,7 +452,8 @@ class Mask(Serializable, ABC):
         >>> masks.Window(512).refusal().words, masks.Strided(4).refusal().words
         ('outside window 512', 'outside strided(4)')
         """
-        return Refusal(f"outside {self}", "outside", str(self))
+        words, key = self.why_hidden
+        return Refusal(words.format(self, **vars(self)), key, str(self))
 
     def near_misses(self) -> tuple[Mask, ...]:
         """Return masks that a faulty kernel may have applied, such as an off-by-one window.

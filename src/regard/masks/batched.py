@@ -12,7 +12,7 @@ from torch import Tensor
 
 from regard.argument_checks import check_int
 from regard.errors import ArgumentError, ArgumentTypeError
-from regard.masks.base import Lengths, Mask, Refusal, check_ints
+from regard.masks.base import Lengths, Mask, check_ints
 from regard.masks.tiling import UNBOUNDED, Intervals, check_batch_rows, to_4d
 from regard.process_state import is_exporting_onnx
 from regard.span import Positions, as_tensor
@@ -124,6 +124,8 @@ class Document(Mask):
     [[[1, 2, 3, 1, 2]]]
     """
 
+    why_hidden = ("other document", "document")
+
     bounds: Lengths | Sequence[Lengths]
 
     def __post_init__(self) -> None:
@@ -197,10 +199,6 @@ class Document(Mask):
         bounds = padded_table(self._rows, None, tensor)
         return (tensor[:, :, None] == bounds[:, None]).any(-1)
 
-    def refusal(self) -> Refusal:
-        """Explain that the key is in another document."""
-        return Refusal("other document", "document", str(self))
-
     def require(self, B: int, H: int, T: int, S: int) -> None:
         """Check that there is one list of bounds for all batch rows, or one for each."""
         check_batch_rows("Document", len(self._rows), B)
@@ -233,6 +231,8 @@ class Padding(Mask):
     >>> Padding.left([2, 3], total=3).block(Span(0, 1), Span(0, 3)).int().tolist()
     [[[[0, 1, 1]]], [[[1, 1, 1]]]]
     """
+
+    why_hidden = ("padding", "padding")
 
     runs: Sequence[Sequence[tuple[int, int]]]
 
@@ -341,10 +341,6 @@ class Padding(Mask):
         shape = (max(len(bounds), q.shape[0]), 1, q.shape[2], -1)
         starts, stops = (bounds[:, None, None, i::2].expand(shape) for i in (0, 1))
         return Intervals(starts, stops)
-
-    def refusal(self) -> Refusal:
-        """Explain that the key is padding."""
-        return Refusal("padding", "padding", str(self))
 
     def require(self, B: int, H: int, T: int, S: int) -> None:
         """Check that there are ranges for each batch row of the call."""

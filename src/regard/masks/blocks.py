@@ -12,7 +12,7 @@ from torch import Tensor
 
 from regard.argument_checks import check_int
 from regard.errors import ArgumentError, ArgumentTypeError
-from regard.masks.base import Mask, Refusal
+from regard.masks.base import Mask
 from regard.masks.tiling import (
     PARTIAL,
     UNBOUNDED,
@@ -253,6 +253,7 @@ class Selected(Mask):
     """
 
     has_text: ClassVar[bool] = False
+    why_hidden = ("not selected", "selected")
 
     table: Tensor
     size: int
@@ -334,10 +335,6 @@ class Selected(Mask):
         inside = (slot.k >= 0) & (column >= 0) & (column < N)
         return self.table[b, h, slot.q_idx, column.clamp(0, N - 1)] & inside
 
-    def refusal(self) -> Refusal:
-        """Explain that the block of the key was not selected."""
-        return Refusal("not selected", "selected", str(self))
-
     def __str__(self) -> str:
         return f"selected({'x'.join(map(str, self.table.shape))}, {self.size})"
 
@@ -364,6 +361,8 @@ class BlockCausal(Mask):
     Source: Arriola et al. 2025 (arXiv 2503.09573), appendix B.6, the mask M_BC.
     """
 
+    why_hidden = ("later block of {size}", "future")
+
     size: int
 
     def __post_init__(self) -> None:
@@ -375,10 +374,6 @@ class BlockCausal(Mask):
 
     def _intervals(self, q: Tensor) -> Intervals:
         return Intervals(torch.zeros_like(q), (q // self.size + 1) * self.size)
-
-    def refusal(self) -> Refusal:
-        """Explain that the key is in a later block."""
-        return Refusal(f"later block of {self.size}", "future", str(self))
 
 
 @dataclass(frozen=True, eq=False)
@@ -410,6 +405,8 @@ class BlockDiffusion(Mask):
     Source: Arriola et al. 2025 (arXiv 2503.09573), section 3.2 and appendix B.6.
     """
 
+    why_hidden = ("outside the blocks of {}", "outside")
+
     size: int
     length: int
 
@@ -440,10 +437,6 @@ class BlockDiffusion(Mask):
         starts = torch.cat([torch.where(clean | outside, empty, start), empty], -1)
         stops = torch.cat([torch.where(clean | outside, empty, stop), n + finished], -1)
         return Intervals(starts, stops)
-
-    def refusal(self) -> Refusal:
-        """Explain that the key is neither in the query's block nor in a finished one."""
-        return Refusal(f"outside the blocks of {self}", "outside", str(self))
 
     def require(self, B: int, H: int, T: int, S: int) -> None:
         """Check that the two copies cover all keys of the call."""

@@ -11,7 +11,7 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 
 from regard.errors import ArgumentError, ArgumentTypeError
-from regard.masks.base import Mask, Reach, Refusal, last_causal_from, widest_reach
+from regard.masks.base import Mask, Reach, last_causal_from, widest_reach
 from regard.masks.tiling import (
     CallSlice,
     Intervals,
@@ -138,6 +138,7 @@ class Dense(Mask):
     """
 
     has_text: ClassVar[bool] = False
+    why_hidden = ("not allowed by the given matrix", "given")
 
     table: Tensor
 
@@ -202,10 +203,6 @@ class Dense(Mask):
         """True, because columns of the tensor are indices of keys in the call."""
         return True
 
-    def refusal(self) -> Refusal:
-        """Explain that the tensor of the caller forbids the key."""
-        return Refusal("not allowed by the given matrix", "given", str(self))
-
     def __str__(self) -> str:
         return f"dense({'x'.join(map(str, self.table.shape))})"
 
@@ -232,6 +229,7 @@ class Fn(Mask):
     """
 
     has_text: ClassVar[bool] = False
+    why_hidden = ("not allowed by the given function", "given")
 
     rule: Callable[[Tensor, Tensor], Tensor]
     name: str = "fn"
@@ -260,10 +258,6 @@ class Fn(Mask):
                 "queries, keys]"
             )
         return out
-
-    def refusal(self) -> Refusal:
-        """Explain that the function of the caller forbids the key."""
-        return Refusal("not allowed by the given function", "given", str(self))
 
     def __str__(self) -> str:
         return self.name

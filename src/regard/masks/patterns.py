@@ -52,6 +52,8 @@ class Causal(Mask):
     [[[3, 4]]]
     """
 
+    why_hidden = ("future", "future")
+
     def allows(self, q: Int[Tensor, "*q"], k: Int[Tensor, "*k"]) -> Bool[Tensor, "*qk"]:
         """Return k <= q for each pair."""
         return k <= q
@@ -62,10 +64,6 @@ class Causal(Mask):
     def causal_from(self) -> int:
         """Return 0: no later key is visible."""
         return 0
-
-    def refusal(self) -> Refusal:
-        """Explain that the key comes after the query."""
-        return Refusal("future", "future", str(self))
 
 
 @dataclass(frozen=True, eq=False)
@@ -144,6 +142,8 @@ class Chunk(Mask):
     [[[1, 2, 3, 1, 2]]]
     """
 
+    why_hidden = ("other chunk of {size}", "chunk")
+
     size: int
 
     def __post_init__(self) -> None:
@@ -160,10 +160,6 @@ class Chunk(Mask):
     def reach(self) -> Reach:
         """Return a reach of `size` keys: a chunk begins at most size - 1 keys before the query."""
         return Reach(self.size)
-
-    def refusal(self) -> Refusal:
-        """Explain that the key is in another chunk."""
-        return Refusal(f"other chunk of {self.size}", "chunk", str(self))
 
 
 @dataclass(frozen=True, eq=False)
@@ -186,6 +182,8 @@ class EarlierChunks(Mask):
 
     Source: An et al. 2024 (arXiv 2402.17463), section 3: the parts of dual chunk attention.
     """
+
+    why_hidden = ("not in these earlier chunks of {size}", "chunk")
 
     size: int
     first: int = 1
@@ -223,10 +221,6 @@ class EarlierChunks(Mask):
         """Return a reach of all tokens, or of the farthest chunk with the query's own."""
         return super().reach() if self.last is None else Reach((self.last + 1) * self.size)
 
-    def refusal(self) -> Refusal:
-        """Explain that the key is in another chunk."""
-        return Refusal(f"not in these earlier chunks of {self.size}", "chunk", str(self))
-
 
 @dataclass(frozen=True, eq=False)
 class Dilated(Mask):
@@ -247,6 +241,8 @@ class Dilated(Mask):
     >>> (Causal() & Dilated(2, 3)).block(Span(6, 1), Span(0, 8)).int().tolist()
     [[[[0, 0, 0, 1, 0, 0, 1, 0]]]]
     """
+
+    why_hidden = ("outside the steps of {}", "outside")
 
     size: int
     step: int
@@ -275,10 +271,6 @@ class Dilated(Mask):
         """Return a reach of the window with its gaps."""
         return Reach(self.size * self.step)
 
-    def refusal(self) -> Refusal:
-        """Explain that the key is outside the window or in one of its gaps."""
-        return Refusal(f"outside the steps of {self}", "outside", str(self))
-
 
 @dataclass(frozen=True, eq=False)
 class Sinks(Mask):
@@ -296,6 +288,8 @@ class Sinks(Mask):
     >>> (Causal() & (Window(8) | Sinks(4))).count(Span(0, 64), Span(0, 64))
     702
     """
+
+    why_hidden = ("after the first {n}", "outside")
 
     n: int
 
@@ -317,10 +311,6 @@ class Sinks(Mask):
         """Return a reach of the first n positions only."""
         return Reach(0, self.n)
 
-    def refusal(self) -> Refusal:
-        """Explain that the key comes after the first n positions."""
-        return Refusal(f"after the first {self.n}", "outside", str(self))
-
 
 @dataclass(frozen=True, eq=False)
 class Global(Mask):
@@ -336,6 +326,8 @@ class Global(Mask):
     >>> (Window(9, ahead=8) | Global((0, 1))).count(Span(0, 64), Span(0, 64))
     1234
     """
+
+    why_hidden = ("not global", "outside")
 
     positions: Sequence[int]
 
@@ -371,10 +363,6 @@ class Global(Mask):
         everything[0, 1] = UNBOUNDED
         ranges = torch.where(self.has(q)[..., None], everything, bounds)  # [B,1,t,n,2]
         return Intervals(ranges[..., 0], ranges[..., 1])
-
-    def refusal(self) -> Refusal:
-        """Explain that neither the query nor the key is global."""
-        return Refusal("not global", "outside", str(self))
 
 
 @dataclass(frozen=True, eq=False)

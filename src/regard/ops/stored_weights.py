@@ -13,7 +13,7 @@ from array import array
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, ClassVar, NamedTuple, Protocol, Self, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self, TypeVar
 from weakref import ref
 
 import torch
@@ -26,6 +26,11 @@ from regard.huge_pages import empty_like
 from regard.ops.cpu import arguments
 from regard.ops.cpu.arguments import struct_layout
 from regard.ops.cpu.library import DTYPES
+
+if TYPE_CHECKING:
+    from regard.caches.float8 import Float8Vectors
+    from regard.caches.paged import PagesOfRows
+    from regard.caches.quantization import QuantizedAndRecent
 
 GROUPS = (32, 64, 128)
 """The numbers of inputs that may share a scale."""
@@ -414,86 +419,18 @@ def _safe(scales: Tensor) -> Tensor:
     return scales.float().masked_fill(scales == 0, 1.0)
 
 
-class QuantizedCodes(Protocol):
-    """Protocol of the codes of quantized keys or values: x = zero + code * scale of a line.
-
-    For keys, R counts groups of tokens, and a line is one channel of a group. For values, R counts
-    tokens, and a line is one group of channels of a token.
-    """
-
-    @property
-    def codes(self) -> Tensor:
-        """The codes, uint8 `[B, G, R, lines, bytes]`, the first of a byte in its lowest bits."""
-
-    @property
-    def scale(self) -> Tensor:
-        """The scale of each line `[B, G, R, lines, 1]`, in the dtype of the numbers."""
-
-    @property
-    def zero(self) -> Tensor:
-        """The number that the code 0 stands for in each line, in the shape of the scale."""
-
-
-class QuantizedSlots(Protocol):
-    """Protocol of quantized keys or values: codes, then recent slots in full precision."""
-
-    @property
-    def groups(self) -> QuantizedCodes:
-        """The groups of codes of the earlier slots."""
-
-    @property
-    def axis(self) -> str:
-        """Whether the numbers that share a scale belong to one "channel" or to one "token"."""
-
-    @property
-    def bits(self) -> int:
-        """The number of bits of a code: 8, 4 or 2."""
-
-    @property
-    def recent(self) -> Tensor:
-        """The recent slots `[B, G, l, d]` in full precision."""
-
-
-class Float8Slots(Protocol):
-    """Protocol of keys or values as 8-bit floats, with a scale for each slot of a head."""
-
-    @property
-    def codes(self) -> Tensor:
-        """The bytes of the numbers, uint8 `[B, G, S, d]`."""
-
-    @property
-    def scale(self) -> Tensor:
-        """The scales, powers of two, `[B, G, S, 1]` in the dtype of the numbers."""
-
-    @property
-    def format(self) -> str:
-        """The format of the numbers: "e4m3" or "e5m2"."""
-
-
-class PagedSlots(Protocol):
-    """Protocol of the keys or values of a paged cache."""
-
-    @property
-    def pages(self) -> Tensor:
-        """The pages of the pool `[pages, page size, G, d]`."""
-
-    @property
-    def table(self) -> Tensor:
-        """The page of each page-sized run of slots of a row, int32 `[B, columns]`."""
-
-
 class CodedMemory(NamedTuple):
     """Keys and values whose first `slots` slots are stored as codes."""
 
-    keys: QuantizedSlots
-    values: QuantizedSlots
+    keys: QuantizedAndRecent
+    values: QuantizedAndRecent
     slots: int
 
 
 def coded_memory(k: Tensor, v: Tensor) -> CodedMemory | None:
     """Return keys and values of a quantized cache as their codes."""
-    keys: QuantizedSlots | None = getattr(k, "coded", None)
-    values: QuantizedSlots | None = getattr(v, "coded", None)
+    keys: QuantizedAndRecent | None = getattr(k, "coded", None)
+    values: QuantizedAndRecent | None = getattr(v, "coded", None)
     if keys is None or values is None or keys.axis != "channel" or values.axis != "token":
         return None
     if keys.groups.scale.dtype != values.groups.scale.dtype:
@@ -504,26 +441,33 @@ def coded_memory(k: Tensor, v: Tensor) -> CodedMemory | None:
     return CodedMemory(keys, values, slots)
 
 
-def paged_memory(k: Tensor, v: Tensor) -> tuple[PagedSlots, PagedSlots] | None:
+class PagedMemory(NamedTuple):
+    """Keys and values whose slots lie in the same pages."""
+
+    keys: PagesOfRows
+    values: PagesOfRows
+
+
+def paged_memory(k: Tensor, v: Tensor) -> PagedMemory | None:
     """Return keys and values of a paged cache as their pages."""
-    keys: PagedSlots | None = getattr(k, "paged", None)
-    values: PagedSlots | None = getattr(v, "paged", None)
+    keys: PagesOfRows | None = getattr(k, "paged", None)
+    values: PagesOfRows | None = getattr(v, "paged", None)
     if keys is None or values is None or keys.table is not values.table:
         return None
-    return (keys, values) if keys.pages.shape[:3] == values.pages.shape[:3] else None
+    return PagedMemory(keys, values) if keys.pages.shape[:3] == values.pages.shape[:3] else None
 
 
 class Float8Memory(NamedTuple):
     """Keys and values whose slots are stored as 8-bit floating-point numbers of one format."""
 
-    keys: Float8Slots
-    values: Float8Slots
+    keys: Float8Vectors
+    values: Float8Vectors
 
 
 def float8_memory(k: Tensor, v: Tensor) -> Float8Memory | None:
     """Return keys and values of an fp8 cache as it stores them."""
-    keys: Float8Slots | None = getattr(k, "float8", None)
-    values: Float8Slots | None = getattr(v, "float8", None)
+    keys: Float8Vectors | None = getattr(k, "float8", None)
+    values: Float8Vectors | None = getattr(v, "float8", None)
     if keys is None or values is None or keys.format != values.format:
         return None
     return Float8Memory(keys, values)

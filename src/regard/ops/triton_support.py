@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from functools import cache
 from importlib.util import find_spec
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -36,22 +36,30 @@ def why_not_device(device: str, *, installed: bool, interpreted: bool) -> list[s
     return [] if installed else ["triton is not installed: pip install 'regard[gpu]'"]
 
 
-_target: ContextVar[int | None] = ContextVar("target", default=None)
+V = TypeVar("V")
 
 
 @contextmanager
-def launches_for(capability: int) -> Iterator[None]:
+def assigned(variable: ContextVar[V], value: V) -> Iterator[None]:
+    """Give a variable a value in a `with` block of this thread."""
+    token = variable.set(value)
+    try:
+        yield
+    finally:
+        variable.reset(token)
+
+
+_target: ContextVar[int | None] = ContextVar("target", default=None)
+
+
+def launches_for(capability: int) -> AbstractContextManager[None]:
     """Choose block sizes for a compute capability, whatever the device of the tensors is.
 
     >>> with launches_for(80):
     ...     capability_of(torch.device("cpu"))
     80
     """
-    token = _target.set(capability)
-    try:
-        yield
-    finally:
-        _target.reset(token)
+    return assigned(_target, capability)
 
 
 def capability_of(device: torch.device) -> int:

@@ -168,15 +168,6 @@ class _CallSizes:
 
 
 @lru_cache(maxsize=1024)
-def _cheapest_method(sizes: _CallSizes) -> str:
-    """Return the method whose busiest rank sends the fewest bytes; "exchange" if they are equal."""
-    H, G = sizes.heads
-    if why_not_heads(H, G, sizes.shards.world):
-        return "exchange"
-    exchange = max((sum(sent) for sent in zip(*sizes.steps(), strict=True)), default=0)
-    return "heads" if max(sizes.sent_by_heads()) < exchange else "exchange"
-
-
 def cheapest_method(
     shards: Shards,
     q_shards: Shards,
@@ -184,8 +175,14 @@ def cheapest_method(
     heads: tuple[int, int],
     dims: tuple[int, int],
 ) -> str:
-    """Return the method that "auto" takes; the arguments are those of `plan`."""
-    return _cheapest_method(_CallSizes(shards, q_shards, mask, heads, dims, 1))
+    """Return the method that "auto" takes, whose busiest rank sends the fewest bytes; "exchange" if
+    they are equal. The arguments are those of `plan`.
+    """
+    if why_not_heads(*heads, shards.world):
+        return "exchange"
+    sizes = _CallSizes(shards, q_shards, mask, heads, dims, 1)
+    exchange = max((sum(sent) for sent in zip(*sizes.steps(), strict=True)), default=0)
+    return "heads" if max(sizes.sent_by_heads()) < exchange else "exchange"
 
 
 _NUMBER_FORMATS = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float64: "fp64"}
@@ -263,9 +260,8 @@ def plan(
     )
     efficiency = sum(flops) / (W * max(flops)) if any(flops) else 1.0
     number_format = _NUMBER_FORMATS.get(dtype, "fp32")
-    return ParallelPlan(
-        _cheapest_method(sizes), costs, steps, efficiency, step_flops, number_format
-    )
+    method = cheapest_method(shards, q_shards, mask, heads, dims)
+    return ParallelPlan(method, costs, steps, efficiency, step_flops, number_format)
 
 
 def _step_flops(sizes: _CallSizes, batch: int) -> tuple[tuple[int, ...], ...]:

@@ -8,7 +8,7 @@ each token alone.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, NoReturn, TypeAlias
@@ -19,7 +19,7 @@ from torch.autograd.function import once_differentiable
 
 from regard import tracing
 from regard.caches import Cache, Parts, rollback_on_error
-from regard.caches.base import Contents
+from regard.caches.cross_layer import LendingCache
 from regard.errors import ArgumentError, ArgumentTypeError
 from regard.nn.mixer import Mixer
 from regard.nn.projections.dynamic_rotary import PerRowRotary
@@ -368,12 +368,7 @@ class _SendState(torch.autograd.Function):
     ) -> Tensor:
         ctx.ranks, ctx.other = ranks, to
         ctx.shapes = [(tuple(x.shape), x.dtype) for x in tensors]
-        messages = [
-            ranks.send_receive("state", step, x.contiguous(), to, None, to)
-            for step, x in enumerate(tensors)
-        ]
-        for message in messages:
-            message.wait()
+        _send(ranks, "state", tensors, to)
         ctx.save_for_backward(anchor)
         return z.view_as(z)
 
@@ -383,7 +378,8 @@ class _SendState(torch.autograd.Function):
         # torch.utils.checkpoint runs a layer again when saved tensors are read: its messages must
         # come before those of the gradients, on every rank
         _ = ctx.saved_tensors
-        gradients = _receive(ctx.ranks, ctx.other, ctx.shapes, "gradient of the state")
+        learned = [shape if shape[1].is_floating_point else None for shape in ctx.shapes]
+        gradients = _receive(ctx.ranks, "gradient of the state", learned, ctx.other)
         return (None, gradient, None, None, *gradients)
 
 
@@ -399,26 +395,18 @@ class _ReceiveState(torch.autograd.Function):
         shapes: Sequence[TensorShape],
     ) -> tuple[Tensor, ...]:
         ctx.ranks, ctx.other, ctx.shapes = ranks, source, shapes
-        tensors = []
-        for step, (shape, dtype) in enumerate(shapes):
-            buffer = torch.empty(shape, dtype=dtype, device="cpu")
-            ranks.send_receive("state", step, None, source, buffer, source).wait()
-            tensors.append(buffer)
+        tensors = tuple(x for x in _receive(ranks, "state", shapes, source) if x is not None)
         ctx.mark_non_differentiable(*(x for x in tensors if not x.is_floating_point()))
-        return tuple(tensors)
+        return tensors
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[None, ...]:
-        messages = [
-            ctx.ranks.send_receive(
-                "gradient of the state", step, x.contiguous(), ctx.other, None, ctx.other
-            )
-            for step, (x, (_, dtype)) in enumerate(zip(gradients, ctx.shapes, strict=True))
-            if dtype.is_floating_point
+        learned = [
+            x if dtype.is_floating_point else None
+            for x, (_, dtype) in zip(gradients, ctx.shapes, strict=True)
         ]
-        for message in messages:
-            message.wait()
+        _send(ctx.ranks, "gradient of the state", learned, ctx.other)
         return None, None, None, None
 
 
@@ -426,50 +414,38 @@ TensorShape: TypeAlias = tuple[tuple[int, ...], torch.dtype]
 """The shape and dtype of a tensor."""
 
 
+def _send(ranks: RankGroup, call: str, tensors: Sequence[Tensor | None], to: int) -> None:
+    """Send tensors to another rank, each at a step of its own, and wait until it has them."""
+    messages = [
+        ranks.send_receive(call, step, x.contiguous(), to, None, to)
+        for step, x in enumerate(tensors)
+        if x is not None
+    ]
+    for message in messages:
+        message.wait()
+
+
 def _receive(
-    ranks: RankGroup, source: int, shapes: Sequence[TensorShape], call: str
+    ranks: RankGroup, call: str, shapes: Sequence[TensorShape | None], source: int
 ) -> list[Tensor | None]:
-    """Receive the floating-point tensors among those described; None for the others."""
+    """Receive the tensors that `_send` sends; None stands for those that are not sent."""
     received: list[Tensor | None] = []
-    for step, (shape, dtype) in enumerate(shapes):
-        if not dtype.is_floating_point:
-            received.append(None)
-            continue
-        buffer = torch.empty(shape, dtype=dtype, device="cpu")
-        ranks.send_receive(call, step, None, source, buffer, source).wait()
+    for step, of_tensor in enumerate(shapes):
+        buffer = None
+        if of_tensor is not None:
+            buffer = torch.empty(of_tensor[0], dtype=of_tensor[1], device="cpu")
+            ranks.send_receive(call, step, None, source, buffer, source).wait()
         received.append(buffer)
     return received
 
 
-class _NotAppended(Cache):
+class _NotAppended(LendingCache):
     """A cache on a rank that does not own the new tokens: `update` reads it without adding them."""
-
-    def __init__(self, cache: Cache) -> None:
-        self.cache = cache
 
     def update(self, memory: Parts, positions: Positions) -> tuple[Parts, Positions]:
         """Return what the cache stores."""
-        return self.cache.update(tuple(x[:, :, :0] for x in memory), _no_positions(positions))
-
-    def crop(self, length: int) -> None:
-        """Crop the cache of this rank."""
-        self.cache.crop(length)
-
-    def contents(self) -> Contents:
-        """Return the contents of the cache of this rank."""
-        return self.cache.contents()
-
-    def fill(self, contents: Mapping[str, Tensor | Span | int]) -> None:
-        """Fill the cache of this rank."""
-        self.cache.fill(contents)
-
-    def __len__(self) -> int:
-        return len(self.cache)
-
-
-def _no_positions(positions: Positions) -> Positions:
-    """Return the positions of no tokens, in the form of the given ones."""
-    return Span(positions.start, 0) if isinstance(positions, Span) else positions[:, :0]
+        none = Span(positions.start, 0) if isinstance(positions, Span) else positions[:, :0]
+        return super().update(tuple(x[:, :, :0] for x in memory), none)
 
 
 @contextmanager

@@ -56,11 +56,9 @@ def markdown() -> str:
     left = [row for row in rows.values() if row["built"]]
     summary = (
         f"transformers {about['transformers']} and torch {about['torch']}: {len(rows)} "
-        "architectures, of which "
-        f"{len(built)} could be built small and run by transformers itself. {len(served)} of "
-        "these run through regard, "
-        f"{len(own)} never call an attention function, and {len(refused)} are refused. Cells: "
-        f"{counts(built)}."
+        f"architectures, of which {len(built)} could be built small and run by transformers "
+        f"itself. {len(served)} of these run through regard, {len(own)} never call an attention "
+        f"function, and {len(refused)} are refused. Cells: {counts(built)}."
     )
     return "\n".join(
         [

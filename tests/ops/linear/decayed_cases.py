@@ -176,6 +176,21 @@ def sum_over_features(q: Tensor, k: Tensor, v: Tensor, t: int) -> tuple[Tensor, 
     return by_feature.flip(2).sum(2), (q[:, :, t] * keys.sum(2)).flip(2).sum(2)[..., None]
 
 
+def by_loop(
+    draw: Callable[..., Inputs],
+    run: Callable[..., Any],
+    exact: Callable[..., Tensor],
+    loop: Callable[..., Tensor],
+) -> Recurrence:
+    """A recurrence of which each function takes the inputs by name, or in their order."""
+    return Recurrence(
+        draw,
+        lambda c, **o: run(**c, **o),
+        lambda row, tokens: exact(*row.values(), tokens),
+        lambda c: [loop(**c, apart=x) for x in (False, True)],
+    )
+
+
 def kernel_of(
     run: Callable[..., tuple[Tensor, State]],
     f: Callable[[float, int, int, int], float],
@@ -250,36 +265,11 @@ def run_features(feature_map: Any) -> Callable[..., tuple[Tensor, State]]:
 
 
 RECURRENCES: dict[str, Recurrence] = {
-    "rwkv6": Recurrence(
-        draw_rwkv6,
-        lambda c, **o: rwkv6(**c, **o),
-        lambda r, t: decayed.rwkv6(r["q"], r["k"], r["v"], r["log_decay"], r["bonus"], t),
-        lambda c: [loop_rwkv6(**c, apart=x) for x in (False, True)],
-    ),
-    "rwkv4": Recurrence(
-        draw_rwkv4,
-        lambda c, **o: rwkv4(**c, **o),
-        lambda r, t: decayed.rwkv4(r["k"], r["v"], r["log_decay"], r["bonus"], t),
-        lambda c: [loop_rwkv4(**c, apart=x) for x in (False, True)],
-    ),
-    "mlstm": Recurrence(
-        draw_mlstm,
-        lambda c, **o: mlstm(**c, **o),
-        lambda r, t: decayed.mlstm(r["q"], r["k"], r["v"], r["log_input"], r["log_forget"], t),
-        lambda c: [loop_mlstm(**c, apart=x) for x in (False, True)],
-    ),
-    "slots": Recurrence(
-        draw_slots,
-        lambda c, **o: gated_slots(**c, **o),
-        lambda r, t: decayed.slots(r["q"], r["k"], r["v"], r["log_decay"], t),
-        lambda c: [loop_slots(**c, apart=x) for x in (False, True)],
-    ),
-    "log linear": Recurrence(
-        draw_log_linear,
-        lambda c, **o: log_linear(**c, **o),
-        lambda r, t: decayed.log_linear(*r.values(), t),
-        lambda c: [loop_log_linear(**c, apart=x) for x in (False, True)],
-    ),
+    "rwkv6": by_loop(draw_rwkv6, rwkv6, decayed.rwkv6, loop_rwkv6),
+    "rwkv4": by_loop(draw_rwkv4, rwkv4, decayed.rwkv4, loop_rwkv4),
+    "mlstm": by_loop(draw_mlstm, mlstm, decayed.mlstm, loop_mlstm),
+    "slots": by_loop(draw_slots, gated_slots, decayed.slots, loop_slots),
+    "log linear": by_loop(draw_log_linear, log_linear, decayed.log_linear, loop_log_linear),
     "taylor": kernel_of(
         run_features(TaylorFeatures()),
         lambda s, i, j, D: 1 + s / math.sqrt(D) + s * s / (2 * D),

@@ -17,6 +17,7 @@ from regard.linear import delta_product, delta_rule, gated_delta_rule, generaliz
 from regard.ops.linear.linear_recurrence import decayed_products, split_into_chunks
 from regard.span import Span
 from tests.fixture_f import decays, example, strengths, vectors
+from tests.ops.linear import mechanisms
 from tests.oracles.delta import delta, delta_plain, delta_plain_matrices, onnx_gated_delta
 from tests.oracles.generalized_delta import (
     generalized_delta,
@@ -106,13 +107,7 @@ def leaves_of(x: Inputs) -> Inputs:
 
 
 def assert_same(x: Tensor, y: Tensor, bound: float = 1e-11) -> None:
-    """fp64 against fp64: sums of a few dozen products of order 1, a bound of thousands of
-    roundings.
-    """
-    assert x.shape == y.shape
-    assert x.dtype == y.dtype == torch.float64
-    if x.numel():
-        assert float((x - y).detach().abs().max()) <= bound * (1 + float(y.detach().abs().max()))
+    mechanisms.assert_same(x, y, bound)
 
 
 @pytest.mark.full(keep="each")

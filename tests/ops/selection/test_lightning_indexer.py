@@ -13,7 +13,8 @@ from torch import Tensor
 import regard
 from regard.masks import Causal
 from regard.ops.selection import index_mask, index_scores, indexer_loss
-from regard.span import Positions, Span, as_tensor
+from regard.span import Positions, Span
+from tests.ops.selection.test_best_blocks import dense, rows
 from tests.oracles import selected as oracle
 from tests.rules import assert_close_rule
 
@@ -34,24 +35,10 @@ CALLS: dict[str, tuple[Positions, Positions]] = {
 }
 
 
-def rows(positions: Positions) -> list[list[int]]:
-    return as_tensor(positions).expand(B, -1).tolist()
-
-
 def inputs(call: str, scale: float = 1.0) -> tuple[Tensor, Tensor, Tensor]:
     T, S = (len(rows(x)[0]) for x in CALLS[call])
     q, k = torch.randn(B, J, T, d).double() * scale, torch.randn(B, 1, S, d).double() * scale
     return q, k, torch.randn(B, T, J).double()
-
-
-def dense(chosen: oracle.Chosen, k_positions: Positions) -> Tensor:
-    keys = rows(k_positions)
-    return torch.tensor(
-        [
-            [[[p in seen for p in keys[b]] for seen in head] for head in heads]
-            for b, heads in enumerate(chosen)
-        ]
-    )
 
 
 @pytest.mark.parametrize("topk", [1, 3, 100])

@@ -12,7 +12,8 @@ import torch
 import regard
 from regard.ops.selection import NSABlocks, block_layout, selection_mask
 from regard.ops.selection.nsa import block_importance, compression_positions, compression_windows
-from regard.span import Positions, Span, as_tensor
+from regard.span import Positions, Span
+from tests.ops.selection.test_best_blocks import rows
 from tests.oracles import selected as oracle
 
 E = -1
@@ -43,10 +44,6 @@ CALLS: dict[str, tuple[Positions, Positions]] = {
         ),
     ),
 }
-
-
-def rows(positions: Positions) -> list[list[int]]:
-    return as_tensor(positions).expand(B, -1).tolist()
 
 
 def mean(block: list[list[float]]) -> list[float]:
@@ -164,8 +161,7 @@ def test_errors() -> None:
             (0, 2, 4),
             (
                 "NSABlocks(compress=0, stride=2, select=4, count=16, window=512, initial=1, "
-                "local=2): "
-                "each size must be at least 1, initial at least 0"
+                "local=2): each size must be at least 1, initial at least 0"
             ),
         ),
         (

@@ -7,11 +7,71 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from regard.ops.softmax.call import make_call
+import regard
+from regard.errors import KernelRefusal
+from regard.ops.softmax.call import Call, make_call
+from regard.ops.softmax.kernel import Kernel
+
+
+def qkv(
+    B: int = 1,
+    H: int = 4,
+    G: int = 2,
+    T: int = 70,
+    S: int = 70,
+    D: int = 16,
+    E: int = 16,
+    *,
+    dtype: torch.dtype = torch.float32,
+    seed: int = 0,
+    size: float = 1.0,
+) -> tuple[Tensor, Tensor, Tensor]:
+    draw = torch.Generator().manual_seed(seed)
+    shapes = ((B, H, T, D), (B, G, S, D), (B, G, S, E))
+    q, k, v = (torch.randn(shape, generator=draw) for shape in shapes)
+    return (q * size).to(dtype), (k * size).to(dtype), v.to(dtype)
+
+
+def grid(T: int, S: int) -> tuple[Tensor, Tensor]:
+    """Positions of queries, bottom right, and of keys."""
+    return torch.arange(S - T, S)[:, None], torch.arange(S)[None]
+
+
+def refusal_of(backend: str, *tensors: Tensor, **options: Any) -> str:
+    """What a kernel says that is asked for by name, and cannot run the call."""
+    with pytest.raises(KernelRefusal) as caught:
+        regard.attend(*tensors, backend=backend, **options)
+    return str(caught.value)
+
+
+def reasons_in_a_graph(kernel: Kernel) -> list[str]:
+    """What keeps a kernel from a call, asked for while torch compiles."""
+    reasons: list[str] = []
+
+    @torch.compile(backend="eager", fullgraph=True)
+    def ask(q: Tensor) -> Tensor:
+        reasons.extend(kernel.why_not(make_call(q, q, q)))
+        return q + 1
+
+    ask(torch.randn(1, 1, 20, 4))
+    return reasons
+
+
+def meaning(call: Call) -> dict[str, Any]:
+    """The options of plain math for a call, its mask and its bias written out."""
+    where = (call.q_positions, call.k_positions)
+    return {
+        "visible": call.mask.block(*where),
+        "bias": None if call.bias is None else call.bias.block(*where, dtype=torch.float64),
+        "scale": call.scale,
+        "softcap": call.softcap,
+        "sink": call.sink,
+    }
 
 
 def allowed(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:

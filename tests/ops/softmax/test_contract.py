@@ -161,15 +161,14 @@ def test_gradients(kernel: Kernel, case: Case, dtype: torch.dtype) -> None:
     skip_refused(kernel, call)
     out, lse, *_ = kernel.run(call)
     assert lse is not None
+    assert_gradients(made, case, dtype, out, lse)
+
+
+def assert_gradients(made: Made, case: Case, dtype: torch.dtype, out: Tensor, lse: Tensor) -> None:
     found = gradients(made, out, lse)
     several, right = gradient_answers(case, dtype)
-    names = [
-        "q",
-        "k",
-        "v",
-        *["sink"] * (made.sink is not None),
-        *["bias"] * (made.table is not None and not case.fixed_bias),
-    ]
+    learned = made.table is not None and not case.fixed_bias
+    names = ["q", "k", "v", *["sink"] * (made.sink is not None), *["bias"] * learned]
     for i, name in enumerate(names):
         assert found[i].dtype == made.leaves[i].dtype
         plain = [g[i] for g in several]

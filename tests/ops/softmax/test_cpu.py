@@ -22,6 +22,7 @@ from regard.ops.softmax import cpu
 from regard.ops.softmax.call import Call, make_call
 from regard.span import Span
 from tests.kernels import require_kernels
+from tests.ops.softmax.plain import meaning
 from tests.oracles.plain import plain_attention, several_plains
 from tests.rules import assert_close_rule
 
@@ -52,16 +53,8 @@ def inputs(
 def assert_right(call: Call, what: str) -> None:
     """out and lse against fp64 math over the mask and bias written out."""
     q, k, v = call.q, call.k, call.v
-    where = (call.q_positions, call.k_positions)
-    options: dict[str, Any] = {
-        "visible": call.mask.block(*where),
-        "scale": call.scale,
-        "softcap": call.softcap,
-        "sink": call.sink,
-    }
-    bias = None if call.bias is None else call.bias.block(*where, dtype=torch.float64)
-    exact = plain_attention(q.double(), k.double(), v.double(), bias=bias, **options)
-    outs, lses = zip(*several_plains(q, k, v, bias=bias, **options), strict=True)
+    exact = plain_attention(q.double(), k.double(), v.double(), **meaning(call))
+    outs, lses = zip(*several_plains(q, k, v, **meaning(call)), strict=True)
     found = KERNEL.run(call)
     assert found.lse is not None
     assert_close_rule(found.out, list(outs), exact[0], what=what)

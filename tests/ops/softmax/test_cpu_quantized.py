@@ -5,7 +5,6 @@ copy of them on the way.
 from __future__ import annotations
 
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,6 +20,7 @@ from regard.ops.softmax import cpu
 from regard.ops.softmax.call import Call, make_call
 from regard.span import Positions, Span
 from tests.kernels import require_kernels
+from tests.ops.softmax.plain import meaning
 from tests.oracles.plain import plain_attention, several_plains
 from tests.rules import assert_close_rule
 
@@ -120,20 +120,11 @@ def assert_right(wide: list[Tensor], calls: Call | list[Call], what: str) -> Non
     """
     found, exact, plains = [], [], []
     for call in calls if isinstance(calls, list) else [calls]:
-        where = (call.q_positions, call.k_positions)
-        options: dict[str, Any] = {
-            "visible": call.mask.block(*where),
-            "scale": call.scale,
-            "softcap": call.softcap,
-            "sink": call.sink,
-        }
-        if call.bias is not None:
-            options["bias"] = call.bias.block(*where, dtype=torch.float64)
         assert attention.quantized_segment(call.k, call.v) is not None
         found.append(KERNEL.run(call))
-        exact.append(plain_attention(call.q.double(), *wide, **options))
+        exact.append(plain_attention(call.q.double(), *wide, **meaning(call)))
         rounded = (x.to(call.q.dtype) for x in wide)
-        plains.append(several_plains(call.q, *rounded, **options))
+        plains.append(several_plains(call.q, *rounded, **meaning(call)))
     for i, name in enumerate(("out", "lse")):
         got = torch.cat([x[i] for x in found if x[i] is not None], 1)
         others = [
@@ -489,17 +480,16 @@ def test_the_largest_sums_of_whole_numbers_do_not_wrap(D: int) -> None:
         assert torch.allclose(found, torch.tensor(float(code * D)), atol=0.02 * D)
 
 
-def coded(axis: str, *, slots: int = 16, kind: torch.dtype = torch.float32) -> Any:
+def coded(axis: quantization.Axis, *, slots: int = 16, kind: torch.dtype = torch.float32) -> Any:
     """What a quantized cache answers, by hand: 8 bits, groups of 8, and two recent slots."""
     rows, lines = (slots // 8, 8) if axis == "channel" else (slots, 1)
-    made = SimpleNamespace(
-        codes=torch.zeros(1, 2, rows, lines, 8, dtype=torch.uint8),
-        scale=torch.ones(1, 2, rows, lines, 1, dtype=kind),
-        zero=torch.zeros(1, 2, rows, lines, 1, dtype=kind),
-    )
+    codes = torch.zeros(1, 2, rows, lines, 8, dtype=torch.uint8)
+    scale, zero = (x((1, 2, rows, lines, 1), dtype=kind) for x in (torch.ones, torch.zeros))
+    none = torch.zeros(1, 0)
+    made = quantization.QuantizedGroups(codes, scale, zero, none.long(), none)
     recent = torch.zeros(1, 2, 2, 8, dtype=kind)
     wide: Any = torch.zeros(1, 2, slots + 2, 8)
-    wide.coded = SimpleNamespace(groups=made, axis=axis, bits=8, recent=recent)
+    wide.coded = quantization.QuantizedAndRecent(made, axis, 8, recent)
     return wide
 
 
@@ -518,7 +508,7 @@ def test_scales_and_zeros_are_read_by_the_same_steps() -> None:
     """A zero that was filled in by hand may lie otherwise than its scale."""
     keys = coded("channel")
     zero = torch.randn(8, 2, 2, 1).permute(3, 1, 2, 0)[..., None]
-    keys.coded.groups.zero = zero
+    keys.coded = keys.coded._replace(groups=keys.coded.groups._replace(zero=zero))
     found = attention.quantized_segment(keys, coded("token"))
     assert found is not None
     _, scale, read = found.owners[:3]

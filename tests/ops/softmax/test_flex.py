@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -10,23 +11,18 @@ from torch import Tensor
 
 import regard
 from regard import biases, masks
-from regard.errors import KernelRefusal
 from regard.ops.softmax import flex
 from regard.ops.softmax.call import make_call
 from regard.ops.softmax.flex import FlexKernel, block_mask
 from regard.ops.softmax.reference import ReferenceKernel
+from tests.ops.softmax.plain import refusal_of
 
 KERNEL = FlexKernel()
+refusal = partial(refusal_of, "flex")
 
 
 def qkv(T: int = 20, S: int = 20, H: int = 2, D: int = 16, **kind: Any) -> list[Tensor]:
     return [torch.randn(1, H, n, D, **kind) for n in (T, S, S)]
-
-
-def refusal(*tensors: Tensor, **options: Any) -> str:
-    with pytest.raises(KernelRefusal) as caught:
-        regard.attend(*tensors, backend="flex", **options)
-    return str(caught.value)
 
 
 def test_on_cpu_it_infers_when_it_is_asked_for() -> None:

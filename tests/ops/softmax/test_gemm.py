@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,7 +12,6 @@ from torch import Tensor
 
 import regard
 from regard import biases, masks
-from regard.errors import KernelRefusal
 from regard.ops.cpu.attention import PrefillArgs, prefill
 from regard.ops.softmax import gemm
 from regard.ops.softmax.call import make_call
@@ -19,34 +19,17 @@ from regard.ops.softmax.gemm import GemmKernel
 from regard.ops.softmax.kernel import UNREADABLE
 from regard.span import Span
 from tests.kernels import require_kernels
+from tests.ops.softmax.plain import grid, qkv, reasons_in_a_graph, refusal_of
 from tests.oracles.plain import plain_attention, several_plains
 from tests.rules import assert_close_rule
 
 require_kernels()
 
 KERNEL = GemmKernel()
+refusal = partial(refusal_of, "gemm")
 HALVES = (torch.bfloat16, torch.float16)
 DTYPES = (torch.float32, *HALVES)
 """Each dtype is another kernel."""
-
-
-def qkv(
-    B: int = 1,
-    H: int = 4,
-    G: int = 2,
-    T: int = 70,
-    S: int = 70,
-    D: int = 16,
-    E: int = 16,
-    *,
-    dtype: torch.dtype = torch.float32,
-    seed: int = 0,
-    size: float = 1.0,
-) -> tuple[Tensor, Tensor, Tensor]:
-    draw = torch.Generator().manual_seed(seed)
-    shapes = ((B, H, T, D), (B, G, S, D), (B, G, S, E))
-    q, k, v = (torch.randn(shape, generator=draw) for shape in shapes)
-    return (q * size).to(dtype), (k * size).to(dtype), v.to(dtype)
 
 
 def assert_right(
@@ -72,11 +55,6 @@ def assert_right(
     assert_close_rule(lse, [x.float() for x in lses], right[1], what="lse")
     blind = ~seen.expand(*q.shape[:3], k.shape[2]).any(-1)
     assert torch.equal(out[blind], torch.zeros_like(out[blind]))
-
-
-def grid(T: int, S: int) -> tuple[Tensor, Tensor]:
-    """Positions of queries, bottom right, and of keys."""
-    return torch.arange(S - T, S)[:, None], torch.arange(S)[None]
 
 
 @pytest.mark.full(keep=3)
@@ -300,12 +278,6 @@ def test_results_are_rounded_as_torch_rounds(dtype: torch.dtype) -> None:
     assert torch.equal(out[seen].view(torch.int16), want[seen].view(torch.int16))
 
 
-def refusal(*tensors: Tensor, **options: Any) -> str:
-    with pytest.raises(KernelRefusal) as caught:
-        regard.attend(*tensors, backend="gemm", **options)
-    return str(caught.value)
-
-
 def test_refusals(monkeypatch: pytest.MonkeyPatch) -> None:
     q, k, v = qkv()
     assert "gemm (no dropout)" in refusal(q, k, v, dropout=0.1)
@@ -323,15 +295,7 @@ def test_refusals(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_compiled_graph_is_refused() -> None:
-    reasons: list[str] = []
-
-    @torch.compile(backend="eager", fullgraph=True)
-    def ask(q: Tensor) -> Tensor:
-        reasons.extend(KERNEL.why_not(make_call(q, q, q)))
-        return q + 1
-
-    ask(torch.randn(1, 1, 20, 4))
-    assert reasons == [UNREADABLE]
+    assert reasons_in_a_graph(KERNEL) == [UNREADABLE]
 
 
 def test_work_is_what_the_mask_leaves() -> None:

@@ -5,7 +5,7 @@ what they cost.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -21,6 +21,7 @@ from regard.ops.softmax.call import make_call
 from regard.ops.softmax.gemm import GemmKernel
 from regard.span import Span
 from tests.kernels import require_kernels
+from tests.ops.softmax.plain import grid, qkv
 from tests.oracles.plain import plain_attention, several_plains
 from tests.rules import GRADIENT, assert_close_rule
 
@@ -29,25 +30,6 @@ require_kernels()
 KERNEL = GemmKernel()
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 LEAKS = "a NaN or infinity behind a mask would leak through 0 x NaN"
-
-
-def qkv(
-    B: int = 1,
-    H: int = 4,
-    G: int = 2,
-    T: int = 70,
-    S: int = 70,
-    D: int = 16,
-    E: int = 16,
-    *,
-    dtype: torch.dtype = torch.float32,
-    seed: int = 0,
-    size: float = 1.0,
-) -> list[Tensor]:
-    draw = torch.Generator().manual_seed(seed)
-    shapes = ((B, H, T, D), (B, G, S, D), (B, G, S, E))
-    q, k, v = (torch.randn(shape, generator=draw) for shape in shapes)
-    return [(q * size).to(dtype), (k * size).to(dtype), v.to(dtype)]
 
 
 def loss_of(out: Tensor, lse: Tensor, *, with_lse: bool = True) -> Tensor:
@@ -66,7 +48,7 @@ def leaves_of(*tensors: Tensor | None, dtype: torch.dtype | None = None) -> list
 
 
 def found_by_kernel(
-    tensors: list[Tensor], *, with_lse: bool = True, **options: Any
+    tensors: Sequence[Tensor], *, with_lse: bool = True, **options: Any
 ) -> tuple[Tensor, ...]:
     """Gradients of q, k, v and a sink, by the kernel."""
     sink = options.pop("sink", None)
@@ -79,7 +61,7 @@ def found_by_kernel(
 
 
 def assert_right(
-    tensors: list[Tensor],
+    tensors: Sequence[Tensor],
     seen: Tensor,
     dense: Tensor | None = None,
     *,
@@ -106,11 +88,6 @@ def assert_right(
         )
     blind = ~seen.expand(*tensors[0].shape[:3], tensors[1].shape[2]).any(-1)
     assert torch.equal(found[0][blind], torch.zeros_like(found[0][blind]))
-
-
-def grid(T: int, S: int) -> tuple[Tensor, Tensor]:
-    """Positions of queries, bottom right, and of keys."""
-    return torch.arange(S - T, S)[:, None], torch.arange(S)[None]
 
 
 @pytest.mark.full(keep=1)

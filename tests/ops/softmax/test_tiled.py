@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,15 +12,16 @@ from torch import Tensor
 
 import regard
 from regard import biases, masks
-from regard.errors import KernelRefusal
 from regard.ops.softmax import tiled
 from regard.ops.softmax.call import Call, make_call
 from regard.ops.softmax.reference import ReferenceKernel
 from regard.ops.softmax.tiled import TiledKernel, query_blocks
 from tests.ops.softmax.cases import Case, make
+from tests.ops.softmax.plain import reasons_in_a_graph, refusal_of
 from tests.ops.softmax.test_reference import _with_leaves
 
 KERNEL = TiledKernel()
+refusal = partial(refusal_of, "tiled")
 SMALL = TiledKernel(tiled.TileSizes(16, 4, 16 * 4 * 2 * 2))
 
 
@@ -195,12 +197,6 @@ def test_an_input_changed_before_backward_is_found() -> None:
         out.sum().backward()
 
 
-def refusal(*tensors: Tensor, **options: Any) -> str:
-    with pytest.raises(KernelRefusal) as caught:
-        regard.attend(*tensors, backend="tiled", **options)
-    return str(caught.value)
-
-
 def test_refusals() -> None:
     q, k, v = qkv()
     bad = v.clone()
@@ -220,15 +216,9 @@ def test_refusals() -> None:
 
 
 def test_a_compiled_graph_is_refused() -> None:
-    reasons: list[str] = []
-
-    @torch.compile(backend="eager", fullgraph=True)
-    def ask(q: Tensor) -> Tensor:
-        reasons.extend(KERNEL.why_not(make_call(q, q, q)))
-        return q + 1
-
-    ask(torch.randn(1, 1, 20, 4))
-    assert reasons == ["reads the tiles of the mask, which is not possible in a compiled graph"]
+    assert reasons_in_a_graph(KERNEL) == [
+        "reads the tiles of the mask, which is not possible in a compiled graph"
+    ]
 
 
 def test_it_promises_memory_that_grows_with_T_and_not_with_its_square() -> None:

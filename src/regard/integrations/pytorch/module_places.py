@@ -11,7 +11,8 @@ import threading
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any, NamedTuple
+from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -52,19 +53,18 @@ class ModulePlaces:
         """Follow in this thread which module runs, by hooks that are removed at the end."""
         with ExitStack() as stack:
             for name, module in self.model.named_modules():
-                path = name.replace(COMPILED_PREFIX, "")
-                before, after = _entering(self, path), _leaving(self)
-                stack.callback(module.register_forward_pre_hook(before, prepend=True).remove)
-                stack.callback(module.register_forward_hook(after, always_call=True).remove)
+                enter = partial(self.enter, name.replace(COMPILED_PREFIX, ""))
+                stack.callback(module.register_forward_pre_hook(enter, prepend=True).remove)
+                stack.callback(module.register_forward_hook(self.leave, always_call=True).remove)
             yield
 
-    def enter(self, path: str) -> None:
+    def enter(self, path: str, *_of_hook: object) -> None:
         """Note that the forward pass of a module begins; other threads are ignored."""
         if threading.get_ident() == self._thread:
             self._running.append((path, [0]))
 
-    def leave(self) -> None:
-        """Note that the forward pass of the innermost module ends."""
+    def leave(self, *_of_hook: object) -> None:
+        """Note that the forward pass of the innermost module ends, even if it failed."""
         if threading.get_ident() == self._thread and self._running:
             self._running.pop()
 
@@ -115,24 +115,6 @@ def _continues(last: Tensor, k: Tensor, T: int) -> bool:
     earlier, n = last.shape[2], k.shape[2]
     same = (*k.shape[:2], k.shape[3], k.dtype) == (*last.shape[:2], last.shape[3], last.dtype)
     return same and n == earlier + T and torch.equal(k[:, :, :earlier].detach(), last)
-
-
-def _entering(places: ModulePlaces, path: str) -> Any:
-    """Return the hook that runs before the forward pass of a module."""
-
-    def before(_module: nn.Module, _args: Any) -> None:
-        places.enter(path)
-
-    return before
-
-
-def _leaving(places: ModulePlaces) -> Any:
-    """Return the hook that runs after the forward pass of a module, even if it failed."""
-
-    def after(_module: nn.Module, _args: Any, _result: Any) -> None:
-        places.leave()
-
-    return after
 
 
 class _OpenPlaces(threading.local):

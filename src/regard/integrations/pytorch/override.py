@@ -26,7 +26,7 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from functools import cache, wraps
 from inspect import unwrap
-from typing import Any, TypeVar, overload
+from typing import Any, NamedTuple, TypeVar, overload
 
 import torch
 import torch.nn.functional as F
@@ -443,58 +443,48 @@ def _attention_of_graph(
 LIBRARY.impl("torch_attention", _attention_of_graph, "CompositeExplicitAutograd")
 
 
+class _MultiHeadArguments(NamedTuple):
+    """The arguments of torch's fused inference path of `nn.MultiheadAttention`."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    embed_dim: int
+    num_head: int
+    qkv_weight: Tensor
+    qkv_bias: Tensor
+    proj_weight: Tensor
+    proj_bias: Tensor
+    mask: Tensor | None = None
+    need_weights: bool = True
+    average_attn_weights: bool = True
+    mask_type: int | None = None
+
+
 @wraps(TORCH.multi_head)
-def _mha(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    embed_dim: int,
-    num_head: int,
-    qkv_weight: Tensor,
-    qkv_bias: Tensor,
-    proj_weight: Tensor,
-    proj_bias: Tensor,
-    mask: Tensor | None = None,
-    need_weights: bool = True,  # noqa: FBT001, FBT002  (torch's own signature)
-    average_attn_weights: bool = True,  # noqa: FBT001, FBT002
-    mask_type: int | None = None,
-) -> tuple[Tensor, Tensor | None]:
+def _mha(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
     _refuse_fused_over_ranks("nn.MultiheadAttention")
+    x = _MultiHeadArguments(*args, **kwargs)
+    weights = x.num_head, x.qkv_weight, x.qkv_bias
     if is_observed() and not is_compiling():
         observed = observe_fused_multi_head(
-            query,
-            key,
-            value,
-            num_head,
-            qkv_weight,
-            qkv_bias,
-            (proj_weight, proj_bias),
-            mask,
-            mask_type,
-            need_weights=need_weights,
-            average=average_attn_weights,
+            x.query,
+            x.key,
+            x.value,
+            *weights,
+            (x.proj_weight, x.proj_bias),
+            x.mask,
+            x.mask_type,
+            need_weights=x.need_weights,
+            average=x.average_attn_weights,
         )
         if observed is not None:
             return observed
-    elif _is_active(query) and not need_weights and query is key is value:
-        z = _self_attention(query, num_head, qkv_weight, qkv_bias, mask, mask_type)
+    elif _is_active(x.query) and not x.need_weights and x.query is x.key is x.value:
+        z = _self_attention(x.query, *weights, x.mask, x.mask_type)
         if z is not None:
-            return F.linear(z, proj_weight, proj_bias), None
-    return TORCH.multi_head(
-        query,
-        key,
-        value,
-        embed_dim,
-        num_head,
-        qkv_weight,
-        qkv_bias,
-        proj_weight,
-        proj_bias,
-        mask,
-        need_weights,
-        average_attn_weights,
-        mask_type,
-    )
+            return F.linear(z, x.proj_weight, x.proj_bias), None
+    return TORCH.multi_head(*args, **kwargs)
 
 
 @wraps(TORCH.multi_head_forward)
@@ -504,73 +494,59 @@ def _mha_forward(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
     return TORCH.multi_head_forward(*args, **kwargs)
 
 
+class _EncoderArguments(NamedTuple):
+    """The arguments of torch's fused inference path of `nn.TransformerEncoderLayer`."""
+
+    src: Tensor
+    embed_dim: int
+    num_heads: int
+    qkv_weight: Tensor
+    qkv_bias: Tensor
+    proj_weight: Tensor
+    proj_bias: Tensor
+    use_gelu: bool
+    norm_first: bool
+    eps: float
+    norm_weight_1: Tensor
+    norm_bias_1: Tensor
+    norm_weight_2: Tensor
+    norm_bias_2: Tensor
+    ffn_weight_1: Tensor
+    ffn_bias_1: Tensor
+    ffn_weight_2: Tensor
+    ffn_bias_2: Tensor
+    mask: Tensor | None = None
+    mask_type: int | None = None
+
+    def norm_1(self, x: Tensor) -> Tensor:
+        return F.layer_norm(x, (self.embed_dim,), self.norm_weight_1, self.norm_bias_1, self.eps)
+
+    def norm_2(self, x: Tensor) -> Tensor:
+        return F.layer_norm(x, (self.embed_dim,), self.norm_weight_2, self.norm_bias_2, self.eps)
+
+    def feed_forward(self, x: Tensor) -> Tensor:
+        h = F.linear(x, self.ffn_weight_1, self.ffn_bias_1)
+        h = F.gelu(h) if self.use_gelu else F.relu_(h)
+        return F.linear(h, self.ffn_weight_2, self.ffn_bias_2)
+
+
 @wraps(TORCH.encoder_layer)
-def _encoder(
-    src: Tensor,
-    embed_dim: int,
-    num_heads: int,
-    qkv_weight: Tensor,
-    qkv_bias: Tensor,
-    proj_weight: Tensor,
-    proj_bias: Tensor,
-    use_gelu: bool,  # noqa: FBT001  (torch's own signature)
-    norm_first: bool,  # noqa: FBT001
-    eps: float,
-    norm_weight_1: Tensor,
-    norm_bias_1: Tensor,
-    norm_weight_2: Tensor,
-    norm_bias_2: Tensor,
-    ffn_weight_1: Tensor,
-    ffn_bias_1: Tensor,
-    ffn_weight_2: Tensor,
-    ffn_bias_2: Tensor,
-    mask: Tensor | None = None,
-    mask_type: int | None = None,
-) -> Tensor:
+def _encoder(*args: Any, **kwargs: Any) -> Tensor:
     _refuse_fused_over_ranks("nn.TransformerEncoderLayer")
-    if _is_active(src):
-
-        def norm_1(x: Tensor) -> Tensor:
-            return F.layer_norm(x, (embed_dim,), norm_weight_1, norm_bias_1, eps)
-
-        def norm_2(x: Tensor) -> Tensor:
-            return F.layer_norm(x, (embed_dim,), norm_weight_2, norm_bias_2, eps)
-
-        def feed_forward(x: Tensor) -> Tensor:
-            h = F.linear(x, ffn_weight_1, ffn_bias_1)
-            return F.linear(F.gelu(h) if use_gelu else F.relu_(h), ffn_weight_2, ffn_bias_2)
-
-        x = norm_1(src) if norm_first else src
-        z = _self_attention(x, num_heads, qkv_weight, qkv_bias, mask, mask_type)
+    layer = _EncoderArguments(*args, **kwargs)
+    if _is_active(layer.src):
+        x = layer.norm_1(layer.src) if layer.norm_first else layer.src
+        z = _self_attention(
+            x, layer.num_heads, layer.qkv_weight, layer.qkv_bias, layer.mask, layer.mask_type
+        )
         if z is not None:
             # in place, because torch calls this function without gradients only
-            x = F.linear(z, proj_weight, proj_bias).add_(src)
-            if norm_first:
-                return feed_forward(norm_2(x)).add_(x)
-            x = norm_1(x)
-            return norm_2(feed_forward(x).add_(x))
-    return TORCH.encoder_layer(
-        src,
-        embed_dim,
-        num_heads,
-        qkv_weight,
-        qkv_bias,
-        proj_weight,
-        proj_bias,
-        use_gelu,
-        norm_first,
-        eps,
-        norm_weight_1,
-        norm_bias_1,
-        norm_weight_2,
-        norm_bias_2,
-        ffn_weight_1,
-        ffn_bias_1,
-        ffn_weight_2,
-        ffn_bias_2,
-        mask,
-        mask_type,
-    )
+            x = F.linear(z, layer.proj_weight, layer.proj_bias).add_(layer.src)
+            if layer.norm_first:
+                return layer.feed_forward(layer.norm_2(x)).add_(x)
+            x = layer.norm_1(x)
+            return layer.norm_2(layer.feed_forward(x).add_(x))
+    return TORCH.encoder_layer(*args, **kwargs)
 
 
 def _is_active(x: Tensor) -> bool:

@@ -23,12 +23,11 @@ from torch.utils.hooks import RemovableHandle
 from regard.errors import ArgumentTypeError
 from regard.integrations.pytorch import override
 from regard.integrations.pytorch.flex_calls import observe_flex_operator
-from regard.integrations.pytorch.module_places import ModulePlaces, opened
+from regard.integrations.pytorch.module_places import COMPILED_PREFIX, ModulePlaces, opened
 from regard.integrations.pytorch.observed_call import leave_to_torch, observe_attention
 from regard.integrations.pytorch.torch_functions import FLEX_MODULE
 from regard.tracing import is_running_kernel, is_tracing, named_scope, requested_taps, tap
 
-COMPILED_PREFIX = "_orig_mod."
 FEED_FORWARD_NAMES = (
     "mlp",
     "feed_forward",

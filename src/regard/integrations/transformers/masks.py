@@ -231,7 +231,7 @@ class MaskRule(BoolMask):
 
     def _index(self, index: object) -> BoolMask:
         inside = _spans(index, self.q_positions, self.k_positions)
-        if inside is None or _has_slot_rows(self.rule):
+        if inside is None or self.rule.by_slot:
             return super()._index(index)
         return MaskRule.make(self.rule, *inside, self.shape[0], self.device)
 
@@ -261,11 +261,6 @@ def _spans(index: object, q: Span, k: Span) -> tuple[Span, Span] | None:
             return None
         spans.append(Span(span.start + start, stop - start))
     return spans[0], spans[1]
-
-
-def _has_slot_rows(rule: Mask) -> bool:
-    """Whether the rule is a dense table, whose rows are slots of the call and not positions."""
-    return rule.by_slot
 
 
 def _holds_mask(x: object) -> bool:

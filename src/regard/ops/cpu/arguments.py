@@ -68,14 +68,8 @@ NO_BIAS, NO_SLOPES = (constant(x, dtype=torch.float32) for x in ((1, 1, 1, 0), (
 
 
 def address(x: Tensor, dtype: torch.dtype) -> int:
-    """Return the address of a tensor that compiled code reads or writes as contiguous memory.
-
-    Args:
-        x: the tensor, which the caller must keep alive.
-        dtype: the dtype that compiled code takes it for.
-
-    Raises:
-        KernelRefusal: it has another dtype or layout, or is not on a CPU.
+    """Return the address of a tensor that compiled code reads or writes as contiguous memory of a
+    dtype; the caller must keep it alive. Another dtype, layout or device raises `KernelRefusal`.
 
     >>> address(torch.ones(2).double(), torch.float32)
     Traceback (most recent call last):
@@ -159,13 +153,10 @@ class StructLayout:
         self._arguments = [(x.name, x.dtype) for x in fields if x.name not in _COUNTERS]
 
     def pack(self, **arguments: float | Tensor | Sequence[int]) -> PackedStruct:
-        """Return a struct in memory, with its counters at 0.
+        """Return a struct in memory, with its counters at 0; the caller keeps tensors alive.
 
-        Args:
-            **arguments: the value of each field by name: a number; a contiguous tensor for an
-                `Array`, one with contiguous rows for a `Strided`; a sequence of all numbers for a
-                field of several numbers. The caller must keep tensors alive as long as the struct
-                is read.
+        A field takes a number; an `Array` a contiguous tensor, a `Strided` one with contiguous
+        rows, and a field of several numbers a sequence of all of them.
         """
         numbers: list[Any] = [*self._zeros]
         for name, dtype in self._arguments:

@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -24,7 +24,10 @@ from torch import Tensor
 from regard.ops.cpu import arguments, threads
 from regard.ops.cpu.arguments import struct_layout
 from regard.ops.cpu.library import DTYPES, entry
-from regard.ops.stored_weights import QuantizedSlots, coded_memory
+from regard.ops.stored_weights import coded_memory
+
+if TYPE_CHECKING:
+    from regard.caches.quantization import QuantizedAndRecent
 
 TILE_KEYS = 64
 """A multiple of the number of keys in a tile, `kTile` of `csrc/decode.cpp`."""
@@ -68,15 +71,11 @@ class DecodeArgs:
 
 
 class QuantizedSegment(NamedTuple):
-    """The keys and values of a quantized cache, as compiled code reads them: the slots that are
-    stored as codes, and the recent slots that follow them.
+    """The keys and values of a quantized cache, as compiled code reads them.
 
     Args:
-        k: the codes of the keys: addresses, strides and sizes, as a field `Quantized` takes them.
-        v: the same for the values.
-        dtype: the dtype of the scales.
-        slots: the number of slots that are stored as codes.
-        recent: keys and values of the slots after them, in full precision.
+        k, v: the codes as a field `Quantized` takes them, and `dtype`, that of their scales.
+        slots: the number of slots that are stored as codes; the `recent` ones follow them.
         owners: the tensors that must live as long as `k` and `v` are used.
     """
 
@@ -89,16 +88,8 @@ class QuantizedSegment(NamedTuple):
 
 
 def quantized_segment(k: Tensor, v: Tensor) -> QuantizedSegment | None:
-    """Return the slots of a quantized cache that are stored as codes, if compiled code supports
-    them.
-
-    Args:
-        k: the keys `[B, G, S, D]` that a cache returned.
-        v: the values `[B, G, S, E]` that a cache returned.
-
-    Returns:
-        The segment, or None if k and v are not from a quantized cache, or if their format is not
-        supported: keys must have one scale per channel, values one per token.
+    """Return the slots of a quantized cache that are stored as codes, or None if there are none of
+    one scale per channel of keys and one per token of values.
     """
     coded = coded_memory(k, v)
     if coded is None:
@@ -118,7 +109,7 @@ def quantized_segment(k: Tensor, v: Tensor) -> QuantizedSegment | None:
     return QuantizedSegment(parts[0], parts[1], dtype, slots, recent, owners)
 
 
-def is_readable(x: QuantizedSlots) -> bool:
+def is_readable(x: QuantizedAndRecent) -> bool:
     """Return whether compiled code can read codes where they are: their last dimension is
     contiguous, and the strides of scales and zeros are equal.
     """
@@ -127,12 +118,7 @@ def is_readable(x: QuantizedSlots) -> bool:
 
 
 def quantized_numbers(codes: Tensor, scale: Tensor, zero: Tensor, bits: int) -> tuple[int, ...]:
-    """Return the numbers of a field `Quantized`.
-
-    Args:
-        codes, scale, zero: the codes, their scales and zeros, as in `QuantizedCodes`.
-        bits: the number of bits of a code.
-    """
+    """Return the numbers of a field `Quantized` for the fields of `QuantizedGroups`."""
     return (
         arguments.row_address(codes, torch.uint8),
         *codes.stride()[:4],
@@ -149,11 +135,6 @@ def decode(args: DecodeArgs, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     the lse `[B, G, R]` in fp32.
 
     Keys and values of any strides are read without a copy if their last dimension is contiguous.
-
-    Args:
-        args: the queries, the mask and the terms that are added to the scores.
-        k: keys `[B, G, S, D]`.
-        v: values `[B, G, S, E]`.
     """
     k, v = arguments.with_rows(k), arguments.with_rows(v)
     fields = {"k": k, "v": v, "pages": arguments.NO_POSITIONS, "page_size": 1}
@@ -186,15 +167,7 @@ def decode_quantized(args: DecodeArgs, segment: QuantizedSegment, E: int) -> tup
 def _run_decode(
     args: DecodeArgs, struct: str, function: int, S: int, E: int, fields: Mapping[str, Any]
 ) -> tuple[Tensor, Tensor]:
-    """Run a kernel in one or more threads, and return the output and the lse.
-
-    Args:
-        args: the queries, the mask and the terms that are added to the scores.
-        struct, function: the name of the struct, and the address of the kernel.
-        S: the number of keys.
-        E: the dimension of the values.
-        fields: the other fields of the struct.
-    """
+    """Run a kernel at an address in one or more threads, and return the output and the lse."""
     B, G, R, D = args.q.shape
     P, work = split_count(S), B * G * S * (D + E)
     workers = min(threads.thread_count(), max(1, work // ELEMENTS_PER_THREAD))
@@ -218,13 +191,8 @@ def join_splits(outs: Iterable[Tensor], lses: Iterable[Tensor]) -> tuple[Tensor,
 
 def apply_sinks(out: Tensor, lse: Tensor, sink: Tensor, T: int) -> Tensor:
     """Return the output `[B, G, R, E]` with exp(sink) added to each softmax denominator: times
-    sigmoid(lse - sink), in fp64; a row that sees no key keeps its output of 0.
-
-    Args:
-        out: the output without the sink `[B, G, R, E]` in fp32.
-        lse: its log-sum-exp without the sink `[B, G, R]` in fp32.
-        sink: one logit per head `[H]`.
-        T: the number of queries; row r of key/value head g belongs to head g H/G + r // T.
+    sigmoid(lse - sink), in fp64; a row that sees no key keeps its output of 0. Of T queries, row r
+    of key/value head g belongs to head g H/G + r // T.
     """
     logits = sink.detach().double().view(1, out.shape[1], -1, 1)  # [1,G,H/G,1]
     share = (lse.double().view(*lse.shape[:2], -1, T) - logits).sigmoid().view(lse.shape)
@@ -255,14 +223,9 @@ class PrefillArgs:
 
 
 def prefill(args: PrefillArgs) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute attention without a gradient.
-
-    Args:
-        args: the queries, keys and values, the mask and the terms that are added to the scores.
-
-    Returns:
-        The output `[B, H, T, E]` in `args.out_dtype`, and for each query in fp32 `[B, H, T]` the
-        largest score m (0 if it sees no key) and the sum of e^(s - m) over its scores s.
+    """Compute attention without a gradient: the output `[B, H, T, E]` in `args.out_dtype`, and for
+    each query in fp32 `[B, H, T]` the largest score m (0 if it sees no key) and the sum of
+    e^(s - m) over its scores s.
     """
     *rows, E = *args.q.shape[:3], args.v.shape[3]
     out = arguments.empty(*rows, E, dtype=args.out_dtype)
@@ -282,12 +245,7 @@ def prefill_with_gradient(
     args: PrefillArgs, differentiable_gradients: Gradients
 ) -> tuple[Tensor, Tensor]:
     """Compute the output `[B, H, T, E]` and the lse `[B, H, T]`, which autograd can differentiate
-    by q, k and v. No scores are saved.
-
-    Args:
-        args: the arguments of `prefill`.
-        differentiable_gradients: computes the gradients where they must be differentiable
-            themselves (`create_graph=True`), which those of the compiled loops are not.
+    by q, k and v, without saved scores. `differentiable_gradients` serves `create_graph=True`.
     """
     results: tuple[Tensor, Tensor] = _PrefillFunction.apply(  # type: ignore[no-untyped-call]
         args, differentiable_gradients, args.q, args.k, args.v
@@ -336,16 +294,8 @@ def prefill_gradient(
     *,
     dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute the gradients of q, k and v.
-
-    Args:
-        args: the arguments of `prefill`.
-        out: the output of `prefill`, in the dtype of q or in fp32.
-        saved: for each query `[B, H, T]` the largest score, and the sum of e^(score - largest), as
-            `prefill` returned them.
-        d_out: the gradient of the output, `[B, H, T, E]`, in the dtype of q or in fp32.
-        d_lse: the gradient of the lse, `[B, H, T]`.
-        dtype: the dtype of the gradients: that of q (None), or fp32.
+    """Compute the gradients of q, k and v in a dtype, that of q (None) or fp32, from the output and
+    the two `saved` numbers of each query that `prefill` returned.
     """
     dtype = dtype or args.q.dtype
     grads = [arguments.empty(*x.shape, dtype=dtype) for x in (args.q, args.k, args.v)]

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
@@ -20,7 +20,10 @@ from regard.ops.cpu import arguments, threads
 from regard.ops.cpu.arguments import MAX_RUNS, struct_layout
 from regard.ops.cpu.attention import quantized_numbers, split_count
 from regard.ops.cpu.library import entry
-from regard.ops.stored_weights import QuantizedSlots, StoredWeight
+from regard.ops.stored_weights import StoredWeight
+
+if TYPE_CHECKING:
+    from regard.caches.quantization import QuantizedAndRecent
 
 ACTIVATIONS = ("silu", "gelu_tanh", "relu", "clipped_silu", "gelu", "relu_squared")
 """The activations of networks, in the order of their numbers."""
@@ -146,7 +149,7 @@ class DecodeStep:
         self._used.append(fields)
         self._layers.put(layers, fields)
 
-    def set_codes(self, layer: int, parts: Sequence[QuantizedSlots]) -> None:
+    def set_codes(self, layer: int, parts: Sequence[QuantizedAndRecent]) -> None:
         """Set where keys and values of a layer are that are stored as codes."""
         for name, x in zip(("k", "v"), parts, strict=True):
             groups = x.groups

@@ -83,14 +83,9 @@ def thread_count() -> int:
 
 
 def run_entry(entry: int, record: PackedStruct, workers: int) -> None:
-    """Call an entry with an argument struct in several threads at once, and return when all have
-    finished.
-
-    Args:
-        entry: the address of the compiled code, from `regard.ops.cpu.library.entry`.
-        record: the struct, from `regard.ops.cpu.arguments.StructLayout.pack`. The threads
-            share its counters; `take_task` of `csrc/tasks.h` assigns the tasks.
-        workers: the number of threads, including the calling thread.
+    """Call compiled code (`library.entry`) with a struct in so many threads, the calling one
+    included, and return when all have finished. The threads share the counters of the struct;
+    `take_task` of `csrc/tasks.h` assigns the tasks.
     """
     address = record.buffer_info()[0]
     if workers <= 1:

@@ -47,9 +47,8 @@ def _check_rows_end_in_tokens(keys: Tensor, T: int) -> None:
     if bool(ends_empty.any()):
         raise ArgumentError(
             f"row {int(ends_empty.nonzero()[0])} of k_positions ends in an empty slot (-1). By "
-            "default "
-            f"the last {T} of its {plural(keys.shape[1], 'slot')} are the queries, and a query in "
-            "an empty slot sees nothing: pass q_positions as well"
+            f"default the last {T} of its {plural(keys.shape[1], 'slot')} are the queries, and a "
+            "query in an empty slot sees nothing: pass q_positions as well"
         )
 
 

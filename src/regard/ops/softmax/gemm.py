@@ -120,6 +120,7 @@ class GemmKernel(Kernel):
 
     def why_not(self, call: Call) -> list[str]:
         """Refuse other devices, dropout, taps, masks without ranges, most biases, and graphs."""
+        learns = torch.is_grad_enabled() and any(x.requires_grad for x in call.bias_tensors)
         reasons = [
             *(["runs on a CPU only"] if call.q.device.type != "cpu" else []),
             *(["no dropout"] if call.dropout else []),
@@ -130,7 +131,7 @@ class GemmKernel(Kernel):
                 if not isinstance(call.bias, ALiBi | None)
                 else []
             ),
-            *(["no gradient for a bias"] if _bias_requires_grad(call) else []),
+            *(["no gradient for a bias"] if learns else []),
         ]
         if call.compiling:  # a question about sizes would specialize the graph
             return [*reasons, *(unpackable_parts(call) or [UNREADABLE])]
@@ -151,8 +152,7 @@ class GemmKernel(Kernel):
         elif not reasons and call.has_gradient and call.score_bound > MAX_TRAINING_SCORE:
             reasons.append(
                 f"its gradient is accurate for scores up to {MAX_TRAINING_SCORE:.0f}; here they "
-                "may reach "
-                f"{call.score_bound:.3g}"
+                f"may reach {call.score_bound:.3g}"
             )
         return reasons
 
@@ -289,12 +289,6 @@ def _head_dims_suit(call: Call, least: int, *, whole_panels: bool) -> bool:
     """Return whether the heads have the least D + E, and in fp32 fill panels if they must."""
     fills = not whole_panels or call.q.dtype != torch.float32 or call.E % 64 == 0
     return fills and least <= call.D + call.E
-
-
-def _bias_requires_grad(call: Call) -> bool:
-    """Return whether a tensor of the bias requires a gradient."""
-    tensors = call.bias_tensors
-    return torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
 
 
 def _inputs_to_check(call: Call) -> str:

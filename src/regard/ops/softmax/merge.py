@@ -51,9 +51,8 @@ def merge(partials: Sequence[Partial], *, sink: Tensor | None = None) -> Partial
     for i, (out, lse) in enumerate(partials):
         if out.shape != partials[0].out.shape or lse.shape != out.shape[:3]:
             raise ArgumentError(
-                f"partial {i} has out {tuple(out.shape)} and lse {tuple(lse.shape)}; all must "
-                f"have out {tuple(partials[0].out.shape)} and lse "
-                f"{tuple(partials[0].out.shape[:3])}"
+                f"partial {i} has out {tuple(out.shape)} and lse {tuple(lse.shape)}; all must have "
+                f"out {tuple(partials[0].out.shape)} and lse {tuple(partials[0].out.shape[:3])}"
             )
     _check_dtypes_and_devices(partials)
     check_sink(sink, partials[0].out.shape[1], partials[0].out)

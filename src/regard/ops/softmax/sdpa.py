@@ -77,9 +77,8 @@ MAX_FOLDED_QUERIES = 32
 
 _CPU_OP_SCHEMA = (
     "aten::_scaled_dot_product_flash_attention_for_cpu(Tensor query, Tensor key, Tensor value, "
-    "float dropout_p=0., "
-    "bool is_causal=False, *, Tensor? attn_mask=None, float? scale=None) -> (Tensor output, "
-    "Tensor logsumexp)"
+    "float dropout_p=0., bool is_causal=False, *, Tensor? attn_mask=None, float? scale=None) -> "
+    "(Tensor output, Tensor logsumexp)"
 )
 
 
@@ -208,8 +207,7 @@ def _large_score_reasons(call: Call) -> list[str]:
     return [
         (
             f"its gradient is accurate for scores up to {SMALL_SCORE_BOUND:.0f}; here they may "
-            "reach "
-            f"{bound:.3g}"
+            f"reach {bound:.3g}"
         )
     ]
 
@@ -348,7 +346,8 @@ def attend_blocks(
             attend_range_with_lse(q[:, :, rows], k, v, key_range, scale) for key_range in ranges
         ]
         if parts:
-            out[:, :, rows], lse[:, :, rows] = _merge_ranges(parts)
+            one = parts[0] if len(parts) == 1 else merge([Partial(*part) for part in parts])
+            out[:, :, rows], lse[:, :, rows] = one
     return out, lse
 
 
@@ -454,13 +453,6 @@ def range_gradients(
     return tuple(g[..., :-1] for g in grads)
 
 
-def _merge_ranges(parts: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-    """Join the outputs of several key ranges; one alone is returned unchanged."""
-    if len(parts) == 1:
-        return parts[0]
-    return merge([Partial(*part) for part in parts])
-
-
 def make_mask(key_range: KeyRange) -> Tensor | None:
     """Return the additive mask of a key range, or None if it has none."""
     return None if key_range.mask is None else key_range.mask()
@@ -488,18 +480,12 @@ def _describe_sizes(call: Call) -> str:
     return f"B {call.B}, T {call.T}, S {call.S}, E {call.E}"
 
 
-def _covers_all_queries(rows: slice, length: int) -> bool:
-    """Return whether a block of queries is all of them."""
-    return rows == ALL or (rows.start, rows.stop) == (0, length)
-
-
 def _is_one_range(blocks: list[QueryBlock], length: int) -> bool:
     """Return whether one key range serves all queries."""
-    return (
-        len(blocks) == 1
-        and len(blocks[0].ranges) == 1
-        and _covers_all_queries(blocks[0].rows, length)
-    )
+    if len(blocks) != 1 or len(blocks[0].ranges) != 1:
+        return False
+    rows = blocks[0].rows
+    return rows == ALL or (rows.start, rows.stop) == (0, length)
 
 
 def _count_pairs(rows: slice, key_range: KeyRange, length: int) -> int:

@@ -315,13 +315,9 @@ def tiled_backward(
         if adds_weights:
             row_shift = 0 * row_max
         elif not of_part and (only_range or exact_row_sums):
-            row_shift = sum(
-                (
-                    _weighted_gradient_sum(only_range[0] if only_range else recompute(key_range))
-                    for key_range in ranges
-                ),
-                0 * row_max,
-            )
+            recomputed = only_range or map(recompute, ranges)
+            sums = ((p * d_p).sum(-1, keepdim=True) for p, d_p, *_ in recomputed)
+            row_shift = sum(sums, 0 * row_max)
         else:
             row_shift = (d_row * fold_heads(call, out[:, :, rows])).sum(-1, keepdim=True)
         if d_lse is not None:
@@ -366,11 +362,6 @@ def _recompute_weights(
         return p, d_p, p, tile
     factors = dropout_factors(call, seed, p, rows, key_range)
     return p, d_p.mul_(factors), p * factors, tile
-
-
-def _weighted_gradient_sum(recomputed: tuple[Tensor, Tensor, Tensor, TileScores]) -> Tensor:
-    """Return sum_j p_j dp_j over the keys of a range."""
-    return (recomputed[0] * recomputed[1]).sum(-1, keepdim=True)
 
 
 class TileScores(NamedTuple):

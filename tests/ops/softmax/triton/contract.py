@@ -25,7 +25,7 @@ from regard.ops.softmax.kernel import KernelResult
 from regard.ops.softmax.reference import ReferenceKernel
 from regard.ops.softmax.triton.kernel import TritonKernel, is_decoding
 from tests.ops.softmax.cases import CONTRACT, Case, Made, make
-from tests.ops.softmax.test_contract import answers, gradient_answers, gradients
+from tests.ops.softmax.test_contract import answers, assert_gradients, gradient_answers, gradients
 from tests.ops.softmax.test_cpu_quantized import meant
 from tests.oracles.plain import plain_attention, several_plains
 from tests.rules import GRADIENT, assert_close_rule
@@ -95,15 +95,7 @@ def test_gradients(case: Case, dtype: torch.dtype) -> None:
     result = run(made)
     assert result.lse is not None
     assert_forward(result, case, dtype)
-    found = gradients(made, result.out, result.lse)
-    several, right = gradient_answers(case, dtype)
-    learned = made.table is not None and not case.fixed_bias
-    names = ["q", "k", "v", *["sink"] * (made.sink is not None), *["bias"] * learned]
-    for i, name in enumerate(names):
-        plain = [g[i] for g in several]
-        assert_close_rule(found[i], plain, right[i], GRADIENT, what=f"gradient of {name}")
-    blind = ~made.visible.any(-1)
-    assert torch.equal(found[0][blind], torch.zeros_like(found[0][blind]))
+    assert_gradients(made, case, dtype, result.out, result.lse)
 
 
 def decoding(case: Case, i: int) -> Case:

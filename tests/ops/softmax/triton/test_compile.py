@@ -15,7 +15,7 @@ from regard import Span, biases, masks
 from regard.caches import Float8, Paged, Quantized
 from regard.ops.softmax.call import make_call
 from regard.ops.softmax.triton.call_data import bias_data
-from regard.ops.triton_support import launches_for
+from regard.ops.triton_support import Launch, launches_for
 from tests.ops.triton_compiler import SHARED_LIMIT, compile_launch
 
 pytest.importorskip("triton", reason="triton is not installed: pip install 'regard[gpu]'")
@@ -168,6 +168,13 @@ def test_decoding_from_a_cache(stored: int | str, capability: int) -> None:
     assert wide[0] == (stored == "pages") or "m" in str(stored)
 
 
+def looked_at(launch: Launch) -> list[tuple[bool, bool]]:
+    """What triton asks of each number for which it may compile a kernel of its own."""
+    numbers = zip(launch.args, launch.kernel.params, strict=False)
+    integers = [x for x, y in numbers if isinstance(x, int) and not y.do_not_specialize]
+    return [(x == 1, x % 16 == 0) for x in integers]
+
+
 def test_nothing_is_compiled_for_a_longer_cache() -> None:
     """A page table, codes and their scales grow; the arguments that triton looks at do not."""
     from regard.ops.softmax.triton.launch import decode_launches
@@ -179,12 +186,7 @@ def test_nothing_is_compiled_for_a_longer_cache() -> None:
         memory = cache.lazy_memory()[0] if isinstance(cache, Paged) else memory
         call = make_call(q, *memory, mask=masks.Causal())
         launch = decode_launches(call, bias_data(call, None))[0][0]
-        looked_at = [
-            (x == 1, x % 16 == 0)
-            for x, param in zip(launch.args, launch.kernel.params, strict=False)
-            if isinstance(x, int) and not param.do_not_specialize
-        ]
-        return [looked_at, launch.options]
+        return [looked_at(launch), launch.options]
 
     for kind in ("pages", "codes"):
         keys = [key_of(kind, S) for S in (32, 64, 416, 1024)]
@@ -217,12 +219,7 @@ def test_nothing_is_compiled_for_another_length() -> None:
         q, k = (torch.zeros(1, h, n, 64, dtype=torch.bfloat16) for h, n in ((8, 1), (2, 4096)))
         call = make_call(q, k[:, :, :S], k[:, :, :S], mask=masks.Causal())
         launch = decode_launches(call, bias_data(call, None))[0][0]
-        looked_at = [
-            (x == 1, x % 16 == 0)
-            for x, param in zip(launch.args, launch.kernel.params, strict=False)
-            if isinstance(x, int) and not param.do_not_specialize
-        ]
-        return [looked_at, launch.options]
+        return [looked_at(launch), launch.options]
 
     keys = [key_of(S) for S in (2, 16, 17, 512, 513, 4096)]
     assert all(x == keys[0] for x in keys)
@@ -232,12 +229,7 @@ def test_nothing_is_compiled_for_another_length() -> None:
 def test_one_compiled_kernel_serves_every_mask_of_as_many_ranges() -> None:
     def options_of(mask: masks.Mask) -> dict[str, Any]:
         launch = launches_of(torch.bfloat16, 64, {"mask": mask})["forward"]
-        looked_at = [
-            (x == 1, x % 16 == 0)
-            for x, param in zip(launch.args, launch.kernel.params, strict=False)
-            if isinstance(x, int) and not param.do_not_specialize
-        ]
-        return {**launch.options, "looked_at": looked_at}
+        return {**launch.options, "looked_at": looked_at(launch)}
 
     causal = options_of(masks.Causal())
     assert options_of(masks.Causal() & masks.Window(9)) == causal

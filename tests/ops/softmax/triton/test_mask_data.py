@@ -22,7 +22,6 @@ from regard.ops.softmax.triton.call_data import (
     mask_data,
     tile_kinds,
     tile_lists,
-    transposed_lists,
     why_no_bias_data,
 )
 from regard.span import Span, next_positions
@@ -100,7 +99,7 @@ def test_lists_hold_the_full_tiles_first() -> None:
     assert [lists.tiles[0, 0, i, : i + 1].tolist() for i in range(5)] == [
         [*range(i), i] for i in range(5)
     ]
-    across = transposed_lists(call, data, 8, 8)
+    across = tile_lists(call, data, 8, 8, transposed=True)
     assert across.counts[0, 0].tolist() == [[4 - i, 5 - i] for i in range(5)]
     assert across.tiles[0, 0, 1, :4].tolist() == [2, 3, 4, 1]
     assert make_lists(torch.zeros(1, 1, 1, 2, dtype=torch.int8)).counts.tolist() == [[[[0, 0]]]]

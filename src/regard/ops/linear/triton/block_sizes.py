@@ -6,10 +6,11 @@ yet measured on a GPU: `python -m benchmarks --tune FILE` does so for review.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from typing import Literal, NamedTuple, TypeAlias
+
+from regard.ops.triton_support import assigned
 
 RecurrenceKernelKind: TypeAlias = Literal["states", "parallel", "gradients", "solve"]
 """The kernels that pass a state on, those of all chunks at once, and the triangular systems."""
@@ -79,14 +80,11 @@ _tried: ContextVar[dict[RecurrenceSizesKey, RecurrenceSizes] | None] = ContextVa
 )
 
 
-@contextmanager
-def try_recurrence_sizes(key: RecurrenceSizesKey, sizes: RecurrenceSizes) -> Iterator[None]:
+def try_recurrence_sizes(
+    key: RecurrenceSizesKey, sizes: RecurrenceSizes
+) -> AbstractContextManager[None]:
     """Use other sizes than those of the tables for one row, in this thread, to measure them."""
-    token = _tried.set({**(_tried.get() or {}), key: sizes})
-    try:
-        yield
-    finally:
-        _tried.reset(token)
+    return assigned(_tried, {**(_tried.get() or {}), key: sizes})
 
 
 _SHORT_CHUNK = 32

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from regard.ops.linear.call import RecurrenceCall
 from regard.ops.linear.triton.block_sizes import MAX_KEY_CHANNELS
+from regard.ops.softmax.kernel import gradients_or_none
 from regard.ops.triton_support import has_triton, interprets, why_not_device
 from regard.process_state import is_compiling, values_are_readable
 
@@ -83,7 +84,9 @@ class RecurrenceFunction(torch.autograd.Function):
 
         tensors, call = ctx.saved_tensors, ctx.call
         if torch.is_grad_enabled():  # create_graph=True
-            return None, None, *_differentiable(call, ctx.definition, tensors, d_out, d_last)
+            results = ctx.definition(call.with_tensors(tensors))
+            learned = gradients_or_none(results, tensors, (d_out, d_last), create_graph=True)
+            return None, None, *learned
         if d_out is None:
             B, _, T, E = call.v.shape
             assert d_last is not None
@@ -101,23 +104,3 @@ class RecurrenceFunction(torch.autograd.Function):
                 for x, d, needed in zip(tensors, results, ctx.needs_input_grad[2:], strict=True)
             ),
         )
-
-
-def _differentiable(
-    call: RecurrenceCall,
-    definition: Definition,
-    tensors: tuple[Tensor | None, ...],
-    d_out: Tensor | None,
-    d_last: Tensor | None,
-) -> tuple[Tensor | None, ...]:
-    """Return the gradients of the definition, which have gradients themselves."""
-    results = definition(call.with_tensors(tensors))
-    pairs = [(x, d) for x, d in zip(results, (d_out, d_last), strict=True) if d is not None]
-    trained = [x for x in tensors if x is not None and x.requires_grad]
-    gradients = iter(
-        torch.autograd.grad(
-            [x for x, _ in pairs], trained, [d for _, d in pairs],
-            create_graph=True, allow_unused=True,
-        )
-    )  # fmt: skip
-    return tuple(next(gradients) if x is not None and x.requires_grad else None for x in tensors)

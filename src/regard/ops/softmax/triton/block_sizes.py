@@ -6,12 +6,13 @@ Nothing is tuned while a program runs, since that would change the order of sums
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from typing import Literal, NamedTuple, TypeAlias
 
 import torch
+
+from regard.ops.triton_support import assigned
 
 KernelKind: TypeAlias = Literal["forward", "backward_q", "backward_kv", "decode"]
 
@@ -76,14 +77,9 @@ MAX_HEAD_DIM = 256
 _tried: ContextVar[dict[SizesKey, LaunchSizes] | None] = ContextVar("tried", default=None)
 
 
-@contextmanager
-def try_sizes(key: SizesKey, sizes: LaunchSizes) -> Iterator[None]:
+def try_sizes(key: SizesKey, sizes: LaunchSizes) -> AbstractContextManager[None]:
     """Use other sizes than those of the tables for one row, in this thread, to measure them."""
-    token = _tried.set({**(_tried.get() or {}), key: sizes})
-    try:
-        yield
-    finally:
-        _tried.reset(token)
+    return assigned(_tried, {**(_tried.get() or {}), key: sizes})
 
 
 def key_of(kind: KernelKind, dtype: torch.dtype, D: int, E: int) -> SizesKey:

@@ -26,7 +26,7 @@ from regard.ops.softmax.triton.block_sizes import MAX_HEAD_DIM
 from regard.ops.stored_weights import (
     CodedMemory,
     Float8Memory,
-    PagedSlots,
+    PagedMemory,
     coded_memory,
     float8_memory,
     paged_memory,
@@ -107,20 +107,17 @@ _STEP_DATA = "_regard_mask_data"
 """The attribute of the positions of queries in which `_mask_data_of_step` stores its results."""
 
 
-def tile_lists(call: Call, data: MaskData, rows: int, keys: int) -> TileLists:
-    """Return for each block of `rows` queries the tiles of `keys` keys that it reads."""
+def tile_lists(
+    call: Call, data: MaskData, rows: int, keys: int, *, transposed: bool = False
+) -> TileLists:
+    """Return for each block of `rows` queries the tiles of `keys` keys that it reads; transposed:
+    for each of these tiles the blocks that read it.
+    """
     if _is_constant(call):
         spans = call.q_positions, call.k_positions
-        return _lists_of_spans(call.mask, *spans, call.q.device, rows, keys)
-    return make_lists(tile_kinds(data, rows, keys))
-
-
-def transposed_lists(call: Call, data: MaskData, rows: int, keys: int) -> TileLists:
-    """Return for each tile of `keys` keys the blocks of `rows` queries that read it."""
-    if _is_constant(call):
-        spans = call.q_positions, call.k_positions
-        return _transposed_lists_of_spans(call.mask, *spans, call.q.device, rows, keys)
-    return make_lists(tile_kinds(data, rows, keys).mT)
+        return _kept_lists(call.mask, *spans, call.q.device, rows, keys, transposed)
+    kinds = tile_kinds(data, rows, keys)
+    return make_lists(kinds.mT if transposed else kinds)
 
 
 def _is_constant(call: Call) -> bool:
@@ -151,20 +148,19 @@ def _make_mask_data(mask: Mask, q: Positions, k: Positions, device: torch.device
 _mask_data_of_spans = lru_cache(32)(_make_mask_data)
 
 
-@lru_cache(64)
-def _lists_of_spans(
-    mask: Mask, q: Span, k: Span, device: torch.device, rows: int, keys: int
+@lru_cache(128)
+def _kept_lists(
+    mask: Mask,
+    q: Span,
+    k: Span,
+    device: torch.device,
+    rows: int,
+    keys: int,
+    transposed: bool,  # noqa: FBT001  (a key of the cache)
 ) -> TileLists:
     """Return the tile lists of a mask without tensors over two spans."""
-    return make_lists(tile_kinds(_mask_data_of_spans(mask, q, k, device), rows, keys))
-
-
-@lru_cache(64)
-def _transposed_lists_of_spans(
-    mask: Mask, q: Span, k: Span, device: torch.device, rows: int, keys: int
-) -> TileLists:
-    """Return the same, for tiles of keys."""
-    return make_lists(tile_kinds(_mask_data_of_spans(mask, q, k, device), rows, keys).mT)
+    kinds = tile_kinds(_mask_data_of_spans(mask, q, k, device), rows, keys)
+    return make_lists(kinds.mT if transposed else kinds)
 
 
 def _to_int32(positions: Positions, device: torch.device) -> Tensor:
@@ -366,7 +362,7 @@ def _bucket_table(
     return matching.to(torch.int32)
 
 
-StoredForm: TypeAlias = CodedMemory | Float8Memory | tuple[PagedSlots, PagedSlots]
+StoredForm: TypeAlias = CodedMemory | Float8Memory | PagedMemory
 """Codes with the slots behind them, 8-bit floats, or the pages of keys and values."""
 
 
@@ -395,5 +391,5 @@ def describe_stored_form(call: Call) -> str:
         )
     if isinstance(stored, Float8Memory):
         return f"it reads keys and values as {stored.keys.format}, and widens them in registers"
-    size = stored[0].pages.shape[1]
+    size = stored.keys.pages.shape[1]
     return f"it reads keys and values in pages of {plural(size, 'slot')}, and gathers none"

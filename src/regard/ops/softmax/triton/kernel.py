@@ -74,7 +74,8 @@ class TritonKernel(Kernel):
             )
         if 0 in (call.B, call.T, call.S, call.E):
             reasons.append(f"nothing to compute (B {call.B}, T {call.T}, S {call.S}, E {call.E})")
-        if any(isinstance(x, Span) and x.stop > LARGEST for x in _positions(call)):
+        positions = call.q_positions, call.k_positions
+        if any(isinstance(x, Span) and x.stop > LARGEST for x in positions):
             reasons.append(f"positions above {LARGEST - 1}")
         return [*reasons, *why_no_bias_data(call), *_why_no_bits(call)]
 
@@ -230,11 +231,6 @@ def _sizes(call: Call) -> LaunchSizes:
     capability = capability_of(call.q.device) if torch.cuda.is_available() else 90
     kind: KernelKind = "decode" if is_decoding(call) else "forward"
     return block_sizes(kind, call.q.dtype, call.D, call.E, capability=capability)
-
-
-def _positions(call: Call) -> tuple[object, object]:
-    """Return the positions of the queries and of the keys."""
-    return call.q_positions, call.k_positions
 
 
 def _why_no_bits(call: Call) -> list[str]:

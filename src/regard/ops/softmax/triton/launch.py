@@ -31,12 +31,11 @@ from regard.ops.softmax.triton.call_data import (
     mask_data,
     stored_form,
     tile_lists,
-    transposed_lists,
 )
 from regard.ops.softmax.triton.decode_kernels import attention_decode, join_spans
 from regard.ops.softmax.triton.forward_kernel import attention_forward
 from regard.ops.softmax.triton.scores import mark_odd_tiles
-from regard.ops.stored_weights import CodedMemory, Float8Memory, PagedSlots
+from regard.ops.stored_weights import CodedMemory, Float8Memory, PagedMemory
 from regard.ops.triton_support import Launch, capability_of, interprets
 
 LOG2E = 1.4426950408889634
@@ -121,7 +120,7 @@ def key_segments(call: Call) -> list[KeySegment]:
     if isinstance(stored, Float8Memory):
         return [_float8_segment(stored, sizes)]
     if stored is not None:
-        return [_paged_segment(*stored, call.S, sizes)]
+        return [_paged_segment(stored, call.S, sizes)]
     return [_dense_segment(call.k, call.v, 0, sizes)]
 
 
@@ -133,9 +132,9 @@ def _dense_segment(k: Tensor, v: Tensor, first: int, sizes: LaunchSizes) -> KeyS
     return KeySegment(k, v, first, stop, sizes, (k,) * 5, strides, ROWS_OF_TENSORS)
 
 
-def _paged_segment(keys: PagedSlots, values: PagedSlots, S: int, sizes: LaunchSizes) -> KeySegment:
+def _paged_segment(stored: PagedMemory, S: int, sizes: LaunchSizes) -> KeySegment:
     """Return the slots of the pages of a pool."""
-    k, v, table = keys.pages, values.pages, keys.table
+    k, v, table = stored.keys.pages, stored.values.pages, stored.keys.table
     k, v = (x if x.stride(3) == 1 else x.contiguous() for x in (k, v))
     rows = [n for x in (k, v) for n in (0, x.stride(2), x.stride(1))]
     strides = *rows, table.stride(0), k.stride(0), v.stride(0), *[0] * 7
@@ -393,7 +392,7 @@ def _backward_kv_launches(
 ) -> list[Launch]:
     """Return the launches of the kernel of dk and dv."""
     sizes = sizes_of(call, "backward_kv")
-    lists = transposed_lists(call, data, sizes.rows, sizes.keys)
+    lists = tile_lists(call, data, sizes.rows, sizes.keys, transposed=True)
     tiles, blocks = lists.kinds.shape[2:]
     q, d_out = rows[0], rows[3]
     odd = marks_of(q, sizes.rows)
