@@ -67,12 +67,11 @@ class TiedSpec(SoftmaxSpec):
     """
 
     @classmethod
-    def of_sizes(cls, dim: int, heads: int, groups: int, head_dim: int) -> TiedSpec:
+    def of_heads(cls, dim: int, shape: HeadShape) -> TiedSpec:
         """Return the spec with the matrices of queries, values, the rotated half and the output."""
-        shape = HeadShape(heads, groups, head_dim, head_dim)
-        half = head_dim // 2
-        matrices = dim * (2 * heads * head_dim + groups * head_dim + half)
-        return cls(ParameterCounts(matrices), ((1, groups * head_dim), (1, half)), shape)
+        H, G, D, half = shape.heads, shape.groups, shape.head_dim, shape.head_dim // 2
+        matrices = dim * (2 * H * D + G * D + half)
+        return cls(ParameterCounts(matrices), ((1, G * D), (1, half)), shape)
 
     @property
     def name(self) -> str:
@@ -81,14 +80,14 @@ class TiedSpec(SoftmaxSpec):
         return f"GTA {s.label.partition(' ')[2]}"
 
 
-def low_rank_query(dim: int, heads: int, head_dim: int, rank: int) -> SoftmaxSpec:
+def low_rank_query(dim: int, heads: int, head_dim: int, q_rank: int) -> SoftmaxSpec:
     """Return the spec of multi-matrix factorization attention (MFA): one key/value head, and
-    queries through a latent of `rank` values with a norm. Source: Hu et al. 2024 (arXiv
+    queries through a latent of `q_rank` values with a norm. Source: Hu et al. 2024 (arXiv
     2412.19255), section 3.2.
     """
     shape = HeadShape(heads, 1, head_dim, head_dim)
-    matrices = rank * (dim + heads * head_dim) + dim * (2 + heads) * head_dim
-    weights = ParameterCounts(matrices, norms=rank)
+    matrices = q_rank * (dim + heads * head_dim) + dim * (2 + heads) * head_dim
+    weights = ParameterCounts(matrices, norms=q_rank)
     return SoftmaxSpec(weights, shape.parts, shape)
 
 

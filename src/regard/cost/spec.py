@@ -161,6 +161,11 @@ class HeadShape:
         return self.groups if self.value_heads is None else self.value_heads
 
     @property
+    def states_letter(self) -> str:
+        """The letter of the number of states in formulas: G, or N with more value heads."""
+        return "G" if self.states == self.groups else "N"
+
+    @property
     def outputs(self) -> int:
         """The number of heads of the result, max(H, N)."""
         return max(self.heads, self.states)
