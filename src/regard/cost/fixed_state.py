@@ -132,7 +132,8 @@ class RecurrentSpec(Spec):
 
     @property
     def _sizes(self) -> tuple[int, int, int, int]:
-        return self.shape.heads, self.shape.groups, self.shape.head_dim, self.shape.value_dim
+        """H, G, the number of rows of the state, which is D or in `LinearSpec` F, and E."""
+        return self.shape.sizes
 
     @property
     def query_heads(self) -> int:
@@ -416,7 +417,7 @@ class InfiniSpec(Spec):
 
     def step(self, context: int) -> Quantity:
         """Return the FLOPs of softmax in the segment, memory reads and a memory write."""
-        H, G, D, E = self._sizes
+        H, G, D, E = self.shape.sizes
         n, reads = self._keys_read(context), f"({H} + {G})" if self.delta else f"{H}"
         return Quantity(
             infini_flops(H, G, n, D, E, delta=self.delta),
@@ -426,7 +427,7 @@ class InfiniSpec(Spec):
 
     def prefill_flops(self, context: int) -> int:
         """Return the FLOPs of all tokens: pairs in segments, memory reads and writes."""
-        H, G, D, E = self._sizes
+        H, G, D, E = self.shape.sizes
         whole, rest = divmod(context, self.segment)
         pairs = whole * causal_pairs(self.segment, self.segment) + causal_pairs(rest, rest)
         memory = infini_flops(H, G, 0, D, E, delta=self.delta)
@@ -435,7 +436,3 @@ class InfiniSpec(Spec):
     def _keys_read(self, context: int) -> int:
         """Return how many keys of the segment the last token attends to."""
         return (context - 1) % self.segment + 1
-
-    @property
-    def _sizes(self) -> tuple[int, int, int, int]:
-        return self.shape.heads, self.shape.groups, self.shape.head_dim, self.shape.value_dim

@@ -156,6 +156,11 @@ class HeadShape:
     value_heads: int | None = None
 
     @property
+    def sizes(self) -> tuple[int, int, int, int]:
+        """H, G, D and E."""
+        return self.heads, self.groups, self.head_dim, self.value_dim
+
+    @property
     def states(self) -> int:
         """The number of value heads N, each of which has a state in a recurrence."""
         return self.groups if self.value_heads is None else self.value_heads
