@@ -15,6 +15,7 @@ from regard.cost.spec import (
     ParameterCounts,
     Quantity,
     Spec,
+    SteadySpec,
 )
 from regard.units import plural
 
@@ -85,7 +86,7 @@ class ShortConvolution:
 
 
 @dataclass(frozen=True)
-class RecurrentSpec(Spec):
+class RecurrentSpec(SteadySpec):
     """A mechanism with a state of fixed size and the same FLOPs for each token."""
 
     shape: HeadShape
@@ -112,23 +113,6 @@ class RecurrentSpec(Spec):
             return own
         formulas = filter(None, (own.formula, f"c (k - 1) = {c} x {k - 1}"))
         return Quantity(own.value + past, " + ".join(formulas))
-
-    @property
-    def bounded(self) -> bool:
-        """True, because no keys and values are cached."""
-        return True
-
-    @abstractmethod
-    def token(self) -> Quantity:
-        """Return the FLOPs of one token, which do not depend on the context."""
-
-    def step(self, context: int) -> Quantity:
-        """Return the FLOPs of one token, without linear maps."""
-        return self.token()
-
-    def prefill_flops(self, context: int) -> int:
-        """Return the FLOPs of `context` steps, one for each token."""
-        return context * self.token().value
 
     @property
     def _sizes(self) -> tuple[int, int, int, int]:
@@ -175,7 +159,7 @@ class LinearSpec(RecurrentSpec):
         letters = f"{self.shape.states_letter} {d} {'(E + 1)' if self.normalized else 'E'}"
         return Quantity(value, f"{letters} = {N} x {D} x {each}")
 
-    def token(self) -> Quantity:
+    def step(self, context: int) -> Quantity:
         """Return the FLOPs of a read per query head and a write per key/value head."""
         (H, G, D, E), N, d = self._sizes, self.shape.states, self._letter
         flops = linear_flops(
@@ -206,7 +190,7 @@ class DeltaSpec(RecurrentSpec):
         """The number of values of the state matrices of all key/value heads."""
         return matrix_state(self.shape)
 
-    def token(self) -> Quantity:
+    def step(self, context: int) -> Quantity:
         """Return the FLOPs of one read per query head and one correction per key/value head."""
         (_, _, D, E), O, N = self._sizes, self.shape.outputs, self.shape.states
         decay = " + D E" if self.gated else ""
@@ -226,7 +210,7 @@ class CountedSpec(RecurrentSpec):
         """The number of values of the state that was counted."""
         return self.values
 
-    def token(self) -> Quantity:
+    def step(self, context: int) -> Quantity:
         """Return the FLOPs of one token."""
         return self.work
 
@@ -246,7 +230,7 @@ class ConvolutionSpec(RecurrentSpec):
         """Nothing: only the past tokens that the filters reach are kept."""
         return NO_QUANTITY
 
-    def token(self) -> Quantity:
+    def step(self, context: int) -> Quantity:
         """Return the FLOPs of the two gates; the filters count as a matrix."""
         return Quantity(2 * self.convolution.channels, f"2 c = 2 x {self.convolution.channels}")
 

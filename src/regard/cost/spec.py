@@ -360,3 +360,16 @@ class Spec(ABC):
 
     _maps = "matrices"
     """The name of `weights.multiplied_once` in the formulas of `describe`."""
+
+
+class SteadySpec(Spec):
+    """A layer that caches no tokens, and whose FLOPs are the same for each token."""
+
+    @property
+    def bounded(self) -> bool:
+        """True, because nothing is cached by token."""
+        return True
+
+    def prefill_flops(self, context: int) -> int:
+        """Return the FLOPs of `context` steps, one for each token."""
+        return context * self.step(1).value
