@@ -14,7 +14,7 @@ from regard.audit.adapters.base import (
     TargetAdapter,
     influence,
 )
-from regard.audit.adapters.call_arguments import MEMORY_NAMES, POSITIONS_NAMES, START_NAMES
+from regard.audit.adapters.call_arguments import ARGUMENT_NAMES
 from regard.audit.check_context import CheckContext
 from regard.audit.findings import Finding, finding
 from regard.language import Phrase, counted
@@ -373,5 +373,6 @@ def check_arguments(context: CheckContext) -> list[Finding]:
         "no call has passed {names}; give an adapter that passes what matters",
         names=", ".join(untried),
     )
-    is_open = any(n in (*START_NAMES, *POSITIONS_NAMES, *MEMORY_NAMES) for n in untried)
+    steps = {n for role in ("start", "positions", "memory") for n in ARGUMENT_NAMES[role]}
+    is_open = not steps.isdisjoint(untried)
     raise CheckNotPossible(why) if is_open else CheckNotApplicable(why)
