@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from regard.cost.latent import Form, LatentSpec
+from regard.cost.latent import Form, LatentSpec, latent_weights
 from regard.cost.softmax import SoftmaxSpec
 from regard.cost.spec import HeadShape, ParameterCounts, Quantity
 from regard.units import plural
@@ -116,17 +116,10 @@ class GroupedLatentSpec(LatentSpec):
         form: Form = "auto",
     ) -> GroupedLatentSpec:
         """Return the spec with the usual matrices and the norms of all latents."""
-        query = heads * (nope_dim + rope_dim)
-        queries = dim * query if q_rank is None else q_rank * (dim + query)
-        up = kv_rank * branches * heads * (nope_dim + value_dim)
-        down = dim * (latents * kv_rank + rope_dim)
-        matrices = queries + down + up + heads * value_dim * dim
-        norms = latents * kv_rank + (q_rank or 0)
-        weights = ParameterCounts(matrices, norms=norms, counted_separately=up)
+        widths = (kv_rank, nope_dim, rope_dim, value_dim)
+        weights = latent_weights(dim, heads, *widths, q_rank, latents=latents, branches=branches)
         parts = ((1, latents * kv_rank), (1, rope_dim))
-        H = branches * heads
-        sizes = (H, kv_rank, nope_dim, rope_dim, value_dim)
-        return cls(weights, parts, *sizes, form, latents=latents)
+        return cls(weights, parts, branches * heads, *widths, form, latents=latents)
 
     @property
     def name(self) -> str:

@@ -60,6 +60,29 @@ def absorbing_is_cheaper(
     return saved > causal_pairs(queries, keys) * (2 * kv_rank - nope_dim - value_dim)
 
 
+def latent_weights(
+    dim: int,
+    heads: int,
+    kv_rank: int,
+    nope_dim: int,
+    rope_dim: int,
+    value_dim: int,
+    q_rank: int | None,
+    *,
+    latents: int = 1,
+    branches: int = 1,
+) -> ParameterCounts:
+    """Return the parameters of the usual matrices, and of the norms of all latents; the matrix that
+    expands latents is counted separately.
+    """
+    query = heads * (nope_dim + rope_dim)
+    queries = dim * query if q_rank is None else q_rank * (dim + query)
+    up = kv_rank * branches * heads * (nope_dim + value_dim)
+    matrices = queries + dim * (latents * kv_rank + rope_dim) + up + heads * value_dim * dim
+    norms = latents * kv_rank + (q_rank or 0)
+    return ParameterCounts(matrices, norms=norms, counted_separately=up)
+
+
 @dataclass(frozen=True)
 class LatentSpec(Spec):
     """Multi-head latent attention (MLA): a cache stores one latent of r values and one rotary key
@@ -100,14 +123,11 @@ class LatentSpec(Spec):
         form: Form = "auto",
     ) -> LatentSpec:
         """Return the spec with the usual matrices and the norms of both latents."""
-        query = heads * (nope_dim + rope_dim)
-        queries = dim * query if q_rank is None else q_rank * (dim + query)
-        up = kv_rank * heads * (nope_dim + value_dim)
-        matrices = queries + dim * (kv_rank + rope_dim) + up + heads * value_dim * dim
-        biases = (q_rank or 0) + kv_rank + rope_dim + dim if bias else 0
-        weights = ParameterCounts(matrices, biases, kv_rank + (q_rank or 0), counted_separately=up)
-        parts = ((1, latent_values(kv_rank, rope_dim)),)
-        return cls(weights, parts, heads, kv_rank, nope_dim, rope_dim, value_dim, form)
+        sizes = (heads, kv_rank, nope_dim, rope_dim, value_dim)
+        weights = latent_weights(dim, *sizes, q_rank)
+        if bias:
+            weights += ParameterCounts(biases=(q_rank or 0) + kv_rank + rope_dim + dim)
+        return cls(weights, ((1, latent_values(kv_rank, rope_dim)),), *sizes, form)
 
     @property
     def query_heads(self) -> int:
