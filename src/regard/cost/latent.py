@@ -130,6 +130,11 @@ class LatentSpec(Spec):
         return cls(weights, ((1, latent_values(kv_rank, rope_dim)),), *sizes, form)
 
     @property
+    def sizes(self) -> tuple[int, int, int, int, int]:
+        """H, r, d_nope, d_rope and E."""
+        return self.heads, self.kv_rank, self.nope_dim, self.rope_dim, self.value_dim
+
+    @property
     def query_heads(self) -> int:
         """The number of query heads H."""
         return self.heads
@@ -196,30 +201,21 @@ class LatentSpec(Spec):
         """Return the FLOPs of the last `queries` of `keys` tokens under a causal mask, the matrices
         that expand latents included.
         """
-        r, nope, rope, E = self.kv_rank, self.nope_dim, self.rope_dim, self.value_dim
         if form == "auto":
             form = "absorb" if self.absorbs(queries, keys) else "expand"
         count = absorb_flops if form == "absorb" else expand_flops
-        return count(queries, keys, self.heads, r, nope, rope, E)
+        return count(queries, keys, *self.sizes)
 
     def _step(self, context: int, form: str) -> Quantity:
-        H, r, nope, rope, E = (
-            self.heads,
-            self.kv_rank,
-            self.nope_dim,
-            self.rope_dim,
-            self.value_dim,
-        )
+        H, r, nope, rope, E = self.sizes
         cached, n = self.tokens(context).value, self.visible.visible_keys(context)
         up = f"2 r H (d_nope + E) = 2 x {r} x {H} x ({nope} + {E})"
         if form == "absorb" or (form == "auto" and self.absorbs(1, cached)):
             flops = latent_expansion_flops(1, H, r, nope, E) + attention_flops(H * n, r + rope, r)
-            return Quantity(
-                flops, f"{up} (absorption) + 2 H n (2 r + d_rope) = 2 x {H} x {n} x {2 * r + rope}"
-            )
-        flops = latent_expansion_flops(cached, H, r, nope, E) + attention_flops(
-            H * n, nope + rope, E
-        )
+            scores = f"2 H n (2 r + d_rope) = 2 x {H} x {n} x {2 * r + rope}"
+            return Quantity(flops, f"{up} (absorption) + {scores}")
+        flops = latent_expansion_flops(cached, H, r, nope, E)
+        flops += attention_flops(H * n, nope + rope, E)
         scores = f"2 H n (d_nope + d_rope + E) = 2 x {H} x {n} x ({nope + rope} + {E})"
         return Quantity(flops, f"{up} x {cached} (expansion) + {scores}")
 
@@ -250,17 +246,9 @@ class IndexedLatentSpec(LatentSpec):
         """Return the spec of latent attention with an indexer."""
         J, d = selection.heads, selection.head_dim
         indexer = ParameterCounts(q_rank * J * d + dim * d + dim * J, norms=2 * d)
-        return cls(
-            latent.weights + indexer,
-            (*latent.parts, *index_parts(selection)),
-            latent.heads,
-            latent.kv_rank,
-            latent.nope_dim,
-            latent.rope_dim,
-            latent.value_dim,
-            "absorb",
-            selection=selection,
-        )
+        parts = (*latent.parts, *index_parts(selection))
+        weights = latent.weights + indexer
+        return cls(weights, parts, *latent.sizes, "absorb", selection=selection)
 
     @property
     def name(self) -> str:
