@@ -311,6 +311,6 @@ def check_empty_rows(context: CheckContext, T: int = 3) -> list[Finding]:
     if float(difference.max()) <= torch.finfo(out.dtype).eps ** 0.5:
         return []
     position = int(difference.argmax())
-    sentence = "Every key is hidden from query 0, and its output is an average of all values."
+    fault = "Every key is hidden from query 0, and its output is an average of all values."
     numbers = {"T": T, "query": 0}, float(expected[position]), float(out[0, position])
-    return [finding("empty-row", sentence, *numbers)]
+    return [finding("empty-row", fault, *numbers)]
