@@ -52,6 +52,7 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("delta_net", {"groups": 1, "value_heads": 2}),
     ("gated_delta_net", {"value_heads": 8, "value_dim": 16}),
     ("gated_delta_net", {"groups": 2, "value_heads": 4, "kernel": 3}),
+    ("gated_delta_net", {"groups": 2, "kernel": 3}),
     ("kimi_delta", {}),
     ("kimi_delta", {"value_heads": 8, "value_dim": 6, "rank": 5, "lower_bound": -5.0}),
     ("gated_delta_2", {"value_heads": 8, "kernel": 3}),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -54,8 +54,13 @@ def worst_mismatch(x: Tensor, plains: Sequence[Tensor], ref64: Tensor) -> Mismat
     worst = torch.where(error.isnan(), torch.inf, error)
     if not worst.numel() or float(worst.max()) <= allowed:
         return None
-    position = tuple(int(i) for i in torch.unravel_index(worst.argmax(), worst.shape))
+    position = position_of_largest(worst)
     return Mismatch(position, float(ref64[position]), float(x[position]), allowed)
+
+
+def position_of_largest(x: Tensor) -> tuple[int, ...]:
+    """Return the indices of the largest number of a tensor."""
+    return tuple(int(i) for i in torch.unravel_index(x.argmax(), x.shape))
 
 
 RunTarget: TypeAlias = "Callable[[TargetAdapter, Tensor], Tensor]"
@@ -80,13 +85,20 @@ class CheckContext:
     def __post_init__(self) -> None:
         self.float64_adapter = to_float64(self.adapter)
 
+    @property
+    def exact_adapter(self) -> TargetAdapter:
+        """The adapter in float64, or that of the code's dtype where it does not run in float64."""
+        return self.float64_adapter or self.adapter
+
+    def exact_output(self, x: Tensor) -> Tensor:
+        """Return the output on tokens x in float64, where the code runs in it."""
+        return self.call(x, adapter=self.exact_adapter).out
+
     def expected_mask(self, T: int, S: int, *, causal: bool | None = None) -> Tensor:
         """Return the claimed mask of the last queries, bool [T, S]; `causal` overrides it."""
         causal = self.causal if causal is None else causal
         i, j = torch.arange(S - T, S)[:, None], torch.arange(S)
-        visible = torch.ones(T, S, dtype=torch.bool)
-        if causal:
-            visible = visible & (j <= i)
+        visible = j <= i if causal else torch.ones(T, S, dtype=torch.bool)
         window = self.adapter.claims.window
         if window and causal:
             visible = visible & (j > i - window)
@@ -224,9 +236,8 @@ def make_context(
     """
     claimed_causal = adapter.claims.causal
     unmasked_context = CheckContext(adapter, causal=False, masked=False, seed=seed, strict=strict)
-    float64_adapter = unmasked_context.float64_adapter or adapter
     visible = influence(
-        lambda x: float64_adapter.call(x).out,
+        lambda x: unmasked_context.exact_adapter.call(x).out,
         unmasked_context.random_tokens(1, T),
         unmasked_context.replace_token,
     ).visible
@@ -258,16 +269,5 @@ def make_context(
 
 def with_adapter(context: CheckContext, adapter: TargetAdapter) -> CheckContext:
     """Return the same context with another adapter."""
-    return CheckContext(
-        adapter,
-        causal=context.causal,
-        masked=context.masked,
-        seed=context.seed,
-        strict=context.strict,
-        notes=_without_flag(context),
-    )
-
-
-def _without_flag(context: CheckContext) -> dict[str, object]:
-    """Return the notes without the adapter that has its causal flag set."""
-    return {name: value for name, value in context.notes.items() if name != "flag"}
+    notes = {name: value for name, value in context.notes.items() if name != "flag"}
+    return replace(context, adapter=adapter, notes=notes)

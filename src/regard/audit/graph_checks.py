@@ -46,6 +46,19 @@ class GraphFault:
     got: float
 
 
+def _recorded(
+    module: nn.Module,
+    adapter: TargetAdapter,
+    x: Tensor,
+    inputs: CallInputs = CallInputs(),  # noqa: B008
+) -> OperationRecorder:
+    """Return the operations of a call on tokens x, with the parameters of a module as leaves."""
+    recorder = OperationRecorder(module, x)
+    with torch.no_grad(), recorder:
+        adapter.call(x, inputs)
+    return recorder
+
+
 def check_operations(
     adapter: TargetAdapter, x: Tensor, scale: float | None, dim: int, *, all_queries: bool = True
 ) -> list[GraphFault]:
@@ -56,9 +69,7 @@ def check_operations(
     module_and_adapter = adapter.traced_module()
     if module_and_adapter is None:
         raise CheckNotPossible("its operations cannot be recorded")
-    module, traced_adapter = module_and_adapter
-    with torch.no_grad(), OperationRecorder(module, x) as recorder:
-        traced_adapter.call(x, CallInputs())
+    recorder = _recorded(*module_and_adapter, x)
     faults: list[GraphFault] = []
     attentions = find_attention(recorder)
     for attention in attentions:
@@ -80,14 +91,8 @@ def check_operations(
 
 def find_softcap(adapter: TargetAdapter, x: Tensor) -> float | None:
     """Return c if the scores go through c tanh(scores / c), else None."""
-    with torch.no_grad(), OperationRecorder(nn.Identity(), x) as recorder:
-        adapter.call(x, CallInputs())
-    for node in recorder.nodes:
-        if (
-            node.name == "mul"
-            and len(node.token_inputs) == 1
-            and node.token_inputs[0].name == "tanh"
-        ):
+    for node in _recorded(nn.Identity(), adapter, x).nodes:
+        if node.name == "mul" and [n.name for n in node.token_inputs] == ["tanh"]:
             return constant_of(node)
     return None
 
@@ -102,9 +107,8 @@ def _check_token_alignment(
     module_and_adapter = adapter.traced_module()
     if module_and_adapter is None or T < 3 or any(attention.additive for attention in attentions):
         return []
-    with torch.no_grad(), OperationRecorder(module_and_adapter[0], other) as recorder:
-        module_and_adapter[1].call(other, CallInputs())
-    for attention, repeated in zip(attentions, find_attention(recorder), strict=True):
+    again = find_attention(_recorded(*module_and_adapter, other))
+    for attention, repeated in zip(attentions, again, strict=True):
         pairs = {
             "query": (attention.query, repeated.query),
             "key": (attention.key, repeated.key),
@@ -148,26 +152,17 @@ def check_rotary(adapter: TargetAdapter, x: Tensor) -> list[GraphFault]:
     module_and_adapter = adapter.traced_module()
     if module_and_adapter is None:
         return []
-    module, traced_adapter = module_and_adapter
-    with torch.no_grad(), OperationRecorder(module, x) as recorder:
-        traced_adapter.call(x, CallInputs())
     T = x.shape[1]
-    for attention in find_attention(recorder):
-        table_fault = None if attention.additive else _rotary_table_by_head(attention.query, T)
-        if table_fault is not None:
-            return [table_fault]
+    for attention in find_attention(_recorded(*module_and_adapter, x)):
         if attention.additive:
             continue
+        table_fault = _rotary_table_by_head(attention.query, T)
+        if table_fault is not None:
+            return [table_fault]
         v = attention.value.value
         if v.shape[-2] == T and _varies_by_position(v) and _constant_norms(v):
-            return [
-                GraphFault(
-                    "rotary-values",
-                    "The values of equal tokens are rotated by their positions.",
-                    0.0,
-                    _position_spread(v),
-                )
-            ]
+            sentence = "The values of equal tokens are rotated by their positions."
+            return [GraphFault("rotary-values", sentence, 0.0, _position_spread(v))]
         parts = [operands(product) for product, _ in attention.products]
         sides = [(a.value, b.value.transpose(-1, -2)) for a, b in parts] or [
             (attention.query.value, attention.key.value)
@@ -188,18 +183,10 @@ def check_rotary(adapter: TargetAdapter, x: Tensor) -> list[GraphFault]:
         scores = q @ k.transpose(-1, -2)
         differences = (scores[..., 1:, 1:] - scores[..., :-1, :-1]).abs()
         if float(differences.max()) > 1e-4 * float(scores.abs().max()):
-            first_score, next_score = (
-                float(scores.flatten(0, -3)[0, 0, 0]),
-                float(scores.flatten(0, -3)[0, 1, 1]),
-            )
-            return [
-                GraphFault(
-                    "rotary-not-relative",
-                    "Equal tokens at equal distances have different scores.",
-                    first_score,
-                    next_score,
-                )
-            ]
+            own_scores = scores.flatten(0, -3)[0].diagonal()
+            sentence = "Equal tokens at equal distances have different scores."
+            numbers = float(own_scores[0]), float(own_scores[1])
+            return [GraphFault("rotary-not-relative", sentence, *numbers)]
     return []
 
 
@@ -265,12 +252,8 @@ def _rotary_table_by_head(node: OperationNode, T: int) -> GraphFault | None:
                 continue
             differences = (value - value.select(head_axis, 0).unsqueeze(head_axis)).abs()
             if float(differences[..., 1:].max()) > TOLERANCE:
-                return GraphFault(
-                    "rotary-axis",
-                    "The angles of rotated queries differ by head and not by token.",
-                    0.0,
-                    float(differences.max()),
-                )
+                sentence = "The angles of rotated queries differ by head and not by token."
+                return GraphFault("rotary-axis", sentence, 0.0, float(differences.max()))
         node = node.token_inputs[0]
     return None
 
@@ -299,60 +282,42 @@ def _check_weight_sums(attention: AttentionNodes) -> Iterator[GraphFault]:
     rows = torch.where(rows == 0, 1.0, rows)  # every key is hidden
     rows_sum_to_one = bool(((rows - 1).abs() < TOLERANCE).all())
     softmax_output = attention.softmax.value
-    if (
-        rows_sum_to_one
-        and softmax_output.numel() > attention.weights.numel()
-        and attention.softmax.name != "exp"
-    ):
-        yield GraphFault(
-            "sink-renormalized",
-            "The weights of the keys sum to 1 despite the sink: its share is given back.",
-            1 - 1e-3,
-            1.0,
-        )
+    has_sink = softmax_output.numel() > attention.weights.numel()
     if rows_sum_to_one:
+        if has_sink and attention.softmax.name != "exp":
+            sentence = "The weights of the keys sum to 1 despite the sink: its share is given back."
+            yield GraphFault("sink-renormalized", sentence, 1 - 1e-3, 1.0)
         return
-    position = int((rows - 1).abs().argmax())
-    row_sum = float(rows.flatten()[position])
-    if softmax_output.numel() > attention.weights.numel() and bool((rows <= 1 + TOLERANCE).all()):
+    row_sum = float(rows.flatten()[int((rows - 1).abs().argmax())])
+    at_most_one = bool((rows <= 1 + TOLERANCE).all())
+    if has_sink and at_most_one:
         return  # the remaining share belongs to a sink
     masked = (
         softmax_output.numel() == attention.weights.numel()
         and bool((attention.weights == 0).any())
         and not bool((softmax_output == 0).any())
     )
-    if masked and bool((rows <= 1 + TOLERANCE).all()):
-        yield GraphFault(
-            "mask-after-softmax",
-            Phrase(
-                "Weights are set to 0 after the softmax: a row sums to {row_sum:.4g}.",
-                row_sum=row_sum,
-            ),
-            1.0,
-            row_sum,
+    name = "softmax-axis"
+    if masked and at_most_one:
+        name = "mask-after-softmax"
+        sentence = Phrase(
+            "Weights are set to 0 after the softmax: a row sums to {row_sum:.4g}.", row_sum=row_sum
         )
     elif bool(((columns - 1).abs() < TOLERANCE).all()):
-        yield GraphFault(
-            "softmax-axis",
-            Phrase(
-                "The weights of a query sum to {row_sum:.4g}, and those of each key to 1.",
-                row_sum=row_sum,
-            ),
-            1.0,
-            row_sum,
+        sentence = Phrase(
+            "The weights of a query sum to {row_sum:.4g}, and those of each key to 1.",
+            row_sum=row_sum,
         )
     elif attention.softmax.name in ("_softmax", "_safe_softmax"):
-        yield GraphFault(
-            "softmax-axis",
-            Phrase("The weights of a query over its keys sum to {row_sum:.4g}.", row_sum=row_sum),
-            1.0,
-            row_sum,
+        sentence = Phrase(
+            "The weights of a query over its keys sum to {row_sum:.4g}.", row_sum=row_sum
         )
     else:
         raise CheckNotPossible(
             "its weights do not sum to 1 and do not come from a single softmax: it may work in "
             "blocks"
         )
+    yield GraphFault(name, sentence, 1.0, row_sum)
 
 
 def _check_hidden_scores(attention: AttentionNodes) -> Iterator[GraphFault]:
@@ -383,9 +348,7 @@ def mask_sets_scores_to_zero(adapter: TargetAdapter, x: Tensor, inputs: CallInpu
         hidden = ~inputs.keep[0]
     else:
         hidden = ~inputs.tokens.expand(T, T)  # type: ignore[union-attr]
-    with torch.no_grad(), OperationRecorder(nn.Identity(), x) as recorder:
-        adapter.call(x, inputs)
-    for node in recorder.nodes:
+    for node in _recorded(nn.Identity(), adapter, x, inputs).nodes:
         if node.name not in (*MASKING_OPS, "mul") or node.value.shape[-2:] != (T, T):
             continue
         at_hidden, others = node.value[..., hidden], node.value[..., ~hidden]
@@ -486,16 +449,12 @@ def _check_bias(attention: AttentionNodes) -> Iterator[GraphFault]:
         steps = steps[moving]
         if not node.weights and bool((steps > 0).all()):
             sentence = "A position bias grows with the distance, so that far keys are preferred."
-            yield GraphFault(
-                "bias-sign", sentence, float(-means[moving][0, -1]), float(means[moving][0, -1])
-            )
+            far = float(means[moving][0, -1])
+            yield GraphFault("bias-sign", sentence, -far, far)
         elif node.weights and sign * _sign(node) < 0 and not bool((steps < 0).all()):
-            yield GraphFault(
-                "bias-sign",
-                "A learned bias is subtracted from the scores.",
-                float(-means[moving][0, 0]),
-                float(means[moving][0, 0]),
-            )
+            near = float(means[moving][0, 0])
+            sentence = "A learned bias is subtracted from the scores."
+            yield GraphFault("bias-sign", sentence, -near, near)
 
 
 def _sign(node: OperationNode) -> float:
@@ -525,30 +484,24 @@ def _sign(node: OperationNode) -> float:
 
 def _check_roles(attention: AttentionNodes) -> Iterator[GraphFault]:
     """Check that queries, keys and values come from the maps with these names."""
-    roles_used = {}
-    for name, node in (("q", attention.query), ("k", attention.key), ("v", attention.value)):
-        try:
-            roles = {
-                projection_role(part)
-                for weight in scale_and_weights(node)[1]
-                for part in weight.split(".")
-            }
-        except CheckNotPossible:
-            return
-        roles_used[name] = roles & {"q", "k", "v"}
+    nodes = {"q": attention.query, "k": attention.key, "v": attention.value}
+    try:
+        weights = {name: scale_and_weights(node)[1] for name, node in nodes.items()}
+    except CheckNotPossible:
+        return
+    roles_used = {
+        name: {projection_role(part) for w in used for part in w.split(".")} & nodes.keys()
+        for name, used in weights.items()
+    }
     swaps = {"keys-values-exchanged": ("k", "v"), "queries-values-exchanged": ("q", "v")}
     if _queries_are_rows(attention):
         swaps["queries-keys-exchanged"] = ("q", "k")
     for fault, (a, b) in swaps.items():
         if roles_used[a] == {b} and roles_used[b] == {a}:
-            yield GraphFault(
-                fault,
-                Phrase(
-                    "The map named {b} computes {a}, and the map named {a} computes {b}.", b=b, a=a
-                ),
-                0.0,
-                1.0,
+            sentence = Phrase(
+                "The map named {b} computes {a}, and the map named {a} computes {b}.", b=b, a=a
             )
+            yield GraphFault(fault, sentence, 0.0, 1.0)
 
 
 def _queries_are_rows(attention: AttentionNodes) -> bool:
@@ -587,12 +540,8 @@ def _check_head_groups(attention: AttentionNodes) -> Iterator[GraphFault]:
     if torch.equal(equal_keys, (h[:, None] % G) == (h % G)) and not torch.equal(
         equal_keys, (h[:, None] // (H // G)) == (h // (H // G))
     ):
-        yield GraphFault(
-            "gqa-head-order",
-            Phrase("Query heads 0 and {G} share a key head, and 0 and 1 do not.", G=G),
-            0.0,
-            float(G),
-        )
+        sentence = Phrase("Query heads 0 and {G} share a key head, and 0 and 1 do not.", G=G)
+        yield GraphFault("gqa-head-order", sentence, 0.0, float(G))
 
 
 def _check_joined_heads(
@@ -617,12 +566,8 @@ def _check_joined_heads(
             return
         if torch.equal(rows_of_node, rows):
             position = int((rows - expected).abs().argmax())
-            yield GraphFault(
-                "heads-joined",
-                "The input of the output map mixes tokens.",
-                float(expected.flatten()[position]),
-                float(rows.flatten()[position]),
-            )
+            numbers = (float(x.flatten()[position]) for x in (expected, rows))
+            yield GraphFault("heads-joined", "The input of the output map mixes tokens.", *numbers)
             return
         # heads that were joined correctly and then multiplied by a gate
         gate = rows_of_node / expected

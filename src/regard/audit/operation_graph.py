@@ -25,51 +25,15 @@ LINEAR_OPS = (*MATMUL_OPS, "linear", "convolution", "embedding")
 FUSED_ATTENTION_PREFIX = "_scaled_dot_product"
 SOFTMAX_OPS = ("_softmax", "_safe_softmax", "exp", "exp2")
 LAYOUT_OPS = (
-    "view",
-    "_unsafe_view",
-    "reshape",
-    "_reshape_alias",
-    "transpose",
-    "t",
-    "permute",
-    "expand",
-    "clone",
-    "_to_copy",
-    "alias",
-    "detach",
-    "unsqueeze",
-    "squeeze",
-    "slice",
-    "select",
-    "split",
-    "split_with_sizes",
-    "unbind",
-    "copy",
-    "repeat",
-    "view_as_real",
-    "view_as_complex",
-    "index",
-    "index_select",
-    "roll",
-    "as_strided",
-    "unfold",
-    "flatten",
-    "contiguous",
-    "squeeze_",
-    "_conj",
-    "resolve_conj",
-    "lift_fresh",
-    "narrow",
+    *("view", "_unsafe_view", "reshape", "_reshape_alias", "transpose", "t", "permute"),
+    *("expand", "clone", "_to_copy", "alias", "detach", "unsqueeze", "squeeze", "slice"),
+    *("select", "split", "split_with_sizes", "unbind", "copy", "repeat", "view_as_real"),
+    *("view_as_complex", "index", "index_select", "roll", "as_strided", "unfold"),
+    *("flatten", "contiguous", "squeeze_", "_conj", "resolve_conj", "lift_fresh", "narrow"),
 )
 MASKING_OPS = (
-    "masked_fill",
-    "where",
-    "clamp",
-    "clamp_min",
-    "tril",
-    "triu",
-    "index_put",
-    "nan_to_num",
+    *("masked_fill", "where", "clamp", "clamp_min"),
+    *("tril", "triu", "index_put", "nan_to_num"),
 )
 NORM_OPS = ("native_layer_norm", "_fused_rms_norm", "rms_norm", "linalg_vector_norm")
 TOLERANCE = 1e-6
@@ -341,20 +305,14 @@ def _through_sum(
     sign = -1.0 if node.name == "sub" else 1.0
     if len(inner) == 1:
         other = next((n for n in node.inputs if not n.tokens), None)
+        sign_of_scores, sign_of_bias = (1.0, sign) if node.inputs[0] is inner[0] else (sign, 1.0)
         if other is not None:
-            first = node.inputs[0] is inner[0]
-            attention.biases.append(
-                (other, (sign if first else 1.0) * (1.0 if factor > 0 else -1.0))
-            )
-        yield from _score_products(
-            inner[0], factor if node.inputs[0] is inner[0] else factor * sign, attention
-        )
-        return
-    if node.name == "sub" and _is_row_maximum(inner[1]):  # the row maximum, subtracted before exp
-        yield from _score_products(inner[0], factor, attention)
+            attention.biases.append((other, sign_of_bias * (1.0 if factor > 0 else -1.0)))
+        yield from _score_products(inner[0], factor * sign_of_scores, attention)
         return
     yield from _score_products(inner[0], factor, attention)
-    yield from _score_products(inner[1], factor * sign, attention)
+    if node.name != "sub" or not _is_row_maximum(inner[1]):  # which is subtracted before exp
+        yield from _score_products(inner[1], factor * sign, attention)
 
 
 def _is_row_maximum(node: OperationNode) -> bool:

@@ -47,18 +47,12 @@ ROTARY_DIVISORS = (2, 4)
 FAULTY_VALUES: dict[str, tuple[str, ...]] = {
     "roles": ("keys-values", "queries-keys", "queries-values"),
     "rotary": (
-        "mixed",
-        "mixed-back",
-        "each-half",
-        "each-interleaved",
-        "heads-half",
-        "heads-interleaved",
-        "values-half",
-        "values-interleaved",
-        "queries-half",
-        "queries-interleaved",
-        "opposite-half",
-        "opposite-interleaved",
+        *("mixed", "mixed-back"),
+        *(
+            f"{part}-{layout}"
+            for part in ("each", "heads", "values", "queries", "opposite")
+            for layout in ("half", "interleaved")
+        ),
     ),
     "scale": ("none", "twice", "model_dim", "length", "inverted", "fitted"),
     "bias": ("alibi-grows", "given-negated"),

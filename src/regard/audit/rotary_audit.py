@@ -55,29 +55,17 @@ def audit_rotary(
     if not isinstance(out, Tensor) or out.shape != x.shape:
         raise ArgumentError(f"{name} must give a tensor of its input's shape, {list(x.shape)}")
     findings = _check_relative(x, out.double(), dtype)
-    passed = (
-        []
-        if findings
-        else [
-            PassedCheck(
-                "relative", "the product of a query and a key depends on their distance alone"
-            )
-        ]
-    )
-    skipped = [] if takes_positions else [NotTried("precision", "it takes no positions")]
-    if takes_positions:
-        rounded = _check_precision(run, D, seed)
+    passed, skipped = [], []
+    if not findings:
+        what = "the product of a query and a key depends on their distance alone"
+        passed.append(PassedCheck("relative", what))
+    if not takes_positions:
+        skipped.append(NotTried("precision", "it takes no positions"))
+    elif rounded := _check_precision(run, D, seed):
         findings += rounded
-        passed += (
-            []
-            if rounded
-            else [
-                PassedCheck(
-                    "precision",
-                    "vectors in bfloat16 are rotated by accurate angles at far positions",
-                )
-            ]
-        )
+    else:
+        what = "vectors in bfloat16 are rotated by accurate angles at far positions"
+        passed.append(PassedCheck("precision", what))
     called = "rotate(x, positions)" if takes_positions else "rotate(x)"
     return Audit(
         name,
@@ -115,17 +103,13 @@ def _check_relative(x: Tensor, out: Tensor, dtype: torch.dtype) -> list[Finding]
         return []
     kind, n = (int(i) for i in (deviations > allowed).nonzero()[0])
     products, distance = ((cross_products, KEY_DISTANCE), (self_products, 0))[kind]
-    products_text, starts_text = (
-        ", ".join(f"{float(p):.4g}" for p in products),
-        ", ".join(map(str, START_POSITIONS)),
-    )
     ratio = out.norm(dim=-1) / x.norm(dim=-1)
     sentence = Phrase(
         "q at i + {distance} times k at i is {products_text} for i = {starts_text}; norms are "
         "multiplied by {low:.4g} to {high:.4g}.",
         distance=distance,
-        products_text=products_text,
-        starts_text=starts_text,
+        products_text=", ".join(f"{float(p):.4g}" for p in products),
+        starts_text=", ".join(map(str, START_POSITIONS)),
         low=float(ratio.min()),
         high=float(ratio.max()),
     )
@@ -133,12 +117,8 @@ def _check_relative(x: Tensor, out: Tensor, dtype: torch.dtype) -> list[Finding]
     mixed_rotations = [rotate(x, 10000.0, layout, 2) for layout in ("mixed", "mixed-back")]
     mixed = any(float((out - each).abs().max()) <= tolerance for each in mixed_rotations)
     name = "rotary-mixed" if mixed else "rotary-not-relative"
-    i = START_POSITIONS[n]
-    return [
-        finding(
-            name, sentence, {"T": i + distance + 1, "i": i}, float(products[0]), float(products[n])
-        )
-    ]
+    example = {"T": START_POSITIONS[n] + distance + 1, "i": START_POSITIONS[n]}
+    return [finding(name, sentence, example, float(products[0]), float(products[n]))]
 
 
 def _check_precision(run: Callable[..., Tensor], D: int, seed: int) -> list[Finding]:
@@ -157,12 +137,6 @@ def _check_precision(run: Callable[..., Tensor], D: int, seed: int) -> list[Find
         "In bfloat16, position {position} is rotated by another angle than in float64.",
         position=FAR_POSITION + 1,
     )
-    return [
-        finding(
-            "rotary-precision",
-            sentence,
-            {"T": 1, "position": FAR_POSITION + 1, "feature": c},
-            float(exact.flatten()[c]),
-            float(got.flatten()[c]),
-        )
-    ]
+    example = {"T": 1, "position": FAR_POSITION + 1, "feature": c}
+    numbers = (float(x.flatten()[c]) for x in (exact, got))
+    return [finding("rotary-precision", sentence, example, *numbers)]

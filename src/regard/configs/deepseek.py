@@ -25,11 +25,11 @@ from regard.configs.rotary_decoder import (
     dense_layers_first,
     language_model,
 )
+from regard.cost.delta_rules import kimi_delta
 from regard.cost.latent import IndexedLatentSpec, LatentSpec
 from regard.cost.model import DenseSpec, FeedForwardSpec, LayerSpec, ModelSpec, MoESpec
 from regard.cost.selected import IndexSelection
-from regard.cost.spec import ParameterCounts, Spec
-from regard.cost.state_space import kimi_delta_attention
+from regard.cost.spec import HeadShape, ParameterCounts, Spec
 from regard.errors import ArgumentError
 
 
@@ -467,12 +467,9 @@ class KimiLinearConfig(ModelConfig):
     def mixer(self, layer: int) -> Spec:
         """Return the sizes of the mechanism of a layer."""
         if self.kinds()[layer] == LINEAR:
-            return kimi_delta_attention(
-                self.hidden_size,
-                self.linear_num_heads,
-                self.linear_head_dim,
-                self.linear_conv_kernel_dim,
-            )
+            H, D = self.linear_num_heads, self.linear_head_dim
+            shape, kernel = HeadShape(H, H, D, D), self.linear_conv_kernel_dim
+            return kimi_delta(self.hidden_size, shape, kernel, mechanism="delta rule")
         return latent_spec(self)
 
     def sizes(self, name: str) -> ModelSpec:

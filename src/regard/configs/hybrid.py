@@ -13,9 +13,10 @@ from typing import Any, TypeAlias
 from regard.configs.base import FULL, Raw, check_length
 from regard.configs.rope import RopeSettings
 from regard.configs.rotary_decoder import GroupedQueryConfig
+from regard.cost.decayed_state import mamba2
+from regard.cost.delta_rules import gated_delta_net
 from regard.cost.fixed_state import LinearSpec
 from regard.cost.spec import HeadShape, Spec
-from regard.cost.state_space import convolved_gated_delta_net, mamba2
 from regard.did_you_mean import suggest
 from regard.errors import ArgumentError
 from regard.files.reading import INFINITY
@@ -93,7 +94,7 @@ class GatedDeltaConfig(HybridConfig):
         keys = self.linear_num_key_heads
         D, E = self.linear_key_head_dim, self.linear_value_head_dim
         shape = HeadShape(keys, keys, D, E, self.linear_num_value_heads)
-        return convolved_gated_delta_net(self.hidden_size, shape, self.linear_conv_kernel_dim)
+        return gated_delta_net(self.hidden_size, shape, self.linear_conv_kernel_dim)
 
 
 StepLimits: TypeAlias = tuple[float | Mapping[str, object], ...]

@@ -20,10 +20,10 @@ from regard.configs.hybrid import (
     with_step_limits,
 )
 from regard.configs.rotary_decoder import SILU, check_experts
+from regard.cost.decayed_state import mamba
 from regard.cost.model import DenseSpec, LayerSpec, ModelSpec, MoESpec
 from regard.cost.softmax import SoftmaxSpec
 from regard.cost.spec import HeadShape, ParameterCounts, Spec
-from regard.cost.state_space import mamba
 from regard.errors import ArgumentError
 
 

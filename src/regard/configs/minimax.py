@@ -19,9 +19,9 @@ from regard.configs.rotary_decoder import (
     GroupedQueryConfig,
     language_model,
 )
+from regard.cost.decayed_state import lightning
 from regard.cost.selected import BlockMaximumSelection, SelectedSpec
-from regard.cost.spec import ParameterCounts, Spec
-from regard.cost.state_space import lightning_attention
+from regard.cost.spec import HeadShape, ParameterCounts, Spec
 from regard.errors import ArgumentError
 
 MAKERS_NAMES = {"attn_type_list": "layer_types"} | {
@@ -80,7 +80,9 @@ class MiniMaxConfig(MixtralConfig, HybridConfig):
 
     def recurrent(self) -> Spec:
         """Return the sizes of a layer of lightning attention."""
-        return lightning_attention(self.hidden_size, self.num_attention_heads, self.head_dim)
+        H, D = self.num_attention_heads, self.head_dim
+        shape = HeadShape(H, H, D, D)
+        return lightning(self.hidden_size, shape, mechanism="lightning attention")
 
     def windows(self) -> tuple[int | None, ...]:
         """Return the same window for all layers, or None for all."""

@@ -1,12 +1,13 @@
 """Count what recurrences with decayed sums store and compute per token, without gates: lightning
-attention, HGRN2, LightNet, Mamba-2, RWKV-4, RWKV-6, xLSTM, gated slots and kernels of the score.
+attention, HGRN2, LightNet, RWKV-4, RWKV-6, xLSTM, gated slots, kernels of the score, and the
+state-space layers Mamba and Mamba-2 (B is the key, C the query, x the value).
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-from regard.cost.fixed_state import CountedSpec, LinearSpec, ShortConvolution
+from regard.cost.fixed_state import CountedSpec, LinearSpec, ShortConvolution, matrix_state
 from regard.cost.spec import HeadShape, ParameterCounts, Quantity
 from regard.units import plural
 
@@ -42,11 +43,10 @@ def rwkv6_spec(weights: ParameterCounts, shape: HeadShape) -> CountedSpec:
     Source: Peng et al. 2024 (arXiv 2404.05892), equation 18.
     """
     O, N, D, E = shape.outputs, shape.states, shape.head_dim, shape.value_dim
-    letter = "G" if shape.groups == N else "N"
-    work = O * (2 * D * E + 3 * D + 2 * E) + N * 3 * D * E
+    flops = O * (2 * D * E + 3 * D + 2 * E) + N * 3 * D * E
     formula = f"{O} x (2 D E + 3 D + 2 E) + {N} x 3 D E, D = {D}, E = {E}"
-    state = Quantity(N * D * E, f"{letter} D E = {N} x {D} x {E}")
-    return CountedSpec(weights, (), shape, "RWKV-6", state, Quantity(work, formula))
+    values, work = matrix_state(shape), Quantity(flops, formula)
+    return CountedSpec(weights, (), shape, "RWKV-6", values, work)
 
 
 def mlstm_spec(weights: ParameterCounts, shape: HeadShape) -> CountedSpec:
@@ -54,7 +54,7 @@ def mlstm_spec(weights: ParameterCounts, shape: HeadShape) -> CountedSpec:
     + E, a write 3 D E + 3 D. Source: Beck et al. 2024 (arXiv 2405.04517), equations 19 to 27.
     """
     O, N, D, E = shape.outputs, shape.states, shape.head_dim, shape.value_dim
-    letter = "G" if shape.groups == N else "N"
+    letter = shape.states_letter
     state = Quantity(N * (D * E + D + 1), f"{letter} (D E + D + 1) = {N} x ({D} x {E} + {D} + 1)")
     work = O * (2 * D * E + 2 * D + E) + N * (3 * D * E + 3 * D)
     formula = f"{O} x (2 D E + 2 D + E) + {N} x (3 D E + 3 D), D = {D}, E = {E}"
@@ -104,29 +104,13 @@ def log_linear_spec(weights: ParameterCounts, shape: HeadShape, levels: int) -> 
     return CountedSpec(weights, (), shape, f"log-linear Mamba-2, {plural(L, 'level')}", state, work)
 
 
-def mamba2(dim: int, shape: HeadShape, kernel: int = 4) -> LinearSpec:
-    """Return the spec of Mamba-2: G query and key heads, N value heads, a convolution over all of
-    their channels, a step size per value head, and a gated norm. Source: Dao and Gu 2024 (arXiv
-    2405.21060), section 7.
-    """
-    N, values = shape.states, shape.states * shape.value_dim
-    channels = 2 * shape.groups * shape.head_dim + values
-    own = ParameterCounts(
-        matrices=dim * (values + N) + channels * kernel, biases=channels + 3 * N, norms=values
-    )
-    convolution = ShortConvolution(channels, kernel)
-    return LinearSpec(
-        shape.maps(dim) + own, (), shape, "Mamba-2", decayed=True, convolution=convolution
-    )
-
-
-def lightning(dim: int, shape: HeadShape) -> LinearSpec:
-    """Return the spec of lightning attention: an output gate, and a norm over all heads. Source:
-    MiniMax 2025 (arXiv 2501.08313), section 2.2.
+def lightning(dim: int, shape: HeadShape, *, mechanism: str = "retention") -> LinearSpec:
+    """Return the spec of lightning attention: linear attention with a fixed decay per head, an
+    output gate, and a norm over all heads. Source: MiniMax 2025 (arXiv 2501.08313), section 2.2.
     """
     values = shape.outputs * shape.value_dim
     weights = shape.maps(dim) + ParameterCounts(dim * values, norms=values)
-    return LinearSpec(weights, (), shape, "retention", decayed=True)
+    return LinearSpec(weights, (), shape, mechanism, decayed=True)
 
 
 def hgrn2(dim: int, shape: HeadShape) -> LinearSpec:
@@ -176,14 +160,14 @@ def mlstm(dim: int, shape: HeadShape) -> CountedSpec:
     return mlstm_spec(shape.maps(dim) + own, shape)
 
 
-def slots(dim: int, shape: HeadShape, count: int = 64, *, summed: bool = False) -> CountedSpec:
+def slots(dim: int, shape: HeadShape, slots: int = 64, *, summed: bool = False) -> CountedSpec:
     """Return the spec of gated slots, with one norm that all heads share, or with `summed` of ABC,
     without a norm. Source: Zhang et al. 2024 (arXiv 2409.07146); Peng et al. 2021 (arXiv
     2110.02488).
     """
     norms = 0 if summed else shape.value_dim
-    own = ParameterCounts(dim * shape.groups * count, norms=norms)
-    return slots_spec(shape.maps(dim) + own, shape, count, summed=summed)
+    own = ParameterCounts(dim * shape.groups * slots, norms=norms)
+    return slots_spec(shape.maps(dim) + own, shape, slots, summed=summed)
 
 
 def kernel_attention(dim: int, shape: HeadShape, features: int, *, norms: int = 0) -> LinearSpec:
@@ -192,3 +176,61 @@ def kernel_attention(dim: int, shape: HeadShape, features: int, *, norms: int = 
     """
     weights = shape.maps(dim) + ParameterCounts(norms=norms)
     return LinearSpec(weights, (), shape, normalized=True, features=features)
+
+
+def mamba(
+    dim: int,
+    inner: int,
+    state: int,
+    kernel: int,
+    rank: int,
+    *,
+    bias: bool = False,
+    conv_bias: bool = True,
+    norms: bool = False,
+) -> LinearSpec:
+    """Return the spec of Mamba: each of `inner` channels has a state of its own, and B and C are
+    shared. Source: Gu & Dao 2023 (arXiv 2312.00752), section 3.
+    """
+    matrices = 3 * dim * inner + inner * (rank + 2 * state) + rank * inner + inner * kernel
+    # the bias of the step sizes, the decay of every channel and state, and the skip weights
+    biases = inner + inner * state + inner
+    biases += (inner if conv_bias else 0) + (2 * inner + dim if bias else 0)
+    weights = ParameterCounts(matrices, biases, rank + 2 * state if norms else 0)
+    shape = HeadShape(1, 1, state, 1, inner)
+    convolution = ShortConvolution(inner, kernel)
+    return LinearSpec(weights, (), shape, "Mamba", decayed=True, convolution=convolution)
+
+
+def mamba2(
+    dim: int,
+    heads: int,
+    head_dim: int,
+    groups: int,
+    state: int,
+    kernel: int,
+    *,
+    bias: bool = False,
+    output_bias: bool | None = None,
+    conv_bias: bool = True,
+    norm: bool = True,
+) -> LinearSpec:
+    """Return the spec of Mamba-2: one decay per head, and B and C shared by the heads of a group.
+    Source: Dao & Gu 2024 (arXiv 2405.21060), section 7.
+    """
+    inner = heads * head_dim
+    channels = inner + 2 * groups * state
+    projection = inner + channels + heads  # of the gate, of the convolution's input, of step sizes
+    matrices = dim * projection + inner * dim + channels * kernel
+    output_bias = bias if output_bias is None else output_bias
+    biases = 3 * heads + (channels if conv_bias else 0)
+    biases += (projection if bias else 0) + (dim if output_bias else 0)
+    shape = HeadShape(groups, groups, state, head_dim, heads)
+    return LinearSpec(
+        ParameterCounts(matrices, biases, inner if norm else 0),
+        (),
+        shape,
+        "Mamba-2",
+        decayed=True,
+        convolution=ShortConvolution(channels, kernel),
+    )

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from regard.cost.head_parts import HEAD_PARTS
+from regard.cost.mechanisms import MECHANISMS
 
 
 @dataclass(frozen=True)
@@ -30,6 +30,7 @@ _BEHIND_GATED_DELTA = QualityEvidence(
 )
 
 QUALITY_EVIDENCE: dict[str, QualityEvidence] = {
+    **dict.fromkeys(MECHANISMS, NO_COMPARISON),
     "mha": QualityEvidence(
         "the reference of most comparisons: T5-XXL scores 47.2 on average over seven tasks",
         "Ainslie et al. 2023 (arXiv 2305.13245), table 1",
@@ -49,12 +50,6 @@ QUALITY_EVIDENCE: dict[str, QualityEvidence] = {
         "multi-head attention, with 4 % of its cache",
         "DeepSeek-AI 2024 (arXiv 2405.04434), appendix D.2",
     ),
-    "tpa": NO_COMPARISON,
-    "mfa": NO_COMPARISON,
-    "gta": NO_COMPARISON,
-    "grouped_latent": NO_COMPARISON,
-    "mlra": NO_COMPARISON,
-    "sliding_window": NO_COMPARISON,
     "local_global": QualityEvidence(
         "the perplexity hardly changes with up to 7 local layers for each global one",
         "Gemma Team 2025 (arXiv 2503.19786), section 5.2",
@@ -85,30 +80,8 @@ QUALITY_EVIDENCE: dict[str, QualityEvidence] = {
         "47.2 with latent attention in all layers and 47.9 with Gated DeltaNet",
         "Kimi Team 2025 (arXiv 2510.26692), figure 1",
     ),
-    "gated_delta_2": NO_COMPARISON,
-    "comba": NO_COMPARISON,
-    "delta_product": NO_COMPARISON,
-    "preconditioned_delta": NO_COMPARISON,
-    "mesa": NO_COMPARISON,
-    "titans_linear": NO_COMPARISON,
-    "short_convolution": NO_COMPARISON,
-    "lightning": NO_COMPARISON,
     "hgrn2": _BEHIND_GATED_DELTA,
     "mamba2": _BEHIND_GATED_DELTA,
-    "lightnet": NO_COMPARISON,
-    "rwkv4": NO_COMPARISON,
-    "rwkv6": NO_COMPARISON,
-    "rwkv7": NO_COMPARISON,
-    "mamba": NO_COMPARISON,
-    "value_residual": NO_COMPARISON,
-    "mlstm": NO_COMPARISON,
-    "gsa": NO_COMPARISON,
-    "abc": NO_COMPARISON,
-    "based": NO_COMPARISON,
-    "rebased": NO_COMPARISON,
-    "power_attention": NO_COMPARISON,
-    "performer": NO_COMPARISON,
-    "cosformer": NO_COMPARISON,
     "infini": QualityEvidence(
         "language models on PG19 with segments of 2,048: perplexity 9.65, against 11.88 of "
         "Transformer-XL",
@@ -124,6 +97,5 @@ QUALITY_EVIDENCE: dict[str, QualityEvidence] = {
         "0.443 with full attention",
         "Yuan et al. 2025 (arXiv 2502.11089), table 1",
     ),
-    **dict.fromkeys(HEAD_PARTS, NO_COMPARISON),
 }
 """What is published on each mechanism that is counted without torch, by its name."""

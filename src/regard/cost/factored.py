@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from regard.cost.latent import Form, LatentSpec
+from regard.cost.latent import Form, LatentSpec, latent_weights
 from regard.cost.softmax import SoftmaxSpec
 from regard.cost.spec import HeadShape, ParameterCounts, Quantity
 from regard.units import plural
@@ -67,12 +67,11 @@ class TiedSpec(SoftmaxSpec):
     """
 
     @classmethod
-    def of_sizes(cls, dim: int, heads: int, groups: int, head_dim: int) -> TiedSpec:
+    def of_heads(cls, dim: int, shape: HeadShape) -> TiedSpec:
         """Return the spec with the matrices of queries, values, the rotated half and the output."""
-        shape = HeadShape(heads, groups, head_dim, head_dim)
-        half = head_dim // 2
-        matrices = dim * (2 * heads * head_dim + groups * head_dim + half)
-        return cls(ParameterCounts(matrices), ((1, groups * head_dim), (1, half)), shape)
+        H, G, D, half = shape.heads, shape.groups, shape.head_dim, shape.head_dim // 2
+        matrices = dim * (2 * H * D + G * D + half)
+        return cls(ParameterCounts(matrices), ((1, G * D), (1, half)), shape)
 
     @property
     def name(self) -> str:
@@ -81,14 +80,14 @@ class TiedSpec(SoftmaxSpec):
         return f"GTA {s.label.partition(' ')[2]}"
 
 
-def low_rank_query(dim: int, heads: int, head_dim: int, rank: int) -> SoftmaxSpec:
+def low_rank_query(dim: int, heads: int, head_dim: int, q_rank: int) -> SoftmaxSpec:
     """Return the spec of multi-matrix factorization attention (MFA): one key/value head, and
-    queries through a latent of `rank` values with a norm. Source: Hu et al. 2024 (arXiv
+    queries through a latent of `q_rank` values with a norm. Source: Hu et al. 2024 (arXiv
     2412.19255), section 3.2.
     """
     shape = HeadShape(heads, 1, head_dim, head_dim)
-    matrices = rank * (dim + heads * head_dim) + dim * (2 + heads) * head_dim
-    weights = ParameterCounts(matrices, norms=rank)
+    matrices = q_rank * (dim + heads * head_dim) + dim * (2 + heads) * head_dim
+    weights = ParameterCounts(matrices, norms=q_rank)
     return SoftmaxSpec(weights, shape.parts, shape)
 
 
@@ -117,17 +116,10 @@ class GroupedLatentSpec(LatentSpec):
         form: Form = "auto",
     ) -> GroupedLatentSpec:
         """Return the spec with the usual matrices and the norms of all latents."""
-        query = heads * (nope_dim + rope_dim)
-        queries = dim * query if q_rank is None else q_rank * (dim + query)
-        up = kv_rank * branches * heads * (nope_dim + value_dim)
-        down = dim * (latents * kv_rank + rope_dim)
-        matrices = queries + down + up + heads * value_dim * dim
-        norms = latents * kv_rank + (q_rank or 0)
-        weights = ParameterCounts(matrices, norms=norms, counted_separately=up)
+        widths = (kv_rank, nope_dim, rope_dim, value_dim)
+        weights = latent_weights(dim, heads, *widths, q_rank, latents=latents, branches=branches)
         parts = ((1, latents * kv_rank), (1, rope_dim))
-        H = branches * heads
-        sizes = (H, kv_rank, nope_dim, rope_dim, value_dim)
-        return cls(weights, parts, *sizes, form, latents=latents)
+        return cls(weights, parts, branches * heads, *widths, form, latents=latents)
 
     @property
     def name(self) -> str:

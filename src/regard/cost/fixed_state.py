@@ -8,7 +8,15 @@ from abc import abstractmethod
 from dataclasses import dataclass, field
 
 from regard.cost.softmax import attention_flops, causal_pairs
-from regard.cost.spec import CacheContents, HeadShape, ParameterCounts, Quantity, Spec
+from regard.cost.spec import (
+    NO_QUANTITY,
+    CacheContents,
+    HeadShape,
+    ParameterCounts,
+    Quantity,
+    Spec,
+    SteadySpec,
+)
 from regard.units import plural
 
 
@@ -45,11 +53,12 @@ def linear_flops(
     return max(heads, states) * read + states * write + (groups * D if normalized else 0)
 
 
-def delta_state(groups: int, D: int, E: int) -> int:
+def matrix_state(shape: HeadShape) -> Quantity:
     """Return the number of values of the state S, which does not depend on the length: D E per
-    key/value head. Source: Yang et al. 2024 (arXiv 2406.06484), section 2.2.
+    value head. Source: Yang et al. 2024 (arXiv 2406.06484), section 2.2.
     """
-    return groups * D * E
+    N, D, E = shape.states, shape.head_dim, shape.value_dim
+    return Quantity(N * D * E, f"{shape.states_letter} D E = {N} x {D} x {E}")
 
 
 def delta_flops(heads: int, groups: int, D: int, E: int, *, gated: bool = False) -> int:
@@ -77,40 +86,38 @@ class ShortConvolution:
 
 
 @dataclass(frozen=True)
-class RecurrentSpec(Spec):
+class RecurrentSpec(SteadySpec):
     """A mechanism with a state of fixed size and the same FLOPs for each token."""
 
     shape: HeadShape
+    mechanism: str = ""
     convolution: ShortConvolution = field(default=ShortConvolution(), kw_only=True)
 
-    def _with_past(self, state: Quantity) -> Quantity:
-        """Return the number of values of the state and of the convolution's past inputs."""
-        if not (past := self.convolution.past):
-            return state
-        c, k = self.convolution.channels, self.convolution.kernel
-        formula = f"{state.formula} + c (k - 1) = {c} x {k - 1}"
-        return Quantity(state.value + past, formula)
+    @property
+    def name(self) -> str:
+        """The name of the mechanism, with its heads."""
+        H, G, D, E = self._sizes
+        N = self.shape.states
+        return f"{self.mechanism}, {H}/{G}{f'/{N}' * (N != G)} heads of {D} x {E}"
 
     @property
-    def bounded(self) -> bool:
-        """True, because no keys and values are cached."""
-        return True
-
     @abstractmethod
-    def token(self) -> Quantity:
-        """Return the FLOPs of one token, which do not depend on the context."""
+    def _own_state(self) -> Quantity:
+        """The number of values of the state without the past inputs of a convolution."""
 
-    def step(self, context: int) -> Quantity:
-        """Return the FLOPs of one token, without linear maps."""
-        return self.token()
-
-    def prefill_flops(self, context: int) -> int:
-        """Return the FLOPs of `context` steps, one for each token."""
-        return context * self.token().value
+    @property
+    def state(self) -> Quantity:
+        """The number of values of the state, and of a convolution's past inputs."""
+        own, c, k = self._own_state, self.convolution.channels, self.convolution.kernel
+        if not (past := self.convolution.past):
+            return own
+        formulas = filter(None, (own.formula, f"c (k - 1) = {c} x {k - 1}"))
+        return Quantity(own.value + past, " + ".join(formulas))
 
     @property
     def _sizes(self) -> tuple[int, int, int, int]:
-        return self.shape.heads, self.shape.groups, self.shape.head_dim, self.shape.value_dim
+        """H, G, the number of rows of the state, which is D or in `LinearSpec` F, and E."""
+        return self.shape.sizes
 
     @property
     def query_heads(self) -> int:
@@ -120,16 +127,6 @@ class RecurrentSpec(Spec):
     def cache_shares(self, cards: int) -> int:
         """Return into how many parts cards divide the state: at most one for each value head."""
         return min(cards, self.shape.states)
-
-    @property
-    def _states(self) -> str:
-        """The letter and the formula of the number of states: G, or N with more value heads."""
-        return "G" if self.shape.states == self.shape.groups else "N"
-
-    def _label(self, mechanism: str) -> str:
-        H, G, D, E = self._sizes
-        heads = f"{H}/{G}" if self._states == "G" else f"{H}/{G}/{self.shape.states}"
-        return f"{mechanism}, {heads} heads of {D} x {E}"
 
 
 @dataclass(frozen=True)
@@ -142,11 +139,6 @@ class LinearSpec(RecurrentSpec):
     features: int | None = None
 
     @property
-    def name(self) -> str:
-        """The name of the mechanism, with its heads."""
-        return self._label(self.mechanism)
-
-    @property
     def _sizes(self) -> tuple[int, int, int, int]:
         H, G, D, E = super()._sizes
         return H, G, D if self.features is None else self.features, E
@@ -157,19 +149,17 @@ class LinearSpec(RecurrentSpec):
         return "D" if self.features is None else "F"
 
     @property
-    def state(self) -> Quantity:
+    def _own_state(self) -> Quantity:
         """The number of values of the state matrices, and of the normalizer if there is one."""
         (_, G, D, E), N, d = self._sizes, self.shape.states, self._letter
         value = linear_state(G, D, E, normalized=self.normalized, value_heads=N)
         if self.normalized and N != G:
-            return self._with_past(
-                Quantity(value, f"N {d} E + G {d} = {N} x {D} x {E} + {G} x {D}")
-            )
+            return Quantity(value, f"N {d} E + G {d} = {N} x {D} x {E} + {G} x {D}")
         each = f"({E} + 1)" if self.normalized else f"{E}"
-        letters = f"{self._states} {d} {'(E + 1)' if self.normalized else 'E'}"
-        return self._with_past(Quantity(value, f"{letters} = {N} x {D} x {each}"))
+        letters = f"{self.shape.states_letter} {d} {'(E + 1)' if self.normalized else 'E'}"
+        return Quantity(value, f"{letters} = {N} x {D} x {each}")
 
-    def token(self) -> Quantity:
+    def step(self, context: int) -> Quantity:
         """Return the FLOPs of a read per query head and a write per key/value head."""
         (H, G, D, E), N, d = self._sizes, self.shape.states, self._letter
         flops = linear_flops(
@@ -186,24 +176,21 @@ class LinearSpec(RecurrentSpec):
 class DeltaSpec(RecurrentSpec):
     """The delta rule, with or without a decay of the state."""
 
+    mechanism: str = "delta rule"
     gated: bool = False
-    mechanism: str = ""
 
     @property
     def name(self) -> str:
         """The name of the mechanism, with its heads."""
-        rule = "gated delta rule" if self.gated else "delta rule"
-        return self._label(self.mechanism or rule)
+        plain = self.mechanism == "delta rule"
+        return f"gated {super().name}" if self.gated and plain else super().name
 
     @property
-    def state(self) -> Quantity:
+    def _own_state(self) -> Quantity:
         """The number of values of the state matrices of all key/value heads."""
-        (_, _, D, E), N = self._sizes, self.shape.states
-        return self._with_past(
-            Quantity(delta_state(N, D, E), f"{self._states} D E = {N} x {D} x {E}")
-        )
+        return matrix_state(self.shape)
 
-    def token(self) -> Quantity:
+    def step(self, context: int) -> Quantity:
         """Return the FLOPs of one read per query head and one correction per key/value head."""
         (_, _, D, E), O, N = self._sizes, self.shape.outputs, self.shape.states
         decay = " + D E" if self.gated else ""
@@ -215,21 +202,15 @@ class DeltaSpec(RecurrentSpec):
 class CountedSpec(RecurrentSpec):
     """A recurrence whose state (without a convolution's) and FLOPs per token were counted."""
 
-    mechanism: str
-    values: Quantity
-    work: Quantity
+    values: Quantity = NO_QUANTITY
+    work: Quantity = NO_QUANTITY
 
     @property
-    def name(self) -> str:
-        """The name of the mechanism, with its heads."""
-        return self._label(self.mechanism)
+    def _own_state(self) -> Quantity:
+        """The number of values of the state that was counted."""
+        return self.values
 
-    @property
-    def state(self) -> Quantity:
-        """The number of values of the state, and of a convolution's past inputs."""
-        return self._with_past(self.values)
-
-    def token(self) -> Quantity:
+    def step(self, context: int) -> Quantity:
         """Return the FLOPs of one token."""
         return self.work
 
@@ -245,12 +226,11 @@ class ConvolutionSpec(RecurrentSpec):
         return f"short convolution, {plural(c, 'channel')} over {plural(k, 'token')}"
 
     @property
-    def state(self) -> Quantity:
-        """The number of values of the past tokens that the filters reach."""
-        c, k = self.convolution.channels, self.convolution.kernel
-        return Quantity(self.convolution.past, f"c (k - 1) = {c} x {k - 1}")
+    def _own_state(self) -> Quantity:
+        """Nothing: only the past tokens that the filters reach are kept."""
+        return NO_QUANTITY
 
-    def token(self) -> Quantity:
+    def step(self, context: int) -> Quantity:
         """Return the FLOPs of the two gates; the filters count as a matrix."""
         return Quantity(2 * self.convolution.channels, f"2 c = 2 x {self.convolution.channels}")
 
@@ -289,15 +269,6 @@ def delta_net(dim: int, shape: HeadShape) -> DeltaSpec:
     """
     weights = shape.maps(dim) + ParameterCounts(dim * shape.states, norms=shape.value_dim)
     return DeltaSpec(weights, (), shape)
-
-
-def gated_delta_net(dim: int, shape: HeadShape) -> DeltaSpec:
-    """Return the spec of Gated DeltaNet, with one beta and one decay per key/value head, an output
-    gate, and one norm that all heads share. Source: Yang et al. 2024 (arXiv 2412.06464).
-    """
-    gates = dim * (2 * shape.states + shape.outputs * shape.value_dim)
-    weights = shape.maps(dim) + ParameterCounts(gates, 2 * shape.states, shape.value_dim)
-    return DeltaSpec(weights, (), shape, gated=True)
 
 
 def infini_state(groups: int, D: int, E: int, layers: int = 1) -> int:
@@ -392,7 +363,9 @@ class InfiniSpec(Spec):
     delta: bool = False
 
     @classmethod
-    def of(cls, dim: int, shape: HeadShape, segment: int, *, delta: bool = False) -> InfiniSpec:
+    def of(
+        cls, dim: int, shape: HeadShape, segment: int = 2048, *, delta: bool = False
+    ) -> InfiniSpec:
         """Return the spec with the usual four projection matrices and one gate per query head."""
         weights = shape.maps(dim) + ParameterCounts(biases=shape.heads)
         return cls(weights, shape.parts, shape, segment, delta)
@@ -428,7 +401,7 @@ class InfiniSpec(Spec):
 
     def step(self, context: int) -> Quantity:
         """Return the FLOPs of softmax in the segment, memory reads and a memory write."""
-        H, G, D, E = self._sizes
+        H, G, D, E = self.shape.sizes
         n, reads = self._keys_read(context), f"({H} + {G})" if self.delta else f"{H}"
         return Quantity(
             infini_flops(H, G, n, D, E, delta=self.delta),
@@ -438,7 +411,7 @@ class InfiniSpec(Spec):
 
     def prefill_flops(self, context: int) -> int:
         """Return the FLOPs of all tokens: pairs in segments, memory reads and writes."""
-        H, G, D, E = self._sizes
+        H, G, D, E = self.shape.sizes
         whole, rest = divmod(context, self.segment)
         pairs = whole * causal_pairs(self.segment, self.segment) + causal_pairs(rest, rest)
         memory = infini_flops(H, G, 0, D, E, delta=self.delta)
@@ -447,7 +420,3 @@ class InfiniSpec(Spec):
     def _keys_read(self, context: int) -> int:
         """Return how many keys of the segment the last token attends to."""
         return (context - 1) % self.segment + 1
-
-    @property
-    def _sizes(self) -> tuple[int, int, int, int]:
-        return self.shape.heads, self.shape.groups, self.shape.head_dim, self.shape.value_dim

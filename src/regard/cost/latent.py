@@ -60,6 +60,29 @@ def absorbing_is_cheaper(
     return saved > causal_pairs(queries, keys) * (2 * kv_rank - nope_dim - value_dim)
 
 
+def latent_weights(
+    dim: int,
+    heads: int,
+    kv_rank: int,
+    nope_dim: int,
+    rope_dim: int,
+    value_dim: int,
+    q_rank: int | None,
+    *,
+    latents: int = 1,
+    branches: int = 1,
+) -> ParameterCounts:
+    """Return the parameters of the usual matrices, and of the norms of all latents; the matrix that
+    expands latents is counted separately.
+    """
+    query = heads * (nope_dim + rope_dim)
+    queries = dim * query if q_rank is None else q_rank * (dim + query)
+    up = kv_rank * branches * heads * (nope_dim + value_dim)
+    matrices = queries + dim * (latents * kv_rank + rope_dim) + up + heads * value_dim * dim
+    norms = latents * kv_rank + (q_rank or 0)
+    return ParameterCounts(matrices, norms=norms, counted_separately=up)
+
+
 @dataclass(frozen=True)
 class LatentSpec(Spec):
     """Multi-head latent attention (MLA): a cache stores one latent of r values and one rotary key
@@ -100,14 +123,16 @@ class LatentSpec(Spec):
         form: Form = "auto",
     ) -> LatentSpec:
         """Return the spec with the usual matrices and the norms of both latents."""
-        query = heads * (nope_dim + rope_dim)
-        queries = dim * query if q_rank is None else q_rank * (dim + query)
-        up = kv_rank * heads * (nope_dim + value_dim)
-        matrices = queries + dim * (kv_rank + rope_dim) + up + heads * value_dim * dim
-        biases = (q_rank or 0) + kv_rank + rope_dim + dim if bias else 0
-        weights = ParameterCounts(matrices, biases, kv_rank + (q_rank or 0), counted_separately=up)
-        parts = ((1, latent_values(kv_rank, rope_dim)),)
-        return cls(weights, parts, heads, kv_rank, nope_dim, rope_dim, value_dim, form)
+        sizes = (heads, kv_rank, nope_dim, rope_dim, value_dim)
+        weights = latent_weights(dim, *sizes, q_rank)
+        if bias:
+            weights += ParameterCounts(biases=(q_rank or 0) + kv_rank + rope_dim + dim)
+        return cls(weights, ((1, latent_values(kv_rank, rope_dim)),), *sizes, form)
+
+    @property
+    def sizes(self) -> tuple[int, int, int, int, int]:
+        """H, r, d_nope, d_rope and E."""
+        return self.heads, self.kv_rank, self.nope_dim, self.rope_dim, self.value_dim
 
     @property
     def query_heads(self) -> int:
@@ -176,30 +201,21 @@ class LatentSpec(Spec):
         """Return the FLOPs of the last `queries` of `keys` tokens under a causal mask, the matrices
         that expand latents included.
         """
-        r, nope, rope, E = self.kv_rank, self.nope_dim, self.rope_dim, self.value_dim
         if form == "auto":
             form = "absorb" if self.absorbs(queries, keys) else "expand"
         count = absorb_flops if form == "absorb" else expand_flops
-        return count(queries, keys, self.heads, r, nope, rope, E)
+        return count(queries, keys, *self.sizes)
 
     def _step(self, context: int, form: str) -> Quantity:
-        H, r, nope, rope, E = (
-            self.heads,
-            self.kv_rank,
-            self.nope_dim,
-            self.rope_dim,
-            self.value_dim,
-        )
+        H, r, nope, rope, E = self.sizes
         cached, n = self.tokens(context).value, self.visible.visible_keys(context)
         up = f"2 r H (d_nope + E) = 2 x {r} x {H} x ({nope} + {E})"
         if form == "absorb" or (form == "auto" and self.absorbs(1, cached)):
             flops = latent_expansion_flops(1, H, r, nope, E) + attention_flops(H * n, r + rope, r)
-            return Quantity(
-                flops, f"{up} (absorption) + 2 H n (2 r + d_rope) = 2 x {H} x {n} x {2 * r + rope}"
-            )
-        flops = latent_expansion_flops(cached, H, r, nope, E) + attention_flops(
-            H * n, nope + rope, E
-        )
+            scores = f"2 H n (2 r + d_rope) = 2 x {H} x {n} x {2 * r + rope}"
+            return Quantity(flops, f"{up} (absorption) + {scores}")
+        flops = latent_expansion_flops(cached, H, r, nope, E)
+        flops += attention_flops(H * n, nope + rope, E)
         scores = f"2 H n (d_nope + d_rope + E) = 2 x {H} x {n} x ({nope + rope} + {E})"
         return Quantity(flops, f"{up} x {cached} (expansion) + {scores}")
 
@@ -230,17 +246,9 @@ class IndexedLatentSpec(LatentSpec):
         """Return the spec of latent attention with an indexer."""
         J, d = selection.heads, selection.head_dim
         indexer = ParameterCounts(q_rank * J * d + dim * d + dim * J, norms=2 * d)
-        return cls(
-            latent.weights + indexer,
-            (*latent.parts, *index_parts(selection)),
-            latent.heads,
-            latent.kv_rank,
-            latent.nope_dim,
-            latent.rope_dim,
-            latent.value_dim,
-            "absorb",
-            selection=selection,
-        )
+        parts = (*latent.parts, *index_parts(selection))
+        weights = latent.weights + indexer
+        return cls(weights, parts, *latent.sizes, "absorb", selection=selection)
 
     @property
     def name(self) -> str:

@@ -7,13 +7,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from regard.argument_checks import check_value_heads, divisors
-from regard.cost import decayed_state, delta_rules, factored, fixed_state, state_space
+from regard.cost import decayed_state, delta_rules, factored, fixed_state
 from regard.cost.fixed_state import InfiniSpec
-from regard.cost.head_parts import HEAD_PARTS, HeadParts
-from regard.cost.latent import LatentSpec
+from regard.cost.head_parts import HEAD_PARTS
+from regard.cost.latent import Form, LatentSpec
 from regard.cost.model import DenseSpec, FeedForwardSpec, LayerSpec, ModelSpec, MoESpec
 from regard.cost.selected import NSASpec
 from regard.cost.softmax import SoftmaxSpec
@@ -74,151 +75,78 @@ def _head_shape(
     return HeadShape(heads, groups, D, options.get("value_dim", value_factor * D), value_heads)
 
 
-def _softmax(dim: int, heads: int, options: MechanismOptions) -> Spec:
-    return SoftmaxSpec.of(dim, _head_shape(dim, heads, options), window=options.get("window"))
+_HEAD_OPTIONS = frozenset({"groups", "head_dim", "value_dim", "value_heads"})
 
 
-def _mqa(dim: int, heads: int, options: MechanismOptions) -> Spec:
-    return _softmax(dim, heads, {**options, "groups": 1})
+def _of_sizes(build: Callable[..., Spec], required: str = "", optional: str = "") -> SpecBuilder:
+    """Return the builder that calls `build(M, H, **options)`; names are separated by spaces."""
+    needed, others = frozenset(required.split()), frozenset(optional.split())
+
+    def spec(dim: int, heads: int, options: MechanismOptions) -> Spec:
+        return build(dim, heads, **{k: options[k] for k in options.keys() & (needed | others)})
+
+    return SpecBuilder(spec, needed, others)
 
 
-def _latent(dim: int, heads: int, options: MechanismOptions) -> Spec:
-    form = options.get("form", "auto")
+def _of_heads(
+    build: Callable[..., Spec],
+    required: str = "",
+    optional: str = "",
+    *,
+    groups: int | None = None,
+    value_factor: int = 1,
+    head_dim_divisor: int = 1,
+) -> SpecBuilder:
+    """Return the builder that calls `build(M, shape, **other options)`; G is `groups` or H."""
+
+    def of_sizes(dim: int, heads: int, **options: Any) -> Spec:
+        sizes = {k: v for k, v in options.items() if k in _HEAD_OPTIONS}
+        own = {k: v for k, v in options.items() if k not in _HEAD_OPTIONS}
+        shape = _head_shape(
+            dim,
+            heads,
+            {"groups": groups or heads, **sizes},
+            value_factor=value_factor,
+            head_dim_divisor=head_dim_divisor,
+        )
+        return build(dim, shape, **own)
+
+    return _of_sizes(of_sizes, required, optional)
+
+
+def _latent(dim: int, heads: int, *, form: Form = "auto", **sizes: Any) -> Spec:
     if form not in ("auto", "expand", "absorb"):
         raise ArgumentError(f"form is {form!r}; it must be auto, expand or absorb")
-    sizes = {name: options[name] for name in ("kv_rank", "nope_dim", "rope_dim", "value_dim")}
-    return LatentSpec.of(dim, heads, **sizes, q_rank=options.get("q_rank"), form=form)
+    return LatentSpec.of(dim, heads, **sizes, form=form)
 
 
-def _tensor_products(dim: int, heads: int, options: MechanismOptions) -> Spec:
-    D, rank = _head_shape(dim, heads, options).head_dim, options.get("rank", 2)
-    q_rank = options.get("q_rank", 6)
-    return factored.FactoredSpec.of_sizes(dim, heads, D, q_rank=q_rank, ranks=(rank, rank))
-
-
-def _low_rank_query(dim: int, heads: int, options: MechanismOptions) -> Spec:
-    return factored.low_rank_query(dim, heads, options["head_dim"], options["q_rank"])
-
-
-def _tied(dim: int, heads: int, options: MechanismOptions) -> Spec:
-    shape = _head_shape(dim, heads, options)
-    return factored.TiedSpec.of_sizes(dim, heads, shape.groups, shape.head_dim)
-
-
-def _latent_groups(*, latents: int, branches: int) -> SpecBuilder:
-    """Return the builder of attention with several latents; the arguments are its defaults."""
-    required = frozenset({"kv_rank", "nope_dim", "rope_dim", "value_dim"})
-
-    def build(dim: int, heads: int, options: MechanismOptions) -> Spec:
-        sizes = {name: options[name] for name in required}
-        n, b = options.get("latents", latents), options.get("branches", branches)
-        return factored.GroupedLatentSpec.of_sizes(
-            dim, heads, n, **sizes, q_rank=options.get("q_rank"), branches=b
-        )
-
-    own = {"latents", "q_rank"} | ({"branches"} if branches > 1 else set())
-    return SpecBuilder(build, required, frozenset(own))
-
-
-def _nsa(dim: int, heads: int, options: MechanismOptions) -> Spec:
-    blocks = ("compress", "stride", "select", "count", "window")
-    own = {name: options[name] for name in blocks if name in options}
-    return NSASpec.of(dim, _head_shape(dim, heads, options), **own)
-
-
-def _linear_attention(dim: int, heads: int, options: MechanismOptions) -> Spec:
-    return fixed_state.linear_attention(dim, _head_shape(dim, heads, options))
-
-
-def _retention(dim: int, heads: int, options: MechanismOptions) -> Spec:
-    return fixed_state.retention(dim, _head_shape(dim, heads, options, value_factor=2))
-
-
-def _gated_linear(dim: int, heads: int, options: MechanismOptions) -> Spec:
-    shape = _head_shape(dim, heads, options, value_factor=2, head_dim_divisor=2)
-    return fixed_state.gated_linear(dim, shape, options.get("rank", 16))
-
-
-def _delta_net(dim: int, heads: int, options: MechanismOptions) -> Spec:
-    return fixed_state.delta_net(dim, _head_shape(dim, heads, options))
-
-
-def _gated_delta_net(dim: int, heads: int, options: MechanismOptions) -> Spec:
-    shape = _head_shape(dim, heads, options)
-    if (kernel := options.get("kernel")) is not None:
-        return state_space.convolved_gated_delta_net(dim, shape, kernel)
-    return fixed_state.gated_delta_net(dim, shape)
-
-
-def _convolved(
-    build: Callable[[int, HeadShape, int], Spec], *, value_heads: bool = False
-) -> SpecBuilder:
-    """A mechanism with a short convolution over its queries, keys and values."""
-
-    def build_spec(dim: int, heads: int, options: MechanismOptions) -> Spec:
-        return build(dim, _head_shape(dim, heads, options), options.get("kernel", 4))
-
-    return SpecBuilder(
-        build_spec, optional=_CONVOLVED | ({"value_heads"} if value_heads else set())
+def _tensor_products(dim: int, shape: HeadShape, *, rank: int = 2, q_rank: int = 6) -> Spec:
+    return factored.FactoredSpec.of_sizes(
+        dim, shape.heads, shape.head_dim, q_rank=q_rank, ranks=(rank, rank)
     )
 
 
-def _with_channel_gates(
-    build: Callable[[int, HeadShape, int, int], Spec], *, value_heads: bool = False
-) -> SpecBuilder:
-    """A mechanism with a short convolution, and gates per channel through a bottleneck."""
-
-    def build_spec(dim: int, heads: int, options: MechanismOptions) -> Spec:
-        shape = _head_shape(dim, heads, options)
-        rank = options.get("rank", shape.head_dim)
-        return build(dim, shape, options.get("kernel", 4), rank)
-
-    optional = _CONVOLVED | {"rank"} | ({"value_heads"} if value_heads else set())
-    return SpecBuilder(build_spec, optional=optional)
+def _short_convolution(dim: int, heads: int, *, kernel: int = 3) -> Spec:  # noqa: ARG001
+    return delta_rules.short_convolution(dim, kernel)
 
 
-def _delta_product(dim: int, heads: int, options: MechanismOptions) -> Spec:
-    shape = _head_shape(dim, heads, options)
-    kernel, writes = options.get("kernel", 4), options.get("writes", 2)
-    return delta_rules.delta_product(dim, shape, kernel, writes)
-
-
-def _short_convolution(dim: int, heads: int, options: MechanismOptions) -> Spec:  # noqa: ARG001
-    return delta_rules.short_convolution(dim, options.get("kernel", 3))
-
-
-def _lightning(dim: int, heads: int, options: MechanismOptions) -> Spec:
-    return decayed_state.lightning(dim, _head_shape(dim, heads, options))
-
-
-def _hgrn2(dim: int, heads: int, options: MechanismOptions) -> Spec:
-    return decayed_state.hgrn2(dim, _head_shape(dim, heads, options))
-
-
-def _lightnet(dim: int, heads: int, options: MechanismOptions) -> Spec:
-    return decayed_state.lightnet(dim, _head_shape(dim, heads, options))
-
-
-def _mamba2(dim: int, heads: int, options: MechanismOptions) -> Spec:
-    G, D = options.get("groups", 1), options.get("head_dim", 128)
-    E = options.get("value_dim")
-    if E is None:
+def _mamba2(
+    dim: int,
+    heads: int,
+    *,
+    groups: int = 1,
+    head_dim: int = 128,
+    value_dim: int | None = None,
+    kernel: int = 4,
+) -> Spec:
+    if value_dim is None:
         if 2 * dim % heads:
             raise ArgumentError(
                 f"2 dim is {2 * dim}; it must be divisible by heads = {heads}, or give value_dim"
             )
-        E = 2 * dim // heads
-    check_value_heads(G, G, heads)
-    shape = HeadShape(G, G, D, E, heads)
-    return decayed_state.mamba2(dim, shape, options.get("kernel", 4))
-
-
-def _rwkv4(dim: int, heads: int, options: MechanismOptions) -> Spec:
-    return decayed_state.rwkv4(dim, _head_shape(dim, heads, options))
-
-
-def _rwkv6(dim: int, heads: int, options: MechanismOptions) -> Spec:
-    return decayed_state.rwkv6(dim, _head_shape(dim, heads, options), options.get("rank", 64))
+        value_dim = 2 * dim // heads
+    check_value_heads(groups, groups, heads)
+    return decayed_state.mamba2(dim, heads, value_dim, groups, head_dim, kernel)
 
 
 def _rwkv7(dim: int, heads: int, options: MechanismOptions) -> Spec:
@@ -231,10 +159,16 @@ def _rwkv7(dim: int, heads: int, options: MechanismOptions) -> Spec:
     return delta_rules.rwkv7(dim, _head_shape(dim, heads, options), ranks=ranks, is_first=is_first)
 
 
-def _mamba(dim: int, heads: int, options: MechanismOptions) -> Spec:  # noqa: ARG001
-    inner = options.get("inner", 2 * dim)
-    rank = options.get("rank", -(-dim // 16))
-    return state_space.mamba(dim, inner, options.get("state", 16), options.get("kernel", 4), rank)
+def _mamba(
+    dim: int,
+    heads: int,  # noqa: ARG001
+    *,
+    inner: int | None = None,
+    state: int = 16,
+    kernel: int = 4,
+    rank: int | None = None,
+) -> Spec:
+    return decayed_state.mamba(dim, inner or 2 * dim, state, kernel, rank or -(-dim // 16))
 
 
 def _value_residual(dim: int, heads: int, options: MechanismOptions) -> Spec:
@@ -243,143 +177,119 @@ def _value_residual(dim: int, heads: int, options: MechanismOptions) -> Spec:
     return replace(spec, weights=spec.weights + share)
 
 
-def _mlstm(dim: int, heads: int, options: MechanismOptions) -> Spec:
-    shape = _head_shape(dim, heads, options, value_factor=2, head_dim_divisor=2)
-    return decayed_state.mlstm(dim, shape)
+def _narrow_kernel(
+    features: Callable[[int], int], *, norms: int = 0
+) -> Callable[[int, int, MechanismOptions], Spec]:
+    """Return the function for Based and ReBased: D is 16 and E is M / H by default; `norms` is for
+    each of the H D channels.
+    """
+
+    def spec(dim: int, heads: int, options: MechanismOptions) -> Spec:
+        E = _head_shape(dim, heads, {}).head_dim if "value_dim" not in options else 1
+        shape = _head_shape(dim, heads, {"head_dim": 16, "value_dim": E, **options})
+        D = shape.head_dim
+        return decayed_state.kernel_attention(dim, shape, features(D), norms=norms * heads * D)
+
+    return spec
 
 
-def _slots(*, summed: bool) -> SpecBuilder:
-    def build(dim: int, heads: int, options: MechanismOptions) -> Spec:
-        count = options.get("slots", 64)
-        return decayed_state.slots(dim, _head_shape(dim, heads, options), count, summed=summed)
-
-    return SpecBuilder(build, optional=frozenset({"groups", "head_dim", "slots"}))
-
-
-def _narrow_kernel(dim: int, heads: int, options: MechanismOptions) -> HeadShape:
-    """Return the heads of Based and ReBased: D is 16 and E is M / H by default."""
-    E = _head_shape(dim, heads, {}).head_dim if "value_dim" not in options else 1
-    return _head_shape(dim, heads, {"head_dim": 16, "value_dim": E, **options})
-
-
-def _based(dim: int, heads: int, options: MechanismOptions) -> Spec:
-    shape = _narrow_kernel(dim, heads, options)
-    D = shape.head_dim
-    return decayed_state.kernel_attention(dim, shape, 1 + D + D * (D + 1) // 2)
-
-
-def _rebased(dim: int, heads: int, options: MechanismOptions) -> Spec:
-    shape = _narrow_kernel(dim, heads, options)
-    D = shape.head_dim
-    return decayed_state.kernel_attention(dim, shape, D * (D + 1) // 2, norms=4 * heads * D)
-
-
-def _power(dim: int, heads: int, options: MechanismOptions) -> Spec:
-    shape, power = _head_shape(dim, heads, options), options.get("power", 2)
+def _power(dim: int, shape: HeadShape, *, power: int = 2) -> Spec:
     features = math.comb(shape.head_dim + power - 1, power)
     return decayed_state.kernel_attention(dim, shape, features)
 
 
-def _performer(dim: int, heads: int, options: MechanismOptions) -> Spec:
-    shape = _head_shape(dim, heads, options)
-    return decayed_state.kernel_attention(dim, shape, options.get("features", 256))
+def _performer(dim: int, shape: HeadShape, *, features: int = 256) -> Spec:
+    return decayed_state.kernel_attention(dim, shape, features)
 
 
-def _cosformer(dim: int, heads: int, options: MechanismOptions) -> Spec:
-    shape = _head_shape(dim, heads, options)
+def _cosformer(dim: int, shape: HeadShape) -> Spec:
     return decayed_state.kernel_attention(dim, shape, 2 * shape.head_dim)
 
 
-def _infini(*, delta: bool) -> SpecBuilder:
-    def build(dim: int, heads: int, options: MechanismOptions) -> Spec:
-        segment = options.get("segment", 2048)
-        return InfiniSpec.of(dim, _head_shape(dim, heads, options), segment, delta=delta)
-
-    return SpecBuilder(build, optional=frozenset({"groups", "head_dim", "segment"}))
-
-
-_CONVOLVED = frozenset({"head_dim", "value_dim", "kernel"})
-
-
-def _head_parts(build: HeadParts, *, shared: bool = False) -> SpecBuilder:
-    """Return the builder of a mechanism of `HEAD_PARTS`; `shared` vectors are 1 by default."""
-
-    def spec(dim: int, heads: int, options: MechanismOptions) -> Spec:
-        default = {"groups": 1} if shared else {}
-        return build(dim, _head_shape(dim, heads, {**default, **options}))
-
-    sizes = frozenset({"head_dim"})
-    if shared:
-        return SpecBuilder(spec, optional=sizes | {"groups"})
-    return SpecBuilder(spec, frozenset({"groups"}), sizes)
-
-
-_SIZES = frozenset({"groups", "head_dim", "value_dim", "value_heads"})
+_ALL_HEAD_OPTIONS = " ".join(_HEAD_OPTIONS)
+_LATENT_SIZES = "kv_rank nope_dim rope_dim value_dim"
 MECHANISMS: dict[str, SpecBuilder] = {
-    "mha": SpecBuilder(_softmax, optional=frozenset({"head_dim", "window"})),
-    "gqa": SpecBuilder(_softmax, frozenset({"groups"}), frozenset({"head_dim", "window"})),
-    "mqa": SpecBuilder(_mqa, optional=frozenset({"head_dim", "window"})),
-    "sliding_window": SpecBuilder(
-        _softmax, frozenset({"groups", "window"}), frozenset({"head_dim"})
+    "mha": _of_heads(SoftmaxSpec.of, "", "head_dim window"),
+    "gqa": _of_heads(SoftmaxSpec.of, "groups", "head_dim window"),
+    "mqa": _of_heads(SoftmaxSpec.of, "", "head_dim window", groups=1),
+    "sliding_window": _of_heads(SoftmaxSpec.of, "groups window", "head_dim"),
+    "mla": _of_sizes(_latent, _LATENT_SIZES, "q_rank form"),
+    "tpa": _of_heads(_tensor_products, "", "head_dim rank q_rank"),
+    "mfa": _of_sizes(factored.low_rank_query, "q_rank head_dim"),
+    "gta": _of_heads(factored.TiedSpec.of_heads, "groups", "head_dim"),
+    "grouped_latent": _of_sizes(
+        partial(factored.GroupedLatentSpec.of_sizes, latents=2), _LATENT_SIZES, "latents q_rank"
     ),
-    "mla": SpecBuilder(
-        _latent,
-        frozenset({"kv_rank", "nope_dim", "rope_dim", "value_dim"}),
-        frozenset({"q_rank", "form"}),
+    "mlra": _of_sizes(
+        partial(factored.GroupedLatentSpec.of_sizes, latents=4, branches=4),
+        _LATENT_SIZES,
+        "latents q_rank branches",
     ),
-    "tpa": SpecBuilder(_tensor_products, optional=frozenset({"head_dim", "rank", "q_rank"})),
-    "mfa": SpecBuilder(_low_rank_query, frozenset({"q_rank", "head_dim"})),
-    "gta": SpecBuilder(_tied, frozenset({"groups"}), frozenset({"head_dim"})),
-    "grouped_latent": _latent_groups(latents=2, branches=1),
-    "mlra": _latent_groups(latents=4, branches=4),
-    "linear_attention": SpecBuilder(_linear_attention, optional=_SIZES),
-    "retention": SpecBuilder(_retention, optional=_SIZES),
-    "gated_linear": SpecBuilder(_gated_linear, optional=_SIZES | {"rank"}),
-    "delta_net": SpecBuilder(_delta_net, optional=_SIZES),
-    "gated_delta_net": SpecBuilder(_gated_delta_net, optional=_SIZES | {"kernel"}),
-    "kimi_delta": _with_channel_gates(delta_rules.kimi_delta, value_heads=True),
-    "gated_delta_2": _with_channel_gates(delta_rules.gated_delta_2, value_heads=True),
-    "comba": _convolved(delta_rules.comba, value_heads=True),
-    "delta_product": SpecBuilder(_delta_product, optional=_CONVOLVED | {"value_heads", "writes"}),
-    "preconditioned_delta": _with_channel_gates(delta_rules.preconditioned_delta),
-    "mesa": _convolved(delta_rules.mesa),
-    "titans_linear": _convolved(delta_rules.titans_linear),
-    "short_convolution": SpecBuilder(_short_convolution, optional=frozenset({"kernel"})),
-    "lightning": SpecBuilder(_lightning, optional=frozenset({"head_dim"})),
-    "hgrn2": SpecBuilder(_hgrn2, optional=frozenset({"head_dim", "value_dim"})),
-    "lightnet": SpecBuilder(_lightnet, optional=frozenset({"head_dim", "value_dim"})),
-    "mamba2": SpecBuilder(
-        _mamba2, optional=frozenset({"groups", "head_dim", "value_dim", "kernel"})
+    "linear_attention": _of_heads(fixed_state.linear_attention, "", _ALL_HEAD_OPTIONS),
+    "retention": _of_heads(fixed_state.retention, "", _ALL_HEAD_OPTIONS, value_factor=2),
+    "gated_linear": _of_heads(
+        fixed_state.gated_linear,
+        "",
+        f"{_ALL_HEAD_OPTIONS} rank",
+        value_factor=2,
+        head_dim_divisor=2,
     ),
-    "rwkv4": SpecBuilder(_rwkv4, optional=frozenset({"head_dim"})),
-    "rwkv6": SpecBuilder(_rwkv6, optional=frozenset({"head_dim", "rank"})),
+    "delta_net": _of_heads(fixed_state.delta_net, "", _ALL_HEAD_OPTIONS),
+    "gated_delta_net": _of_heads(delta_rules.gated_delta_net, "", f"{_ALL_HEAD_OPTIONS} kernel"),
+    "kimi_delta": _of_heads(
+        delta_rules.kimi_delta, "", "head_dim value_dim value_heads kernel rank"
+    ),
+    "gated_delta_2": _of_heads(
+        delta_rules.gated_delta_2, "", "head_dim value_dim value_heads kernel rank"
+    ),
+    "comba": _of_heads(delta_rules.comba, "", "head_dim value_dim value_heads kernel"),
+    "delta_product": _of_heads(
+        delta_rules.delta_product, "", "head_dim value_dim value_heads kernel writes"
+    ),
+    "preconditioned_delta": _of_heads(
+        delta_rules.preconditioned_delta, "", "head_dim value_dim kernel rank"
+    ),
+    "mesa": _of_heads(delta_rules.mesa, "", "head_dim value_dim kernel"),
+    "titans_linear": _of_heads(delta_rules.titans_linear, "", "head_dim value_dim kernel"),
+    "short_convolution": _of_sizes(_short_convolution, "", "kernel"),
+    "lightning": _of_heads(decayed_state.lightning, "", "head_dim"),
+    "hgrn2": _of_heads(decayed_state.hgrn2, "", "head_dim value_dim"),
+    "lightnet": _of_heads(decayed_state.lightnet, "", "head_dim value_dim"),
+    "mamba2": _of_sizes(_mamba2, "", "groups head_dim value_dim kernel"),
+    "rwkv4": _of_heads(decayed_state.rwkv4, "", "head_dim"),
+    "rwkv6": _of_heads(decayed_state.rwkv6, "", "head_dim rank"),
     "rwkv7": SpecBuilder(
         _rwkv7, optional=frozenset({"head_dim", "rank", "value_rank", "gate_rank"})
     ),
-    "mamba": SpecBuilder(_mamba, optional=frozenset({"inner", "state", "kernel", "rank"})),
+    "mamba": _of_sizes(_mamba, "", "inner state kernel rank"),
     "value_residual": SpecBuilder(
         _value_residual, frozenset({"groups"}), frozenset({"head_dim", "window"})
     ),
-    "mlstm": SpecBuilder(_mlstm, optional=frozenset({"head_dim", "value_dim"})),
-    "gsa": _slots(summed=False),
-    "abc": _slots(summed=True),
-    "based": SpecBuilder(_based, optional=frozenset({"groups", "head_dim", "value_dim"})),
-    "rebased": SpecBuilder(_rebased, optional=frozenset({"head_dim", "value_dim"})),
-    "power_attention": SpecBuilder(
-        _power, optional=frozenset({"groups", "head_dim", "value_dim", "power"})
+    "mlstm": _of_heads(
+        decayed_state.mlstm, "", "head_dim value_dim", value_factor=2, head_dim_divisor=2
     ),
-    "performer": SpecBuilder(
-        _performer, optional=frozenset({"groups", "head_dim", "value_dim", "features"})
+    "gsa": _of_heads(decayed_state.slots, "", "groups head_dim slots"),
+    "abc": _of_heads(partial(decayed_state.slots, summed=True), "", "groups head_dim slots"),
+    "based": SpecBuilder(
+        _narrow_kernel(lambda D: 1 + D + D * (D + 1) // 2),
+        optional=frozenset({"groups", "head_dim", "value_dim"}),
     ),
-    "cosformer": SpecBuilder(_cosformer, optional=frozenset({"groups", "head_dim", "value_dim"})),
-    "infini": _infini(delta=False),
-    "infini_delta": _infini(delta=True),
-    "nsa": SpecBuilder(
-        _nsa,
-        frozenset({"groups"}),
-        frozenset({"head_dim", "compress", "stride", "select", "count", "window"}),
+    "rebased": SpecBuilder(
+        _narrow_kernel(lambda D: D * (D + 1) // 2, norms=4),
+        optional=frozenset({"head_dim", "value_dim"}),
     ),
-    **{name: _head_parts(build, shared=name == "shared_kv") for name, build in HEAD_PARTS.items()},
+    "power_attention": _of_heads(_power, "", "groups head_dim value_dim power"),
+    "performer": _of_heads(_performer, "", "groups head_dim value_dim features"),
+    "cosformer": _of_heads(_cosformer, "", "groups head_dim value_dim"),
+    "infini": _of_heads(InfiniSpec.of, "", "groups head_dim segment"),
+    "infini_delta": _of_heads(partial(InfiniSpec.of, delta=True), "", "groups head_dim segment"),
+    "nsa": _of_heads(NSASpec.of, "groups", "head_dim compress stride select count window"),
+    **{
+        name: _of_heads(build, "", "groups head_dim", groups=1)
+        if name == "shared_kv"
+        else _of_heads(build, "groups", "head_dim")
+        for name, build in HEAD_PARTS.items()
+    },
 }
 """The mechanisms that can be counted, by their names in the catalogue."""
 

@@ -4,6 +4,7 @@ embeddings and output head, and its parameters by part.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -97,7 +98,7 @@ class MoESpec:
     def _parts(self, experts: Fraction | int) -> dict[str, ParameterCounts]:
         """Return the parameters by part if `experts` of the experts are counted."""
         one = self.expert.total
-        used = ParameterCounts(_round_up(experts * one.matrices), _round_up(experts * one.biases))
+        used = ParameterCounts(math.ceil(experts * one.matrices), math.ceil(experts * one.biases))
         parts = {
             "experts": used,
             "router": ParameterCounts(self.expert.dim * self.count, self.router_bias),
@@ -106,11 +107,6 @@ class MoESpec:
             return parts
         gate = ParameterCounts(self.expert.dim if self.shared_gate else 0)
         return {**parts, "shared expert": self.shared.total + gate}
-
-
-def _round_up(x: Fraction | int) -> int:
-    """Return the smallest integer that is at least x."""
-    return -(-Fraction(x).numerator // Fraction(x).denominator)
 
 
 PART_NAMES = (

@@ -11,7 +11,7 @@ from functools import cache
 from typing import NamedTuple
 
 from regard.cost.fixed_state import ShortConvolution
-from regard.cost.spec import Quantity, Spec
+from regard.cost.spec import Quantity, SteadySpec
 from regard.units import plural
 
 LARGEST_ID = 1 << 24
@@ -92,7 +92,7 @@ def _primes(least: int, count: int) -> tuple[int, ...]:
 
 
 @dataclass(frozen=True)
-class NGramSpec(Spec):
+class NGramSpec(SteadySpec):
     """What a block adds to its streams for the n-grams that end at a token: embeddings of width P
     are read, their tables not counted here, and a convolution follows.
     """
@@ -107,11 +107,6 @@ class NGramSpec(Spec):
         return f"hashed {self.length}-grams, {plural(c, 'channel')}, {k} taps, each {d} apart"
 
     @property
-    def bounded(self) -> bool:
-        """True, because only the last tokens are cached."""
-        return True
-
-    @property
     def state(self) -> Quantity:
         """The number of values of the past inputs of the convolution, and of the last ids."""
         c, k, d, n = *vars(self.convolution).values(), self.length
@@ -122,7 +117,3 @@ class NGramSpec(Spec):
         """Return the FLOPs of one token: products of keys and streams, their gates, and the sum."""
         c = self.convolution.channels
         return Quantity(4 * c, f"4 c = 4 x {c}")
-
-    def prefill_flops(self, context: int) -> int:
-        """Return the FLOPs of the first tokens, without linear maps."""
-        return context * self.step(context).value

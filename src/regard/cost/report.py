@@ -5,6 +5,7 @@ of its last token only.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from dataclasses import dataclass, replace
 from fractions import Fraction
@@ -79,7 +80,7 @@ class KVFormat:
             coded = max(0, cached.tokens - self.residual) // group * group
         rest = (cached.tokens - coded) * cached.values_per_token * BITS[self.exact]
         total = self._quantized_bytes(cached) * coded + Fraction(rest, 8)
-        return -(-total.numerator // total.denominator) + state
+        return math.ceil(total) + state
 
     def _exact_bits(self) -> int:
         """Return the bits of a value that is not quantized."""
@@ -182,10 +183,8 @@ class CostReport:
         if max_context is not None and self.setting.context > max_context:
             raise ArgumentError(
                 f"the context is {plural(self.setting.context, 'token')}, but {self.model.name} "
-                "has "
-                f"learned positions for {plural(max_context, 'token')} only; give a context of at "
-                "most "
-                f"{max_context}"
+                f"has learned positions for {plural(max_context, 'token')} only; give a context "
+                f"of at most {max_context}"
             )
         if self.setting.shared_prefix and (self.model.encoder or not self.model.decodes):
             raise ArgumentError(
@@ -207,7 +206,7 @@ class CostReport:
             for cached, n in caches
             if not cached.from_source
         )
-        return _round_up(sum(added))
+        return math.ceil(sum(added))
 
     @cached_property
     def kv_growth(self) -> int:
@@ -217,7 +216,7 @@ class CostReport:
             before, after = mixer.cached(long), mixer.cached(2 * long)
             if not before.from_source:
                 grown += n * (total(after) - total(before))
-        return _round_up(Fraction(grown, long))
+        return math.ceil(Fraction(grown, long))
 
     @cached_property
     def kv_bytes(self) -> int:
@@ -323,7 +322,7 @@ class CostReport:
         """Bytes of all weights as they are stored, or in the format of the setting."""
         if self.stored is not None:
             return self.stored.bytes
-        return _round_up(Fraction(self.model.parameters * BITS[self.setting.dtype], 8))
+        return math.ceil(Fraction(self.model.parameters * BITS[self.setting.dtype], 8))
 
     def active_bytes(self, tokens: int) -> int:
         """Return the bytes of the parameters that some tokens use together.
@@ -337,13 +336,13 @@ class CostReport:
         parts = self.model.parts_for(tokens)
         if self.stored is None:
             active = sum(part.active_parameters for part in parts)
-            return _round_up(Fraction(active * BITS[self.setting.dtype], 8))
+            return math.ceil(Fraction(active * BITS[self.setting.dtype], 8))
         tied = "embedding" if self.model.tied else "head"
         bits = sum(
             part.active_parameters * self.stored.bits_of(tied if part.name == "head" else part.name)
             for part in parts
         )
-        return _round_up(Fraction(bits) / 8)
+        return math.ceil(Fraction(bits) / 8)
 
     @cached_property
     def matmul_values(self) -> int:
@@ -503,8 +502,3 @@ def _matmul_values(layers: tuple[LayerSpec, ...]) -> int:
         maps = sum(mixer.weights.multiplied_once for mixer in layer.mixers)
         total += times * (maps + sum(weights.matrices for weights in feed.values()))
     return total
-
-
-def _round_up(x: Fraction | int) -> int:
-    """Return the smallest integer that is at least x."""
-    return -(-Fraction(x).numerator // Fraction(x).denominator)

@@ -13,9 +13,11 @@ cycle x base clock, which no program reaches; `regard cost --machine here` measu
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 from regard.cost.memory_fit import MemoryFit, Runtime, largest_that_fits
 from regard.cost.report import CostReport
@@ -23,11 +25,7 @@ from regard.did_you_mean import suggest
 from regard.errors import ArgumentError
 
 COMPUTE_FORMAT = {
-    "int2": "bf16",
-    "int4": "bf16",
-    "int8": "bf16",
-    "fp8": "bf16",
-    "fp16": "bf16",
+    **dict.fromkeys(("int2", "int4", "int8", "fp8", "fp16"), "bf16"),
     "bf16": "fp32",
 }
 """Format -> the format in which its products are computed if a machine has no rate for it: integer
@@ -35,19 +33,9 @@ codes are dequantized first, and fp16 is as fast as bf16.
 """
 
 
+_TABLE = json.loads(Path(__file__).with_name("machines.json").read_text(encoding="utf-8"))
 LINKS: dict[str, tuple[float, str]] = {
-    "v100-sxm": (150e9, "NVIDIA V100 data sheet (2020): NVLink, 300 GB/s in both directions"),
-    "a100-40gb": (300e9, "NVIDIA A100 data sheet (2021): NVLink, 600 GB/s in both directions"),
-    "a100-80gb": (300e9, "NVIDIA A100 data sheet (2021): NVLink, 600 GB/s in both directions"),
-    "h100-pcie": (64e9, "NVIDIA H100 data sheet (2023): PCIe 5, 128 GB/s in both directions"),
-    "h100-sxm": (450e9, "NVIDIA H100 data sheet (2023): NVLink, 900 GB/s in both directions"),
-    "h200-sxm": (450e9, "NVIDIA H200 data sheet (2024): NVLink, 900 GB/s in both directions"),
-    "b200": (900e9, "NVIDIA DGX B200 data sheet (2024): NVLink, 1.8 TB/s in both directions"),
-    "b300": (900e9, "NVIDIA HGX B300 data sheet (2025): NVLink, 1.8 TB/s in both directions"),
-    "mi300x": (448e9, "AMD Instinct MI300X data sheet (2023): 7 links of 64 GB/s to other cards"),
-    "mi325x": (448e9, "AMD Instinct MI325X data sheet (2024): 7 links of 64 GB/s to other cards"),
-    "gaudi-3": (525e9, "Intel Gaudi 3 white paper (2024): 21 ports of 200 Gbit/s inside a node"),
-    "l40s": (32e9, "NVIDIA L40S data sheet (2023): PCIe 4, 64 GB/s in both directions"),
+    name: (rate * 1e9, source) for name, (rate, source) in _TABLE["links"].items()
 }
 """Bytes per second that one rank sends to others inside a node, by machine, with the source."""
 
@@ -118,13 +106,8 @@ def _cpu(
     formula = (
         f"{channels} x {rate} MT/s x 8 bytes; {cores} cores x {per_cycle} fp32 FLOPs x {clock} GHz"
     )
-    return (
-        channels * rate * 8e6,
-        {"fp32": cores * per_cycle * clock * 1e9},
-        0,
-        f"{source}: {formula}",
-        "",
-    )
+    rates = {"fp32": cores * per_cycle * clock * 1e9}
+    return channels * rate * 8e6, rates, 0, f"{source}: {formula}", ""
 
 
 def _chip(
@@ -149,226 +132,16 @@ def _apple(
     return bandwidth * 1e9, {"fp32": cores * 256 * clock * 1e9}, memory << 30, source, note
 
 
-_NUMBERS = {
-    "v100-sxm": _gpu(
-        900,
-        32,
-        32510,
-        "NVIDIA V100 data sheet (2020), SXM2 32 GB",
-        fp16=125,
-        fp32=15.7,
-    ),
-    "t4": _gpu(
-        320,
-        16,
-        15360,
-        "NVIDIA T4 data sheet (2019), memory of 256 bits at 10 Gbit/s",
-        fp16=65,
-        fp32=8.1,
-    ),
-    "a100-40gb": _gpu(
-        1555,
-        40,
-        40960,
-        "NVIDIA A100 data sheet (2021), 40 GB SXM",
-        bf16=312,
-        fp32=19.5,
-    ),
-    "a100-80gb": _gpu(
-        2039,
-        80,
-        81920,
-        "NVIDIA A100 data sheet (2021), 80 GB SXM",
-        bf16=312,
-        fp32=19.5,
-    ),
-    "l4": _gpu(
-        300,
-        24,
-        23034,
-        "NVIDIA L4 data sheet (2023), half of the sparse rates",
-        bf16=121,
-        fp8=242.5,
-        fp32=30.3,
-    ),
-    "a10g": _gpu(600, 24, 23028, "NVIDIA A10G data sheet (2021)", bf16=70, fp32=31.5),
-    "l40s": _gpu(864, 48, 46068, "NVIDIA L40S data sheet (2023)", bf16=362.05, fp8=733, fp32=91.6),
-    "h100-pcie": _gpu(
-        2000,
-        80,
-        81559,
-        "NVIDIA H100 data sheet (2023), PCIe, half of the sparse rates",
-        bf16=756.5,
-        fp8=1513,
-        fp32=51,
-    ),
-    "h100-sxm": _gpu(
-        3350,
-        80,
-        81559,
-        "NVIDIA H100 data sheet (2023), SXM, half of the sparse rates",
-        bf16=989.5,
-        fp8=1979,
-        fp32=67,
-    ),
-    "h200-sxm": _gpu(
-        4800,
-        141,
-        143771,
-        "NVIDIA H200 data sheet (2024), SXM, half of the sparse rates",
-        bf16=989.5,
-        fp8=1979,
-        fp32=67,
-    ),
-    "b200": _gpu(
-        8000,
-        180,
-        183359,
-        "NVIDIA DGX B200 data sheet (2024), an eighth, half of the sparse rates",
-        bf16=2250,
-        fp8=4500,
-    ),
-    "b300": _gpu(
-        8000,
-        288,
-        0,
-        "NVIDIA HGX B300 data sheet (2025), an eighth, half of the sparse rates",
-        bf16=2250,
-        fp8=4500,
-    ),
-    "rtx-a6000": _gpu(
-        768,
-        48,
-        49140,
-        "NVIDIA RTX A6000 data sheet (2021), half of the sparse rates",
-        bf16=154.8,
-        fp32=38.7,
-    ),
-    "rtx-3090": _gpu(
-        936,
-        24,
-        24576,
-        "NVIDIA Ampere GA102 whitepaper (2020), appendix, fp32 accumulation",
-        bf16=71,
-        fp32=35.6,
-    ),
-    "rtx-4090": _gpu(
-        1008,
-        24,
-        24564,
-        "NVIDIA Ada whitepaper (2022), appendix A, fp32 accumulation",
-        bf16=165.2,
-        fp8=330.3,
-        fp32=82.6,
-    ),
-    "rtx-6000-ada": _gpu(
-        960,
-        48,
-        49140,
-        "NVIDIA RTX 6000 Ada data sheet (2023), half of the sparse rates",
-        bf16=364.2,
-        fp8=728.5,
-        fp32=91.1,
-    ),
-    "rtx-pro-6000": _gpu(
-        1792,
-        96,
-        97887,
-        "NVIDIA RTX Blackwell PRO whitepaper (2025), fp32 accumulation",
-        bf16=503.8,
-        fp8=1007.6,
-        fp32=126,
-    ),
-    "rtx-5090": _gpu(
-        1792,
-        32,
-        32607,
-        "NVIDIA RTX Blackwell whitepaper (2025), appendix A, fp32 accumulation",
-        bf16=209.5,
-        fp8=419,
-        fp32=104.8,
-    ),
-    "mi300x": _gpu(
-        5300,
-        192,
-        196592,
-        "AMD Instinct MI300X data sheet (2023)",
-        bf16=1307.4,
-        fp8=2614.9,
-        fp32=163.4,
-    ),
-    "mi325x": _gpu(
-        6000,
-        256,
-        0,
-        "AMD Instinct MI325X data sheet (2024)",
-        bf16=1307.4,
-        fp8=2614.9,
-        fp32=163.4,
-    ),
-    "gaudi-3": _gpu(
-        3670,
-        128,
-        0,
-        "Intel, Hot Chips 2024: Gaudi 3 (OAM), matrix rates",
-        bf16=1835,
-        fp8=1835,
-    ),
-    "m1-max": _chip(400, "Apple press release of M1 Max (2021)", fp32=10.4),
-    "m2-ultra": _chip(800, "Apple press release of M2 Ultra (2023)", fp32=27.2),
-    "m3": _apple(100, 10, 1.38, 24, 2023),
-    "m3-pro": _apple(150, 18, 1.38, 36, 2023),
-    "m3-max": _apple(400, 40, 1.38, 128, 2023),
-    "m3-ultra": _apple(819, 80, 1.38, 512, 2025),
-    "m4": _apple(120, 10, 1.578, 32, 2024),
-    "m4-pro": _apple(273, 20, 1.578, 64, 2024),
-    "m4-max": _apple(546, 40, 1.578, 128, 2024),
-    "tpu-v5e": _chip(819, "Google Cloud documentation of TPU v5e, one chip", bf16=197),
-    "tpu-v5p": _chip(2765, "Google Cloud documentation of TPU v5p, one chip", bf16=459),
-    "xeon-8380": _cpu(
-        8,
-        3200,
-        40,
-        64,
-        2.3,
-        "Intel product page of Xeon Platinum 8380, two AVX-512 FMA units",
-    ),
-    "xeon-8480": _cpu(
-        8,
-        4800,
-        56,
-        64,
-        2.0,
-        "Intel product page of Xeon Platinum 8480+, two AVX-512 FMA units, without AMX",
-    ),
-    "epyc-7763": _cpu(8, 3200, 64, 32, 2.45, "AMD product page of EPYC 7763, two AVX2 FMA units"),
-    "epyc-9654": _cpu(
-        12,
-        4800,
-        96,
-        32,
-        2.4,
-        "AMD product page of EPYC 9654, AVX-512 over two 256-bit FMA units",
-    ),
-    "ryzen-7950x": _cpu(
-        2,
-        5200,
-        16,
-        32,
-        4.5,
-        "AMD product page of Ryzen 9 7950X, two 256-bit FMA units",
-    ),
-    "i9-13900k": _cpu(
-        2,
-        5600,
-        8,
-        32,
-        3.0,
-        "Intel product page of Core i9-13900K, the 8 performance cores, two AVX2 FMA units",
-    ),
+_KINDS: dict[str, Callable[..., tuple[float, dict[str, float], int, str, str]]] = {
+    "gpu": _gpu,
+    "cpu": _cpu,
+    "chip": _chip,
+    "apple": _apple,
 }
-MACHINES = {name: Machine(name, *numbers) for name, numbers in _NUMBERS.items()}
-"""The table of known processors by name."""
+MACHINES = {
+    name: Machine(name, *_KINDS[row.pop("kind")](**row)) for name, row in _TABLE["machines"].items()
+}
+"""The processors of `machines.json` by name."""
 
 
 def machine_of(name: str) -> Machine:

@@ -4,8 +4,8 @@ reads, and the cost of selecting them.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 from regard.cost.softmax import attention_flops, window_pairs
 from regard.cost.spec import (
@@ -79,45 +79,69 @@ def indexer_flops(keys: int, heads: int, dim: int) -> int:
     return 2 * heads * keys * dim + 2 * heads * keys
 
 
-class KeySelection(Protocol):
-    """The protocol of a rule that selects keys: how many, and the cost of selecting them."""
+class KeySelection(ABC):
+    """A rule that selects keys: how many, and the cost of selecting them."""
 
     @property
     def values_per_token(self) -> int:
         """The values per token that the selection caches in addition to keys and values."""
+        return 0
 
+    @abstractmethod
     def tokens(self, context: int) -> Quantity:
         """Return how many keys the last of `context` tokens attends to."""
 
+    @abstractmethod
     def flops(self, context: int, heads: int, head_dim: int) -> Quantity:
         """Return the FLOPs of selecting keys for one query, without linear maps."""
 
+    @abstractmethod
     def pairs(self, context: int) -> int:
         """Return the query-key pairs of one head over the first `context` tokens."""
 
     def summaries(self, context: int) -> Quantity:
-        """Return how many more vectors per key head are cached, and read by a token."""
+        """Return how many more vectors per key head are cached, and read by a token; none if the
+        rule computes them from all keys at every step.
+        """
+        return NO_QUANTITY
 
+    @abstractmethod
     def keys_read(self, context: int, heads: int, groups: int) -> int:
         """Return how many keys of a key/value head the last of `context` tokens reads at most."""
 
 
+class OwnBlockSelection(KeySelection):
+    """A rule that selects `topk` blocks a query: its own up to itself, and earlier ones."""
+
+    size: int
+    topk: int
+    _block = "block"
+
+    def tokens(self, context: int) -> Quantity:
+        """Return the keys of the query's own block up to itself, and of the selected blocks."""
+        return Quantity(
+            block_tokens(context, self.size, self.topk),
+            f"own {self._block} up to S, and at most {self.topk - 1} x {self.size} before it",
+        )
+
+    def pairs(self, context: int) -> int:
+        """Return the sum of `tokens` over all queries."""
+        return block_pairs(context, self.size, self.topk)
+
+    def _keys_of_choices(self, context: int, choices: int) -> int:
+        """Return the keys that are read at most for so many choices of earlier blocks."""
+        own = (context - 1) % self.size + 1
+        return min(context, own + choices * (self.tokens(context).value - own))
+
+
 @dataclass(frozen=True)
-class BlockSelection:
+class BlockSelection(OwnBlockSelection):
     """The selection of MoBA: `topk` blocks a query, its own and the earlier ones whose mean keys
     score highest. Source: Lu et al. 2025 (arXiv 2502.13189), section 2.2.
     """
 
     size: int
     topk: int
-    values_per_token = 0
-
-    def tokens(self, context: int) -> Quantity:
-        """Return the keys of the query's own block up to itself, and of the selected blocks."""
-        return Quantity(
-            block_tokens(context, self.size, self.topk),
-            f"own block up to S, and at most {self.topk - 1} x {self.size} before it",
-        )
 
     def flops(self, context: int, heads: int, head_dim: int) -> Quantity:
         """Return the FLOPs of scores against the mean keys of the earlier blocks: 2 H N D."""
@@ -125,21 +149,13 @@ class BlockSelection:
         formula = f"2 H N D (block scores) = 2 x {heads} x {N} x {head_dim}"
         return Quantity(gate_flops(N, heads, head_dim), formula)
 
-    def pairs(self, context: int) -> int:
-        """Return the sum of `tokens` over all queries."""
-        return block_pairs(context, self.size, self.topk)
-
-    def summaries(self, context: int) -> Quantity:
-        """Return none: the mean keys are computed from all keys at every step."""
-        return NO_QUANTITY
-
     def keys_read(self, context: int, heads: int, groups: int) -> int:
         """Return all keys, because the mean keys are computed from them at every step."""
         return context
 
 
 @dataclass(frozen=True)
-class PageSelection:
+class PageSelection(OwnBlockSelection):
     """The selection of Quest: `topk` pages a query, its own and the earlier ones with the largest
     bounds; a cache stores two vectors per page and key head. Source: Tang et al. 2024 (arXiv
     2406.10774), sections 3.3 and 3.4.
@@ -147,24 +163,13 @@ class PageSelection:
 
     size: int
     topk: int
-    values_per_token = 0
-
-    def tokens(self, context: int) -> Quantity:
-        """Return the keys of the query's own page up to itself, and of the selected pages."""
-        return Quantity(
-            block_tokens(context, self.size, self.topk),
-            f"own page up to S, and at most {self.topk - 1} x {self.size} before it",
-        )
+    _block = "page"
 
     def flops(self, context: int, heads: int, head_dim: int) -> Quantity:
         """Return the FLOPs of the bounds of the earlier pages: two products each, 4 H N D."""
         N = (context - 1) // self.size
         formula = f"4 H N D (page bounds) = 4 x {heads} x {N} x {head_dim}"
         return Quantity(2 * gate_flops(N, heads, head_dim), formula)
-
-    def pairs(self, context: int) -> int:
-        """Return the sum of `tokens` over all queries."""
-        return block_pairs(context, self.size, self.topk)
 
     def summaries(self, context: int) -> Quantity:
         """Return the two vectors of each page."""
@@ -173,13 +178,11 @@ class PageSelection:
 
     def keys_read(self, context: int, heads: int, groups: int) -> int:
         """Return the keys that H/G query heads read if they choose different pages."""
-        own = (context - 1) % self.size + 1
-        earlier = self.tokens(context).value - own
-        return min(context, own + heads // groups * earlier)
+        return self._keys_of_choices(context, heads // groups)
 
 
 @dataclass(frozen=True)
-class BlockMaximumSelection:
+class BlockMaximumSelection(OwnBlockSelection):
     """The selection of MSA: local blocks, and the earlier ones whose best key has the largest index
     score of J heads of width d; a cache stores an index key per token. Source: MiniMax-M3,
     `MiniMaxM3VLIndexer` of transformers.
@@ -195,36 +198,19 @@ class BlockMaximumSelection:
         """The d values of the index key."""
         return self.head_dim
 
-    def tokens(self, context: int) -> Quantity:
-        """Return the keys of the query's own block up to itself, and of the selected blocks."""
-        return Quantity(
-            block_tokens(context, self.size, self.topk),
-            f"own block up to S, and at most {self.topk - 1} x {self.size} before it",
-        )
-
     def flops(self, context: int, heads: int, head_dim: int) -> Quantity:
         """Return the FLOPs of scoring every key: 2 J S d."""
         J, d = self.heads, self.head_dim
         formula = f"2 J S d (index scores) = 2 x {J} x {context} x {d}"
         return Quantity(gate_flops(context, J, d), formula)
 
-    def pairs(self, context: int) -> int:
-        """Return the sum of `tokens` over all queries."""
-        return block_pairs(context, self.size, self.topk)
-
-    def summaries(self, context: int) -> Quantity:
-        """Return none: every index key is scored."""
-        return NO_QUANTITY
-
     def keys_read(self, context: int, heads: int, groups: int) -> int:
         """Return the selected keys, which the query heads of an index head share."""
-        own = (context - 1) % self.size + 1
-        earlier = self.tokens(context).value - own
-        return min(context, own + max(1, self.heads // groups) * earlier)
+        return self._keys_of_choices(context, max(1, self.heads // groups))
 
 
 @dataclass(frozen=True)
-class IndexSelection:
+class IndexSelection(KeySelection):
     """The selection of DSA: the `topk` keys with the highest index scores of J heads of width d; a
     cache stores an index key per token. Source: DeepSeek-AI 2025 (DeepSeek-V3.2-Exp), section 2.
     """
@@ -254,17 +240,13 @@ class IndexSelection:
         """Return the query-key pairs, which are those of a window of `topk` keys."""
         return window_pairs(context, context, self.topk)
 
-    def summaries(self, context: int) -> Quantity:
-        """Return none: every index key is scored."""
-        return NO_QUANTITY
-
     def keys_read(self, context: int, heads: int, groups: int) -> int:
         """Return the selected keys, which all heads share."""
         return min(context, self.topk)
 
 
 @dataclass(frozen=True)
-class PooledSelection:
+class PooledSelection(KeySelection):
     """The selection of QSA and of DSA on pools: the `topk` closed blocks with the highest index
     scores of J heads of width d, and the tokens behind the last closed one; a cache stores `stored`
     values per token, from which index keys are pooled. Source: Qwen4-Exp and GLM-5.3-Flash, by
@@ -303,10 +285,6 @@ class PooledSelection:
         full = min(self.topk, whole)
         blocks = m * (full * (full - 1) // 2 + (whole - full) * self.topk) + (rest + 1) * full
         return behind + m * blocks
-
-    def summaries(self, context: int) -> Quantity:
-        """Return none: index keys are pooled at every step."""
-        return NO_QUANTITY
 
     def keys_read(self, context: int, heads: int, groups: int) -> int:
         """Return the selected tokens, which all heads share."""

@@ -216,15 +216,9 @@ class SoftmaxSpec(Spec):
 
     def step(self, context: int) -> Quantity:
         """Return the FLOPs of attention from one query."""
-        H, D, E, n = (
-            self.shape.heads,
-            self.shape.head_dim,
-            self.shape.value_dim,
-            self.visible_keys(context),
-        )
-        return Quantity(
-            attention_flops(H * n, D, E), f"2 H n (D + E) = 2 x {H} x {n} x ({D} + {E})"
-        )
+        (H, _, D, E), n = self.shape.sizes, self.visible_keys(context)
+        formula = f"2 H n (D + E) = 2 x {H} x {n} x ({D} + {E})"
+        return Quantity(attention_flops(H * n, D, E), formula)
 
     def visible_keys(self, context: int) -> int:
         """Return how many keys the token at position context - 1 attends to."""

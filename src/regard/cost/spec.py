@@ -156,9 +156,19 @@ class HeadShape:
     value_heads: int | None = None
 
     @property
+    def sizes(self) -> tuple[int, int, int, int]:
+        """H, G, D and E."""
+        return self.heads, self.groups, self.head_dim, self.value_dim
+
+    @property
     def states(self) -> int:
         """The number of value heads N, each of which has a state in a recurrence."""
         return self.groups if self.value_heads is None else self.value_heads
+
+    @property
+    def states_letter(self) -> str:
+        """The letter of the number of states in formulas: G, or N with more value heads."""
+        return "G" if self.states == self.groups else "N"
 
     @property
     def outputs(self) -> int:
@@ -350,3 +360,16 @@ class Spec(ABC):
 
     _maps = "matrices"
     """The name of `weights.multiplied_once` in the formulas of `describe`."""
+
+
+class SteadySpec(Spec):
+    """A layer that caches no tokens, and whose FLOPs are the same for each token."""
+
+    @property
+    def bounded(self) -> bool:
+        """True, because nothing is cached by token."""
+        return True
+
+    def prefill_flops(self, context: int) -> int:
+        """Return the FLOPs of `context` steps, one for each token."""
+        return context * self.step(1).value

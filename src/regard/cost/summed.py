@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from regard.cost.spec import CacheContents, ParameterCounts, Quantity, Spec
+from regard.cost.spec import CacheContents, ParameterCounts, Quantity, Spec, SteadySpec
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class SummedSpec(Spec):
 
 
 @dataclass(frozen=True)
-class TokenwiseSpec(Spec):
+class TokenwiseSpec(SteadySpec):
     """A layer that mixes no tokens and caches nothing; `used` counts the separately counted matrix
     values, such as experts', that a token multiplies.
     """
@@ -75,18 +75,9 @@ class TokenwiseSpec(Spec):
         """That it is a feed-forward layer."""
         return "feed-forward layer"
 
-    @property
-    def bounded(self) -> bool:
-        """True, because nothing is cached."""
-        return True
-
     def step(self, context: int) -> Quantity:
         """Return the FLOPs of the matrices that are counted separately."""
         return Quantity(2 * self.used, f"2 x {self.used}" if self.used else "0")
-
-    def prefill_flops(self, context: int) -> int:
-        """Return the FLOPs of the matrices that are counted separately, for each token."""
-        return context * self.step(context).value
 
 
 def _sum(quantities: Sequence[Quantity]) -> Quantity:

@@ -74,8 +74,7 @@ def contexts_within_positions(contexts: list[int], *models: ModelSpec) -> list[i
     if not allowed:
         raise ArgumentError(
             f"the models have learned positions for {plural(longest, 'token')} only; start the "
-            "range "
-            "at or below that"
+            "range at or below that"
         )
     return allowed
 

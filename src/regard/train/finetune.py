@@ -38,8 +38,7 @@ def finetune(
     if half_dtypes:
         raise ArgumentError(
             f"the weights are {', '.join(sorted(half_dtypes))}, which rounds small steps away; "
-            "train in "
-            "float32 (--dtype float32) and convert the dtype afterwards"
+            "train in float32 (--dtype float32) and convert the dtype afterwards"
         )
     holdout = len(ids) // HOLDOUT
     train_rows, holdout_rows = ids[: len(ids) - holdout], ids[len(ids) - holdout :]

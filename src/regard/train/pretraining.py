@@ -6,7 +6,7 @@ import json
 import platform
 import shlex
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -319,16 +319,8 @@ class PretrainingRun:
 
     def write_command(self) -> None:
         """Write the command with every option and the versions to command.txt."""
-        parts = ["regard", "train", self.options["source"]]
-        for name, value in self.options.items():
-            flag = "--" + name.replace("_", "-")
-            if name == "source" or value is None or value is False:
-                continue
-            for item in value if isinstance(value, list) else [value]:
-                parts += [flag] if item is True else [flag, str(item)]
-        versions = f"# Python {platform.python_version()}, torch {torch.__version__}"
-        with write_user_file(self.out / "command.txt") as path:
-            path.write_text(f"{shlex.join(parts)}\n{versions}\n", encoding="utf-8")
+        flags = {name: value for name, value in self.options.items() if name != "source"}
+        write_command(self.out, [self.options["source"]], flags)
 
     def figures(
         self, result: TrainResult, parameters: int, settings: Settings
@@ -353,8 +345,21 @@ def config_metadata(config: Any) -> dict[str, object]:
 
 
 def print_status(text: str) -> None:
-    """Print a line on standard error."""
+    """Print lines on standard error."""
     print(escape_controls(text, keep=MULTILINE), file=sys.stderr, flush=True)
+
+
+def write_command(folder: Path, arguments: Sequence[str], options: Mapping[str, Any]) -> None:
+    """Write the command with every option, and the versions of Python and torch."""
+    parts = ["regard", "train", *arguments]
+    for name, value in options.items():
+        flag = "--" + name.replace("_", "-")
+        for item in value if isinstance(value, (list, tuple)) else [value]:
+            if item is not False and item is not None:
+                parts += [flag] if item is True else [flag, str(item)]
+    versions = f"# Python {platform.python_version()}, torch {torch.__version__}"
+    with write_user_file(folder / "command.txt") as path:
+        path.write_text(f"{shlex.join(parts)}\n{versions}\n", encoding="utf-8")
 
 
 def load_starting_model(source: str | Path) -> Model:

@@ -62,16 +62,6 @@ class MultiHeadedAttention(nn.Module):
         return self.linears[-1](x)
 
 
-class Unscaled(MultiHeadedAttention):
-    def __init__(self, h, d_model):
-        super().__init__(h, d_model, fault="scale")
-
-
-class Joined(MultiHeadedAttention):
-    def __init__(self, h, d_model):
-        super().__init__(h, d_model, fault="join")
-
-
 class HeadByHead(nn.Module):
     """A loop over heads, and slices of one matrix."""
 
@@ -102,16 +92,6 @@ class HeadByHead(nn.Module):
         return self.fc_out(torch.cat(outs, dim=2))
 
 
-class HeadByHeadEmbed(HeadByHead):
-    def __init__(self, embed_size, heads):
-        super().__init__(embed_size, heads, "scale")
-
-
-class HeadByHeadAxis(HeadByHead):
-    def __init__(self, embed_size, heads):
-        super().__init__(embed_size, heads, "axis")
-
-
 class RowByRow(nn.Module):
     """A loop over queries, as pseudo code is written."""
 
@@ -135,11 +115,6 @@ class RowByRow(nn.Module):
         return self.to_out(torch.stack(rows, 1))
 
 
-class RowByRowStrict(RowByRow):
-    def __init__(self, dim, heads):
-        super().__init__(dim, heads, "strict")
-
-
 class Cosine(nn.Module):
     """Swin 2's: cosines and a learned temperature."""
 
@@ -156,11 +131,6 @@ class Cosine(nn.Module):
         attn = attn * torch.clamp(self.logit_scale, max=math.log(100.0)).exp()
         attn = attn.softmax(dim=-2 if self.fault else -1)
         return self.proj((attn @ v).transpose(1, 2).reshape(B, N, C))
-
-
-class CosineAxis(Cosine):
-    def __init__(self, dim, num_heads):
-        super().__init__(dim, num_heads, "axis")
 
 
 class Gated(nn.Module):
@@ -185,11 +155,6 @@ class Gated(nn.Module):
         return self.o_proj((z * torch.sigmoid(gate)).reshape(B, T, M))
 
 
-class GatedUnscaled(Gated):
-    def __init__(self, hidden_size, num_heads):
-        super().__init__(hidden_size, num_heads, "scale")
-
-
 class Falcon(nn.Module):
     """Multi-query, [H + 2, D] in one map."""
 
@@ -209,11 +174,6 @@ class Falcon(nn.Module):
             scores = scores / math.sqrt(self.head_dim)
         scores = scores.masked_fill(~torch.ones(T, T).tril().bool(), float("-inf"))
         return self.dense((scores.softmax(-1) @ v).transpose(1, 2).reshape(B, T, M))
-
-
-class FalconTwice(Falcon):
-    def __init__(self, hidden_size, num_heads):
-        super().__init__(hidden_size, num_heads, "scale")
 
 
 class AbsorbedMLA(nn.Module):
@@ -250,16 +210,6 @@ class AbsorbedMLA(nn.Module):
         scores = scores.masked_fill(torch.ones(T, T).triu(1).bool(), float("-inf"))
         z = torch.einsum("bhts,bsc->bthc", scores.softmax(-1), c)
         return self.wo(torch.einsum("bthc,hcd->bthd", z, self.w_uv).flatten(2))
-
-
-class AbsorbedUnscaled(AbsorbedMLA):
-    def __init__(self, dim, n_heads):
-        super().__init__(dim, n_heads, fault="scale")
-
-
-class AbsorbedOneSided(AbsorbedMLA):
-    def __init__(self, dim, n_heads):
-        super().__init__(dim, n_heads, fault="one-sided")
 
 
 class FourMaps(nn.Module):
@@ -418,16 +368,6 @@ class MinGPT(nn.Module):
         return self.proj(y.transpose(1, 2).contiguous().view(B, T, C))
 
 
-class MinGPTRolled(MinGPT):
-    def __init__(self, n_embd, n_head):
-        super().__init__(n_embd, n_head, "roll")
-
-
-class MinGPTTwice(MinGPT):
-    def __init__(self, n_embd, n_head):
-        super().__init__(n_embd, n_head, "double")
-
-
 class KVCache(nn.Module):
     def __init__(self, n_heads, head_dim, size=512):
         super().__init__()
@@ -463,11 +403,6 @@ class GptFast(nn.Module):
         return self.wo(y.transpose(1, 2).reshape(B, T, M))
 
 
-class GptFastAhead(GptFast):
-    def __init__(self, dim, n_head):
-        super().__init__(dim, n_head, "ahead")
-
-
 class TupleCache(nn.Module):
     """layer_past and presents, as GPT-2's; the past is put behind what is new."""
 
@@ -489,11 +424,6 @@ class TupleCache(nn.Module):
         w = w.masked_fill(~triangle(ns)[ns - nd : ns], float("-inf"))
         y = (w.softmax(-1) @ v).transpose(1, 2).reshape(B, T, C)
         return self.c_proj(y), (k, v)
-
-
-class TupleCacheBehind(TupleCache):
-    def __init__(self, n_embd, n_head):
-        super().__init__(n_embd, n_head, "behind")
 
 
 class Chunked(nn.Module):
@@ -527,11 +457,6 @@ class Chunked(nn.Module):
         return self.out(torch.cat(outs, 2).transpose(1, 2).reshape(B, T, M))
 
 
-class ChunkedRight(Chunked):
-    def __init__(self, dim, num_heads):
-        super().__init__(dim, num_heads, fault=False)
-
-
 class Luong(nn.Module):
     """General attention of a decoder state over an encoder, [B, M] and [B, S, M]."""
 
@@ -543,11 +468,6 @@ class Luong(nn.Module):
         scores = torch.bmm(self.W(encoder_outputs), decoder_hidden.unsqueeze(2)).squeeze(2)
         weights = F.softmax(scores, dim=self.axis)
         return (weights.unsqueeze(1) @ encoder_outputs).squeeze(1), weights
-
-
-class LuongOverBatch(Luong):
-    def __init__(self, hidden_dim):
-        super().__init__(hidden_dim, axis=0)
 
 
 class Pool(nn.Module):
@@ -567,11 +487,6 @@ class Pool(nn.Module):
         energy = torch.tanh(self.attn(torch.cat((hidden, encoder_outputs), dim=2)))
         attention = F.softmax(self.v(energy), dim=self.axis)
         return (attention * encoder_outputs).sum(1), attention
-
-
-class PoolOverFeatures(Pool):
-    def __init__(self, hidden_dim):
-        super().__init__(hidden_dim, axis=2)
 
 
 def manual(q, k, v, attn_mask=None):

@@ -14,145 +14,59 @@ from torch import Tensor
 from regard.audit.adapters.base import NEW_CACHE, CallInputs, CallOutput
 from regard.errors import ArgumentTypeError
 
-# the names that people give to arguments, by their role
-QUERY_NAMES = ("q", "query", "queries", "xq", "Q", "query_states")
-KEY_NAMES = ("k", "key", "keys", "xk", "K", "key_states")
-VALUE_NAMES = ("v", "value", "values", "xv", "V", "value_states")
-MASK_NAMES = ("mask", "attn_mask", "attention_mask", "src_mask", "tgt_mask", "causal_mask")
-PADDING_NAMES = ("key_padding_mask", "padding_mask", "pad_mask", "src_key_padding_mask")
-POSITIONS_NAMES = ("positions", "position_ids", "pos", "input_pos", "q_positions")
-START_NAMES = ("start_pos", "offset", "start", "position_offset", "past_length")
-MEMORY_NAMES = (
-    "cache",
-    "kv_cache",
-    "past",
-    "past_kv",
-    "past_key_value",
-    "past_key_values",
-    "layer_past",
-)
-USE_CACHE_NAMES = ("use_cache", "return_cache", "use_kv_cache")
-WEIGHTS_NAMES = (
-    "need_weights",
-    "output_attentions",
-    "return_weights",
-    "return_attention",
-    "return_attn",
-)
-CAUSAL_NAMES = ("is_causal", "causal")
-BIAS_NAMES = (
-    "bias",
-    "attn_bias",
-    "position_bias",
-    "attention_bias",
-    "rel_bias",
-    "rel_pos_bias",
-    "relative_position_bias",
-    "score_bias",
-)
-SINKS_NAMES = ("sink", "sinks", "attention_sinks", "attn_sink", "sink_logits", "s_aux")
-SCALE_NAMES = ("scale", "scaling", "softmax_scale", "sm_scale", "scale_factor")
-# the parameters of additive attention, forward(query, keys)
-PAIR_KEYS_NAMES = (
-    "keys",
-    "key",
-    "k",
-    "encoder_outputs",
-    "encoder_output",
-    "enc_outputs",
-    "enc_out",
-    "memory",
-    "values",
-    "value",
-    "context",
-    "annotations",
-    "encoder_states",
-    "encoder_hidden_states",
-)
-PAIR_QUERY_NAMES = (
-    "query",
-    "queries",
-    "q",
-    "hidden",
-    "decoder_hidden",
-    "dec_hidden",
-    "decoder_state",
-    "hidden_state",
-    "state",
-    "s",
-    "h",
-)
-NEW_CACHE_METHOD_NAMES = ("new_cache", "make_cache", "init_cache", "empty_cache")
-RESET_CACHE_METHOD_NAMES = ("reset_cache", "clear_cache", "reset_kv_cache")
 
-SIZE_NAMES: dict[str, tuple[str, ...]] = {
-    "dim": (
-        "dim",
-        "d_model",
-        "embed_dim",
-        "hidden_size",
-        "n_embd",
-        "emb_dim",
-        "hidden_dim",
-        "model_dim",
-        "d_in",
-        "embed_size",
-        "embedding_dim",
-        "in_dim",
-        "M",
-    ),
-    "heads": (
-        "heads",
-        "num_heads",
-        "n_heads",
-        "n_head",
-        "nhead",
-        "num_attention_heads",
-        "n_heads_q",
-        "num_q_heads",
-        "h",
-        "H",
-    ),
-    "kv_heads": (
-        "kv_heads",
-        "num_kv_heads",
-        "n_kv_heads",
-        "n_kv_head",
-        "num_key_value_heads",
-        "num_kv_groups",
-        "groups",
-        "G",
-    ),
-    "head_dim": ("head_dim", "d_head", "dim_head", "d_k", "head_size", "attention_head_size", "D"),
-    "window": (
-        "window",
-        "window_size",
-        "sliding_window",
-        "attention_window",
-        "local_window",
+def _words(table: dict[str, str]) -> dict[str, tuple[str, ...]]:
+    """Return a table whose values are texts with the words of these texts."""
+    return {name: tuple(words.split()) for name, words in table.items()}
+
+
+ARGUMENT_NAMES = _words(
+    {
+        "query": "q query queries xq Q query_states",
+        "key": "k key keys xk K key_states",
+        "value": "v value values xv V value_states",
+        "mask": "mask attn_mask attention_mask src_mask tgt_mask causal_mask",
+        "padding": "key_padding_mask padding_mask pad_mask src_key_padding_mask",
+        "positions": "positions position_ids pos input_pos q_positions",
+        "start": "start_pos offset start position_offset past_length",
+        "memory": "cache kv_cache past past_kv past_key_value past_key_values layer_past",
+        "use": "use_cache return_cache use_kv_cache",
+        "weights": "need_weights output_attentions return_weights return_attention return_attn",
+        "causal": "is_causal causal",
+        "bias": "bias attn_bias position_bias attention_bias rel_bias rel_pos_bias "
+        "relative_position_bias score_bias",
+        "sinks": "sink sinks attention_sinks attn_sink sink_logits s_aux",
+        "scale": "scale scaling softmax_scale sm_scale scale_factor",
+        "pair query": "query queries q hidden decoder_hidden dec_hidden decoder_state "
+        "hidden_state state s h",
+        "pair keys": "keys key k encoder_outputs encoder_output enc_outputs enc_out memory values "
+        "value context annotations encoder_states encoder_hidden_states",
+        "new cache": "new_cache make_cache init_cache empty_cache",
+        "reset cache": "reset_cache clear_cache reset_kv_cache",
+        "output size": "d_out out_dim d_output",
+        "length": "context_length max_seq_len block_size max_len max_length context "
+        "max_position_embeddings seq_len",
+        "dropout": "dropout attn_dropout attn_pdrop dropout_p p_dropout attention_dropout",
+    }
+)
+"""The names that people give to arguments and methods, by their role; "pair query" and "pair keys"
+are those of additive attention, forward(query, keys).
+"""
+SIZE_NAMES = _words(
+    {
+        "dim": "dim d_model embed_dim hidden_size n_embd emb_dim hidden_dim model_dim d_in "
+        "embed_size embedding_dim in_dim M",
+        "heads": "heads num_heads n_heads n_head nhead num_attention_heads n_heads_q "
+        "num_q_heads h H",
+        "kv_heads": "kv_heads num_kv_heads n_kv_heads n_kv_head num_key_value_heads num_kv_groups "
+        "groups G",
+        "head_dim": "head_dim d_head dim_head d_k head_size attention_head_size D",
+        "window": "window window_size sliding_window attention_window local_window "
         "sliding_window_size",
-    ),
-    "causal": ("causal", "is_causal"),
-}
-OUTPUT_SIZE_NAMES = ("d_out", "out_dim", "d_output")
-LENGTH_NAMES = (
-    "context_length",
-    "max_seq_len",
-    "block_size",
-    "max_len",
-    "max_length",
-    "context",
-    "max_position_embeddings",
-    "seq_len",
+        "causal": "causal is_causal",
+    }
 )
-DROPOUT_NAMES = (
-    "dropout",
-    "attn_dropout",
-    "attn_pdrop",
-    "dropout_p",
-    "p_dropout",
-    "attention_dropout",
-)
+"""The names of sizes in constructors and configs."""
 DEFAULT_LENGTH = 512
 """The length that is given to a constructor that requires one."""
 
@@ -186,16 +100,14 @@ def query_keys_names(known: Iterable[str]) -> tuple[str, str] | None:
     (('decoder_hidden', 'encoder_outputs'), None)
     """
     leading = list(known)[:2]
-    query, keys = first_known(PAIR_QUERY_NAMES, leading), first_known(PAIR_KEYS_NAMES, leading)
+    query, keys = (first_known(ARGUMENT_NAMES[f"pair {x}"], leading) for x in ("query", "keys"))
     return (query, keys) if query and keys and query != keys else None
 
 
 def query_key_value_names(known: Iterable[str]) -> tuple[str, str, str] | None:
     """Return the names of queries, keys and values among the first three parameters, or None."""
     leading = list(known)[:3]
-    names = tuple(
-        first_known(aliases, leading) for aliases in (QUERY_NAMES, KEY_NAMES, VALUE_NAMES)
-    )
+    names = tuple(first_known(ARGUMENT_NAMES[x], leading) for x in ("query", "key", "value"))
     return (names[0], names[1], names[2]) if all(names) else None  # type: ignore[return-value]
 
 
@@ -292,21 +204,21 @@ class CallKeywords:
     @staticmethod
     def of(signature_parameters: Mapping[str, Parameter]) -> CallKeywords:
         """Assign roles to parameters by their names."""
-        roles = {
-            "mask": MASK_NAMES,
-            "padding": PADDING_NAMES,
-            "positions": POSITIONS_NAMES,
-            "start": START_NAMES,
-            "memory": MEMORY_NAMES,
-            "use": USE_CACHE_NAMES,
-            "weights": WEIGHTS_NAMES,
-            "causal": CAUSAL_NAMES,
-        }
         required = frozenset(
             name for name, p in signature_parameters.items() if p.default is Parameter.empty
         )
         parameters_by_role: dict[str, Any] = {
-            role: first_known(names, signature_parameters) for role, names in roles.items()
+            role: first_known(ARGUMENT_NAMES[role], signature_parameters)
+            for role in (
+                "mask",
+                "padding",
+                "positions",
+                "start",
+                "memory",
+                "use",
+                "weights",
+                "causal",
+            )
         }
         return CallKeywords(**parameters_by_role, required=required)
 

@@ -25,9 +25,7 @@ from regard.audit.adapters.base import (
     to_device,
 )
 from regard.audit.adapters.call_arguments import (
-    BIAS_NAMES,
-    SCALE_NAMES,
-    SINKS_NAMES,
+    ARGUMENT_NAMES,
     SIZE_NAMES,
     CallKeywords,
     OutputFormat,
@@ -271,7 +269,7 @@ def _function_keywords(
     keywords = CallKeywords.of(signature_parameters)
     name = first_known(SIZE_NAMES["window"], signature_parameters)
     fixed: dict[str, object] = {name: claims.window} if name and claims.window else {}
-    scale = first_known(SCALE_NAMES, signature_parameters)
+    scale = first_known(ARGUMENT_NAMES["scale"], signature_parameters)
     if scale in keywords.required:
         fixed[str(scale)] = claims.scale or (claims.head_dim or DEFAULT_HEAD_DIM) ** -0.5
     if "enable_gqa" in signature_parameters and claims.kv_heads and claims.kv_heads != claims.heads:
@@ -284,8 +282,8 @@ def _function_keywords(
         fixed={**keywords.fixed, **fixed},
         memory=None,
         use=None,
-        bias=first_known(BIAS_NAMES, biases),
-        sinks=first_known(SINKS_NAMES, signature_parameters),
+        bias=first_known(ARGUMENT_NAMES["bias"], biases),
+        sinks=first_known(ARGUMENT_NAMES["sinks"], signature_parameters),
     )
 
 

@@ -16,10 +16,8 @@ from torch import Tensor, nn
 from regard.audit.adapters import modules
 from regard.audit.adapters.base import AuditClaims, CallInputs, TargetAdapter
 from regard.audit.adapters.call_arguments import (
+    ARGUMENT_NAMES,
     DEFAULT_LENGTH,
-    DROPOUT_NAMES,
-    LENGTH_NAMES,
-    OUTPUT_SIZE_NAMES,
     SIZE_NAMES,
     parameters,
     query_key_value_names,
@@ -167,11 +165,11 @@ def _sizes(
             arguments[name] = value
     for name, p in signature_parameters.items():
         required = p.default is inspect.Parameter.empty
-        if name in OUTPUT_SIZE_NAMES and claims.dim:
+        if name in ARGUMENT_NAMES["output size"] and claims.dim:
             arguments[name] = claims.dim
-        elif name in LENGTH_NAMES and required:
+        elif name in ARGUMENT_NAMES["length"] and required:
             arguments[name] = DEFAULT_LENGTH
-        elif name in DROPOUT_NAMES and required:
+        elif name in ARGUMENT_NAMES["dropout"] and required:
             arguments[name] = 0.1  # so that dropout in evaluation mode is detected
         elif name in ("bias", "qkv_bias") and required:
             arguments[name] = False
@@ -346,7 +344,7 @@ def _options_without_sizes(
 ) -> dict[str, object]:
     """Return the constructor's options that are not sizes, to build smaller modules with."""
     sizes = {name for size in ("dim", "heads", "kv_heads", "head_dim") for name in SIZE_NAMES[size]}
-    sizes |= set(OUTPUT_SIZE_NAMES)
+    sizes |= set(ARGUMENT_NAMES["output size"])
     return {
         name: value for name, value in options.items() if name not in sizes & set(parameters(maker))
     }

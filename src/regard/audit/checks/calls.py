@@ -14,14 +14,30 @@ from regard.audit.adapters.base import (
     TargetAdapter,
     influence,
 )
-from regard.audit.adapters.call_arguments import MEMORY_NAMES, POSITIONS_NAMES, START_NAMES
-from regard.audit.check_context import CheckContext
+from regard.audit.adapters.call_arguments import ARGUMENT_NAMES
+from regard.audit.check_context import CheckContext, position_of_largest
 from regard.audit.findings import Finding, finding
 from regard.language import Phrase, counted
 from regard.process_state import seeded
 
 FACTORS = (4.0, 16.0, 64.0)
 """The factors on standard normal tokens that give large scores."""
+
+
+def _number_differs(
+    name: str,
+    sentence: str,
+    example: dict[str, object],
+    expected: Tensor,
+    got: Tensor,
+    *,
+    tensor: str = "output",
+    position: tuple[int, ...] | None = None,
+) -> list[Finding]:
+    """Return the finding of a number at a position, by default that of the largest difference."""
+    position = position or position_of_largest((got - expected).abs())
+    example = {**example, tensor: list(position)}
+    return [finding(name, sentence, example, float(expected[position]), float(got[position]))]
 
 
 def check_large_scores(context: CheckContext, T: int = 4) -> list[Finding]:
@@ -39,15 +55,8 @@ def check_large_scores(context: CheckContext, T: int = 4) -> list[Finding]:
             factor=factor,
             i=i,
         )
-        return [
-            finding(
-                "softmax-overflow",
-                sentence,
-                {"T": T, "times": factor, "query": i},
-                "finite",
-                "nan or inf",
-            )
-        ]
+        example = {"T": T, "times": factor, "query": i}
+        return [finding("softmax-overflow", sentence, example, "finite", "nan or inf")]
     return []
 
 
@@ -79,15 +88,7 @@ def check_finite_parameters(context: CheckContext) -> list[Finding]:
                 n=x.numel(),
                 name=name,
             )
-            return [
-                finding(
-                    "parameters-not-finite",
-                    sentence,
-                    {"tensor": name},
-                    0.0,
-                    float(n),
-                )
-            ]
+            return [finding("parameters-not-finite", sentence, {"tensor": name}, 0.0, float(n))]
     return []
 
 
@@ -108,21 +109,14 @@ def check_state_dict(context: CheckContext, T: int = 16) -> list[Finding]:
     written: frozenset[str] = getattr(context.adapter, "written_tensors", frozenset())
     for name, x in extra.items():
         if name in written or _is_mask(x, T):
-            size = x.numel() * x.element_size()
-            return [
-                finding(
-                    "cache-in-state-dict",
-                    Phrase(
-                        "{name} {shape} is saved with the weights: {size} bytes.",
-                        name=name,
-                        shape=list(x.shape),
-                        size=size,
-                    ),
-                    {"tensor": name},
-                    0.0,
-                    float(size),
-                )
-            ]
+            sentence = Phrase(
+                "{name} {shape} is saved with the weights: {size} bytes.",
+                name=name,
+                shape=list(x.shape),
+                size=x.nbytes,
+            )
+            example = {"tensor": name}
+            return [finding("cache-in-state-dict", sentence, example, 0.0, float(x.nbytes))]
     return []
 
 
@@ -165,7 +159,7 @@ def check_weight_sums(context: CheckContext, T: int = 4) -> list[Finding]:
         (weights >= 0).all()
     ):
         return []
-    b, h, i = (int(n) for n in torch.unravel_index(deviation.argmax(), deviation.shape))
+    b, h, i = position_of_largest(deviation)
     columns = weights.double().sum(-2)
     columns_sum_to_one = float((columns - 1).abs().max()) <= 2 * T * torch.finfo(weights.dtype).eps
     # all weights are 1 if the softmax runs over an axis of size 1, such as the batch
@@ -202,7 +196,6 @@ def check_repeatable(context: CheckContext, T: int = 8) -> list[Finding]:
     worst = max(differences, key=lambda each: float(each.max()))
     if all(_equal(out, outs[0]) for out in outs):
         return []
-    position = tuple(int(i) for i in torch.unravel_index(worst.argmax(), worst.shape))
     differing = next(out for out, each in zip(outs, differences, strict=True) if each is worst)
     name, why = "dropout-in-eval", "the random seed alone changes the result, in evaluation mode"
     if not _equal(same_seed, outs[0]):
@@ -214,41 +207,31 @@ def check_repeatable(context: CheckContext, T: int = 8) -> list[Finding]:
         state_changed = _equal(fresh_outputs[0], fresh_outputs[1])
         name = "state-kept" if state_changed else "not-repeatable"
         why = "a second call differs from the first" if state_changed else "equal calls differ"
-    return [
-        finding(
-            name,
-            Phrase("For one input, {why}.", why=Phrase(why)),
-            {"T": T, "output": list(position)},
-            float(outs[0][position]),
-            float(differing[position]),
-        )
-    ]
+    sentence = Phrase("For one input, {why}.", why=Phrase(why))
+    return _number_differs(name, sentence, {"T": T}, outs[0], differing)
 
 
 def check_input_unchanged(context: CheckContext, T: int = 4) -> list[Finding]:
     """Check that a call does not change its input."""
-    x = (
-        context.random_tokens(1, T).to(context.adapter.dtype)
-        if _takes_floats(context)
-        else context.random_tokens(1, T)
-    )
-    before = x.clone()
-    call_function = getattr(context.adapter, "call_function", None)
-    if call_function is not None:
+    if hasattr(context.adapter, "call_function"):
         return _check_heads_unchanged(context, T)
+    x = context.random_tokens(1, T)
+    x = x.to(context.adapter.dtype) if x.is_floating_point() else x
+    before = x.clone()
     context.call(x)
-    if torch.equal(before, x):
+    return _input_changed("The call changes its tokens.", T, "input", before, x)
+
+
+def _input_changed(
+    sentence: str, T: int, tensor: str, before: Tensor, after: Tensor
+) -> list[Finding]:
+    """Return the finding of the first number of an input that a call has changed, if any."""
+    if torch.equal(before, after):
         return []
-    position = tuple(int(i) for i in (before != x).nonzero()[0])
-    return [
-        finding(
-            "input-changed",
-            "The call changes its tokens.",
-            {"T": T, "input": list(position)},
-            float(before[position]),
-            float(x[position]),
-        )
-    ]
+    first = tuple(int(i) for i in (before != after).nonzero()[0])
+    return _number_differs(
+        "input-changed", sentence, {"T": T}, before, after, tensor=tensor, position=first
+    )
 
 
 def _check_heads_unchanged(context: CheckContext, T: int) -> list[Finding]:
@@ -259,17 +242,9 @@ def _check_heads_unchanged(context: CheckContext, T: int) -> list[Finding]:
     keep = context.expected_mask(T, T)[None] if context.masked else None
     adapter.call_function(*heads, CallInputs(keep))  # type: ignore[attr-defined]
     for name, original, current in zip("qkv", before, heads, strict=True):
-        if not torch.equal(original, current):
-            position = tuple(int(i) for i in (original != current).nonzero()[0])
-            return [
-                finding(
-                    "input-changed",
-                    Phrase("The call changes {name}.", name=name),
-                    {"T": T, name: list(position)},
-                    float(original[position]),
-                    float(current[position]),
-                )
-            ]
+        sentence = Phrase("The call changes {name}.", name=name)
+        if changed := _input_changed(sentence, T, name, original, current):
+            return changed
     return []
 
 
@@ -283,32 +258,10 @@ def check_stateless(context: CheckContext, T: int = 5) -> list[Finding]:
     if outputs.shape == repeated.shape and _equal(outputs, repeated):
         return _check_other_length(context, T)
     if outputs.shape != repeated.shape:
-        return [
-            finding(
-                "state-kept",
-                "The shape of the output changes.",
-                {"T": T},
-                str(tuple(outputs.shape)),
-                str(tuple(repeated.shape)),
-            )
-        ]
-    difference = (repeated - outputs).abs()
-    position = tuple(int(i) for i in torch.unravel_index(difference.argmax(), difference.shape))
+        shapes = (str(tuple(out.shape)) for out in (outputs, repeated))
+        return [finding("state-kept", "The shape of the output changes.", {"T": T}, *shapes)]
     sentence = "The same call gives another result after calls with other tokens."
-    return [
-        finding(
-            "state-kept",
-            sentence,
-            {"T": T, "output": list(position)},
-            float(outputs[position]),
-            float(repeated[position]),
-        )
-    ]
-
-
-def _output(context: CheckContext, adapter: TargetAdapter, x: torch.Tensor) -> torch.Tensor:
-    """Return the output of the code under audit through another adapter."""
-    return context.call(x, adapter=adapter).out
+    return _number_differs("state-kept", sentence, {"T": T}, outputs, repeated)
 
 
 def _check_other_length(context: CheckContext, T: int) -> list[Finding]:
@@ -317,49 +270,33 @@ def _check_other_length(context: CheckContext, T: int) -> list[Finding]:
     used_adapter, new_adapter = (context.adapter.to_dtype(context.adapter.dtype) for _ in range(2))
     x = context.random_tokens(1, n, turn=2)
     context.call(context.random_tokens(1, T, turn=1), adapter=used_adapter)
-    later, alone = (
-        context.call(x, adapter=used_adapter).out,
-        context.call(x, adapter=new_adapter).out,
-    )
-    if later.shape == alone.shape and float((later - alone).abs().max()) <= 1e-3 * float(
-        alone.abs().max()
-    ):
-        return []
+
+    def run(adapter: TargetAdapter, x: Tensor) -> Tensor:
+        return context.call(x, adapter=adapter).out
+
+    later, alone = run(used_adapter, x), run(new_adapter, x)
     if later.shape != alone.shape or later.isnan().any() or alone.isnan().any():
         return []
-    difference = (later - alone).abs()
-    position = tuple(int(i) for i in torch.unravel_index(difference.argmax(), difference.shape))
+    if float((later - alone).abs().max()) <= 1e-3 * float(alone.abs().max()):
+        return []
     masked = torch.ones(n, n).triu(1).bool()
-    visibilities = [
-        influence(partial(_output, context, adapter), x, context.replace_token).visible
+    visible, visible_alone = (
+        influence(partial(run, adapter), x, context.replace_token).visible
         for adapter in (used_adapter, new_adapter)
-    ]
-    mask_reused = bool((visibilities[0] != visibilities[1])[masked].any())
+    )
+    mask_reused = bool((visible != visible_alone)[masked].any())
     name = "mask-kept" if mask_reused else "state-kept"
     sentence = Phrase(
         "A call of {tokens} after a call of {T} gives another result than alone.",
         tokens=counted(n, "token"),
         T=T,
     )
-    return [
-        finding(
-            name,
-            sentence,
-            {"T": n, "before": T, "output": list(position)},
-            float(alone[position]),
-            float(later[position]),
-        )
-    ]
+    return _number_differs(name, sentence, {"T": n, "before": T}, alone, later)
 
 
 def _equal(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Whether two tensors are equal, with NaN at the same places."""
     return bool(((a == b) | (a.isnan() & b.isnan())).all())
-
-
-def _takes_floats(context: CheckContext) -> bool:
-    """Whether the code takes floating-point tokens rather than ids."""
-    return context.random_tokens(1, 1).is_floating_point()
 
 
 def check_arguments(context: CheckContext) -> list[Finding]:
@@ -373,5 +310,6 @@ def check_arguments(context: CheckContext) -> list[Finding]:
         "no call has passed {names}; give an adapter that passes what matters",
         names=", ".join(untried),
     )
-    is_open = any(n in (*START_NAMES, *POSITIONS_NAMES, *MEMORY_NAMES) for n in untried)
+    steps = {n for role in ("start", "positions", "memory") for n in ARGUMENT_NAMES[role]}
+    is_open = not steps.isdisjoint(untried)
     raise CheckNotPossible(why) if is_open else CheckNotApplicable(why)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor, nn
 from regard.audit.adapters.base import CheckNotApplicable, CheckNotPossible, TargetAdapter
 from regard.audit.adapters.functions import FunctionAdapter
 from regard.audit.adapters.projections import unused_parameters
-from regard.audit.check_context import CheckContext, worst_mismatch
+from regard.audit.check_context import CheckContext, position_of_largest, worst_mismatch
 from regard.audit.fault_search import (
     LENGTH,
     FaultSearch,
@@ -27,44 +28,38 @@ from regard.audit.reference import (
 )
 from regard.language import Phrase, counted
 
-FAULT_NAMES = {
-    ("scale", "none"): "scale-missing",
-    ("scale", "twice"): "scale-twice",
-    ("scale", "length"): "scale-wrong-dim",
-    ("scale", "model_dim"): "scale-wrong-dim",
-    ("scale", "inverted"): "scale-inverted",
-    ("scale", "fitted"): "scale-wrong",
-    ("roles", "keys-values"): "keys-values-exchanged",
-    ("roles", "queries-keys"): "queries-keys-exchanged",
-    ("roles", "queries-values"): "queries-values-exchanged",
-    ("groups", "tiled"): "gqa-head-order",
-    ("mask", "inverted"): "mask-polarity",
-    ("mask", "own-hidden"): "own-key-hidden",
-    ("mask", "own-hidden-first"): "own-key-hidden",
-    ("mask", "own-hidden-zero"): "own-key-hidden",
-    ("mask", "next-seen"): "future-leak",
-    ("mask", "unmasked"): "future-leak",
-    ("mask", "one-more"): "window-off-by-one",
-    ("mask", "one-less"): "window-off-by-one",
-    ("mask", "zeroed"): "mask-zeroed",
-    ("mask", "after"): "mask-after-softmax",
-    ("softmax", "queries"): "softmax-axis",
-    ("softmax", "heads"): "softmax-axis",
-    ("softmax", "absent"): "softmax-missing",
-    ("softmax", "linear"): "softmax-missing",
-    ("softmax", "unnormalized"): "softmax-missing",
-    ("softmax", "exponentials"): "softmax-missing",
-    ("softmax", "sigmoid"): "softmax-missing",
-    ("softmax", "uniform"): "weights-uniform",
-    ("bias", "alibi-grows"): "bias-sign",
-    ("bias", "given-negated"): "bias-sign",
-    ("sink", "renormalized"): "sink-renormalized",
-    ("split", "rows"): "heads-split",
-    ("join", "rows"): "heads-joined",
-    ("output", "absent"): "output-missing",
-    ("rotary", "mixed"): "rotary-mixed",
-    ("rotary", "mixed-back"): "rotary-mixed",
+_FAULTY_VALUES_BY_NAME = {
+    "scale-missing": ("scale", "none"),
+    "scale-twice": ("scale", "twice"),
+    "scale-wrong-dim": ("scale", "length model_dim"),
+    "scale-inverted": ("scale", "inverted"),
+    "scale-wrong": ("scale", "fitted"),
+    "keys-values-exchanged": ("roles", "keys-values"),
+    "queries-keys-exchanged": ("roles", "queries-keys"),
+    "queries-values-exchanged": ("roles", "queries-values"),
+    "gqa-head-order": ("groups", "tiled"),
+    "mask-polarity": ("mask", "inverted"),
+    "own-key-hidden": ("mask", "own-hidden own-hidden-first own-hidden-zero"),
+    "future-leak": ("mask", "next-seen unmasked"),
+    "window-off-by-one": ("mask", "one-more one-less"),
+    "mask-zeroed": ("mask", "zeroed"),
+    "mask-after-softmax": ("mask", "after"),
+    "softmax-axis": ("softmax", "queries heads"),
+    "softmax-missing": ("softmax", "absent linear unnormalized exponentials sigmoid"),
+    "weights-uniform": ("softmax", "uniform"),
+    "bias-sign": ("bias", "alibi-grows given-negated"),
+    "sink-renormalized": ("sink", "renormalized"),
+    "heads-split": ("split", "rows"),
+    "heads-joined": ("join", "rows"),
+    "output-missing": ("output", "absent"),
+    "rotary-mixed": ("rotary", "mixed mixed-back"),
 }
+FAULT_NAMES = {
+    (field, value): name
+    for name, (field, values) in _FAULTY_VALUES_BY_NAME.items()
+    for value in values.split()
+}
+"""(Field, faulty value) of `AttentionVariant` -> name of the fault."""
 _ROTARY_FAULTS = {
     "heads": "rotary-axis",
     "values": "rotary-values",
@@ -128,12 +123,9 @@ def check_definition(context: CheckContext, T: int = LENGTH) -> list[Finding]:
 
 def _softcap(context: CheckContext) -> float | None:
     """Return the softcap of a function, or None."""
-    adapter = context.float64_adapter or context.adapter
-    return (
-        find_softcap(adapter, context.random_tokens(1, 3))
-        if isinstance(adapter, FunctionAdapter)
-        else None
-    )
+    adapter = context.exact_adapter
+    is_function = isinstance(adapter, FunctionAdapter)
+    return find_softcap(adapter, context.random_tokens(1, 3)) if is_function else None
 
 
 def _findings_of_faults(
@@ -167,10 +159,8 @@ def _difference_from_correct(
 ) -> tuple[dict[str, int], float, float] | None:
     """Return (example, expected, actual) where the correct variant differs most, or None."""
     x, out = search.runs[0]
-    corrected_fields: dict[str, object] = {
-        name: _correct_value(name, variant) for name in variant.faults
-    }
-    correct = AttentionVariant(**{**_field_values(variant), **corrected_fields})
+    corrected: dict[str, Any] = {name: _correct_value(name, variant) for name in variant.faults}
+    correct = replace(variant, **corrected)
     ref = reference_attention(search.inputs_for(interpretation, x, torch.float64), correct)
     if (
         ref.shape == out.shape
@@ -190,28 +180,17 @@ def largest_difference(
     if ref.shape != out.shape:
         return {"T": T, **sizes}, float(ref.numel()), float(out.numel())
     error = (out.double() - ref).abs()
-    b, t, c = (int(i) for i in torch.unravel_index(error.argmax(), error.shape))
-    return (
-        {"T": T, "row": b, "query": t, "feature": c, **sizes},
-        float(ref[b, t, c]),
-        float(out[b, t, c]),
-    )
-
-
-def _field_values(variant: AttentionVariant) -> dict[str, Any]:
-    """Return the fields of a variant as a dictionary."""
-    return dict(vars(variant))
+    b, t, c = position_of_largest(error)
+    example = {"T": T, "row": b, "query": t, "feature": c, **sizes}
+    return example, float(ref[b, t, c]), float(out[b, t, c])
 
 
 def _correct_value(name: str, variant: AttentionVariant) -> str:
     """Return the correct value of a field, for a variant in which it is faulty."""
-    if name != "rotary":
-        return (
-            str(getattr(AttentionVariant(), name))
-            if name != "bias" or "alibi" not in variant.bias
-            else "alibi"
-        )
-    return "interleaved" if variant.rotary.endswith(("interleaved", "mixed")) else "half"
+    if name == "rotary":
+        return "interleaved" if variant.rotary.endswith(("interleaved", "mixed")) else "half"
+    is_alibi = name == "bias" and "alibi" in variant.bias
+    return "alibi" if is_alibi else str(getattr(AttentionVariant(), name))
 
 
 def _sentence(
@@ -344,20 +323,15 @@ def _not_finite(context: CheckContext, T: int) -> list[Finding]:
         out = context.call(context.random_tokens(2, T + 2, turn=3) * 1.5).out
     bad = ~out.isfinite().all(-1)
     t = int(bad.any(0).to(torch.int64).argmax())
-    return [
-        finding(
-            "output-not-finite",
-            Phrase("Token {t} of {n} ordinary tokens is NaN or infinite.", t=t, n=out.shape[1]),
-            {"T": out.shape[1], "query": t},
-            "finite",
-            "nan or inf",
-        )
-    ]
+    n = out.shape[1]
+    sentence = Phrase("Token {t} of {n} ordinary tokens is NaN or infinite.", t=t, n=n)
+    example = {"T": n, "query": t}
+    return [finding("output-not-finite", sentence, example, "finite", "nan or inf")]
 
 
 def check_by_operations(context: CheckContext, T: int) -> list[Finding]:
     """Check the recorded operations at this length, with at least two tokens."""
-    adapter = context.float64_adapter or context.adapter
+    adapter = context.exact_adapter
     x = context.random_tokens(1, max(T, 2), turn=3)
     all_queries = getattr(adapter, "query_keys", None) is None
     if not all_queries and _output_is_weighted_tokens(adapter, x):
@@ -388,7 +362,7 @@ def _rotary_by_head(context: CheckContext) -> list[Finding]:
 
     With a key per head it cancels in every score, so that only recorded operations show it.
     """
-    adapter = context.float64_adapter or context.adapter
+    adapter = context.exact_adapter
     if adapter.traced_module() is None:
         return []
     x = context.random_tokens(1, 1, turn=3).expand(-1, 7, -1).clone()

@@ -17,7 +17,7 @@ from regard.audit.adapters.base import (
 )
 from regard.audit.adapters.functions import CustomAdapter, FunctionAdapter
 from regard.audit.adapters.modules import ModuleAdapter
-from regard.audit.check_context import LONG_LENGTHS, CheckContext
+from regard.audit.check_context import LONG_LENGTHS, CheckContext, position_of_largest
 from regard.audit.findings import Finding, finding
 from regard.language import Phrase, counted
 
@@ -39,16 +39,11 @@ def check_future(context: CheckContext, T: int | None = None) -> list[Finding]:
         return _check_unclear(context, T or FUTURE_LENGTH)
     if not context.causal:
         raise CheckNotApplicable("it is bidirectional")
-    lengths = [T] if T else [FUTURE_LENGTH]
-    findings: list[Finding] = []
+    paths = {"", *context.adapter.accepts, *({"flag"} & context.notes.keys())}
     for path in ("", "weights", "padding", "memory", "flag"):
-        if path and path not in context.adapter.accepts and path != "flag":
-            continue
-        if path == "flag" and "flag" not in context.notes:
-            continue
-        for n in lengths:
-            findings = findings or _check_path(context, n, path)
-    return findings
+        if path in paths and (findings := _check_path(context, T or FUTURE_LENGTH, path)):
+            return findings
+    return []
 
 
 def _check_unclear(context: CheckContext, T: int) -> list[Finding]:
@@ -74,41 +69,22 @@ def _check_path(context: CheckContext, T: int, path: str) -> list[Finding]:
     i, j, amount = measured.strongest(later)
     example = {"T": T, "query": i, "key": j}
     if T > 1 and not bool((measured.visible & earlier).any()) and not path:
-        return [
-            finding(
-                "mask-polarity",
-                Phrase(
-                    "Query {i} sees the later key {j}, and no query but the last sees an earlier "
-                    "one.",
-                    i=i,
-                    j=j,
-                ),
-                example,
-                0.0,
-                amount,
-            )
-        ]
-    return [
-        finding(
-            "future-leak",
-            Phrase(
-                "Query {i} changes with token {j}{path}.",
-                i=i,
-                j=j,
-                path=Phrase(_PATH_WORDS.get(path, "")),
-            ),
-            example,
-            0.0,
-            amount,
+        sentence = Phrase(
+            "Query {i} sees the later key {j}, and no query but the last sees an earlier one.",
+            i=i,
+            j=j,
         )
-    ]
+        return [finding("mask-polarity", sentence, example, 0.0, amount)]
+    words = Phrase(_PATH_WORDS.get(path, ""))
+    sentence = Phrase("Query {i} changes with token {j}{path}.", i=i, j=j, path=words)
+    return [finding("future-leak", sentence, example, 0.0, amount)]
 
 
 def influence_of(
     context: CheckContext, T: int, path: str = "", columns: tuple[int, ...] | None = None
 ) -> Influence:
     """Return the influence of T tokens, or of some `columns`, in float64 where it runs."""
-    adapter = context.float64_adapter or context.adapter
+    adapter = context.exact_adapter
     if path == "flag":
         adapter = context.notes["flag"].to_dtype(adapter.dtype)
     x = context.random_tokens(1, T)
@@ -137,12 +113,10 @@ def check_keys_used(context: CheckContext, T: int | None = None) -> list[Finding
         )
     if context.notes.get("unclear"):
         return _check_without_known_mask(context, T or 6)
-    long_lengths: tuple[int, ...] = (
-        LONG_LENGTHS if getattr(context.adapter, "query_keys", None) is None else LONG_LENGTHS[-1:]
-    )  # a call for each query
-    if context.notes.get(
-        "long definition holds"
-    ):  # the definition check has compared the whole output
+    long_lengths: tuple[int, ...] = LONG_LENGTHS
+    if getattr(context.adapter, "query_keys", None) is not None:  # a call for each query
+        long_lengths = LONG_LENGTHS[-1:]
+    if context.notes.get("long definition holds"):  # the whole output has been compared
         long_lengths = ()
     for n in (T,) if T else (6, *long_lengths):
         try:
@@ -161,10 +135,7 @@ def check_keys_used(context: CheckContext, T: int | None = None) -> list[Finding
 def _check_without_known_mask(context: CheckContext, T: int) -> list[Finding]:
     """Return a finding for a key that no query uses, if another one is used by all."""
     x = 0.3 * context.random_tokens(1, T)
-    adapter = context.float64_adapter or context.adapter
-    visible = influence(
-        lambda x: context.call(x, adapter=adapter).out, x, context.replace_token
-    ).visible
+    visible = influence(context.exact_output, x, context.replace_token).visible
     others = ~torch.eye(T, dtype=torch.bool)
     unused = ~(visible & others).any(0)
     if not bool((visible | ~others).all(0).any()) or not bool(unused.any()):
@@ -173,15 +144,8 @@ def _check_without_known_mask(context: CheckContext, T: int) -> list[Finding]:
             "claimed"
         )
     j = int(unused.to(torch.int64).argmax())
-    return [
-        finding(
-            "keys-ignored",
-            Phrase("No query uses key {j}, although all queries use other keys.", j=j),
-            {"T": T, "key": j},
-            "a weight",
-            0.0,
-        )
-    ]
+    sentence = Phrase("No query uses key {j}, although all queries use other keys.", j=j)
+    return [finding("keys-ignored", sentence, {"T": T, "key": j}, "a weight", 0.0)]
 
 
 def _mask_is_inferred(adapter: TargetAdapter) -> bool:
@@ -191,12 +155,7 @@ def _mask_is_inferred(adapter: TargetAdapter) -> bool:
 
 def _unused_key(context: CheckContext, T: int, tested_keys: Sequence[int]) -> list[Finding]:
     """Return a finding for the first key that no query uses although it is visible."""
-    adapter = context.float64_adapter or context.adapter
-    x = 0.3 * context.random_tokens(1, T)
-
-    def run(x: Tensor) -> Tensor:
-        return context.call(x, adapter=adapter).out
-
+    x, run = 0.3 * context.random_tokens(1, T), context.exact_output
     visible = influence(run, x, context.replace_token, list(tested_keys)).visible
     own_visible = influence(run, x, context.replace_token, [T - 1]).visible[-1, 0]
     if not bool(own_visible):
@@ -207,15 +166,11 @@ def _unused_key(context: CheckContext, T: int, tested_keys: Sequence[int]) -> li
     expected = context.expected_mask(T, T)[:, list(tested_keys)]
     own_key = torch.arange(T)[:, None] == torch.tensor(list(tested_keys))
     allowed = expected & ~own_key
-    if T < 30:
-        hidden_pairs = allowed & ~visible
-        # a query whose only key is its own is not counted
-        unused_keys = allowed.any(0) & ~(allowed & visible).any(0)
-    else:
-        unused_keys = allowed.any(0) & ~(allowed & visible).any(0)
-        hidden_pairs = allowed & ~visible
-        not_in_last_row = allowed[-1] & ~visible[-1]
-        unused_keys = unused_keys | not_in_last_row
+    hidden_pairs = allowed & ~visible
+    # a query whose only key is its own is not counted
+    unused_keys = allowed.any(0) & ~(allowed & visible).any(0)
+    if T >= 30:
+        unused_keys = unused_keys | hidden_pairs[-1]
     if not bool(unused_keys.any()):
         return []
     n = int(unused_keys.to(torch.int64).argmax())
@@ -273,11 +228,10 @@ def check_window(context: CheckContext, T: int | None = None) -> list[Finding]:
 
 def check_batch_rows(context: CheckContext, T: int = 5) -> list[Finding]:
     """Check that a row of the batch does not depend on other rows."""
-    adapter = context.float64_adapter or context.adapter
     x = context.random_tokens(3, T)
     changed_x = x.clone()
     changed_x[0] = context.random_tokens(1, T, turn=9)[0]
-    outputs, changed_outputs = (context.call(each, adapter=adapter).out for each in (x, changed_x))
+    outputs, changed_outputs = map(context.exact_output, (x, changed_x))
     amounts = (changed_outputs - outputs)[1:].abs()
     scale = (
         float(outputs[outputs.isfinite()].abs().max()) if bool(outputs.isfinite().any()) else 1.0
@@ -285,13 +239,6 @@ def check_batch_rows(context: CheckContext, T: int = 5) -> list[Finding]:
     amounts = torch.where(changed_outputs[1:].isnan() & outputs[1:].isnan(), 0.0, amounts)
     if float(amounts.max()) <= scale * torch.finfo(outputs.dtype).eps ** 0.5:
         return []
-    b, t, _ = (int(i) for i in torch.unravel_index(amounts.argmax(), amounts.shape))
-    return [
-        finding(
-            "batch-mixing",
-            Phrase("Token {t} of row {row} changes with row 0.", t=t, row=b + 1),
-            {"B": 3, "T": T},
-            0.0,
-            float(amounts.max()),
-        )
-    ]
+    b, t, _ = position_of_largest(amounts)
+    sentence = Phrase("Token {t} of row {row} changes with row 0.", t=t, row=b + 1)
+    return [finding("batch-mixing", sentence, {"B": 3, "T": T}, 0.0, float(amounts.max()))]

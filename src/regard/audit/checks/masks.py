@@ -67,16 +67,8 @@ def check_masks(context: CheckContext) -> list[Finding]:
                 overflow_finding(context.adapter, Phrase("{name}: a number", name=argument))
             )
         elif behavior.verdict == "kept":
-            example = {"T": 5, "calls": 2}
-            findings.append(
-                finding(
-                    name,
-                    Phrase(template, name=argument),
-                    example,
-                    "the second mask",
-                    "the first mask",
-                )
-            )
+            numbers = {"T": 5, "calls": 2}, "the second mask", "the first mask"
+            findings.append(finding(name, Phrase(template, name=argument), *numbers))
         else:
             effect = _effect_of_hidden_key(context, role, kind)
             if behavior.verdict == "added" and _is_zeroed(context, behavior.mask_format):
@@ -95,7 +87,7 @@ def check_masks(context: CheckContext) -> list[Finding]:
 
 def _is_zeroed(context: CheckContext, mask_format: MaskFormat) -> bool:
     """Whether a mask in this format sets hidden scores to about 0."""
-    adapter: Any = context.float64_adapter or context.adapter
+    adapter: Any = context.exact_adapter
     masked_adapter = adapter.with_conventions(
         replace(adapter.keywords, mask_format=mask_format), adapter.output_format
     )
@@ -114,20 +106,16 @@ def overflow_finding(adapter: TargetAdapter, what: str) -> Finding:
         what=what,
         name=name,
     )
-    return finding(
-        "mask-value-overflow",
-        sentence,
-        {"T": 5, "dtype": name},
-        Phrase("at most {most:.6g}", most=most),
-        "RuntimeError",
-    )
+    expected = Phrase("at most {most:.6g}", most=most)
+    example = {"T": 5, "dtype": name}
+    return finding("mask-value-overflow", sentence, example, expected, "RuntimeError")
 
 
 def _effect_of_hidden_key(
     context: CheckContext, role: str, kind: str
 ) -> tuple[dict[str, object], float, float]:
     """Replace key 0, which the claimed mask hides from the last query, and measure the effect."""
-    adapter: Any = context.float64_adapter or context.adapter
+    adapter: Any = context.exact_adapter
     keywords = adapter.keywords
     shape = (
         getattr(keywords, f"{role}_format") or context.notes["mask_behavior"][role].mask_format
@@ -157,18 +145,15 @@ def check_mask_rows(context: CheckContext, T: int = 4) -> list[Finding]:
     """Check that two rows with different masks in one batch give what each gives alone."""
     if not context.adapter.accepts & {"rows", "padding"}:
         raise CheckNotApplicable("it takes no mask for each row of a batch")
-    masks = torch.stack([context.expected_mask(T, T), context.expected_mask(T, T)])
-    tokens = torch.ones(2, T, dtype=torch.bool)
-    tokens[0, 1] = False  # each row hides another key
-    tokens[1, 2] = False
+    mask = context.expected_mask(T, T)
+    tokens = torch.arange(T) != torch.tensor([[1], [2]])  # each row hides another key
     by_keys = "rows" not in context.adapter.accepts
-    x = context.random_tokens(1, T)
-    x = torch.cat([x, x])
+    x = torch.cat([context.random_tokens(1, T)] * 2)
 
     def run_rows(adapter: TargetAdapter, x: Tensor, rows: slice) -> Tensor:
         if by_keys:
             return context.call(x[rows], tokens=tokens[rows], adapter=adapter).out
-        return adapter.call(x[rows], CallInputs(keep=(masks & tokens[:, None])[rows])).out
+        return adapter.call(x[rows], CallInputs(keep=(mask & tokens[:, None])[rows])).out
 
     def together(adapter: TargetAdapter, x: Tensor) -> Tensor:
         return run_rows(adapter, x, slice(None))[1:, T - 1 :]
@@ -179,17 +164,10 @@ def check_mask_rows(context: CheckContext, T: int = 4) -> list[Finding]:
     mismatch = context.compare(x, together, alone)
     if mismatch is None:
         return []
-    return [
-        finding(
-            "mask-rows",
-            Phrase(
-                "Token {t} of row 1 gives another result beside a row with another mask.", t=T - 1
-            ),
-            {"B": 2, "T": T},
-            mismatch.expected,
-            mismatch.got,
-        )
-    ]
+    sentence = Phrase(
+        "Token {t} of row 1 gives another result beside a row with another mask.", t=T - 1
+    )
+    return [finding("mask-rows", sentence, {"B": 2, "T": T}, mismatch.expected, mismatch.got)]
 
 
 def _require_padding_mask(context: CheckContext) -> None:
@@ -201,11 +179,10 @@ def _require_padding_mask(context: CheckContext) -> None:
 def check_padding_content(context: CheckContext, T: int = 6) -> list[Finding]:
     """Check that replacing a padded token, in front or at the end, changes no other token."""
     _require_padding_mask(context)
-    adapter = context.float64_adapter or context.adapter
+    adapter = context.exact_adapter
     x = context.random_tokens(1, T)
     for pad in (0, T - 1):
-        tokens = torch.ones(1, T, dtype=torch.bool)
-        tokens[0, pad] = False
+        tokens = torch.arange(T)[None] != pad
 
         def run(x: Tensor, tokens: Tensor = tokens) -> Tensor:
             return context.call(x, tokens=tokens, adapter=adapter).out
@@ -216,45 +193,28 @@ def check_padding_content(context: CheckContext, T: int = 6) -> list[Finding]:
         if bool(affected.any()):
             i = int(affected.to(torch.int64).argmax())
             amount = float(measured.amount[i, pad])
+            numbers = {"T": T, "padding": pad, "query": i}, 0.0, amount
             if _hides_query(context, x, tokens, pad):
                 sentence = Phrase(
                     "The padding mask changes query {pad}, which is padding, and hides its key "
                     "from no query.",
                     pad=pad,
                 )
-                return [
-                    finding(
-                        "padding-on-queries",
-                        sentence,
-                        {"T": T, "padding": pad, "query": i},
-                        0.0,
-                        amount,
-                    )
-                ]
+                return [finding("padding-on-queries", sentence, *numbers)]
             zeroed = "padding" in adapter.accepts and mask_sets_scores_to_zero(
                 adapter, x, CallInputs(tokens=tokens)
             )
-            return [
-                finding(
-                    "mask-zeroed" if zeroed else "padding-leak",
-                    Phrase(
-                        "Token {i} changes with the content of the padding at {pad}.", i=i, pad=pad
-                    ),
-                    {"T": T, "padding": pad, "query": i},
-                    0.0,
-                    amount,
-                )
-            ]
+            sentence = Phrase(
+                "Token {i} changes with the content of the padding at {pad}.", i=i, pad=pad
+            )
+            return [finding("mask-zeroed" if zeroed else "padding-leak", sentence, *numbers)]
     return []
 
 
 def _hides_query(context: CheckContext, x: Tensor, tokens: Tensor, pad: int) -> bool:
     """Whether the padding mask changes the output of the padded token and of no other."""
-    adapter = context.float64_adapter or context.adapter
-    with_mask, without = (
-        context.call(x, tokens=tokens, adapter=adapter).out,
-        context.call(x, adapter=adapter).out,
-    )
+    with_mask = context.call(x, tokens=tokens, adapter=context.exact_adapter).out
+    without = context.exact_output(x)
     difference = (with_mask - without).abs().amax(-1)[0]
     difference = torch.where(difference.isnan(), torch.inf, difference)
     least = float(without.abs().max()) * torch.finfo(without.dtype).eps ** 0.5
@@ -272,22 +232,14 @@ def check_nan_behind_mask(context: CheckContext, T: int = 4) -> list[Finding]:
     x = context.random_tokens(1, T)
     if not x.is_floating_point():
         raise CheckNotApplicable("tokens are ids, which cannot be NaN")
-    tokens = torch.ones(1, T, dtype=torch.bool)
-    tokens[0, 0] = False
     x[0, 0] = float("nan")
-    out = context.call(x, tokens=tokens).out[0, 1:]
+    out = context.call(x, tokens=torch.arange(T)[None] > 0).out[0, 1:]
     if bool(out.isfinite().all()):
         return []
     i = int((~out.isfinite()).any(-1).to(torch.int64).argmax()) + 1
-    return [
-        finding(
-            "garbage-leak",
-            Phrase("NaN in the padded slot 0 makes token {i} NaN.", i=i),
-            {"T": T, "padding": 0, "query": i},
-            "finite",
-            "nan",
-        )
-    ]
+    sentence = Phrase("NaN in the padded slot 0 makes token {i} NaN.", i=i)
+    example = {"T": T, "padding": 0, "query": i}
+    return [finding("garbage-leak", sentence, example, "finite", "nan")]
 
 
 def check_left_padding(context: CheckContext, T: int = 4) -> list[Finding]:
@@ -317,15 +269,8 @@ def check_left_padding(context: CheckContext, T: int = 4) -> list[Finding]:
         T=T,
         PADDING_LENGTH=PADDING_LENGTH,
     )
-    return [
-        finding(
-            "left-padding-shift",
-            sentence,
-            {"B": 2, "T": n, "padding": PADDING_LENGTH, "token": t},
-            mismatch.expected,
-            mismatch.got,
-        )
-    ]
+    example = {"B": 2, "T": n, "padding": PADDING_LENGTH, "token": t}
+    return [finding("left-padding-shift", sentence, example, mismatch.expected, mismatch.got)]
 
 
 def check_empty_rows(context: CheckContext, T: int = 3) -> list[Finding]:
@@ -336,31 +281,19 @@ def check_empty_rows(context: CheckContext, T: int = 3) -> list[Finding]:
     x = context.random_tokens(1, T)
     tokens = keep = None
     if "mask" in takes:
-        keep = context.expected_mask(T, T)[None].clone()
-        keep[0, 0] = False
+        keep = context.expected_mask(T, T)[None] & (torch.arange(T) > 0)[:, None]
     else:
-        tokens = torch.ones(1, T, dtype=torch.bool)
-        tokens[0, 0] = False
+        tokens = torch.arange(T)[None] > 0
     out = adapter.call(x, CallInputs(keep=keep, tokens=tokens)).out[0]
     not_finite = ~out.isfinite().all(-1)
     other_not_finite = not_finite[1:] if context.causal or keep is not None else not_finite[:0]
     if bool(other_not_finite.any()) or (context.strict and bool(not_finite.any())):
-        i = (
-            int(not_finite.to(torch.int64).argmax())
-            if not bool(other_not_finite.any())
-            else int(other_not_finite.to(torch.int64).argmax()) + 1
+        others = bool(other_not_finite.any())
+        i = int((other_not_finite if others else not_finite).to(torch.int64).argmax()) + others
+        sentence = Phrase(
+            "Query {i} is NaN in a call in which every key is hidden from query 0.", i=i
         )
-        return [
-            finding(
-                "empty-row",
-                Phrase(
-                    "Query {i} is NaN in a call in which every key is hidden from query 0.", i=i
-                ),
-                {"T": T, "query": i},
-                "finite",
-                "nan",
-            )
-        ]
+        return [finding("empty-row", sentence, {"T": T, "query": i}, "finite", "nan")]
     if bool(not_finite.any()):
         raise CheckNotApplicable(
             "query 0 is NaN if a mask hides every key from it, and no result is claimed for such "
@@ -378,12 +311,6 @@ def check_empty_rows(context: CheckContext, T: int = 3) -> list[Finding]:
     if float(difference.max()) <= torch.finfo(out.dtype).eps ** 0.5:
         return []
     position = int(difference.argmax())
-    return [
-        finding(
-            "empty-row",
-            "Every key is hidden from query 0, and its output is an average of all values.",
-            {"T": T, "query": 0},
-            float(expected[position]),
-            float(out[0, position]),
-        )
-    ]
+    fault = "Every key is hidden from query 0, and its output is an average of all values."
+    numbers = {"T": T, "query": 0}, float(expected[position]), float(out[0, position])
+    return [finding("empty-row", fault, *numbers)]

@@ -119,35 +119,25 @@ def _long_sequence_fault(
     has_output = (out != 0).any(-1)[0] & out.isfinite().all(-1)[0]
     if out.shape[1] < T or not bool(has_output.all()):
         t = out.shape[1] if out.shape[1] < T else int((~has_output).to(torch.int64).argmax())
-        return finding(
-            "queries-dropped",
-            Phrase("Query {t} of {tokens} gets no output.", t=t, tokens=counted(T, "token")),
-            {"T": T, "query": t},
-            "an output",
-            "nothing, or zeros",
-        )
+        sentence = Phrase("Query {t} of {tokens} gets no output.", t=t, tokens=counted(T, "token"))
+        numbers = {"T": T, "query": t}, "an output", "nothing, or zeros"
+        return finding("queries-dropped", sentence, *numbers)
+    inputs = reference_inputs(context, interpretation, x, torch.float64)
     for block in BLOCK_SIZES:
         for rescaled in ("neither", "sum", "values"):
-            ref = _blockwise_output(
-                reference_inputs(context, interpretation, x, torch.float64),
-                variant,
-                block,
-                rescaled,
-            )
-            if (
-                ref is not None
-                and worst_mismatch(
-                    out, same_dtype_references(context, interpretation, variant, x), ref
-                )
-                is None
-            ):
+            ref = _blockwise_output(inputs, variant, block, rescaled)
+            if ref is None:
+                continue
+            plains = same_dtype_references(context, interpretation, variant, x)
+            if worst_mismatch(out, plains, ref) is None:
                 return _unrescaled_blocks(context, interpretation, variant, block, mismatch)
     shorter = _shortest_failing_length(context, interpretation, variant, T)
     x = context.random_tokens(1, shorter, turn=3)
-    ref, out = (
-        reference_attention(reference_inputs(context, interpretation, x, torch.float64), variant),
+    inputs, out = (
+        reference_inputs(context, interpretation, x, torch.float64),
         context.call(x).out,
     )
+    ref = reference_attention(inputs, variant)
     sentence = Phrase(
         "The output is correct for few tokens, and wrong for {shorter}.", shorter=shorter
     )
@@ -240,14 +230,9 @@ def _check_more_keys(
     if interpretation.causal and not context.masked and not context.causal:
         return []
     out = adapter.call_last_queries(x, FEW_QUERIES, keep)
-    ref = reference_attention(reference_inputs(context, interpretation, x, torch.float64), variant)[
-        :, -FEW_QUERIES:
-    ]
-    mismatch = worst_mismatch(
-        out,
-        [p[:, -FEW_QUERIES:] for p in same_dtype_references(context, interpretation, variant, x)],
-        ref,
-    )
+    ref = reference_attention(reference_inputs(context, interpretation, x, torch.float64), variant)
+    plains = same_dtype_references(context, interpretation, variant, x)
+    mismatch = worst_mismatch(out, [p[:, -FEW_QUERIES:] for p in plains], ref[:, -FEW_QUERIES:])
     if mismatch is None:
         return []
     example = {"T": FEW_QUERIES, "S": T, "output": list(mismatch.position)}
@@ -385,13 +370,8 @@ def _check_chunking(
             outputs=counted(out.shape[1], "output"),
             tokens=counted(T, "token"),
         )
-        return finding(
-            "cache-output-length",
-            sentence,
-            {"T": T, "chunks": list(chunks)},
-            float(T),
-            float(out.shape[1]),
-        )
+        example = {"T": T, "chunks": list(chunks)}
+        return finding("cache-output-length", sentence, example, float(T), float(out.shape[1]))
     mismatch = worst_mismatch(out, plains, ref)
     if mismatch is None:
         return None
@@ -403,13 +383,8 @@ def _check_chunking(
         t=t,
         T=T,
     )
-    return finding(
-        "cache-differs",
-        sentence,
-        {"T": T, "chunks": list(chunks), "token": t},
-        mismatch.expected,
-        mismatch.got,
-    )
+    example = {"T": T, "chunks": list(chunks), "token": t}
+    return finding("cache-differs", sentence, example, mismatch.expected, mismatch.got)
 
 
 def check_cache_growth(context: CheckContext, T: int | None = None) -> list[Finding]:
@@ -437,11 +412,8 @@ def check_cache_growth(context: CheckContext, T: int | None = None) -> list[Find
         n=sizes[1],
         longest=longest,
     )
-    return [
-        finding(
-            "cache-grows", sentence, {"T": longest, "window": W}, float(sizes[0]), float(sizes[1])
-        )
-    ]
+    example = {"T": longest, "window": W}
+    return [finding("cache-grows", sentence, example, *map(float, sizes))]
 
 
 def _token_counts(chunks: tuple[int, ...]) -> str:
@@ -465,9 +437,8 @@ def check_position_shift(context: CheckContext, T: int = 5) -> list[Finding]:
     keep = context.expected_mask(T, T)[None] if context.masked else None
 
     def run_from(start: int, adapter: TargetAdapter, x: Tensor) -> Tensor:
-        return adapter.call(
-            x, CallInputs(keep=keep, positions=torch.arange(start, start + T)[None])
-        ).out
+        positions = torch.arange(start, start + T)[None]
+        return adapter.call(x, CallInputs(keep=keep, positions=positions)).out
 
     mismatch = context.compare(
         x, lambda a, x: run_from(SHIFT, a, x), lambda a, x: run_from(0, a, x)
@@ -480,12 +451,5 @@ def check_position_shift(context: CheckContext, T: int = 5) -> list[Finding]:
         last=SHIFT + T - 1,
         t=T - 1,
     )
-    return [
-        finding(
-            "position-shift",
-            sentence,
-            {"T": T, "shift": SHIFT, "output": list(mismatch.position)},
-            mismatch.expected,
-            mismatch.got,
-        )
-    ]
+    example = {"T": T, "shift": SHIFT, "output": list(mismatch.position)}
+    return [finding("position-shift", sentence, example, mismatch.expected, mismatch.got)]

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import platform
-import shlex
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, fields, replace
@@ -33,7 +30,7 @@ from regard.process_state import set_seed
 from regard.train import checkpoints
 from regard.train.loop import TrainResult, fit
 from regard.train.losses import AnswerLoss, Seq2SeqLoss
-from regard.train.pretraining import make_config
+from regard.train.pretraining import make_config, print_status, write_command
 from regard.train.progress import make_progress
 from regard.train.settings import Settings
 from regard.train.tasks import find_task
@@ -46,7 +43,7 @@ from regard.train.tasks.report import (
 )
 from regard.train.tasks.task import Task, TaskBatches, pad
 from regard.units import plural
-from regard.untrusted_text import MULTILINE, error_text, escape_controls, short_repr
+from regard.untrusted_text import error_text, short_repr
 from regard.view.charts import Accuracy
 
 VALIDATION_EXAMPLES = 128
@@ -158,8 +155,8 @@ class TaskTrainingRun:
         try:
             stack.enter_context(folder_locked(self.out))
             if not file.exists():
-                with write_user_file(self.out / "command.txt") as path:
-                    path.write_text(self.command(), encoding="utf-8")
+                flags = {"task": self.task.name, "model": self.name} | asdict(self.recipe)
+                write_command(self.out, (), flags | self.options)
                 with write_user_file(file) as path:
                     path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
             saved = read_json(file)
@@ -173,21 +170,6 @@ class TaskTrainingRun:
                 f"{file} belongs to a run with another {' and '.join(different)}; "
                 "repeat its options, or choose another folder"
             )
-
-    def command(self) -> str:
-        """Return the command with every option, and the versions of Python and torch."""
-        options = {"task": self.task.name, "model": self.name} | asdict(self.recipe) | self.options
-        parts = ["regard", "train"]
-        for name, value in options.items():
-            flag = "--" + name.replace("_", "-")
-            values = value if isinstance(value, (list, tuple)) else [value]
-            for item in values:
-                if item is not False and item is not None:
-                    parts += [flag] if item is True else [flag, str(item)]
-        return (
-            f"{shlex.join(parts)}\n# Python {platform.python_version()}, torch "
-            f"{torch.__version__}\n"
-        )
 
     def facts(self, result: TrainResult, parameters: int) -> dict[str, str]:
         """Return the texts that are shown under the title of the page, by label."""
@@ -288,11 +270,6 @@ def _check_shapes(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
             raise ArgumentError(
                 f"{short_repr(name)} is {stored_shape} in the file and {model_shape} in the model"
             )
-
-
-def print_status(text: str) -> None:
-    """Print lines on standard error."""
-    print(escape_controls(text, keep=MULTILINE), file=sys.stderr, flush=True)
 
 
 ATTENTIONS = ("bahdanau", "luong")
