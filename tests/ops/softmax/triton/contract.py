@@ -9,6 +9,8 @@ from __future__ import annotations
 import math
 import os
 from dataclasses import replace
+from functools import partial
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import pytest
@@ -21,14 +23,14 @@ from regard.caches import Float8, Paged, Quantized
 from regard.caches.float8 import from_float8
 from regard.ops.softmax.attend import part_gradients
 from regard.ops.softmax.call import make_call
-from regard.ops.softmax.kernel import KernelResult
+from regard.ops.softmax.kernel import Kernel, KernelResult
 from regard.ops.softmax.reference import ReferenceKernel
 from regard.ops.softmax.triton.kernel import TritonKernel, is_decoding
 from tests.ops.softmax.cases import CONTRACT, Case, Made, make
 from tests.ops.softmax.test_contract import answers, assert_gradients, gradient_answers, gradients
 from tests.ops.softmax.test_cpu_quantized import meant
 from tests.oracles.plain import plain_attention, several_plains
-from tests.rules import GRADIENT, assert_close_rule
+from tests.rules import GRADIENT, assert_close_rule, in_orders
 
 DEVICE = os.environ.get("REGARD_TRITON_DEVICE", "cpu")
 KERNEL = TritonKernel()
@@ -146,21 +148,24 @@ def test_latents_decode_for_all_heads(dtype: torch.dtype, queries: int) -> None:
     latents[0, :, :5] = math.nan
     positions = torch.arange(37).repeat(2, 1)
     positions[0, :5] = -1
-    found, several = [], []
-    for of_dtype, kernel in ((dtype, KERNEL), (dtype, None), (torch.float64, None)):
-        device = DEVICE if kernel else "cpu"
+
+    def run(kernel: Kernel, of_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        device = DEVICE if kernel is KERNEL else "cpu"
         x, keys = (y.to(device, of_dtype) for y in (q, latents))
-        values = keys[..., :512] if kernel else keys[..., :512].clone()
+        values = keys[..., :512] if kernel is KERNEL else keys[..., :512].clone()
         call = make_call(
             x, keys, values, mask=masks.Causal(), scale=0.1, wants_lse=True,
             k_positions=positions.to(device),
         )  # fmt: skip
         assert is_decoding(call)
-        result = (kernel or ReferenceKernel()).run(call)
+        result = kernel.run(call)
         assert result.lse is not None
-        (found if kernel else several).append([result.out.cpu(), result.lse.cpu()])
+        return result.out.cpu(), result.lse.cpu()
+
+    found, right = run(KERNEL, dtype), run(ReferenceKernel(), torch.float64)
+    plain = in_orders(partial(run, ReferenceKernel(), dtype))
     for i, what in enumerate(("out", "lse")):
-        assert_close_rule(found[0][i], several[0][i], several[1][i], what=what)
+        assert_close_rule(found[i], plain.each(itemgetter(i)), right[i], what=what)
 
 
 class Stored(NamedTuple):
