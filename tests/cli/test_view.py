@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import sys
 import threading
 from pathlib import Path
 from types import SimpleNamespace
@@ -94,6 +95,7 @@ def test_what_cannot_be_served(tmp_path: Path, said: Said) -> None:
     file = tmp_path / "run.safetensors"
     regard.inspect.save(regard.inspect.record(regard.load("tiny"), TEXT), file)
     assert "a recording was given" in said("view", file, TEXT, code=2).replace("\n", " ")
+    assert "there is no recording" in said("view", tmp_path / "other.safetensors", code=2)
     assert "allow" in said("view", "tiny", TEXT, "--host", "0.0.0.0", code=2)
     model = SimpleNamespace(
         config=SimpleNamespace(hidden_size=4096, num_hidden_layers=32, num_attention_heads=32),
@@ -102,3 +104,12 @@ def test_what_cannot_be_served(tmp_path: Path, said: Said) -> None:
     with pytest.raises(typer.BadParameter, match="choose heads with --layer and --head"):
         _check_memory(model, "x" * 131_072, None, None, 4.0)
     _check_memory(model, "x" * 131_072, [0], [3], 4.0)
+
+
+def test_a_missing_server_is_told_before_the_model_runs(
+    monkeypatch: pytest.MonkeyPatch, said: Said
+) -> None:
+    """A thread that still runs the model when the process ends aborts the process."""
+    monkeypatch.setitem(sys.modules, "uvicorn", None)
+    monkeypatch.setattr("regard.cli.view.load", lambda *_: pytest.fail("the model was loaded"))
+    assert "regard[view]" in said("view", "tiny", TEXT, code=2)

@@ -82,7 +82,9 @@ def view(
     check_files({"--save": save})
     from regard.files.gguf_files import is_gguf
     from regard.inspect import load as load_recording
+    from regard.inspect.tile_server.serve import require_server_packages
 
+    require_server_packages()
     serving: dict[str, Any] = {"port": port, "host": host, "allow_remote": allow_remote}
     serving |= {"open_browser": open_browser, "lang": lang}
     if beside is not None:
@@ -101,6 +103,8 @@ def view(
         given |= dict.fromkeys([*reading.flags_given(), *load_options.flags_given()], True)
         refuse_given(given, "applies to a model, but a recording was given; leave it out")
         server = _serve(load_recording(of), serving)
+    elif Path(of).suffix == ".safetensors":
+        raise usage_error("RECORDING|MODEL", "there is no recording {of}", of=short_repr(of))
     else:
         from regard.inspect.tile_server.running import RunningRecording
 

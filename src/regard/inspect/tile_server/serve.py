@@ -140,6 +140,18 @@ class Server:
         self.close()
 
 
+def require_server_packages() -> None:
+    """Raise an error that says what to install if starlette or uvicorn is missing."""
+    try:
+        import starlette  # noqa: F401
+        import uvicorn  # noqa: F401
+    except ImportError as error:
+        raise ArgumentError(
+            "regard view needs starlette and uvicorn; install them with "
+            "`pip install 'regard[view]'`"
+        ) from error
+
+
 def view(
     recording: Recording | RunningRecording | str | Path,
     b: Recording | str | Path | None = None,
@@ -190,14 +202,7 @@ def view(
             "Use 127.0.0.1, or allow it with allow_remote=True (--allow-remote)",
             argument="host",
         )
-    try:
-        import starlette  # noqa: F401
-        import uvicorn  # noqa: F401
-    except ImportError as error:
-        raise ArgumentError(
-            "regard view needs starlette and uvicorn; install them with "
-            "`pip install 'regard[view]'`"
-        ) from error
+    require_server_packages()
     from regard.inspect.tile_server.session import ViewSession
 
     running = None
