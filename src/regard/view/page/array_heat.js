@@ -24,7 +24,7 @@ const arrayHeat = options => {
       most = Math.min(room, options.side || 720, tall * Math.max(1, cols / rows));
     const named = (most - (narrow ? 56 : 92) - bar) / cols >= 10,
       left = named ? (narrow ? 56 : 92) : 42,
-      top = named ? (narrow ? 44 : 66) : 20;
+      top = named ? (narrow ? 60 : 66) : 20;
     const width = Math.max(80, most - left - bar - 2),
       height = Math.round(width * Math.min(1, Math.max(cols > 4 * rows ? 0.1 : 0.3, rows / cols)));
     plot.shape = { left, top, bar, width, height, dpr: devicePixelRatio || 1 };
