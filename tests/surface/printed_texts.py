@@ -234,9 +234,11 @@ def _texts(tree: ast.AST) -> Iterator[str]:
 
 def _children(node: ast.AST) -> Iterator[ast.AST]:
     """Yield the parts of an expression or a statement that can have texts: no annotation, no type
-    (the shape of a tensor is a string), and no message of an assertion.
+    (the shape of a tensor is a string), no message of an assertion, and no list of names.
     """
     if isinstance(node, ast.Assert) or _is_error(node):
+        return
+    if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "_words":
         return
     if isinstance(node, ast.Subscript) and getattr(node.value, "id", "") in SHAPED:
         return

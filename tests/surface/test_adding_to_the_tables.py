@@ -107,8 +107,8 @@ DEMANDED: list[Edit] = [
     ("src/regard/cli/train.py", '"mqar", "passkey")\n', '"mqar", "passkey", "reverse")\n'),
     (
         "tests/compare/test_mechanisms.py",
-        '        "mqa",\n',
-        '        "mqa",\n        "gated",\n',
+        '    softmax = {"mha", ',
+        '    softmax = {"mha", "gated", ',
     ),
     (
         "tests/experiments/planted.py",

@@ -265,7 +265,7 @@ def test_a_mistyped_option_is_suggested_before_anything_else(
     """Although arguments are missing or wrong, too."""
     error = said(capsys, name, "--lagn", "zh", code=2)
     assert "error: No such option: --lagn; did you mean --lang" in error
-    assert "没有选项 --lagn；您要写的是不是 --lang" in said(
+    assert "没有选项 --lagn；你要写的是不是 --lang" in said(
         capsys, name, "--lang", "zh", "--lagn", code=2
     ).replace("\n", "")
 

@@ -132,7 +132,7 @@ def test_a_phrase_is_translated_with_what_is_in_it() -> None:
     for one in (phrase, copy.deepcopy(phrase), pickle.loads(pickle.dumps(phrase))):
         assert one == translate(one) == "part of 2 heads: best accuracy"
         with use_language("zh"):
-            assert translate(one) == "2 个头：最好的准确率的份额"
+            assert translate(one) == "对 2 个头：最好的准确率的贡献"
     with use_language("zh"):
         assert translate(Phrase("logit of {names}", names="query")) == "query 的 logit"
         assert translate("logit of {names}", names="query") == "query 的 logit"

@@ -452,9 +452,9 @@ def _check_bias(attention: AttentionNodes) -> Iterator[GraphFault]:
             far = float(means[moving][0, -1])
             yield GraphFault("bias-sign", sentence, -far, far)
         elif node.weights and sign * _sign(node) < 0 and not bool((steps < 0).all()):
-            near = float(means[moving][0, 0])
+            nearest = float(means[moving][0, 0])
             sentence = "A learned bias is subtracted from the scores."
-            yield GraphFault("bias-sign", sentence, -near, near)
+            yield GraphFault("bias-sign", sentence, -nearest, nearest)
 
 
 def _sign(node: OperationNode) -> float:

@@ -159,9 +159,9 @@ class Quality:
         """Raise an error for options of training if --quality is not given."""
         if self.quality:
             return
-        given = {"--task": self.task, "--steps": self.steps, "--lr": self.lr}
-        given |= {"--seeds": self.seeds > 1, "--text": self.text != "python-docs"}
-        refuse_given(given, "applies only to training; give --quality too, or leave it out")
+        flags = {"--task": self.task, "--steps": self.steps, "--lr": self.lr}
+        flags |= {"--seeds": self.seeds > 1, "--text": self.text != "python-docs"}
+        refuse_given(flags, "applies only to training; give --quality too, or leave it out")
 
 
 @dataclass

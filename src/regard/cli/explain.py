@@ -515,8 +515,8 @@ def print_heads(target: ExplainTarget, json: bool, console: Console, lang: str |
         for h, (weight, key) in enumerate(zip(*layer, strict=True))
     ]
     if json:
-        found = {"query": target.query_index, "piece": query_token, "heads": rows}
-        typer.echo(json_format.dumps(found))
+        result = {"query": target.query_index, "piece": query_token, "heads": rows}
+        typer.echo(json_format.dumps(result))
     else:
         show_heads(
             f"{target.query_index} {query_token}",

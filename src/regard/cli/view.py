@@ -98,10 +98,10 @@ def view(
                 "view MODEL --file {of}",
                 of=short_repr(of),
             )
-        given: dict[str, object] = {"TEXT": text, "--file": file, "--save": save}
-        given |= {"--layer": layer, "--head": head}
-        given |= dict.fromkeys([*reading.flags_given(), *load_options.flags_given()], True)
-        refuse_given(given, "applies to a model, but a recording was given; leave it out")
+        flags: dict[str, object] = {"TEXT": text, "--file": file, "--save": save}
+        flags |= {"--layer": layer, "--head": head}
+        flags |= dict.fromkeys([*reading.flags_given(), *load_options.flags_given()], True)
+        refuse_given(flags, "applies to a model, but a recording was given; leave it out")
         server = _serve(load_recording(of), serving)
     elif Path(of).suffix == ".safetensors":
         raise usage_error("RECORDING|MODEL", "there is no recording {of}", of=short_repr(of))

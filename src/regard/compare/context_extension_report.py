@@ -120,7 +120,7 @@ def plots(results: ExtensionResults) -> list[Picture]:
             f"{metadata['model']}: perplexity of the same tokens after more context",
             "tokens read",
             "perplexity",
-            per_method(lambda found: [(x["length"], x["perplexity"]) for x in found["by_length"]]),
+            per_method(lambda run: [(x["length"], x["perplexity"]) for x in run["by_length"]]),
             "xy",
             trained,
         ),
@@ -128,7 +128,7 @@ def plots(results: ExtensionResults) -> list[Picture]:
             "Passage retrieval: nats per token saved, mean over depths",
             "tokens read",
             "nats",
-            per_method(lambda found: [(x["length"], _saved(x)) for x in found["by_length"]]),
+            per_method(lambda run: [(x["length"], _saved(x)) for x in run["by_length"]]),
             "x",
             trained,
         ),
@@ -137,23 +137,21 @@ def plots(results: ExtensionResults) -> list[Picture]:
             "depth",
             "nats",
             per_method(
-                lambda found: [(x["depth"], x["saved"]) for x in found["by_length"][-1]["needle"]]
+                lambda run: [(x["depth"], x["saved"]) for x in run["by_length"][-1]["needle"]]
             ),
         ),
         Picture(
             f"How often each pair turns in {plural(metadata['trained'], 'token')}",
             "pair of dims",
             "turns",
-            per_method(
-                lambda found: enumerate(max(trained, 1) * x / math.tau for x in found["theta"])
-            ),
+            per_method(lambda run: enumerate(max(trained, 1) * x / math.tau for x in run["theta"])),
             "y",
         ),
         Picture(
             "Rotary similarity by distance: f^2 (2 / d) sum cos(m theta)",
             "distance",
             "share",
-            per_method(lambda found: found["decay"]),
+            per_method(lambda run: run["decay"]),
             "",
             trained,
         ),

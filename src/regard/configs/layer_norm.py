@@ -74,17 +74,17 @@ class LayerNormConfig(ModelConfig, ABC):
 
     @property
     def model_dim(self) -> int:
-        """The model dim M."""
+        """The width M of hidden states."""
         return self._size("hidden_size")
 
     @property
     def heads(self) -> int:
-        """The query heads H."""
+        """The number of query heads H."""
         return self._size("num_attention_heads")
 
     @property
     def layers(self) -> int:
-        """The number of layers."""
+        """The number of decoder layers."""
         return self._size("num_hidden_layers")
 
     @property
@@ -95,7 +95,7 @@ class LayerNormConfig(ModelConfig, ABC):
 
     @property
     def groups(self) -> int:
-        """The key/value heads G."""
+        """The number of key/value heads G."""
         return self.heads
 
     @property

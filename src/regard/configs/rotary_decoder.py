@@ -311,9 +311,9 @@ class RotaryDecoderConfig(ModelConfig):
 
     def has_bias(self, name: Literal["qkv_bias", "output_bias", "ff_bias"]) -> bool:
         """Return whether maps have biases, as the recipe or a key says."""
-        said = getattr(self.recipe, name)
+        by_recipe = getattr(self.recipe, name)
         key = "mlp_bias" if name == "ff_bias" else "attention_bias"
-        return bool(getattr(self, key, False) if said is None else self.value(said))
+        return bool(getattr(self, key, False) if by_recipe is None else self.value(by_recipe))
 
     def has_sinks(self, window: int | None) -> bool:
         """Return whether the heads of a layer with a window, or without one, have sinks."""

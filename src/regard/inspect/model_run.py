@@ -534,16 +534,16 @@ def _prepare_pretokenized(example: PretokenizedInput) -> ModelRun:
     if not sites:
         raise ArgumentError(f"{example.name} has no attention; there is nothing to explain")
     if hasattr(network, "layers"):
-        ends = _ends_of(network, network.head)
+        outer = _ends_of(network, network.head)
     else:  # a recurrent decoder has no blocks and no last norm
-        ends = {"last": network.decoder, "predict": network.head}
+        outer = {"last": network.decoder, "predict": network.head}
     return ModelRun(
         network,
         lambda: network(*ids),
         sequences,
         network=network,
         sites=sites,
-        **ends,
+        **outer,
         names=example.names,
         name=example.name,
         text=next(iter(sequences.values())).text,

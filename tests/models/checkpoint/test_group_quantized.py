@@ -278,7 +278,16 @@ def write_settings(folder: Path, settings: dict[str, Any]) -> None:
     small.change_config(folder, quantization_config=settings)
 
 
-KEPT = ["gptq-4", "awq", "packed-4", "gptq-act-order", "fp8-blocks", "nf4-nested", "bitsandbytes-8"]
+KEPT = [
+    "gptq-4",
+    "awq",
+    "packed-4",
+    "packed-8",
+    "gptq-act-order",
+    "fp8-blocks",
+    "nf4-nested",
+    "bitsandbytes-8",
+]
 
 
 @pytest.mark.full(keep=KEPT)

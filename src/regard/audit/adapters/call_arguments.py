@@ -37,19 +37,19 @@ ARGUMENT_NAMES = _words(
         "relative_position_bias score_bias",
         "sinks": "sink sinks attention_sinks attn_sink sink_logits s_aux",
         "scale": "scale scaling softmax_scale sm_scale scale_factor",
-        "pair query": "query queries q hidden decoder_hidden dec_hidden decoder_state "
+        "pair_query": "query queries q hidden decoder_hidden dec_hidden decoder_state "
         "hidden_state state s h",
-        "pair keys": "keys key k encoder_outputs encoder_output enc_outputs enc_out memory values "
+        "pair_keys": "keys key k encoder_outputs encoder_output enc_outputs enc_out memory values "
         "value context annotations encoder_states encoder_hidden_states",
-        "new cache": "new_cache make_cache init_cache empty_cache",
-        "reset cache": "reset_cache clear_cache reset_kv_cache",
-        "output size": "d_out out_dim d_output",
+        "new_cache": "new_cache make_cache init_cache empty_cache",
+        "reset_cache": "reset_cache clear_cache reset_kv_cache",
+        "output_size": "d_out out_dim d_output",
         "length": "context_length max_seq_len block_size max_len max_length context "
         "max_position_embeddings seq_len",
         "dropout": "dropout attn_dropout attn_pdrop dropout_p p_dropout attention_dropout",
     }
 )
-"""The names that people give to arguments and methods, by their role; "pair query" and "pair keys"
+"""The names that people give to arguments and methods, by their role; "pair_query" and "pair_keys"
 are those of additive attention, forward(query, keys).
 """
 SIZE_NAMES = _words(
@@ -100,7 +100,7 @@ def query_keys_names(known: Iterable[str]) -> tuple[str, str] | None:
     (('decoder_hidden', 'encoder_outputs'), None)
     """
     leading = list(known)[:2]
-    query, keys = (first_known(ARGUMENT_NAMES[f"pair {x}"], leading) for x in ("query", "keys"))
+    query, keys = (first_known(ARGUMENT_NAMES[f"pair_{x}"], leading) for x in ("query", "keys"))
     return (query, keys) if query and keys and query != keys else None
 
 

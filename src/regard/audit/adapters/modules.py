@@ -246,8 +246,8 @@ class ModuleAdapter(TargetAdapter):
     def _make_cache(self) -> object:
         """Make an empty cache, or reset the module's; `NEW_CACHE` if the module makes it."""
         maker, reset = (
-            first_known(ARGUMENT_NAMES["new cache"], dir(self.module)),
-            first_known(ARGUMENT_NAMES["reset cache"], dir(self.module)),
+            first_known(ARGUMENT_NAMES["new_cache"], dir(self.module)),
+            first_known(ARGUMENT_NAMES["reset_cache"], dir(self.module)),
         )
         if self.keywords.memory and maker:
             return getattr(self.module, maker)()
@@ -266,7 +266,7 @@ class ModuleAdapter(TargetAdapter):
         """Return the keywords with the parameter whose empty dictionary or list a call fills with
         tensors, whatever its name: a cache that the caller holds.
         """
-        maker = first_known(ARGUMENT_NAMES["new cache"], dir(self.module))
+        maker = first_known(ARGUMENT_NAMES["new_cache"], dir(self.module))
         if maker or type(self.module).__module__.startswith(("transformers.", "torch.")):
             return self.keywords
         x = self.random_tokens(1, 2, 0).to(self.dtype)
@@ -318,7 +318,7 @@ class ModuleAdapter(TargetAdapter):
 
     def _accepted_cache_and_weights(self) -> frozenset[str]:
         """Return "memory" if a cache can be used, and "weights" if weights are returned."""
-        has_reset = first_known(ARGUMENT_NAMES["reset cache"], dir(self.module)) is not None
+        has_reset = first_known(ARGUMENT_NAMES["reset_cache"], dir(self.module)) is not None
         has_cache = (
             self.keywords.memory or (self.keywords.use and has_reset) or self.positions_index_cache
         )

@@ -165,7 +165,7 @@ def _sizes(
             arguments[name] = value
     for name, p in signature_parameters.items():
         required = p.default is inspect.Parameter.empty
-        if name in ARGUMENT_NAMES["output size"] and claims.dim:
+        if name in ARGUMENT_NAMES["output_size"] and claims.dim:
             arguments[name] = claims.dim
         elif name in ARGUMENT_NAMES["length"] and required:
             arguments[name] = DEFAULT_LENGTH
@@ -344,7 +344,7 @@ def _options_without_sizes(
 ) -> dict[str, object]:
     """Return the constructor's options that are not sizes, to build smaller modules with."""
     sizes = {name for size in ("dim", "heads", "kv_heads", "head_dim") for name in SIZE_NAMES[size]}
-    sizes |= set(ARGUMENT_NAMES["output size"])
+    sizes |= set(ARGUMENT_NAMES["output_size"])
     return {
         name: value for name, value in options.items() if name not in sizes & set(parameters(maker))
     }

@@ -28,10 +28,10 @@ from regard.audit.reference import (
 )
 from regard.language import Phrase, counted
 
-_FAULTY_VALUES_BY_NAME = {
+_FAULTY_VALUES_BY_NAME: dict[str, tuple[str, ...]] = {
     "scale-missing": ("scale", "none"),
     "scale-twice": ("scale", "twice"),
-    "scale-wrong-dim": ("scale", "length model_dim"),
+    "scale-wrong-dim": ("scale", "length", "model_dim"),
     "scale-inverted": ("scale", "inverted"),
     "scale-wrong": ("scale", "fitted"),
     "keys-values-exchanged": ("roles", "keys-values"),
@@ -39,25 +39,25 @@ _FAULTY_VALUES_BY_NAME = {
     "queries-values-exchanged": ("roles", "queries-values"),
     "gqa-head-order": ("groups", "tiled"),
     "mask-polarity": ("mask", "inverted"),
-    "own-key-hidden": ("mask", "own-hidden own-hidden-first own-hidden-zero"),
-    "future-leak": ("mask", "next-seen unmasked"),
-    "window-off-by-one": ("mask", "one-more one-less"),
+    "own-key-hidden": ("mask", "own-hidden", "own-hidden-first", "own-hidden-zero"),
+    "future-leak": ("mask", "next-seen", "unmasked"),
+    "window-off-by-one": ("mask", "one-more", "one-less"),
     "mask-zeroed": ("mask", "zeroed"),
     "mask-after-softmax": ("mask", "after"),
-    "softmax-axis": ("softmax", "queries heads"),
-    "softmax-missing": ("softmax", "absent linear unnormalized exponentials sigmoid"),
+    "softmax-axis": ("softmax", "queries", "heads"),
+    "softmax-missing": ("softmax", "absent", "linear", "unnormalized", "exponentials", "sigmoid"),
     "weights-uniform": ("softmax", "uniform"),
-    "bias-sign": ("bias", "alibi-grows given-negated"),
+    "bias-sign": ("bias", "alibi-grows", "given-negated"),
     "sink-renormalized": ("sink", "renormalized"),
     "heads-split": ("split", "rows"),
     "heads-joined": ("join", "rows"),
     "output-missing": ("output", "absent"),
-    "rotary-mixed": ("rotary", "mixed mixed-back"),
+    "rotary-mixed": ("rotary", "mixed", "mixed-back"),
 }
 FAULT_NAMES = {
     (field, value): name
-    for name, (field, values) in _FAULTY_VALUES_BY_NAME.items()
-    for value in values.split()
+    for name, (field, *values) in _FAULTY_VALUES_BY_NAME.items()
+    for value in values
 }
 """(Field, faulty value) of `AttentionVariant` -> name of the fault."""
 _ROTARY_FAULTS = {

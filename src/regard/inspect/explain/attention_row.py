@@ -464,7 +464,7 @@ def why_masked(
             (" and ".join(sorted(terms)) or "the kernel") if real else EMPTY
             for terms, real in zip(reasons, has_token, strict=True)
         ]
-    return tuple("" if seen else word for seen, word in zip(visible, words, strict=True))
+    return tuple("" if shown else word for shown, word in zip(visible, words, strict=True))
 
 
 def _reasons(mask: masks.Mask, q: Positions, k: Positions, i: int, head: int) -> list[set[str]]:

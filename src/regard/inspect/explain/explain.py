@@ -270,17 +270,17 @@ def explain(
     Source: Vaswani et al. 2017 (arXiv 1706.03762), section 3.2.
     """
     is_recorded = isinstance(model, (Recording, nn.Module))
-    given = {"call": call is not None, "target": target is not None}
+    unused = {"call": call is not None, "target": target is not None}
     if not is_recorded:
-        given = {"labels": labels is not None, "batch": batch != 0}
-    for name, is_given in given.items():
+        unused = {"labels": labels is not None, "batch": batch != 0}
+    for name, is_given in unused.items():
         if is_given:
             raise ArgumentError(f"{name} does not apply to a {type(model).__name__}; leave it out")
     if isinstance(model, (Recording, nn.Module)):
         recording = _recording_of(model, text, labels)
-        at = recording[place if place is not None else layer or 0].name
-        kind = _mechanism_at(model, at)
-        return explain_recorded_row(recording, at, head, query, key, batch=batch, mechanism=kind)
+        name = recording[place if place is not None else layer or 0].name
+        kind = _mechanism_at(model, name)
+        return explain_recorded_row(recording, name, head, query, key, batch=batch, mechanism=kind)
     takes_ids = isinstance(model, TextEncoder) and isinstance(text, Tensor)
     if isinstance(model, Model) and isinstance(text, (list, tuple, Tensor)):
         text = torch.tensor([encode_prompt(model, text)], device=model.device)

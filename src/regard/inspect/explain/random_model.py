@@ -139,8 +139,8 @@ def _pair(
 ) -> PretokenizedInput:
     """Return a network with the ids of a source, and a target behind the start token 0."""
     ids, pieces = [0, *tokenizer.encode(target)], tokenizer.pieces
-    read, said = (source, pieces(source)), (ids, pieces(ids))
-    return PretokenizedInput(_frozen(network), read, said, names=pieces)
+    read, written = (source, pieces(source)), (ids, pieces(ids))
+    return PretokenizedInput(_frozen(network), read, written, names=pieces)
 
 
 def _sharpen(model: Any) -> None:

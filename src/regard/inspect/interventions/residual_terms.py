@@ -350,27 +350,27 @@ def _sublayers(block: Block | DecoderBlock, place: str) -> list[_Sublayer]:
     """Return the sublayers of a block, in the order of the computation."""
 
     def attention(
-        at: str, module: nn.Module, around: Residual, norm: str, factor: float = 1.0
+        prefix: str, module: nn.Module, around: Residual, norm: str, factor: float = 1.0
     ) -> _Sublayer:
-        whole = f"{at}.mlp" if isinstance(module, Tokenwise) else f"{at}.out"
-        return _Sublayer(whole, module, around, norm, factor, at)
+        whole = f"{prefix}.mlp" if isinstance(module, Tokenwise) else f"{prefix}.out"
+        return _Sublayer(whole, module, around, norm, factor, prefix)
 
     mixers, around, norm = block.attention, block.attention_residual, f"{place}.attention.norm"
     if isinstance(block, DecoderBlock):
         own, cross = f"{place}.attention", f"{place}.cross"
-        found = [
+        sublayers = [
             attention(own, mixers, around, norm),
             attention(cross, block.cross, block.cross_residual, f"{cross}.norm"),
         ]
     elif isinstance(mixers, ParallelMixers) and type(around) in (PreNorm, ScaledPreNorm):
         each = enumerate(zip(mixers.mixers, mixers.out_scales, strict=True))
-        found = [attention(f"{place}.mixers.{i}", m, around, norm, f) for i, (m, f) in each]
+        sublayers = [attention(f"{place}.mixers.{i}", m, around, norm, f) for i, (m, f) in each]
     else:
-        found = [attention(place, mixers, around, norm)]
+        sublayers = [attention(place, mixers, around, norm)]
     if isinstance(block, MixerBlock):
-        return found
+        return sublayers
     path = None if isinstance(block, ParallelBlock) else block.feed_forward_residual
-    return [*found, _Sublayer(f"{place}.mlp", block.feed_forward, path, f"{place}.mlp.norm")]
+    return [*sublayers, _Sublayer(f"{place}.mlp", block.feed_forward, path, f"{place}.mlp.norm")]
 
 
 def freeze(norm: nn.Module, x: Tensor) -> FrozenNorm:

@@ -103,8 +103,8 @@ class RecordedStep:
 
     def row_positions(self, batch: int = 0) -> Tensor:
         """Return the positions `[t]` of the kept queries in one row of the batch."""
-        kept = slice_positions(self.q_positions, slice(self.first, self.first + self.T))
-        return own_or_shared(as_tensor(kept), batch).cpu()
+        positions = slice_positions(self.q_positions, slice(self.first, self.first + self.T))
+        return own_or_shared(as_tensor(positions), batch).cpu()
 
     def key_positions(self, batch: int = 0) -> Tensor:
         """Return the positions `[s]` of the keys in one row of the batch."""
@@ -313,7 +313,14 @@ class Place:
         return None if v is None else v[:, :, step.pool_slots()]
 
     def groups_read(self, step: RecordedStep) -> list[int]:
-        """Return the index of the key/value head that each recorded head of a step reads."""
+        """Return the index of the key/value head that each recorded head of a step reads.
+
+        Args:
+            step: a step of this place.
+
+        Returns:
+            One index for each head of `heads`.
+        """
         return [self.pools[step.pool].group_index(head, self.H) for head in self.heads]
 
     @cached_property

@@ -171,7 +171,7 @@ def _largest_of(p: Tensor, letter: str, exactly: Callable[[Tensor], list[float]]
     return {
         "seen": n,
         "sum": total,
-        "top": [{letter: int(at), "weight": w} for at, w in zip(best, exact, strict=True)],
+        "top": [{letter: int(i), "weight": w} for i, w in zip(best, exact, strict=True)],
         "others": n - len(exact),
         "rest": max(0.0, total - sum(exact)),
     }

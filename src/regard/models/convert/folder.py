@@ -224,7 +224,7 @@ class ConversionOptions:
         """Raise for options that contradict each other."""
         heads = self.kv_heads is not None
         rotary, stored = self.rotary_layout is not None, self.stored_layout is not None
-        contradictions = (
+        reasons = (
             (
                 self.rank is not None and self.to != "mla",
                 "rank",
@@ -267,7 +267,7 @@ class ConversionOptions:
                 "is given, but the rotary key of mla is always interleaved: leave it out",
             ),
         )
-        for is_wrong, name, problem in contradictions:
+        for is_wrong, name, problem in reasons:
             if is_wrong:
                 raise ArgumentError(f"{name} {problem}", argument=name)
 
