@@ -163,7 +163,7 @@ def failures(folder: Path) -> tuple[set[str], int]:
     code = (
         "import sys, pytest\nfrom tests.surface.test_adding_to_the_tables import Chosen, SUITES\n"
         "sys.exit(pytest.main([*SUITES, '-q', '-n', '0', '-p', 'no:cacheprovider', '-rfE', "
-        "'--full', '--no-header', '--tb=no'], plugins=[Chosen()]))"
+        "'--nightly', '--no-header', '--tb=no'], plugins=[Chosen()]))"
     )
     done = subprocess.run(
         [sys.executable, "-c", code],
