@@ -197,7 +197,7 @@ LEDGER = {
         "torch",
         _fork_hangs,
         ("a process that was forked after threads of OpenMP ran waits for ever in its first parallel loop", "在 OpenMP 线程运行之后 fork 出的进程，会在它的第一个并行循环里一直等待"),
-        ("regard.parallel forks its ranks from a server that has run nothing (forkserver); where you fork, call torch.set_num_threads(1) before", "regard.parallel 从一个什么都没运行过的服务进程（forkserver）派生各个 rank；如果您自己 fork，请先调用 torch.set_num_threads(1)"),
+        ("regard.parallel forks its ranks from a server that has run nothing (forkserver); where you fork, call torch.set_num_threads(1) before", "regard.parallel 从一个什么都没运行过的服务进程（forkserver）派生各个 rank；如果你自己 fork，请先调用 torch.set_num_threads(1)"),
     ),
     "duplicates-are-read": Fault(
         "safetensors",

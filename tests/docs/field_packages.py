@@ -135,7 +135,7 @@ FEATURES = (
     ),
     Feature(
         "Weights of GGUF files in few bits, computed on a CPU as they are",
-        "GGUF 文件中的少位权重，在 CPU 上原样计算",
+        "GGUF 文件中的低比特权重，在 CPU 上原样计算",
         "parity/test_smollm2.py",
         {"llama.cpp": "ggml/src/ggml-quants.c: q4_K"},
         ("q4_k_m",),
