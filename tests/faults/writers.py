@@ -95,7 +95,7 @@ def _train_found() -> str:
 
 
 def _convert() -> int:
-    """With a short text: without one it takes ten times as long, and writes the same files."""
+    """With a short text: without one it takes six times as long, and writes the same files."""
     _write_text(9)
     return run(CONVERT)
 
