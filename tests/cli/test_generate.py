@@ -202,18 +202,6 @@ def test_beams(capsys: pytest.CaptureFixture[str], said: Said) -> None:
     assert seconds == pytest.approx(told["decode_seconds"], rel=0.01, abs=1e-4)
 
 
-def test_seeds_differ_and_repeat(said: Said) -> None:
-    texts = []
-    for seed in ("1", "1", "2"):
-        drawn = ("--max-tokens", "8", "--temperature", "1.5", "--seed", seed)
-        texts.append(said("generate", PROMPT, *drawn))
-    assert texts[0] == texts[1] != texts[2]
-
-
-def test_no_new_tokens_is_the_prompt(said: Said) -> None:
-    assert said("generate", PROMPT, "--max-tokens", "0") == PROMPT + "\n"
-
-
 @pytest.mark.parametrize(
     "arguments, message",
     [

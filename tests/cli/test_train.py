@@ -313,20 +313,3 @@ def test_resume_with_another_text_is_refused(
     text.write_text(text.read_text() + "And more.\n" * 40)
     assert train(text, tmp_path / "a", "--resume") == 2
     assert "other tokens" in shown(capsys)
-
-
-def test_help_shows_an_example_without_importing_torch() -> None:
-    code = (
-        "import sys; from regard.cli.app import run; code = run(['train', '--help']);"
-        "assert 'torch' not in sys.modules; sys.exit(code)"
-    )
-    ran = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=60
-    )
-    assert ran.returncode == 0, ran.stderr
-    assert "regard train" in ran.stdout
-    assert "Example" in ran.stdout
-    for panel in ("Model", "Steps", "Data", "Output and machine"):
-        assert f"\n{panel}:\n" in ran.stdout
-    for flag in shlex.split("--attention --position --window --set --clip --weight-decay --config"):
-        assert flag in ran.stdout

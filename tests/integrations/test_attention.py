@@ -26,7 +26,6 @@ from tests.integrations.families import (
     architectures,
     name_taps,
     regard_attention,
-    regard_mask,
     transformers,
 )
 from tests.integrations.matrix.cells import class_of
@@ -496,9 +495,3 @@ def test_a_mask_for_other_keys_is_refused() -> None:
         ArgumentError, match=r"attention_mask is \(2, 1, 5, 7\) for 4 queries and 7 keys"
     ):
         regard_attention(Module(), q[:, :, 1:], k, v, BY_RULE)
-
-
-def test_it_is_registered_under_its_name() -> None:
-
-    assert transformers.AttentionInterface()["regard"] is regard_attention
-    assert transformers.AttentionMaskInterface()["regard"] is regard_mask

@@ -54,53 +54,6 @@ class GPT(nn.Module):
         return self.head(x)
 
 
-class ViT(nn.Module):
-    """Patches and a class token through an encoder of torch."""
-
-    def __init__(self, width: int = 16) -> None:
-        super().__init__()
-        self.patches = nn.Conv2d(3, width, 4, 4)
-        self.cls = nn.Parameter(torch.randn(1, 1, width))
-        layer = nn.TransformerEncoderLayer(width, 4, 32, batch_first=True, norm_first=True)
-        self.encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
-
-    def forward(self, images: Tensor) -> Tensor:
-        x = self.patches(images).flatten(2).mT
-        return self.encoder(torch.cat([self.cls.expand(len(x), -1, -1), x], 1))
-
-
-class Whisper(nn.Module):
-    """Audio frames to words: self- and cross-attention in one module, a layer with two calls."""
-
-    class Layer(nn.Module):
-        def __init__(self, width: int) -> None:
-            super().__init__()
-            self.maps = nn.ModuleList([nn.Linear(width, width) for _ in range(6)])
-
-        def forward(self, x: Tensor, memory: Tensor) -> Tensor:
-            q, k, v = (self.split(m(x)) for m in self.maps[:3])
-            z = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-            x = x + z.transpose(1, 2).flatten(2)
-            q = self.split(self.maps[3](x))
-            k, v = (self.split(m(memory)) for m in self.maps[4:])
-            return x + F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
-
-        def split(self, x: Tensor) -> Tensor:
-            return x.unflatten(-1, (2, -1)).transpose(1, 2)
-
-    def __init__(self, width: int = 16) -> None:
-        super().__init__()
-        self.frames = nn.Conv1d(8, width, 3, stride=2, padding=1)
-        self.words = nn.Embedding(20, width)
-        self.decoder = nn.ModuleList([self.Layer(width) for _ in range(2)])
-
-    def forward(self, audio: Tensor, ids: Tensor) -> Tensor:
-        memory, x = self.frames(audio).mT, self.words(ids)
-        for layer in self.decoder:
-            x = layer(x, memory)
-        return x
-
-
 def recorded(
     model: nn.Module, *inputs: Any, labels: Any = None, **arguments: Any
 ) -> tuple[Recording, Tensor, Tensor]:
@@ -192,20 +145,6 @@ def test_a_model_of_text() -> None:
     assert (patterns_of(found, "blocks.0") - scores.softmax(-1)).abs().max() < 1e-6
     assert torch.equal(found[0].steps[0].q, q)
     assert torch.equal(found[0].k, k)
-
-
-def test_a_model_of_images() -> None:
-    labels = ["class", *(f"patch {i // 4},{i % 4}" for i in range(16))]
-    found, *_ = recorded(ViT().eval(), torch.randn(2, 3, 16, 16), labels=labels)
-    assert found.labels("encoder.layers.1.self_attn") == (tuple(labels), tuple(labels))
-    assert (found[0].B, found[0].H, found[0].T) == (2, 4, 17)
-
-
-def test_a_model_of_sound_with_two_calls_in_a_module() -> None:
-    model = Whisper().eval()
-    found, *_ = recorded(model, torch.randn(1, 8, 20), torch.arange(4)[None])
-    own, across = {f"decoder.{i}": (4, 4) for i in range(2)}, (4, 10)
-    assert sizes_of(found) == own | {f"{name}.call2": across for name in own}
 
 
 class Lists(nn.Module):
