@@ -76,37 +76,6 @@ def test_a_cache_that_the_module_makes() -> None:
     assert {"cache", "positions", "definition"} <= held(found)
 
 
-class Start(base.RightRotary):
-    """start_pos, and a cache in buffers of its own, as llama2.c and gpt-fast have it."""
-
-    def __init__(self, dim: int, n_heads: int, max_seq_len: int):
-        super().__init__(dim, n_heads)
-        self.k_cache, self.v_cache = (
-            torch.zeros(4, n_heads, max_seq_len, dim // n_heads) for _ in range(2)
-        )
-
-    def reset_cache(self) -> None:
-        self.k_cache = torch.zeros_like(self.k_cache)
-
-    def forward(self, x: Tensor, start_pos: int, use_cache: bool = False) -> Tensor:
-        q, k, v = self.project(x, start_pos)
-        if use_cache:
-            end = start_pos + x.shape[1]
-            self.k_cache, self.v_cache = self.k_cache.to(x.dtype), self.v_cache.to(x.dtype)
-            self.k_cache[: len(x), :, start_pos:end], self.v_cache[: len(x), :, start_pos:end] = (
-                k,
-                v,
-            )
-            k, v = self.k_cache[: len(x), :, :end], self.v_cache[: len(x), :, :end]
-        return self.answer(q, k, v)
-
-
-def test_a_start_and_a_cache_in_the_module() -> None:
-    found = audit(Start, **SIZES)
-    assert found.clean, str(found)
-    assert "cache" in held(found)
-
-
 class Out(NamedTuple):
     hidden: Tensor
     attentions: Tensor | None

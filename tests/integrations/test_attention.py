@@ -8,6 +8,7 @@ import ast
 import functools
 import importlib
 import inspect
+import itertools
 import math
 import re
 from pathlib import Path
@@ -21,6 +22,7 @@ import regard
 from regard import ArgumentError, ArgumentTypeError, masks
 from regard.masks import Causal, Window
 from regard.span import Span
+from tests.inspect import fp64_patterns
 from tests.integrations.families import (
     MaskRule,
     architectures,
@@ -71,25 +73,20 @@ def loops(
 ) -> Tensor:
     """z [B,T,H,E] in fp64, number by number: sees(b, h, i, j), bias(b, h, i, j), sink(h)."""
     out = torch.zeros(q.shape[0], q.shape[2], H, v.shape[3], dtype=torch.float64)
-    q, k, v = q.double(), k.double(), v.double()
-    for b in range(q.shape[0]):
-        for h in range(H):
-            g = h * G // H
-            for i in range(q.shape[2]):
-                scores = {}
-                for j in range(k.shape[2]):
-                    if not sees(b, h, i, j):
-                        continue
-                    s = scale * float(q[b, h, i] @ k[b, g, j])
-                    s = s if cap is None else cap * math.tanh(s / cap)
-                    scores[j] = s + bias(b, h, i, j)
-                if not scores:
-                    continue
-                top = max(scores.values())
-                total = sum(math.exp(s - top) for s in scores.values())
-                total += 0.0 if sink is None else math.exp(sink(h) - top)
-                for j, s in scores.items():
-                    out[b, i, h] += math.exp(s - top) / total * v[b, g, j]
+    at = [[*range(q.shape[2])]], [[*range(k.shape[2])]]
+    for b, h in itertools.product(range(q.shape[0]), range(H)):
+        g = slice(h * G // H, h * G // H + 1)
+        one = fp64_patterns.Case(
+            q[b : b + 1, h : h + 1],
+            k[b : b + 1, g],
+            *at,
+            functools.partial(sees, b, h),
+            lambda _, i, j, b=b, h=h: bias(b, h, i, j),
+            scale,
+            cap,
+            None if sink is None else torch.tensor([sink(h)], dtype=torch.float64),
+        )
+        out[b, :, h] = one.pattern(0, 0)[1] @ v[b, g][0].double()
     return out
 
 
