@@ -107,6 +107,7 @@ def test_the_list(said: Said) -> None:
     ("arguments", "message"),
     [
         (("mhaa",), "did you mean 'mha'"),
+        (("--same", "flops"), "same is 'flops'"),
         (("--steps", "3"), "'--steps': applies only to training; give --quality too"),
         (("--seeds", "2"), "'--seeds': applies only to training"),
         (("--quality", "--task", "copy"), "there is no evaluation task 'copy'"),

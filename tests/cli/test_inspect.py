@@ -104,6 +104,7 @@ def test_tables_and_maps_are_written(tmp_path: Path, said: Said) -> None:
         (["circuit", TEXT], "circuit needs it: another text"),
         (["weights", "--what", "x"], "is not copying, q, k or v"),
         (["attribute", TEXT, "--whole"], "give --answer"),
+        (["measure", TEXT, "--metric", "entrpy"], "did you mean 'entropy'"),
         (["rollout", TEXT, "--out", "no folder/x.svg"], "there is no folder"),
     ],
 )

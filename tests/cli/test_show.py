@@ -36,16 +36,9 @@ def figures(*arguments: str) -> dict[str, Any]:
 def test_the_page() -> None:
     result = call("causal & window(2) | sinks(1)", "--queries", "4")
     assert result.exit_code == 0
-    assert result.stdout.splitlines() == [
-        "causal & window(2) | sinks(1)",
-        "",
-        "  rows are queries, columns are keys: ██ visible, ▓▓ its own, · masked",
-        "         0",
-        "      0 │▓▓ · · ·│    1  0",
-        "      1 │██▓▓ · ·│    2  0–1",
-        "      2 │████▓▓ ·│    3  0–2",
-        "      3 │██ ·██▓▓│    3  0, 2–3",
-        "",
+    lines = result.stdout.splitlines()
+    assert lines[:2] == ["causal & window(2) | sinks(1)", ""]
+    assert lines[-5:] == [
         "  positions queries 0 to 3, keys 0 to 3",
         "  pairs     9 of 16 (56.2%)",
         "  keys      1 to 3 per query, 2.25 on average",

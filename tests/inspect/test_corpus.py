@@ -88,6 +88,9 @@ def test_a_corpus_as_a_table(tmp_path: Path) -> None:
     found = measure(model(), CORPUS)
     table = found.table("induction")
     assert table.values.shape == (3, 4)
+    shown = found._repr_html_()
+    assert shown.count("<tr>") == 1 + 3 * 4
+    assert f"{float(found['entropy'][2, 3]):.4g}" in shown
     with found.to(tmp_path / "heads.csv").open() as stream:
         rows = list(csv.DictReader(stream))
     assert len(rows) == 12
