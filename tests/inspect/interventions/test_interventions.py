@@ -428,21 +428,6 @@ def test_flow_equals_the_smallest_cut() -> None:
     assert np.allclose(row.values[0], rollout(small, CLEAN, method="flow").values[-1])
 
 
-def test_frozen_norms() -> None:
-    torch.manual_seed(0)
-    for size in (7, 8):
-        norm, x = nn.LayerNorm(size), 3 * torch.randn(2, 4, size) + 1
-        nn.init.normal_(norm.weight)
-        nn.init.normal_(norm.bias)
-        frozen = FrozenNorm(norm, x, norm(x))
-        half = torch.randn_like(x)
-        assert frozen.is_centred
-        exact = norm.double()(x.double())
-        assert (frozen(half) + frozen(x - half) + frozen.bias - exact).abs().max() < 1e-5
-    with pytest.raises(ArgumentError, match="Tanh is not a linear map with a fixed scale"):
-        FrozenNorm(nn.Tanh(), (x := torch.randn(1, 2, 4)), x.tanh())
-
-
 class Adapter(nn.Module):
     """A linear map with a term of low rank, with the names that PEFT gives them."""
 
@@ -568,6 +553,8 @@ def test_a_stream_with_another_part_is_refused() -> None:
 def test_streams_that_are_no_sum_are_refused() -> None:
     with pytest.raises(ArgumentError, match="AltUpBlock, which keeps more in its residual stream"):
         attribute(model_of("gemma3n_text"), CLEAN, PAIR)
+    with pytest.raises(ArgumentError, match="Tanh is not a linear map with a fixed scale"):
+        FrozenNorm(nn.Tanh(), (x := torch.randn(1, 2, 4)), x.tanh())
 
 
 def test_an_adapter_is_one_map() -> None:

@@ -131,4 +131,5 @@ def defined(case: Case, h: int, i: int) -> tuple[list[float], list[float]]:
     rule = fp64_patterns.Case(
         q, k, [[*at]], [[*keys]], partial(case.sees, h), case.adds, softcap=case.cap, sink=sink
     )
-    return rule.row(0, h, i)
+    scores, weights = rule.pattern(0, h, slice(i, i + 1))
+    return scores[0].tolist(), weights[0].tolist()
