@@ -348,7 +348,9 @@ def _fields(options: Any) -> dict[str, Any]:
 def _names_for_types(module: types.ModuleType) -> dict[str, Any]:
     """The names that the module imports for type checkers only."""
     names: dict[str, Any] = {"Tensor": torch.Tensor, "torch": torch}
-    for node in ast.parse(inspect.getsource(module)).body:
+    source = inspect.getsource(module)
+    # few modules have such a block, and to parse all of them takes a tenth of the collection
+    for node in ast.parse(source).body if "TYPE_CHECKING" in source else ():
         if isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING"):
             block = ast.Module(body=node.body, type_ignores=[])
             exec(compile(block, module.__name__, "exec"), names)

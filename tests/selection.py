@@ -3,7 +3,8 @@ which for the one that takes hours (`pytest --nightly`).
 
 A test marked `@pytest.mark.full` is left out of the quick run, and one marked
 `@pytest.mark.nightly` out of both, unless the mark says which cases of it stay. Where only `full`
-is marked, the full run takes FULL_CASES of the cases at equal distances.
+is marked, the full run takes at most FULL_CASES of the cases: those with each value of each
+parameter if they are not more, or others at equal distances.
 
     full(keep=3)                 3 cases at equal distances; where these begin differs from test to
                                  test, so that tests over the same cases keep different ones
@@ -27,8 +28,8 @@ from zlib import crc32
 
 import pytest
 
-FULL_CASES = 12
-"""How many cases of a test wait for the full run; the others of it wait for the nightly one."""
+FULL_CASES = 6
+"""How many cases of a test wait for the full run at most; the others wait for the nightly one."""
 
 COLLECTED = pytest.StashKey[list[pytest.Item]]()
 """All tests that were collected, those that the quick run leaves out among them."""
@@ -45,7 +46,7 @@ def full(items: Iterable[pytest.Item]) -> list[pytest.Item]:
     chosen = {*quick(items)}
     for cases in by_test(without("nightly", items)):
         only_full = cases[0].get_closest_marker("nightly") is None
-        chosen.update(evenly(cases, FULL_CASES) if only_full else cases)
+        chosen.update(few(cases, FULL_CASES) if only_full else cases)
     return [item for item in items if item in chosen]
 
 
@@ -99,18 +100,32 @@ def evenly(cases: list[pytest.Item], n: int) -> list[pytest.Item]:
     return [cases[first + i * len(cases) // n] for i in range(n)]
 
 
-def each(cases: list[pytest.Item]) -> list[pytest.Item]:
+def few(cases: list[pytest.Item], n: int) -> list[pytest.Item]:
+    """At most so many cases: those in which each value of each parameter occurs, if so few have
+    all of them.
+    """
+    if n >= len(cases):
+        return cases
+    covering = each(cases, n + 1)
+    return covering if len(covering) <= n else evenly(cases, n)
+
+
+def each(cases: list[pytest.Item], most: int | None = None) -> list[pytest.Item]:
     """Few cases in which each value of each parameter occurs: always the one that brings most new
     values, and of several such ones the first behind the last one taken.
+
+    Args:
+        most: how many cases are taken at most.
     """
     n, at = len(cases), phase(cases) % len(cases)
-    missing = set().union(*map(values, cases))
-    taken = set()
-    while missing:
+    brought = [values(case) for case in cases]
+    missing = set().union(*brought)
+    taken: set[int] = set()
+    while missing and len(taken) != most:
         order = [(at + i) % n for i in range(n)]
-        at = max(order, key=lambda i: len(values(cases[i]) & missing))
+        at = max(order, key=lambda i: len(brought[i] & missing))
         taken.add(at)
-        missing -= values(cases[at])
+        missing -= brought[at]
     return [cases[i] for i in sorted(taken)]
 
 

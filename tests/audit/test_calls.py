@@ -31,27 +31,6 @@ def held(found: Any) -> set[str]:
     return {check.name for check in found.passed}
 
 
-class Additive(base.Right):
-    """A mask [B,1,T,S] of 0 and -inf, as transformers' eager attention has it."""
-
-    def forward(self, hidden_states: Tensor, attention_mask: Tensor | None = None) -> Tensor:
-        q, k, v = self.project(hidden_states)
-        scores = self.score(q, self.spread(k))
-        if attention_mask is not None:
-            scores = scores + attention_mask
-        weights = torch.softmax(scores, -1).masked_fill(
-            torch.isneginf(scores).all(-1, keepdim=True), 0.0
-        )
-        return self.o_proj(self.join(weights @ self.spread(v)))
-
-
-def test_additive_masks_are_found_out() -> None:
-    found = audit(Additive, **SIZES)
-    assert found.clean, str(found)
-    assert "attention_mask=[B,1,T,S], 0 and finfo.min, added" in found.called
-    assert "left padding" in held(found)
-
-
 class Steps(base.RightRotary):
     """Positions that are given, a cache that the module makes and that is changed in place."""
 
@@ -74,37 +53,6 @@ def test_a_cache_that_the_module_makes() -> None:
     found = audit(Steps, **SIZES)
     assert found.clean, str(found)
     assert {"cache", "positions", "definition"} <= held(found)
-
-
-class Start(base.RightRotary):
-    """start_pos, and a cache in buffers of its own, as llama2.c and gpt-fast have it."""
-
-    def __init__(self, dim: int, n_heads: int, max_seq_len: int):
-        super().__init__(dim, n_heads)
-        self.k_cache, self.v_cache = (
-            torch.zeros(4, n_heads, max_seq_len, dim // n_heads) for _ in range(2)
-        )
-
-    def reset_cache(self) -> None:
-        self.k_cache = torch.zeros_like(self.k_cache)
-
-    def forward(self, x: Tensor, start_pos: int, use_cache: bool = False) -> Tensor:
-        q, k, v = self.project(x, start_pos)
-        if use_cache:
-            end = start_pos + x.shape[1]
-            self.k_cache, self.v_cache = self.k_cache.to(x.dtype), self.v_cache.to(x.dtype)
-            self.k_cache[: len(x), :, start_pos:end], self.v_cache[: len(x), :, start_pos:end] = (
-                k,
-                v,
-            )
-            k, v = self.k_cache[: len(x), :, :end], self.v_cache[: len(x), :, :end]
-        return self.answer(q, k, v)
-
-
-def test_a_start_and_a_cache_in_the_module() -> None:
-    found = audit(Start, **SIZES)
-    assert found.clean, str(found)
-    assert "cache" in held(found)
 
 
 class Out(NamedTuple):
@@ -195,40 +143,6 @@ def test_an_adapter_may_give_a_reply() -> None:
 def test_an_adapter_with_an_argument_that_means_nothing() -> None:
     with pytest.raises(ArgumentError, match="argument 'padding'; after the target it may have x"):
         audit(nn.Linear(4, 4), adapter=lambda target, x, padding: x)
-
-
-def test_transformers_attention_behind_an_adapter() -> None:
-    transformers = pytest.importorskip("transformers")
-    from transformers.models.llama.modeling_llama import LlamaAttention, LlamaRotaryEmbedding
-
-    config = transformers.LlamaConfig(
-        hidden_size=16,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=4,
-        attn_implementation="eager",
-        num_hidden_layers=1,
-    )
-    rotary = LlamaRotaryEmbedding(config)
-
-    def call(module: Any, x: Tensor, keep: Tensor | None = None) -> Any:
-        places = torch.arange(x.shape[1])[None]
-        keep = torch.ones(1, x.shape[1], x.shape[1]).bool() if keep is None else keep
-        added = torch.zeros(keep[:, None].shape, dtype=x.dtype).masked_fill(
-            ~keep[:, None], torch.finfo(x.dtype).min
-        )
-        return module(x, position_embeddings=rotary(x, places), attention_mask=added)[0]
-
-    found = audit(LlamaAttention(config, 0), adapter=call, heads=4, kv_heads=2)
-    assert found.clean, str(found)
-    assert {"left padding", "mask rows", "future", "batch", "definition"} <= held(found)
-
-    def inverted(module: Any, x: Tensor, keep: Tensor | None = None) -> Any:
-        return call(module, x, None if keep is None else ~keep)
-
-    assert audit(LlamaAttention(config, 0), adapter=inverted, heads=4, kv_heads=2).names == (
-        "mask-polarity",
-    )
 
 
 def test_what_cannot_be_tried_is_told() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import replace
 from typing import Any
@@ -21,6 +22,7 @@ from regard.audit.reference import (
     reference_attention,
 )
 from regard.tolerance import allowed_error
+from tests.oracles.oracle import softmax_attention
 
 H, G, D, M, T = 4, 2, 4, 12, 5
 W = 3
@@ -48,30 +50,17 @@ def turned(x: list[float], position: int, layout: str) -> list[float]:
 
 
 def by_loops(x: Tensor, m: Projections, layout: str, window: int | None) -> Tensor:
-    out = torch.zeros(x.shape[0], T, M, dtype=torch.float64)
-    for b in range(x.shape[0]):
-        q, k, v = ((x[b] @ w.T).tolist() for w, _ in (m.q, m.k, m.v))
-        for i in range(T):
-            joined: list[float] = []
-            for h in range(H):
-                g = h // (H // G)
-                mine = q[i][h * D : (h + 1) * D]
-                mine = mine if layout == "none" else turned(mine, i, layout)
-                weights = {}
-                for j in range(i + 1):
-                    if window is not None and i - j >= window:
-                        continue
-                    other = k[j][g * D : (g + 1) * D]
-                    other = other if layout == "none" else turned(other, j, layout)
-                    weights[j] = math.exp(
-                        sum(a * c for a, c in zip(mine, other, strict=True)) / math.sqrt(D)
-                    )
-                total = sum(weights.values())
-                joined += [
-                    sum(w * v[j][g * D + d] for j, w in weights.items()) / total for d in range(D)
-                ]
-            out[b, i] = m.o[0] @ torch.tensor(joined, dtype=torch.float64) + m.o[1]
-    return out
+    q, k, v = ((x @ w.T).unflatten(-1, (-1, D)).transpose(1, 2) for w, _ in (m.q, m.k, m.v))
+    if layout != "none":
+        for y, i in itertools.product((q, k), range(T)):
+            for b, h in itertools.product(range(len(y)), range(y.shape[1])):
+                y[b, h, i] = torch.tensor(turned(y[b, h, i].tolist(), i, layout), dtype=y.dtype)
+
+    def sees(b: int, h: int, i: int, j: int) -> bool:
+        return j <= i and (window is None or i - j < window)
+
+    z = softmax_attention(q, k, v, visible=sees).out
+    return z.transpose(1, 2).flatten(2) @ m.o[0].T + m.o[1]
 
 
 def tokens() -> Tensor:

@@ -11,6 +11,7 @@ import pytest
 from regard.audit.findings import FAULTS, finding, root_causes
 from regard.inspect import audit
 from tests.audit.corpus.table import WRONG
+from tests.audit.corpus.variants import FAULTY
 from tests.audit.faulty_code.table import FAULTY_CODE, Wrong
 
 
@@ -37,9 +38,8 @@ def test_the_fault_is_named(entry: Wrong) -> None:
 
 
 def test_the_faulty_code_has_every_fault() -> None:
-    shown = {name for entry in FAULTY_CODE for name in entry.names} | {
-        entry.fault for entry in WRONG
-    }
+    shown = {name for entry in FAULTY_CODE for name in entry.names}
+    shown |= {entry.fault for entry in (*WRONG, *FAULTY)}
     assert len(FAULTY_CODE) >= 20
     assert set(FAULTS) - shown == set()
 

@@ -149,8 +149,6 @@ def test_the_list_of_faults() -> None:
         (("no_such_module_here:F",), "cannot be imported"),
         (("torch.nn:MultiheadAttention",), "give --dim N --heads N"),
         (("torch.nn:MultiheadAttention", *SIZES, "--set", "bias"), "must be name=value"),
-        (("torch.nn:MultiheadAttention", *SIZES, "--dtype", "int8"), "is not one of float32"),
-        ((f"{FAULTY_CODE}.base:attend", "--mask", "yes"), "it must be one of"),
         ((f"{FAULTY_CODE}.base:halves", "--rotary", "--adapter", "a:b"), "are two ways to call"),
         (("--model", "no-such-folder"), "no-such-folder"),
     ],

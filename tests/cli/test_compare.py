@@ -107,7 +107,6 @@ def test_the_list(said: Said) -> None:
     ("arguments", "message"),
     [
         (("mhaa",), "did you mean 'mha'"),
-        (("--dim", "30"), "dim 30 / heads 4 is the width of a head"),
         (("--same", "flops"), "same is 'flops'"),
         (("--steps", "3"), "'--steps': applies only to training; give --quality too"),
         (("--seeds", "2"), "'--seeds': applies only to training"),

@@ -68,16 +68,6 @@ def test_options_symbols_and_advice_are_printed(
     assert max(map(len, narrow.partition("One layer")[0].splitlines())) <= 60
 
 
-def test_mechanisms_are_listed_in_a_teaching_order(said: Said) -> None:
-    names = list(json.loads(said("describe", "--json")))
-    order = ["bahdanau", "weightless", "single_head", "causal", "mha", "gqa", "sliding_window"]
-    order += ["tpa", "nope", "head_gate", "forgetting", "sigmoid_attention", "dual_chunk"]
-    order += ["cross_attention", "mla", "nsa", "h2o", "linear_attention", "mamba2", "kimi_delta"]
-    order += ["based", "mesa", "infini"]
-    assert sorted(order, key=names.index) == order
-    assert sorted(names) == sorted(VARIANTS)
-
-
 def test_figures_of_heads_and_masks(said: Said, refused: Said, tmp_path: Path) -> None:
     heads, mask = tmp_path / "heads.svg", tmp_path / "mask.svg"
     said("describe", "gqa", "--figure", heads)

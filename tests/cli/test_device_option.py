@@ -5,29 +5,12 @@ from __future__ import annotations
 import json
 from typing import Any
 
-import pytest
-
 import regard
 from regard.compare.speed_and_memory import Timing, memory_experiments, timing_experiments
 from regard.inspect.explain.layer_stages import run_layers
 from regard.masks import Causal
 from tests.cli.command import Said
 from tests.pretended_device import SelectingKernel, pretended_cuda
-
-COMMANDS = {
-    "layer": ["layer", "mha"],
-    "audit": ["audit", "torch.nn:MultiheadAttention", "--dim", "8", "--heads", "2"],
-    "extend": ["extend", "tiny"],
-    "compare": ["compare", "mha", "mqa"],
-}
-
-
-@pytest.mark.parametrize("device", ["meta", "warp"])
-@pytest.mark.parametrize("name", COMMANDS)
-def test_a_device_that_cannot_be_used(name: str, device: str, refused: Said) -> None:
-    error = refused(*COMMANDS[name], "--device", device)
-    assert f"device '{device}' cannot be used" in error
-    assert "--device" in error
 
 
 def test_a_layer_on_the_cpu_by_name(said: Said) -> None:

@@ -114,21 +114,6 @@ def test_a_read_only_disk_is_told_before_anything_is_computed(
     assert message in capsys.readouterr().err
 
 
-@pytest.mark.nightly(keep=1)
-@pytest.mark.full
-@pytest.mark.parametrize("size", [400, 20_000, 300_000])
-def test_a_conversion_on_a_full_disk_names_the_folder_and_leaves_nothing(
-    size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    with longest(size):
-        assert run(["convert", "tiny", "out", "--to", "mqa", "--tokens", "16"]) == 1
-    said = capsys.readouterr().err
-    assert "error: out: cannot write the folder: " in said
-    assert "File too large" in said
-    assert tree(tmp_path) == {}
-
-
 TRAIN = shlex.split(
     "train text.txt --out out --steps 4 --batch 2 --context 8 --dim 16 --layers 1 --heads 2 "
     "--vocab 280 --save-every 2"

@@ -65,8 +65,6 @@ def test_json_has_the_figures(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--method", "alibi"), "the method is 'alibi'"),
-        (("--length", "16"), "max_position_embeddings is 32 already"),
         (("--length", "4096"), "give a longer text, or a smaller length"),
         (("--plot", "chart.gif"), "chart.gif is no picture; its name must end in"),
         (("--html", "nowhere/page.html"), "there is no folder"),

@@ -98,7 +98,6 @@ def test_tables_and_maps_are_written(tmp_path: Path, said: Said) -> None:
         (["ablate", TEXT, TEXT], "ablate got 2 texts"),
         (["ablate", TEXT, "--corrupt", OTHER], "does not apply to ablate"),
         (["ablate", TEXT, "--versus", " be"], "give both"),
-        (["ablate", TEXT, "--method", "zeros"], "did you mean 'zero'"),
         (["patch", TEXT], "patch needs it"),
         (["patch", TEXT, "--corrupt", OTHER, "--what", "paths", "--receiver", "x"], "is not LAYER"),
         (["knockout", TEXT], "positions of keys"),
@@ -111,13 +110,6 @@ def test_tables_and_maps_are_written(tmp_path: Path, said: Said) -> None:
 )
 def test_what_is_refused(arguments: list[str], says: str, refused: Said) -> None:
     assert says in refused("inspect", *arguments)
-
-
-@pytest.mark.full
-def test_a_text_encoder(said: Said) -> None:
-    named_model("minilm", TextEncoder)
-    shown = printed(said, "ablate", "a good film", "--model", "minilm", "--answer", "a bad film")
-    assert "cosine with 'a bad film'" in shown
 
 
 def test_a_creature_reads_fluffy(said: Said) -> None:

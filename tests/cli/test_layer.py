@@ -54,11 +54,8 @@ def test_json_page_and_figure(capsys: pytest.CaptureFixture[str], tmp_path: Path
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("nothing",), "nothing"),
         (("retention",), "retention is a Recurrent"),
         (("mha", "gpt", "--set", "bias=True"), "applies to one mechanism, but 2 are named"),
-        (("mha", "--mask", "sideways"), "sideways"),
-        (("mha", "--dim", "10", "--heads", "4"), "heads"),
         (("mha", "--html", "nowhere/page.html"), "there is no folder"),
     ],
 )

@@ -43,20 +43,6 @@ def generate(folder: Path, *options: str) -> tuple[str, ...]:
     return ("generate", "the key", "--model", str(folder), "--max-tokens", "3", *options)
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [("generate",), ("explain",), ("view", "tiny"), ("inspect", "attribute")],
-    ids=" ".join,
-)
-@pytest.mark.parametrize("device", ["meta", "cud"])
-def test_a_device_that_cannot_be_used_is_refused_before_a_model_is_read(
-    arguments: tuple[str, ...], device: str, refused: Said
-) -> None:
-    error = refused(*arguments, "the key", "--device", device)
-    assert f"device '{device}' cannot be used" in error
-    assert "--device" in error
-
-
 def test_a_device_that_can_be_used(folder: Path, said: Said) -> None:
     assert said(*generate(folder, "--device", "cpu")) == said(*generate(folder))
 

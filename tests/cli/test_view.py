@@ -96,7 +96,6 @@ def test_what_cannot_be_served(tmp_path: Path, said: Said) -> None:
     regard.inspect.save(regard.inspect.record(regard.load("tiny"), TEXT), file)
     assert "a recording was given" in said("view", file, TEXT, code=2).replace("\n", " ")
     assert "there is no recording" in said("view", tmp_path / "other.safetensors", code=2)
-    assert "allow" in said("view", "tiny", TEXT, "--host", "0.0.0.0", code=2)
     model = SimpleNamespace(
         config=SimpleNamespace(hidden_size=4096, num_hidden_layers=32, num_attention_heads=32),
         encode=lambda text: SimpleNamespace(ids=SimpleNamespace(shape=(1, len(text)))),

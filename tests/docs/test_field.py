@@ -261,11 +261,19 @@ def test_the_chinese_page_has_the_same_answers() -> None:
 
 
 def test_the_table_of_packages() -> None:
-    for page, language in ((PAGE, "en"), (CHINESE, "zh")):
-        assert field_packages.table(language) in page.read_text("utf-8")
-    for feature in field_packages.FEATURES:
-        assert feature.ours is None or (ROOT / "tests" / feature.ours).exists(), feature.text
-        assert {*feature.yes} <= {*field_packages.VERSIONS}
+    versions = field_packages.VERSIONS
+    shown = [[x in one.yes for x in versions] for one in field_packages.FEATURES.values()]
+    for page in (PAGE, CHINESE):
+        text = page.read_text("utf-8")
+        assert f"| | regard | {' | '.join(versions)} |" in text
+        rows = [
+            x.split(" | ") for x in text.splitlines() if "field_packages.py)" in x and x[0] == "|"
+        ]
+        assert [[x.startswith(("[yes]", "[有]")) for x in row[2:]] for row in rows] == shown
+        if page is PAGE:
+            assert [row[0].strip("| ") for row in rows] == list(field_packages.FEATURES)
+    for one in field_packages.FEATURES.values():
+        assert {*one.yes} <= {*versions}
 
 
 def test_a_wrong_cell_of_the_table_of_packages_would_be_found(tmp_path: Path) -> None:
@@ -276,7 +284,7 @@ def test_a_wrong_cell_of_the_table_of_packages_would_be_found(tmp_path: Path) ->
     found = field_packages.faults(tmp_path)
     assert "bertviz: some/file.py has 'vulkan'" in found
     assert not [x for x in found if x == "llama.cpp: some/file.py has 'vulkan'"]
-    cells = sum(len(feature.yes) for feature in field_packages.FEATURES)
+    cells = sum(len(feature.yes) for feature in field_packages.FEATURES.values())
     assert sum("is not shown by" in x for x in found) == cells
 
 

@@ -7,15 +7,12 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-import pytest
-
 from docs.figures import READINGS
 from regard.files.named_packages import NAMED_PACKAGES
 
 ROOT = Path(__file__).parents[2]
 EN, ZH = ((ROOT / name).read_text("utf-8") for name in ("README.md", "README.zh-CN.md"))
 FENCE = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-CHINESE = re.compile("[\u4e00-\u9fff]")
 
 
 def code(text: str) -> list[tuple[str, str]]:
@@ -30,11 +27,6 @@ def links(text: str) -> list[str]:
     found = re.findall(r"\]\(([^)#]+)[^)]*\)", text)
     found = [x.replace("docs/images/zh/", "docs/images/") for x in found]
     return [x.replace(".zh-CN.md", ".md") for x in found if not x.startswith("README")]
-
-
-def test_chinese_pages_that_are_linked_exist() -> None:
-    for link in re.findall(r"\]\(([^)]+\.zh-CN\.md)\)", ZH):
-        assert (ROOT / link).is_file(), link
 
 
 def rows(text: str) -> list[str]:
@@ -57,10 +49,7 @@ def test_the_code_is_the_same() -> None:
         assert model in printed.splitlines()[1]
 
 
-def test_headings_tables_and_links_are_the_same() -> None:
-    assert [len(x) for x in re.findall("^#+", FENCE.sub("", ZH), re.MULTILINE)] == [
-        len(x) for x in re.findall("^#+", FENCE.sub("", EN), re.MULTILINE)
-    ]
+def test_tables_and_links_are_the_same() -> None:
     assert rows(ZH) == rows(EN)
     assert links(ZH) == links(EN)
     for link in links(EN):  # where there is a Chinese page, the Chinese text links to it
@@ -71,22 +60,6 @@ def test_headings_tables_and_links_are_the_same() -> None:
 def test_each_names_the_other_in_its_first_lines() -> None:
     assert "](README.zh-CN.md)" in EN[:80]
     assert "](README.md)" in ZH[:80]
-
-
-def test_every_paragraph_is_translated() -> None:
-    """A paragraph of prose has Chinese; one that has none was forgotten."""
-    prose = [
-        x
-        for x in FENCE.sub("", ZH).split("\n\n")
-        if re.search("[A-Za-z]{3,} [a-z]{3,} [a-z]{2,}", x)
-    ]
-    assert [x for x in prose if not CHINESE.search(x)] == []
-
-
-@pytest.mark.parametrize("mark", list(",;?"))
-def test_chinese_marks_are_full_width(mark: str) -> None:
-    text = re.sub(r"`[^`]*`", "x", FENCE.sub("", ZH))
-    assert re.findall(rf"[\u4e00-\u9fff]{re.escape(mark)}", text) == []
 
 
 def test_a_forgotten_link_would_be_found() -> None:

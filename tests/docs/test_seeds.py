@@ -194,7 +194,6 @@ def is_whole_command(line: str) -> bool:
 
 EVERYTHING = named("\n".join(row.text for row in rows(TEXT)))
 COMMAND_LINES = sorted(set(EVERYTHING.commands))
-NAMED = sorted({line.split()[1] for line in COMMAND_LINES if line.startswith("regard ")})
 
 
 def test_every_id_is_there_once_and_is_shown_or_open() -> None:
@@ -219,14 +218,6 @@ def test_nothing_is_open() -> None:
 def test_what_is_named_exists(names: list[str], exists: Callable[[str], bool]) -> None:
     assert len(names) > 10
     assert [name for name in names if not exists(name)] == []
-
-
-@pytest.mark.parametrize("name", NAMED)
-def test_a_named_command_has_help(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run([name, "--help"]) == 0
-    usage, _, rest = capsys.readouterr().out.partition(f"Usage: regard {name} ")
-    assert not usage.strip()
-    assert f"regard {name} " in rest, "an example"
 
 
 @pytest.mark.parametrize(

@@ -5,13 +5,14 @@ They share no code with the package.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from tests.oracles.oracle import softmax_attention
 
 Sees = Callable[[int, int], bool]
 
@@ -34,31 +35,22 @@ class Case:
     softcap: float | None = None
     sink: Tensor | None = None
 
-    def row(self, b: int, h: int, i: int) -> tuple[list[float], list[float]]:
-        """(scores, weights) of a query."""
-        H, G, D = self.q.shape[1], self.k.shape[1], self.q.shape[3]
-        scale = 1 / math.sqrt(D) if self.scale is None else self.scale
-        scores = []
-        for j, at in enumerate(self.k_at[b]):
-            if at < 0 or not self.sees(self.q_at[b][i], at):
-                scores.append(-math.inf)
-                continue
-            x, y = self.q[b, h, i].double().tolist(), self.k[b, h // (H // G), j].double().tolist()
-            s = scale * math.fsum(a * c for a, c in zip(x, y, strict=True))
-            s = s if self.softcap is None else self.softcap * math.tanh(s / self.softcap)
-            scores.append(s if self.penalty is None else s + self.penalty(h, self.q_at[b][i], at))
-        if all(s == -math.inf for s in scores):
-            return scores, [0.0] * len(scores)
-        extra = [] if self.sink is None else [float(self.sink[h])]
-        top = max(*scores, *extra, -math.inf)
-        total = math.fsum(math.exp(s - top) for s in scores + extra)
-        return scores, [math.exp(s - top) / total for s in scores]
-
-    def pattern(self, b: int, h: int) -> tuple[Tensor, Tensor]:
-        """(scores, weights) [T,S], fp64."""
-        rows = [self.row(b, h, i) for i in range(self.q.shape[2])]
-        scores, weights = ([x[n] for x in rows] for n in (0, 1))
-        return torch.tensor(scores, dtype=torch.float64), torch.tensor(weights, dtype=torch.float64)
+    def pattern(self, b: int, h: int, rows: slice = slice(None)) -> tuple[Tensor, Tensor]:
+        """(scores, weights) [T,S] of some queries, fp64."""
+        group, q_at, k_at = h * self.k.shape[1] // self.q.shape[1], self.q_at[b][rows], self.k_at[b]
+        k = self.k[b : b + 1, group : group + 1]
+        add = self.penalty
+        found = softmax_attention(
+            self.q[b : b + 1, h : h + 1, rows],
+            k,
+            k,
+            visible=lambda _b, _h, i, j: k_at[j] >= 0 and self.sees(q_at[i], k_at[j]),
+            bias=lambda _b, _h, i, j: 0.0 if add is None else add(h, q_at[i], k_at[j]),
+            scale=self.scale,
+            softcap=self.softcap,
+            sink=None if self.sink is None else self.sink[h : h + 1],
+        )
+        return found.scores[0, 0], found.pattern[0, 0]
 
 
 def plain_lses(q: Tensor, k: Tensor, scores: Tensor, scale: float) -> list[Tensor]:

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from regard.errors import ArgumentError
-from regard.inspect import CorpusMeasures, measure, name_mover_scores, record
+from regard.inspect import measure, name_mover_scores, record
 from tests.inspect.planted import (
     DUPLICATE_HEAD,
     END,
@@ -30,15 +30,6 @@ RUNS = [
     torch.tensor([[0, *row]])
     for row in ([4, 5, 6, 7, 4, 5, 6], [8, 9, 4, 6, 8, 9, 4], [5, 7, 9, 10, 5, 7, 9])
 ]
-
-
-def test_the_mean_of_one_text_is_its_metric() -> None:
-    small = model()
-    corpus = measure(small, CORPUS[:1])
-    assert isinstance(corpus, CorpusMeasures)
-    alone = measure(record(small, CORPUS[0])[1], CORPUS[0][0])
-    assert torch.equal(corpus["local"][1].double(), alone.values["local"].double())
-    assert corpus.texts == 1
 
 
 @pytest.mark.full
@@ -97,6 +88,9 @@ def test_a_corpus_as_a_table(tmp_path: Path) -> None:
     found = measure(model(), CORPUS)
     table = found.table("induction")
     assert table.values.shape == (3, 4)
+    shown = found._repr_html_()
+    assert shown.count("<tr>") == 1 + 3 * 4
+    assert f"{float(found['entropy'][2, 3]):.4g}" in shown
     with found.to(tmp_path / "heads.csv").open() as stream:
         rows = list(csv.DictReader(stream))
     assert len(rows) == 12

@@ -70,21 +70,6 @@ def test_head_scores_within_an_ablation_are_those_of_the_ablated_model() -> None
     assert near(head_scores(m, ids), intact), "and ends with its trace"
 
 
-def test_the_scores_of_the_issue() -> None:
-    """An induction head of the trained model loses its score when the layer in front of it is
-    silent.
-    """
-    m = regard.load("tiny")
-    ids = repeated_ids(m.config.vocab_size, 32, batch=2)
-    intact = head_scores(m, ids)["induction"]
-    with Trace(edit={"layers.1.z": torch.zeros_like}):
-        ablated = head_scores(m, ids)["induction"]
-    with without(m, 1):
-        wanted = head_scores(m, ids)["induction"]
-    assert torch.allclose(ablated, wanted, atol=1e-6)
-    assert float(intact.max()) > 2 * float(ablated.max())
-
-
 @pytest.mark.parametrize("name", ["q", "k", "v", "z", "out"])
 def test_a_recording_holds_what_the_edited_kernel_was_given(name: str) -> None:
     m, full = model(), f"layers.1.{name}"

@@ -337,12 +337,6 @@ def test_the_metrics_of_an_overview_are_those_of_measure(name: str) -> None:
     assert_close(head_overview(HeadTiles(long[0], 1)).blocks.mass.clamp(min=0), blocks, 30.0)
 
 
-def test_rows_of_equal_weights_have_an_entropy_of_1() -> None:
-    recording = recorded_call(torch.zeros(1, 1, 8, 4), keep=(), mask=masks.Causal())
-    found = head_overview(HeadTiles(recording[0], 0)).metrics
-    assert dict(zip(METRICS, found, strict=True))["entropy"] == pytest.approx(1, abs=1e-6)
-
-
 def test_overviews_of_all_heads_are_made_while_the_model_runs() -> None:
     model = regard.load("tiny")
     counts: list[int] = []

@@ -230,19 +230,6 @@ def trained() -> TextEncoder:
     return named_model("minilm", TextEncoder)
 
 
-def test_minilm_is_explained() -> None:
-    m, text = trained(), "A man is Eating food in the kitchen."
-    found = explain(m, text, layer=3, head=5, query="eating", key="kitchen")
-    assert (found.query_piece, found.pieces[found.key]) == ("eating", "kitchen")
-    assert (found.pieces[0], found.pieces[-1]) == ("[CLS]", "[SEP]")
-    assert found.sizes["layers"] == 6
-    with Trace("pattern") as trace:
-        m.hidden(*m.encode(text))
-    row = trace["layers.3.pattern"][0, 5, found.query].tolist()
-    assert found.weights == pytest.approx(row, abs=1e-6)
-    assert found.check < 1e-5
-
-
 def test_a_decoder_in_half_precision_is_told_so() -> None:
     m = model()
     m.decoder.to(torch.bfloat16)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from regard import masks
-from regard.inspect import Pooled, Recording, pool_pattern
+from regard.inspect import Pooled, Recording
 from tests.inspect.recorded import recorded_call
 
 AT = torch.tensor([[*[-1] * 5, *range(18)], [*range(23)]])
@@ -86,37 +86,6 @@ def test_coarser_blocks_are_those_of_the_pattern(times: int | tuple[int, int]) -
         assert (x.mass - y.mass).abs().max() < 1e-12
         for name in ("max", "seeing", "visible", "pairs"):
             assert torch.equal(getattr(x, name), getattr(y, name)), name
-
-
-def test_rows_of_blocks_sum_to_one_at_every_level() -> None:
-    found = some(q_positions=AT, k_positions=AT)
-    x = pool_pattern(found[0], 1)
-    for _ in range(6):
-        sums = x.mass.sum(2)
-        assert (sums[x.seeing > 0] - 1).abs().max() < 1e-5
-        assert bool((sums[x.seeing == 0] == 0).all())
-        x = x.coarser(2)
-    assert x.mass.shape == (4, 1, 1)
-
-
-def test_all_heads_at_once_or_one() -> None:
-    found = some()
-    every, one = pool_pattern(found[0], 4), pool_pattern(found[0], 4, heads=slice(2, 3))
-    assert every.mass.shape == (4, 6, 6)
-    assert torch.equal(every.head(2).mass, one.head(0).mass)
-    assert torch.equal(found.pooled(0, 2, 4).max, one.max[0])
-
-
-def test_a_needle_is_seen_from_afar() -> None:
-    """One key in 4096 gets all of one row: the mean of its block hides it, the max of the coarsest
-    block does not.
-    """
-    q, k = torch.zeros(1, 1, 4096, 4), torch.zeros(1, 1, 4096, 4)
-    q[0, 0, 3000, 0], k[0, 0, 1234, 0] = 100.0, 100.0
-    x = recorded_call(q, k, mask=masks.Causal()).pooled(0, 0, 512)
-    assert x.max[3000 // 512, 1234 // 512] > 0.999
-    assert x.mass[3000 // 512, 1234 // 512] < 0.2
-    assert float(x.coarser(8).max) > 0.999
 
 
 def test_padding_that_asks_is_nobody() -> None:

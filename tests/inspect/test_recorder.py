@@ -28,10 +28,7 @@ from regard.ops.softmax.dispatch import KERNELS
 from regard.ops.softmax.kernel import Kernel, KernelResult
 from regard.ops.softmax.sdpa import SdpaKernel
 from tests.inspect.recorded import recorded_call
-from tests.kernels import require_backend
 from tests.nn.catalogue import CAUSAL, example, tokens
-from tests.oracles.plain import plain_attention, several_plains
-from tests.rules import assert_close_rule
 
 T = 17
 CHUNKS = (5, 3, *[1] * 9)
@@ -88,8 +85,6 @@ CELLS = [
     # flex is slow to start: one call of it must do
     if kernel.name != "flex" or (name, dtype) == ("alibi", torch.float32)
 ]
-LEAST = {"cpu": 14, "sdpa": 12, "tiled": 14, "flex": 1, "gemm": 14, "reference": 14, "triton": 0}
-"""How many of these cells each kernel must run; "triton" needs a GPU."""
 
 
 def made(
@@ -125,17 +120,6 @@ def test_every_kernel_gives_the_same_bits_with_and_without(
     assert found[0].steps[0].kernel == kernel.name
     assert torch.equal(found[0].steps[0].out, alone)
     assert found.sound, [str(x) for x in found.row_sums.values()]
-
-
-@pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
-def test_each_kernel_is_watched_in_its_cells(kernel: Kernel) -> None:
-    require_backend(kernel.name)
-    ran = 0
-    for other, name, dtype in CELLS:
-        if other is kernel:
-            given, options = made(name, dtype, made_for(kernel))
-            ran += not kernel.why_not(make_call(*given, **options))
-    assert ran >= LEAST[kernel.name]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -387,15 +371,6 @@ def test_what_is_done_to_tensors_afterwards_changes_nothing() -> None:
         x.zero_()
     assert torch.equal(found.weights(0, 1), before)
     assert found.sound
-
-
-def test_the_lse_of_a_recording_is_the_definition() -> None:
-    q, k = torch.randn(2, 4, 20, 16), torch.randn(2, 2, 20, 16)
-    seen = torch.ones(20, 20).tril().bool()
-    found = recorded_call(q, k, mask=masks.Causal())
-    _, right = plain_attention(q.double(), k.double(), k.double(), visible=seen)
-    plains = [lse for _, lse in several_plains(q, k, k, visible=seen)]
-    assert_close_rule(found[0].steps[0].lse, plains, right)
 
 
 def test_selections_that_mean_nothing_are_refused() -> None:

@@ -23,7 +23,6 @@ from regard.ops.softmax.dispatch import KERNELS
 from regard.ops.softmax.kernel import Kernel, KernelResult, WorkEstimate
 from regard.span import Span
 from tests.inspect.recorded import recorded_call
-from tests.kernels import require_backend
 
 C = masks.Causal()
 LN2 = math.log(2)
@@ -65,10 +64,6 @@ def changed(x: Place, **change: Any) -> Place:
 # flex is slow to start: the test of all kernels, in test_recorder.py, has it; triton needs a GPU
 WATCHED = {kernel.name: kernel for kernel in KERNELS if kernel.name not in ("flex", "triton")}
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-LEAST = {"cpu": 90, "sdpa": 90, "tiled": 200, "gemm": 150, "reference": 200}
-"""How many of the 200 records of each kernel must be made: 5 rules x 4 dtypes x 5 sizes x 2
-spreads.
-"""
 
 
 def sound_calls(name: str, dtype: torch.dtype) -> Iterator[tuple[str, Any]]:
@@ -101,13 +96,6 @@ def test_a_sound_record_is_never_flagged(kernel: str, name: str, dtype: torch.dt
         ran += 1
     if not ran:
         pytest.skip(f"{kernel}: {'; '.join(sorted(why))}")
-
-
-@pytest.mark.parametrize("kernel", WATCHED)
-def test_each_kernel_makes_its_records(kernel: str) -> None:
-    require_backend(kernel)
-    cells = [call for name in RULES for dtype in DTYPES for _, call in sound_calls(name, dtype)]
-    assert sum(not refusal(kernel, *call) for call in cells) >= LEAST[kernel]
 
 
 ALL = {"mask": C & masks.Window(8), "softcap": 2.0, "bias": True, "sink": True}
@@ -219,25 +207,6 @@ class Faulty(Kernel):
 def only(kernel: Faulty, monkeypatch: pytest.MonkeyPatch) -> None:
     """Let no other kernel be asked."""
     monkeypatch.setattr(dispatch, "_registered", (kernel,))
-
-
-@pytest.mark.parametrize(
-    ("mistake", "words"),
-    [
-        (lambda c: {"mask": masks.Full()}, "the mask was not applied"),
-        (lambda c: {"sink": None}, "the sink was left out of the output"),
-        (lambda c: {"softcap": None}, "the softcap was not applied"),
-        (lambda c: {"bias": None}, "the bias was not added"),
-        (lambda c: {"scale": c.scale**2}, "the scale was applied twice"),
-        (lambda c: {"k": c.k.flip(1)}, "not those that the kernel used"),
-    ],
-)
-def test_a_faulty_kernel_is_found_by_recording_it(
-    mistake: Callable[[Call], dict[str, Any]], words: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    only(Faulty(lambda call: replace(call, **mistake(call))), monkeypatch)
-    found = row_sums(place(mask=C, softcap=4.0, bias=True, sink=True))
-    assert any(words in said for said in found.findings), found.findings
 
 
 def test_a_stale_cache_while_tokens_are_written(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -126,25 +126,6 @@ def test_rows_of_every_mask_with_every_addition(mask: str, extra: str) -> None:
         assert float(right.abs().max()) == 0
 
 
-@pytest.mark.full(keep=2)
-@pytest.mark.parametrize("mask, extra", list(zip(MASKS, EXTRAS, strict=True)))
-def test_every_tile_is_a_dense_softmax_and_every_level_sums_to_one(mask: str, extra: str) -> None:
-    H, G = heads_of(mask, extra)
-    found, q, k, _ = recorded(H, G, mask, extra)
-    head = H - 1
-    right = dense(q, k, mask, extra, head, H // G)
-    assert_right(found, head, right)
-    sums, rows = found.pooled(0, head, 32), right.sum(1)  # 1, or less by the share of the sink
-    rows[: GAP * (extra == "left padding")] = 0  # padding that asks is nobody
-    for _ in range(5):
-        expected = torch.stack(
-            [x[x > 0].mean() for x in rows.split(sums.size[0]) if bool((x > 0).any())]
-        )
-        assert float((sums.mass.sum(1)[sums.seeing > 0] - expected).abs().max()) <= 1e-4
-        sums = sums.coarser(3)
-    assert sums.mass.shape == (1, 1)
-
-
 @pytest.mark.parametrize("form", ["expand", "absorb"])
 def test_latent_attention_in_both_forms(form: str) -> None:
     """MLA: the keys of all heads, or the latents; the pattern is that of the formula written out on

@@ -8,7 +8,6 @@ import ast
 import functools
 import importlib
 import inspect
-import math
 import re
 from pathlib import Path
 from typing import Any
@@ -26,11 +25,12 @@ from tests.integrations.families import (
     architectures,
     name_taps,
     regard_attention,
-    regard_mask,
     transformers,
 )
 from tests.integrations.matrix.cells import class_of
 from tests.integrations.matrix.tiny import tiny
+from tests.oracles.oracle import softmax_attention
+from tests.oracles.plain import plain_attention
 from tests.rules import GRADIENT, assert_close_rule
 
 attention = importlib.import_module("regard.integrations.transformers.attention")
@@ -61,57 +61,19 @@ def inputs(spread: float = 1.0, T: int = T, S: int = S) -> tuple[Tensor, Tensor,
 
 
 def loops(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    sees: Any,
-    scale: float,
-    cap: float | None,
-    bias: Any,
-    sink: Any,
+    q: Tensor, k: Tensor, v: Tensor, sees: Any, bias: Tensor | None = None, **options: Any
 ) -> Tensor:
-    """z [B,T,H,E] in fp64, number by number: sees(b, h, i, j), bias(b, h, i, j), sink(h)."""
-    out = torch.zeros(q.shape[0], q.shape[2], H, v.shape[3], dtype=torch.float64)
-    q, k, v = q.double(), k.double(), v.double()
-    for b in range(q.shape[0]):
-        for h in range(H):
-            g = h * G // H
-            for i in range(q.shape[2]):
-                scores = {}
-                for j in range(k.shape[2]):
-                    if not sees(b, h, i, j):
-                        continue
-                    s = scale * float(q[b, h, i] @ k[b, g, j])
-                    s = s if cap is None else cap * math.tanh(s / cap)
-                    scores[j] = s + bias(b, h, i, j)
-                if not scores:
-                    continue
-                top = max(scores.values())
-                total = sum(math.exp(s - top) for s in scores.values())
-                total += 0.0 if sink is None else math.exp(sink(h) - top)
-                for j, s in scores.items():
-                    out[b, i, h] += math.exp(s - top) / total * v[b, g, j]
-    return out
+    """z [B,T,H,E] in fp64, number by number: sees(b, h, i, j), bias [B,H,T,S]."""
+    added = torch.zeros(B, H, T, S) if bias is None else bias
+    found = softmax_attention(
+        q, k, v, visible=sees, bias=lambda *at: added[at].double().item(), **options
+    )
+    return found.out.transpose(1, 2)
 
 
-def plain(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    shown: Tensor,
-    scale: float,
-    cap: float | None,
-    bias: Tensor,
-    sink: Any,
-) -> Tensor:
-    """The same in fp32, by plain torch."""
-    k, v = (x.repeat_interleave(H // G, 1) for x in (k, v))
-    s = q @ k.transpose(-1, -2) * scale
-    s = (s if cap is None else cap * torch.tanh(s / cap)) + bias
-    s = s.masked_fill(~shown, -math.inf)
-    if sink is not None:
-        s = torch.cat([s, sink[None, :, None, None].expand(*s.shape[:3], 1)], -1)
-    return (s.softmax(-1)[..., : k.shape[2]].nan_to_num() @ v).transpose(1, 2)
+def plain(q: Tensor, k: Tensor, v: Tensor, shown: Tensor, **options: Any) -> Tensor:
+    """The same in the dtype of q, by plain torch."""
+    return plain_attention(q, k, v, visible=shown, **options)[0].transpose(1, 2)
 
 
 def table(rule: Any, T: int = T, S: int = S) -> Tensor:
@@ -177,20 +139,11 @@ def test_each_argument_means_what_the_loops_say(
     assert weights is None
     assert z.is_contiguous()
     added = torch.zeros(1, 1, 1, 1) if bias is None else bias
-    full = added.expand(B, H, T, S).double()
-    ref = loops(
-        q,
-        k,
-        v,
-        sees,
-        scale,
-        cap,
-        lambda *at: float(full[at]),
-        None if sink is None else lambda h: float(sink[h]),
-    )
+    options = {"scale": scale, "softcap": cap, "sink": sink}
+    ref = loops(q, k, v, sees, added.expand(B, H, T, S), **options)
     # other orders of the same sums are of equal standing: one alone may be right by luck
     orders = [list(range(D)), [5, 4, 3, 2, 1, 0], [2, 0, 1, 5, 3, 4], [4, 1, 5, 2, 0, 3]]
-    same = [plain(q[..., x], k[..., x], v, table(sees), scale, cap, added, sink) for x in orders]
+    same = [plain(q[..., x], k[..., x], v, table(sees), bias=added, **options) for x in orders]
     assert_close_rule(z, same, ref, what=name)
     wrong, _ = regard_attention(Module(), q, k, v, attention_mask=table(everything))
     assert (wrong - ref).abs().max() > 1e-3
@@ -199,7 +152,6 @@ def test_each_argument_means_what_the_loops_say(
 def test_without_a_mask_nothing_is_hidden_unless_the_caller_says_so() -> None:
     """Aligned at the first key, and one query sees everything."""
     q, k, v = inputs()
-    scale, nothing = D**-0.5, torch.zeros(())
 
     def first(b: int, h: int, i: int, j: int) -> bool:
         return j <= i
@@ -212,8 +164,8 @@ def test_without_a_mask_nothing_is_hidden_unless_the_caller_says_so() -> None:
         (Module(is_causal=True), None, 1, everything),
     ):
         z, _ = regard_attention(module, q[:, :, :length], k, v, None, is_causal=said)
-        ref = loops(q[:, :, :length], k, v, sees, scale, None, lambda *at: 0.0, None)
-        same = plain(q[:, :, :length], k, v, table(sees, T=length, S=S), scale, None, nothing, None)
+        ref = loops(q[:, :, :length], k, v, sees)
+        same = plain(q[:, :, :length], k, v, table(sees, T=length, S=S))
         assert_close_rule(z, same, ref)
     with pytest.raises(ArgumentError, match=r"Module passes no mask, .*is_causal is True"):
         regard_attention(Module(is_causal=True), q, k, v, None)
@@ -253,8 +205,8 @@ def cross_attention_modules() -> dict[str, nn.Module]:
 def test_no_cross_attention_of_transformers_becomes_causal() -> None:
     """Eager attention reads nothing but the mask: without one every query sees every key."""
     q, k, v = inputs()
-    ref = loops(q, k, v, everything, D**-0.5, None, lambda *at: 0.0, None)
-    same = plain(q, k, v, table(everything), D**-0.5, None, torch.zeros(()), None)
+    ref = loops(q, k, v, everything)
+    same = plain(q, k, v, table(everything))
     modules = cross_attention_modules()
     assert len(modules) > 50
     assert not hasattr(modules["MllamaTextCrossAttention"], "is_causal")
@@ -285,7 +237,7 @@ def test_the_gradient_reaches_queries_keys_values_bias_and_sinks() -> None:
                 Module(), q, k, v, BY_RULE, position_bias=bias, s_aux=sink, softcap=0.7
             )
         else:
-            z = plain(q, k, v, table(window), D**-0.5, 0.7, bias, sink)
+            z = plain(q, k, v, table(window), softcap=0.7, bias=bias, sink=sink)
         return list(torch.autograd.grad((z * toward.to(kind)).sum(), leaves))
 
     found = run(torch.float32, ours=True)
@@ -446,9 +398,9 @@ def test_a_selection_is_obeyed(name: str, masked: str) -> None:
     q, k, v = inputs()
     z, weights = regard_attention(module, q, k, v, mask, output_attentions=True, **passed)
     added = bias_values if masked == "float" else torch.zeros(B, H, T, S)
-    ref = loops(q, k, v, both, D**-0.5, None, lambda *at: float(added[at]), None)
+    ref = loops(q, k, v, both, added)
     orders = [list(range(D)), [5, 4, 3, 2, 1, 0], [2, 0, 1, 5, 3, 4]]
-    same = [plain(q[..., x], k[..., x], v, table(both), D**-0.5, None, added, None) for x in orders]
+    same = [plain(q[..., x], k[..., x], v, table(both), bias=added) for x in orders]
     assert_close_rule(z, same, ref, what=name)
     assert not weights[~table(both)].any()
     without, _ = regard_attention(module, q, k, v, mask)
@@ -496,9 +448,3 @@ def test_a_mask_for_other_keys_is_refused() -> None:
         ArgumentError, match=r"attention_mask is \(2, 1, 5, 7\) for 4 queries and 7 keys"
     ):
         regard_attention(Module(), q[:, :, 1:], k, v, BY_RULE)
-
-
-def test_it_is_registered_under_its_name() -> None:
-
-    assert transformers.AttentionInterface()["regard"] is regard_attention
-    assert transformers.AttentionMaskInterface()["regard"] is regard_mask

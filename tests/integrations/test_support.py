@@ -12,60 +12,20 @@ import pytest
 import torch
 
 from regard import ArgumentError
-from tests.integrations.families import ENDS, SIZES, WIDE, architectures, tokens, transformers
+from tests.integrations.families import SIZES, architectures, tokens, transformers
+from tests.integrations.matrix.cells import class_of
+from tests.integrations.matrix.tiny import tiny
 
 support = importlib.import_module("regard.integrations.transformers.supported_models")
-SMALL = {
-    "vocab_size": 48,
-    "hidden_size": 32,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 4,
-    "intermediate_size": 24,
+ITSELF, BY_NAME = "computes its attention itself", "from a table of names"
+REFUSED = {
+    "mpt": ITSELF,
+    "bloom": ITSELF,
+    "longformer": ITSELF,
+    "falcon": BY_NAME,
+    "sam_vision_model": BY_NAME,
 }
-REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
-    "Mpt": (
-        "MptForCausalLM",
-        {"vocab_size": 48, "d_model": 32, "n_heads": 4, "n_layers": 1},
-        "computes its attention itself",
-    ),
-    "Bloom": (
-        "BloomForCausalLM",
-        {"vocab_size": 48, "hidden_size": 32, "n_layer": 1, "n_head": 4},
-        "computes its attention itself",
-    ),
-    "Longformer": (
-        "LongformerModel",
-        SMALL | {"attention_window": [4]},
-        "computes its attention itself",
-    ),
-    "Falcon": ("FalconModel", SMALL, "from a table of names"),
-    "SamVision": (
-        "SamVisionModel",
-        SMALL | {"image_size": 16, "patch_size": 4},
-        "from a table of names",
-    ),
-}
-SILENT: dict[str, tuple[str, dict[str, Any]]] = {
-    "Deberta": ("DebertaModel", SMALL),
-    "DebertaV2": ("DebertaV2Model", SMALL),
-    "OpenAIGPT": ("OpenAIGPTLMHeadModel", WIDE),
-    "XLNet": (
-        "XLNetLMHeadModel",
-        {"vocab_size": 48, "d_model": 32, "n_layer": 1, "n_head": 4, "d_inner": 24},
-    ),
-    "FNet": ("FNetModel", {x: SMALL[x] for x in SMALL if x != "num_attention_heads"}),
-    "Funnel": (
-        "FunnelBaseModel",
-        {
-            "vocab_size": 48,
-            "d_model": 32,
-            "n_head": 4,
-            "d_head": 8,
-            "d_inner": 24,
-            "block_sizes": [1, 1],
-        },
-    ),
-}
+SILENT = ("deberta", "deberta-v2", "openai-gpt", "xlnet", "fnet", "funnel")
 
 
 class MyLlama(transformers.LlamaModel):
@@ -76,29 +36,29 @@ class MyMpt(transformers.MptModel):
     """A class of a user's own, of an architecture that is refused."""
 
 
-def config(name: str, settings: dict[str, Any], **more: Any) -> Any:
-    return getattr(transformers, f"{name}Config")(**(ENDS | settings), **more)
+def config(model_type: str, attention: str | None = None) -> Any:
+    made = tiny(transformers.CONFIG_MAPPING[model_type], model_type)
+    made._attn_implementation = attention
+    return made
 
 
 @pytest.mark.full(keep=2)
 @pytest.mark.parametrize("name", REFUSED)
 def test_a_class_that_would_misread_our_masks_is_refused_when_it_is_built(name: str) -> None:
-    cls, settings, why = REFUSED[name]
-    given = config(name, settings, attn_implementation="regard")
+    _, kind = class_of(name)
     message = (
-        rf"{name}\w* (computes its attention itself|chooses its attention class from a "
-        rf"table of names) .*use 'eager'.*architectures\(\).*docs/transformers\.md"
+        rf"{kind.__name__[:3]}\w* (computes its attention itself|chooses its attention class from "
+        r"a table of names) .*use 'eager'.*architectures\(\).*docs/transformers\.md"
     )
     with pytest.raises(ArgumentError, match=message) as raised:
-        getattr(transformers, cls)(given)
-    assert why in str(raised.value)
+        kind(config(name, "regard"))
+    assert REFUSED[name] in str(raised.value)
 
 
-@pytest.mark.parametrize("name", ["Mpt", "Longformer", "Falcon"])
+@pytest.mark.parametrize("name", ["mpt", "longformer", "falcon"])
 def test_it_is_refused_when_it_is_switched_and_stays_as_it_was(name: str) -> None:
-    cls, settings, _ = REFUSED[name]
-    model = getattr(transformers, cls)(config(name, settings, attn_implementation="eager")).eval()
-    with pytest.raises(ArgumentError, match=f"{name}Model"):
+    model = class_of(name)[1](config(name, "eager")).eval()
+    with pytest.raises(ArgumentError, match=f"(?i){name}"):
         model.set_attn_implementation("regard")
     assert {x.config._attn_implementation for x in model.modules() if hasattr(x, "config")} == {
         "eager"
@@ -108,7 +68,7 @@ def test_it_is_refused_when_it_is_switched_and_stays_as_it_was(name: str) -> Non
 
 
 def test_from_config_and_from_pretrained_refuse_it(tmp_path: Any) -> None:
-    given = config("Mpt", REFUSED["Mpt"][1])
+    given = config("mpt")
     transformers.MptForCausalLM(given).save_pretrained(tmp_path)
     for build in (
         lambda: transformers.AutoModelForCausalLM.from_config(given, attn_implementation="regard"),
@@ -152,21 +112,17 @@ def test_a_part_that_is_refused_refuses_the_whole_and_a_part_that_is_not_named_d
 @pytest.mark.parametrize("name", SILENT)
 def test_a_class_that_never_calls_us_says_so_once(name: str, monkeypatch: Any) -> None:
     monkeypatch.setattr(support, "_warned", {})
-    cls, settings = SILENT[name]
-    given = config(name, settings, attn_implementation="regard")
+    _, kind = class_of(name)
     torch.manual_seed(0)
-    with pytest.warns(
-        UserWarning, match=rf"{name}\w* never calls .*eager.*nothing in it runs through regard"
-    ) as told:
-        model = getattr(transformers, cls)(given).eval()
+    message = rf"{kind.__name__[:3]}\w* never calls .*eager.*nothing in it runs through regard"
+    with pytest.warns(UserWarning, match=message) as told:
+        model = kind(config(name, "regard")).eval()
     assert len(told) == 1
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         torch.manual_seed(0)
-        plain = getattr(transformers, cls)(
-            config(name, settings, attn_implementation="eager")
-        ).eval()
-        getattr(transformers, cls)(given)
+        plain = kind(config(name, "eager")).eval()
+        kind(config(name, "regard"))
     with torch.no_grad():
         assert torch.equal(model(tokens(2, 6))[0], plain(tokens(2, 6))[0])
 
@@ -183,7 +139,7 @@ def test_what_is_served_is_built_and_switched_in_silence() -> None:
 
 
 def test_other_implementations_pass_through_the_guard() -> None:
-    model = transformers.MptModel(config("Mpt", REFUSED["Mpt"][1], attn_implementation="eager"))
+    model = transformers.MptModel(config("mpt", "eager"))
     model.set_attn_implementation("eager")
     support.wrap_model_methods()  # a second time wraps nothing
     assert not hasattr(
@@ -213,12 +169,12 @@ def test_a_class_of_ones_own_is_judged_by_what_it_inherits() -> None:
         warnings.simplefilter("error")
         MyLlama(transformers.LlamaConfig(**SIZES, attn_implementation="regard"))
     with pytest.raises(ArgumentError, match="MyMpt computes its attention itself"):
-        MyMpt(config("Mpt", REFUSED["Mpt"][1], attn_implementation="regard"))
+        MyMpt(config("mpt", "regard"))
 
 
 def test_a_class_without_source_is_judged_by_its_masks_alone() -> None:
     unseen = type("Unseen", (transformers.MptModel,), {"__module__": "nowhere"})
     assert support.attention_usage(unseen) is None
-    model = unseen(config("Mpt", REFUSED["Mpt"][1], attn_implementation="regard"))
+    model = unseen(config("mpt", "regard"))
     with pytest.raises(ArgumentError, match="the model does not support bool masks"):
         model(tokens(1, 5))

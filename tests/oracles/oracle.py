@@ -11,11 +11,12 @@ from torch import Tensor
 
 
 class Answer(NamedTuple):
-    """out [B,H,T,E], lse [B,H,T] without the sink, pattern [B,H,T,S]; float64."""
+    """out [B,H,T,E], lse [B,H,T] without the sink, pattern and scores [B,H,T,S]; float64."""
 
     out: Tensor
     lse: Tensor
     pattern: Tensor
+    scores: Tensor
 
 
 def softmax_attention(
@@ -39,6 +40,7 @@ def softmax_attention(
     out = torch.zeros(B, H, T, E, dtype=torch.float64)
     lse = torch.full((B, H, T), -math.inf, dtype=torch.float64)
     pattern = torch.zeros(B, H, T, S, dtype=torch.float64)
+    masked = torch.full_like(pattern, -math.inf)
     for b in range(B):
         for h in range(H):
             g = h // (H // G)
@@ -62,9 +64,10 @@ def softmax_attention(
                 total = math.fsum(math.exp(s - top) for s in scores.values())
                 total += 0.0 if sinks is None else math.exp(sinks[h] - top)
                 for j, s in scores.items():
+                    masked[b, h, i, j] = s
                     pattern[b, h, i, j] = math.exp(s - top) / total
                 for e in range(E):
                     out[b, h, i, e] = math.fsum(
                         pattern[b, h, i, j].item() * vl[b][g][j][e] for j in scores
                     )
-    return Answer(out, lse, pattern)
+    return Answer(out, lse, pattern, masked)

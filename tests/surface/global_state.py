@@ -213,21 +213,21 @@ def process_state() -> dict[str, Any]:
 
 @contextmanager
 def other_setting(name: str) -> Iterator[None]:
-    """Set one thing of the process otherwise."""
+    """Set what is named otherwise in the process."""
     with ExitStack() as stack:
-        if name == "deterministic mode":
+        if "deterministic mode" in name:
             stack.callback(torch.use_deterministic_algorithms, False)
             torch.use_deterministic_algorithms(True)
-        elif name == "threads":
+        if "threads" in name:
             stack.callback(torch.set_num_threads, torch.get_num_threads())
             torch.set_num_threads(3)
-        elif name == "random numbers":
+        if "random numbers" in name:
             random.seed(7)
             np.random.seed(7)  # noqa: NPY002
-        elif name == "warnings":
+        if "warnings" in name:
             stack.enter_context(warnings.catch_warnings())
             warnings.simplefilter("error")
-        elif name == "locale":
+        if "locale" in name:
             stack.callback(locale.setlocale, locale.LC_ALL, locale.setlocale(locale.LC_ALL))
             for known in ("tr_TR.UTF-8", "de_DE.UTF-8", "C"):  # decimal commas, where there are any
                 try:
@@ -238,7 +238,8 @@ def other_setting(name: str) -> Iterator[None]:
         yield
 
 
-SETTINGS = ("", "deterministic mode", "threads", "random numbers", "warnings", "locale")
+SETTINGS = ("", "threads", "deterministic mode, random numbers, warnings or locale")
+"""None of them, one, and the others at once: nothing may depend on any."""
 
 
 def under_settings(path: str) -> None:
@@ -255,7 +256,7 @@ def under_settings(path: str) -> None:
             results[setting] = {}
             for name, operation in found.items():
                 os.environ.pop("REGARD_SEEN", None)
-                torch.manual_seed(7 * (setting == "random numbers"))
+                torch.manual_seed(7 * ("random numbers" in setting))
                 before = process_state()
                 results[setting][name] = result(operation)
                 after = process_state()

@@ -129,21 +129,3 @@ def test_as_a_module() -> None:
     assert code == 2
     assert "Traceback" not in err
     assert run("--version") == (0, "")
-
-
-@pytest.mark.skipif(os.name == "nt", reason="pipes close differently there")
-def test_a_reader_that_leaves_is_no_failure() -> None:
-    reader, writer = os.pipe()
-    os.close(reader)
-    environment = {**os.environ, "PYTHONPATH": str(FOLDER.parents[1])}
-    done = subprocess.run(
-        [sys.executable, "-m", "regard", "--help"],
-        env=environment,
-        stdout=writer,
-        stderr=subprocess.PIPE,
-        text=True,
-        check=False,
-        timeout=60,
-    )
-    os.close(writer)
-    assert (done.returncode, done.stderr) == (0, "")

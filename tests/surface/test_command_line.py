@@ -155,6 +155,7 @@ WRONG = (
     "generate abc --weights int3",
     "generate --prompt-file no-such-file",
     "inspect ablate abc --answer xyzzy",
+    "inspect ablate abc --device nope",
     "inspect ablate abc --method nope",
     "inspect ablate abc --versus b",
     "inspect attribute abc --method integrated_gradients --steps 0",

@@ -25,8 +25,7 @@ def test_rows_name_tests_that_exist(root: Path, capsys: pytest.CaptureFixture[st
 @pytest.mark.parametrize(
     "row, passed, not_here, failed",
     [
-        (Row((), folder="a 中文 b", cores=1), 1, "", []),
-        (Row((), {"LC_ALL": "C"}, umask=0o077, read_only=True), 1, "", []),
+        (Row((), {"LC_ALL": "C"}, "a 中文 b", cores=1, umask=0o077, read_only=True), 1, "", []),
         (Row((), {"REGARD_TEST_THREADS": "many"}), 0, "", ["regard shew", "pytest ended with"]),
         (Row((), version="2.7"), None, "Python 3.", []),
         (Row((), {"REGARD_CPU_ISA": "z80"}), None, "REGARD_CPU_ISA is 'z80'", []),
@@ -39,7 +38,7 @@ def test_what_becomes_of_a_row(
     failed: list[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The third row is the negative control: an unknown command, and tests that cannot start."""
+    """The second row is the negative control: an unknown command, and tests that cannot start."""
     command_names = ["show", *(x.removeprefix("regard ") for x in failed[:1])]
     monkeypatch.setattr(command, "COMMANDS", [(x, "causal") for x in command_names])
     test = "tests/files/test_strict_json.py"

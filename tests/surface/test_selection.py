@@ -30,7 +30,7 @@ class Item:
     nodeid: str
     marks: dict[str, Any] | None = field(default_factory=dict)
     nightly: dict[str, Any] | None = None
-    callspec: Any = None
+    callspec: Any = field(default_factory=lambda: SimpleNamespace(params={"case": object()}))
 
     def get_closest_marker(self, name: str) -> Any:
         found = {"full": self.marks, "nightly": self.nightly}[name]
@@ -108,6 +108,18 @@ def test_the_full_run_takes_few_of_many_cases_unless_a_mark_says_how_many() -> N
     assert few <= full["a.py::test_a"] <= few + 2
     assert many <= full["a.py::test_b"] <= many + 2
     assert (full["a.py::test_c"], full["a.py::test_d"]) == (100, 3)
+
+
+def test_the_full_run_takes_each_value_of_each_parameter_if_few_cases_have_all() -> None:
+    values = [*product(range(selection.FULL_CASES), "abc")]
+    items = [
+        Item(f"a.py::test_a[{number}-{letter}]", {}, callspec=SimpleNamespace(params=params))
+        for number, letter in values
+        for params in [{"number": number, "letter": letter}]
+    ]
+    full = [x.callspec.params for x in selection.full(items)]  # type: ignore[arg-type,attr-defined]
+    assert [x["number"] for x in full] == [*range(selection.FULL_CASES)]
+    assert {x["letter"] for x in full} == {*"abc"}
 
 
 def test_the_cases_of_each_test_are_counted_apart() -> None:

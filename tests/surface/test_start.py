@@ -71,6 +71,7 @@ HELP = command("--help")
         command("compare", "--list"),
         command("generate", "--help"),
         command("cost", "tiny"),
+        command("train", "--help"),
     ],
 )
 def test_starts_without_torch(code: str) -> None:
@@ -146,6 +147,14 @@ def test_help_loads_little() -> None:
     assert ours <= {"regard.errors", "regard.standard_output", *texts}
     assert not foreign(found) & {"numpy", *HEAVY}
     assert len(found) <= 400
+
+
+def test_costs_load_little(tmp_path: Path) -> None:
+    found = imported(command("cost", "gpt3", "--json"))
+    assert not foreign(found) & {"numpy", *HEAVY}
+    assert len(found) <= 450
+    assert "torch" not in loaded(command("cost", "gpt2", "--plot", str(tmp_path / "a.svg")))
+    assert (tmp_path / "a.svg").exists()
 
 
 def test_the_count_would_see_what_is_imported() -> None:

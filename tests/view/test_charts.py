@@ -92,17 +92,6 @@ def test_logarithmic_axes_are_where_they_were_asked_for(log: str, scales: str) -
     assert f"{axes.get_xscale()} {axes.get_yscale()}" == scales
 
 
-def test_a_power_is_a_straight_line_between_logarithmic_axes() -> None:
-    def slopes(log: str) -> float:
-        axes = axes_of(picture(*((n, 3 * n**1.5) for n in (1, 2, 4, 8, 16)), log=log))
-        places = axes.transData.transform(points_of(axes, "line 0 0"))
-        found = [(b[1] - a[1]) / (b[0] - a[0]) for a, b in pairwise(places)]
-        return max(found) - min(found)
-
-    assert slopes("xy") < 1e-6
-    assert slopes("x") > 0.1, "negative control"
-
-
 def test_few_points_are_all_marked_and_many_are_not_hidden() -> None:
     for count, marked in ((1, 1), (24, 24), (25, 13), (500, 24)):
         drawing = picture(*((x, x) for x in range(count))).draw()
@@ -216,10 +205,6 @@ def test_a_share_stands_at_the_middle_of_its_lengths_with_its_interval() -> None
     assert beyond.get_extents().transformed(axes.transData.inverted()).x0 == pytest.approx(16.5)
 
 
-def test_nothing_is_shaded_where_nothing_is_longer() -> None:
-    assert axes_of(accuracy_chart([accuracy()], 24, "title")).patches[:] == []
-
-
 def test_marks_of_a_scatter_stand_where_their_numbers_say() -> None:
     chart = Scatter(marks(), BYTES, SHARE, "t")
     axes = axes_of(chart)
@@ -294,11 +279,6 @@ def test_a_cell_of_an_alignment_is_as_dark_as_its_weight() -> None:
     assert axes.yaxis_inverted(), "the first word stands on top"
 
 
-def test_shades_change_in_one_direction() -> None:
-    shades = [sum(palette.ramp(palette.WEIGHTS["light"], i / 15)) for i in range(16)]
-    assert shades == sorted(shades, reverse=True)
-
-
 def test_the_weights_of_a_head_are_written_into_their_cells() -> None:
     few = HeadWeights([[1.0, 0.0], [0.25, 0.75]], "head 3").draw()
     written = [text.get_text() for text in few.figure.axes[0].texts]
@@ -329,7 +309,3 @@ def test_bars_begin_at_one_and_end_at_their_ratio() -> None:
     assert [label.get_text() for label in axes.get_yticklabels()] == ["ours", "x", "y"]
     low, high = axes.get_ylim()
     assert low > high, "the first bar stands on top"
-
-
-def test_plain_values() -> None:
-    assert picture((1, 2)).as_dict()["lines"] == [{"name": "full", "points": [[1, 2]]}]

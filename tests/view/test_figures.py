@@ -75,14 +75,6 @@ def test_dropout_doubles_what_it_keeps_and_can_empty_a_row() -> None:
     assert (after.sum(1) == 0).sum() == 1
 
 
-def test_a_causal_head_sees_no_later_word_and_sums_to_one() -> None:
-    figure = causal_figure()
-    assert isinstance(figure, HeadWeights)
-    weights = np.array(figure.weights)
-    assert np.array_equal(weights == 0, np.triu(np.ones((6, 6), bool), 1))
-    assert np.allclose(weights.sum(1), 1, atol=1e-6)
-
-
 def test_the_six_words_have_the_printed_weights() -> None:
     for figure, name in ((self_attention(), "simple.weights"), (causal_figure(), "causal.weights")):
         assert isinstance(figure, HeadWeights)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -43,6 +44,16 @@ SIZES_NOT_PUBLISHED = {
 """Beginnings of the names of models that readers ask for, and why no sizes stand here."""
 
 
+@functools.cache
+def _published_model(name: str) -> ModelSpec:
+    """Return the sizes of a model of the table, which suggestions of sizes ask for many times."""
+    entry = PUBLISHED_MODELS[name]
+    model = read_sizes(entry.config, name, name)
+    notes = (f"sizes: {entry.source}", *((entry.note,) if entry.note else ()), *model.notes)
+    stored = stored_as(model, entry.weights) if entry.weights else None
+    return replace(model, notes=notes, stored=stored, stated_context=entry.context or None)
+
+
 def model_of(source: str, count_stored: SizeCount | None = None) -> ModelSpec:
     """Return the sizes of a published model, of a config.json, or of a folder with one.
 
@@ -62,11 +73,7 @@ def model_of(source: str, count_stored: SizeCount | None = None) -> ModelSpec:
     """
     name = source.lower()
     if name in PUBLISHED_MODELS:
-        entry = PUBLISHED_MODELS[name]
-        model = read_sizes(entry.config, name, name)
-        notes = (f"sizes: {entry.source}", *((entry.note,) if entry.note else ()), *model.notes)
-        stored = stored_as(model, entry.weights) if entry.weights else None
-        return replace(model, notes=notes, stored=stored, stated_context=entry.context or None)
+        return _published_model(name)
     if name == "tiny":  # the model that comes with the package
         return replace(read_sizes_file(Path(__file__).parents[1] / "assets" / "tiny"), name=name)
     path = Path(source)

@@ -35,12 +35,6 @@ def in_place(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return torch.softmax(q @ k.mT, -1) @ v
 
 
-class InPlace(Right):
-    def forward(self, x: Tensor) -> Tensor:
-        x -= 0.5
-        return super().forward(x)
-
-
 class MixedRows(Right):
     """[T,B] for [B,T]."""
 

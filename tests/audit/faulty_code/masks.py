@@ -55,10 +55,6 @@ def added(q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None) -> T
     return torch.softmax(scores, -1) @ v
 
 
-def ignored(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
-    return torch.softmax(q @ k.mT / math.sqrt(q.shape[-1]), -1) @ v
-
-
 def first_row(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
     """The mask of row 0 serves the whole batch; a row that sees nothing is even."""
     scores = q @ k.mT / math.sqrt(q.shape[-1])

@@ -15,28 +15,6 @@ class Unscaled(Right):
         return q @ k.transpose(-1, -2)
 
 
-class ScaleInverted(Right):
-    def score(self, q: Tensor, k: Tensor) -> Tensor:
-        return q @ k.transpose(-1, -2) * math.sqrt(self.head_dim)
-
-
-class OverHeads(Right):
-    def weigh(self, scores: Tensor, keep: Tensor) -> Tensor:
-        return torch.softmax(scores.masked_fill(~keep, -1e9), dim=1)
-
-
-def columns(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """A function that returns what it takes for weights."""
-    weights = torch.softmax(q @ k.mT / math.sqrt(q.shape[-1]), dim=-2)
-    return weights @ v, weights
-
-
-def unnormalized(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """Right, but what it returns beside the output are scores."""
-    scores = q @ k.mT / math.sqrt(q.shape[-1])
-    return torch.softmax(scores, -1) @ v, scores.exp()
-
-
 def one_more(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """Right, but the weights that it returns leave a share to a key that is not there."""
     scores = q @ k.mT / math.sqrt(q.shape[-1])
@@ -76,12 +54,6 @@ class JoinedRows(Right):
         return z.reshape(B, T, H * D)
 
 
-class SplitRows(Right):
-    def split(self, x: Tensor, heads: int) -> Tensor:
-        B, T, _ = x.shape
-        return x.view(B, heads, T, self.head_dim)
-
-
 def mixed(x: Tensor, start: int = 0) -> Tensor:
     """Seed 5's course: cos and sin interleaved, rotate_half in halves."""
     D = x.shape[-1]
@@ -107,11 +79,6 @@ class OneLess(RightRotary):
         return (j <= i) & (i - j < self.window - 1)
 
 
-class WindowForgotten(Right):
-    def allowed(self, T: int, S: int) -> Tensor:
-        return torch.ones(T, S).tril(S - T).bool()
-
-
 def half_precision(x: Tensor, positions: Tensor) -> Tensor:
     """Angles in the dtype of x: in bfloat16 far positions fall together."""
     D = x.shape[-1]
@@ -120,14 +87,6 @@ def half_precision(x: Tensor, positions: Tensor) -> Tensor:
     turn = torch.cat([turn, turn], -1)
     rotated = torch.cat([-x[..., D // 2 :], x[..., : D // 2]], -1)
     return x * turn.cos() + rotated * turn.sin()
-
-
-def absolute(x: Tensor, positions: Tensor) -> Tensor:
-    """Norms are kept, and products depend on the sum of positions: keys turn the other way
-    round.
-    """
-    q, k = x[:, :1], x[:, 1:]
-    return torch.cat([rotated(q, positions), rotated(k, -positions)], 1)
 
 
 def rotated(x: Tensor, positions: Tensor) -> Tensor:

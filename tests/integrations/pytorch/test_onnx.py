@@ -18,7 +18,6 @@ from regard.biases import T5Relative
 from regard.errors import ArgumentError, ArgumentTypeError
 from regard.integrations.pytorch import WithPast
 from regard.masks import Causal, Chunk, Dilated, Document, Padding, Window
-from regard.nn import Block, PreNorm, RMSNorm, SwiGLU
 from regard.nn.variants import VARIANTS
 from tests.integrations.pytorch.matrix.things import Thing, layer, outputs, randn
 from tests.integrations.pytorch.matrix.transforms import (
@@ -28,7 +27,7 @@ from tests.integrations.pytorch.matrix.transforms import (
     refusal,
     traced_onnx_file,
 )
-from tests.nn.catalogue import MIXERS, example, randomize
+from tests.nn.catalogue import MIXERS, example
 from tests.rules import assert_close_rule
 
 onnx = pytest.importorskip("onnx")
@@ -261,13 +260,6 @@ def test_additive_attention_is_refused() -> None:
 
     with pytest.raises(ArgumentError, match="was given a AdditiveAttention"):
         traced_onnx_file(Both(), (randn(2, 6, 32), randn(2, 5, 32)), ((1, "T"), (1, "S")))
-
-
-def test_a_block_serves_all_lengths() -> None:
-    norms = PreNorm(RMSNorm(32)), PreNorm(RMSNorm(32))
-    block = randomize(Block(layer(), SwiGLU(32, 48), *norms), 0).eval()
-    run = onnx_session(traced_onnx_file(block, (randn(2, 2, 32),), ((1, "T"),)))
-    assert_same_calls(block, run, [(randn(2, n, 32),) for n in (1, 9, 40)])
 
 
 @pytest.mark.full

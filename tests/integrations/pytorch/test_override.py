@@ -550,22 +550,6 @@ def test_the_operator_of_torchs_function_follows_the_rules() -> None:
     assert counter.get_total_flops() == 2 * 2 * 16 * 16 * (8 + 8)
 
 
-@pytest.mark.full
-def test_a_transformers_model_generates_the_same_tokens() -> None:
-    from tests.integrations import families  # skips without transformers
-
-    model, ids = families.decoder("Llama", "sdpa"), families.tokens(2, 9)
-    keep = torch.ones_like(ids)
-    keep[1, :4] = 0
-    options = {"attention_mask": keep, "max_new_tokens": 8, "do_sample": False}
-    usual = model.generate(ids, **options)
-    with regard.accelerate(always=True) as calls:
-        found = model.generate(ids, **options)
-    assert torch.equal(usual, found)
-    assert sum(calls.taken.values()) + sum(calls.left.values()) == 2 * 8
-    assert sum(calls.taken.values()) >= 2 * 7, str(calls)
-
-
 FIRST_COMPILED_INSIDE = """
 import sys
 import torch

@@ -17,7 +17,6 @@ from regard.ops.cpu.instruction_sets import (
     NONE,
     VARIABLE,
     KernelLibraryError,
-    instruction_set,
 )
 from tests.kernels import require_kernels
 from tests.ops.cpu.compiled import BUILD, run
@@ -175,17 +174,7 @@ def test_a_process_imports_no_torch_to_say_what_runs() -> None:
     assert said(code, None) == ["False"]
 
 
-def test_only_the_named_sets_are_compiled(tmp_path: Path) -> None:
-    require_kernels()
-    name = instruction_set()
-    try:
-        made = BUILD.build(only=(name,), into=tmp_path)
-    except BUILD.NoCompilerError as error:
-        pytest.skip(str(error))
-    assert sorted(x.name for x in made) == sorted(["processor.so", f"{name}.so"])
-
-
-def test_an_installation_compiles_the_sets_of_its_processor_and_a_wheel_all(
+def test_an_installation_compiles_the_sets_of_its_processor_a_wheel_all_and_others_the_named(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     require_kernels()
@@ -197,6 +186,8 @@ def test_an_installation_compiles_the_sets_of_its_processor_and_a_wheel_all(
     assert [x.stem for x in BUILD.build(every=True, into=tmp_path)] == every
     own = [x.stem for x in BUILD.build(into=tmp_path)]
     assert own == [x for x in every if x == "processor" or x in usable()]
+    named = [x.stem for x in BUILD.build(only=("x86-64-v4",), into=tmp_path)]
+    assert named == ["processor", "x86-64-v4"]
     monkeypatch.setattr(BUILD, "_link", lambda *_: Path(__file__))  # no library: not to be asked
     assert len(BUILD.build(into=tmp_path)) == len(every)
 

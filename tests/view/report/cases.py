@@ -5,8 +5,8 @@ loops.
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -15,6 +15,7 @@ from torch import Tensor
 import regard
 from regard import biases, masks
 from regard.inspect import Recorder, Recording
+from tests.inspect import fp64_patterns
 
 Sees = Callable[[int, int, int], bool]
 Adds = Callable[[int, int, int], float]
@@ -124,19 +125,11 @@ def _run(case: Case) -> Recording:
 def defined(case: Case, h: int, i: int) -> tuple[list[float], list[float]]:
     """Scores and weights of one row, from the definition: loops over Python floats."""
     q, k, _ = inputs(case)
-    at = case.q_positions or tuple(range(case.S - case.T, case.S))
-    keys = case.k_positions or tuple(range(case.S))
-    a, scores = q[0, h, i].double().tolist(), []
-    for j in range(case.S):
-        b = k[0, h // (case.H // case.G), j].double().tolist()
-        s = sum(x * y for x, y in zip(a, b, strict=True)) / math.sqrt(len(a))
-        s = s if case.cap is None else case.cap * math.tanh(s / case.cap)
-        seen = keys[j] >= 0 and case.sees(h, at[i], keys[j])
-        scores.append(s + case.adds(h, at[i], keys[j]) if seen else -math.inf)
-    extra = [] if case.sink is None else [case.sink[h]]
-    top = max(scores + extra)
-    if top == -math.inf:
-        return scores, [0.0] * case.S
-    exps = [math.exp(s - top) for s in scores]
-    total = sum(exps) + sum(math.exp(x - top) for x in extra)
-    return scores, [x / total for x in exps]
+    at = case.q_positions or range(case.S - case.T, case.S)
+    keys = case.k_positions or range(case.S)
+    sink = None if case.sink is None else torch.tensor(case.sink)
+    rule = fp64_patterns.Case(
+        q, k, [[*at]], [[*keys]], partial(case.sees, h), case.adds, softcap=case.cap, sink=sink
+    )
+    scores, weights = rule.pattern(0, h, slice(i, i + 1))
+    return scores[0].tolist(), weights[0].tolist()

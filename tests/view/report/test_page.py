@@ -193,11 +193,3 @@ def test_colours_follow_the_switch() -> None:
     assert ":root:not([data-theme])" in css
     assert ':root[data-theme="dark"]' in css
     assert "data-theme" not in palette.css()
-
-
-def test_scripts_have_lines_of_120_columns_at_most() -> None:
-    """They are formatted by prettier with the settings of `.prettierrc.json`."""
-    folder = resources.files("regard.view.page")
-    scripts = [x for x in folder.iterdir() if x.name.endswith(".js")]
-    long = [x.name for x in scripts for y in x.read_text("utf-8").splitlines() if len(y) > 120]
-    assert long == []
