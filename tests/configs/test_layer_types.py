@@ -32,6 +32,10 @@ def slow(layers: int, keys: dict[str, Any]) -> list[int | None]:
     return found
 
 
+NAMES = [FULL, SLIDING] * 2
+WIDTH = {"sliding_window": 8}
+QWEN = WIDTH | {"use_sliding_window": True}
+VOID = WIDTH | {"use_sliding_window": False}
 CASES: dict[str, tuple[int, dict[str, Any]]] = {
     "llama": (4, {}),
     "Mistral-7B-v0.1": (32, {"sliding_window": 4096}),
@@ -39,41 +43,17 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
     "gemma-3-1b": (26, {"sliding_window": 512, "sliding_window_pattern": 6}),
     "every layer full": (3, {"sliding_window": 8, "sliding_window_pattern": 1}),
     "no layer full": (3, {"sliding_window": 8, "sliding_window_pattern": 4}),
-    "Qwen2.5-7B": (
-        28,
-        {"sliding_window": 131072, "max_window_layers": 28, "use_sliding_window": False},
-    ),
-    "Qwen2.5, sliding": (
-        36,
-        {"sliding_window": 4096, "max_window_layers": 21, "use_sliding_window": True},
-    ),
-    "more full than layers": (
-        4,
-        {"sliding_window": 8, "max_window_layers": 9, "use_sliding_window": True},
-    ),
+    "Qwen2.5-7B": (28, QWEN | {"max_window_layers": 28, "use_sliding_window": False}),
+    "Qwen2.5, sliding": (36, QWEN | {"max_window_layers": 21}),
+    "more full than layers": (4, QWEN | {"max_window_layers": 9}),
     "gpt-oss-20b": (24, {"sliding_window": 128, "layer_types": [SLIDING, FULL] * 12}),
-    "named, against Qwen's rule": (
-        4,
-        {
-            "sliding_window": 8,
-            "max_window_layers": 3,
-            "use_sliding_window": True,
-            "layer_types": [FULL, SLIDING] * 2,
-        },
-    ),
+    "named, against Qwen's rule": (4, QWEN | {"max_window_layers": 3, "layer_types": NAMES}),
     "named, as the pattern": (
-        6,
-        {
-            "sliding_window": 8,
-            "sliding_window_pattern": 3,
-            "layer_types": [SLIDING, SLIDING, FULL] * 2,
-        },
+        4,
+        {"sliding_window_pattern": 2, "layer_types": NAMES[::-1], **WIDTH},
     ),
     "named full, no window": (2, {"layer_types": [FULL, FULL]}),
-    "named full, void window": (
-        2,
-        {"layer_types": [FULL, FULL], "sliding_window": 8, "use_sliding_window": False},
-    ),
+    "named full, void window": (2, VOID | {"layer_types": [FULL, FULL]}),
 }
 
 
@@ -81,16 +61,6 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
 def test_each_layer_by_its_rule(case: str) -> None:
     layers, keys = CASES[case]
     assert list(layer_windows(layers, **keys)) == slow(layers, keys)
-
-
-def test_by_hand() -> None:
-    """What the loop above could get wrong in the same way."""
-    gemma = layer_windows(26, sliding_window=512, sliding_window_pattern=6)
-    assert [i for i, w in enumerate(gemma) if w is None] == [5, 11, 17, 23]
-    assert {w for w in gemma if w is not None} == {512}
-    qwen = layer_windows(36, sliding_window=4096, max_window_layers=21, use_sliding_window=True)
-    assert qwen == (None,) * 21 + (4096,) * 15
-    assert layer_windows(2, sliding_window=16) == (16, 16)
 
 
 @pytest.mark.parametrize("kind", ["Qwen2", "Qwen3", "Gemma2", "Gemma3Text", "GptOss"])
@@ -112,79 +82,24 @@ def test_as_transformers_names_layers(kind: str, window: int | None) -> None:
 
 
 MIXED = [FULL, SLIDING, FULL]
+AGAINST = WIDTH | {"layer_types": MIXED, "sliding_window_pattern": 3}
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
-    "too few": (
-        {"layer_types": [FULL]},
-        "layer_types has 1 entry and num_hidden_layers is 3; give one per layer",
-    ),
-    "a string": (
-        {"layer_types": FULL},
-        "layer_types is 'full_attention'; it must be a list of names",
-    ),
+    "too few": ({"layer_types": [FULL]}, "layer_types has 1 entry and num_hidden_layers is 3"),
+    "a string": ({"layer_types": FULL}, "layer_types is 'full_attention'; it must be a list"),
     "not a list": ({"layer_types": 3}, "layer_types is 3; it must be a list of names"),
-    "misspelt": (
-        {"layer_types": [FULL, "sliding_atention", FULL]},
-        (
-            "layer_types[1] is 'sliding_atention'; supported are 'full_attention' and "
-            "'sliding_attention'; did you mean 'sliding_attention'?"
-        ),
-    ),
-    "chunked": (
-        {"layer_types": ["chunked_attention"] * 3, "sliding_window": 8},
-        (
-            "layer_types[0] is 'chunked_attention'; supported are 'full_attention' and "
-            "'sliding_attention'"
-        ),
-    ),
+    "misspelt": ({"layer_types": [FULL, "sliding_atention", FULL]}, "layer_types[1] is"),
+    "chunked": (WIDTH | {"layer_types": ["chunked_attention"] * 3}, "; supported are 'full_attent"),
     "not a name": ({"layer_types": [FULL, FULL, [1]]}, "layer_types[2] is [1]; supported are"),
-    "no width": (
-        {"layer_types": MIXED},
-        (
-            "layer_types makes layer 1 'sliding_attention', and sliding_window is null; a layer "
-            "that "
-            "slides needs a window"
-        ),
-    ),
-    "void width": (
-        {"layer_types": MIXED, "sliding_window": 8, "use_sliding_window": False},
-        "layer_types makes layer 1 'sliding_attention', and use_sliding_window is false",
-    ),
-    "pattern without width": (
-        {"sliding_window_pattern": 2},
-        "sliding_window_pattern 2 makes layer 0 'sliding_attention', and sliding_window is null",
-    ),
-    "pattern against names": (
-        {"layer_types": MIXED, "sliding_window": 8, "sliding_window_pattern": 3},
-        (
-            "layer_types[0] is 'full_attention', and sliding_window_pattern 3 makes it "
-            "'sliding_attention'; remove one of the two keys"
-        ),
-    ),
-    "use without width": (
-        {"use_sliding_window": True},
-        (
-            "use_sliding_window is true and sliding_window is null; give the width of the window, "
-            "or "
-            "set it to false"
-        ),
-    ),
+    "no width": ({"layer_types": MIXED}, "layer_types makes layer 1 'sliding_attention'"),
+    "void width": (VOID | {"layer_types": MIXED}, "and use_sliding_window is false"),
+    "pattern without width": ({"sliding_window_pattern": 2}, "sliding_window_pattern 2 makes"),
+    "pattern against names": (AGAINST, "and sliding_window_pattern 3 makes it 'sliding_attention'"),
+    "use without width": ({"use_sliding_window": True}, "use_sliding_window is true"),
     "width 0": ({"sliding_window": 0}, "sliding_window is 0; it must be an integer of at least 1"),
-    "width true": (
-        {"sliding_window": True},
-        "sliding_window is True; it must be an integer of at least 1",
-    ),
-    "width a float": (
-        {"sliding_window": 8.0},
-        "sliding_window is 8.0; it must be an integer of at least 1",
-    ),
-    "pattern 0": (
-        {"sliding_window_pattern": 0},
-        "sliding_window_pattern is 0; it must be an integer of at least 1",
-    ),
-    "negative": (
-        {"max_window_layers": -1},
-        "max_window_layers is -1; it must be an integer of at least 0",
-    ),
+    "width true": ({"sliding_window": True}, "sliding_window is True; it must be an integer"),
+    "width a float": ({"sliding_window": 8.0}, "sliding_window is 8.0; it must be an integer"),
+    "pattern 0": ({"sliding_window_pattern": 0}, "sliding_window_pattern is 0"),
+    "negative": ({"max_window_layers": -1}, "max_window_layers is -1; it must be an integer"),
 }
 
 

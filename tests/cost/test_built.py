@@ -101,24 +101,10 @@ QWEN4_EXP = {
     "eos_token_id": 1,
 }
 """The keys of Qwen4-Exp that have no default."""
+DEEPSEEK_V2 = PUBLISHED_MODELS["deepseek-v2"].config
 RELEASED: dict[str, dict[str, Any]] = {
-    "deepseek_v2": {
-        "hidden_size": 5120,
-        "num_hidden_layers": 60,
-        "num_attention_heads": 128,
-        "num_key_value_heads": 128,
-        "intermediate_size": 12288,
-        "moe_intermediate_size": 1536,
-        "n_routed_experts": 160,
-        "n_shared_experts": 2,
-        "num_experts_per_tok": 6,
-        "first_k_dense_replace": 1,
-        "n_group": 8,
-        "topk_group": 3,
-        "vocab_size": 102400,
-        "topk_method": "group_limited_greedy",
-        "routed_scaling_factor": 16.0,
-    },
+    "deepseek_v2": {k: v for k, v in DEEPSEEK_V2.items() if k != "model_type"}
+    | {"topk_method": "group_limited_greedy", "n_group": 8, "topk_group": 3},
     "kimi_k25": {"text_config": {"num_hidden_layers": 4}},
     "step3p7": {"text_config": {"num_hidden_layers": 4}},
     "minimax_m3_vl": {"text_config": {"num_hidden_layers": 4}},

@@ -13,6 +13,7 @@ import pytest
 import regard
 from regard.cli import main
 from regard.configs.published import PUBLISHED_MODELS, model_of
+from regard.configs.reader import read_sizes
 from regard.configs.suggested_sizes import (
     MECHANISM_CHOICES,
     MODELS_WITH_LATENTS,
@@ -31,6 +32,7 @@ from regard.cost.mechanism_table import replace_attention, replace_mixers
 from regard.cost.roofline import memory_fit
 from regard.models.assembly.catalogue_mixer import decoder_variants
 from regard.models.assembly.counted_layers import count_layer
+from tests.cost.tiny import TINY
 
 LLAMA = BaseModel.of(model_of("llama-3.1-8b"))
 SETTING = Setting(32768)
@@ -224,20 +226,8 @@ def test_what_is_refused(
 
 
 def test_an_encoder_has_no_mechanisms_to_compare() -> None:
-    config = {
-        "model_type": "bert",
-        "vocab_size": 100,
-        "hidden_size": 32,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 2,
-        "intermediate_size": 64,
-        "max_position_embeddings": 64,
-        "type_vocab_size": 2,
-    }
-    from regard.configs.reader import read_sizes
-
     with pytest.raises(regard.ArgumentError, match="is not a decoder"):
-        replace_attention(read_sizes(config, "bert", "bert"), "mha", 2, {})
+        replace_attention(read_sizes(TINY["bert"], "bert", "bert"), "mha", 4, {})
 
 
 def test_several_models_beside_each_other(capsys: pytest.CaptureFixture[str]) -> None:

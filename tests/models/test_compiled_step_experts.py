@@ -172,10 +172,7 @@ REFUSED: dict[str, tuple[Callable[[Decoder], object], str]] = {
         ),
         "layer 0: the router is Other",
     ),
-    "number": (
-        lambda d: setattr(d.layers[0].feed_forward.router, "k", 9),
-        "the router chooses 9 of 8, and there are 8 experts",
-    ),
+    "number": (lambda d: setattr(d.layers[0].feed_forward.router, "k", 9), "the router chooses 9"),
     "groups": (
         lambda d: setattr(d.layers[0].feed_forward.router, "groups", ExpertGroups(3, 1)),
         "8 experts cannot be in ExpertGroups(count=3",

@@ -10,14 +10,7 @@ from regard import masks
 from regard.caches import Cache, Fixed, Growing, Ring, Streaming
 from regard.models.decoder import Decoder
 from tests.kernels import require_kernels
-from tests.models.step_models import (
-    V,
-    assert_contents,
-    assert_same_contents,
-    llama,
-    step,
-    why_not,
-)
+from tests.models.step_models import V, assert_contents, assert_same_contents, llama, step, why_not
 from tests.rules import assert_close_rule
 
 require_kernels()

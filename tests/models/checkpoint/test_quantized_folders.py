@@ -77,19 +77,6 @@ def test_mxfp4_is_one_matrix_turned(tmp_path: Path) -> None:
     assert set(dict(store.read(["w"]))) == {"w"}
 
 
-def test_fp8_is_one_matrix(tmp_path: Path) -> None:
-    packed = eighths()
-    store = opened(tmp_path, packed | {"b": torch.ones(3)}, FP8)
-    assert (store.tensors["a.weight"].shape, store.tensors["a.weight"].dtype) == (
-        (6, 9),
-        torch.float32,
-    )
-    assert "a.weight_scale_inv" not in store.tensors
-    raw, scale = packed["a.weight"].view(torch.uint8).tolist(), packed["a.weight_scale_inv"]
-    want = torch.tensor(oracle.fp8(raw, scale.double().tolist(), 4), dtype=torch.float64)
-    assert torch.equal(dict(store.read())["a.weight"], want.float())
-
-
 def test_pairs_may_lie_in_different_shards(tmp_path: Path) -> None:
     packed = blocks_and_scales() | {"b": torch.ones(3)}
     save_file({"w_blocks": packed["w_blocks"]}, tmp_path / "model-00001-of-00002.safetensors")
@@ -118,41 +105,21 @@ def test_a_name_that_is_not_there(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "change, said, message",
     [
-        (
-            {},
-            {"quant_method": "hqq"},
-            r"config.json: quantization_config has the quant_method 'hqq'; supported",
-        ),
+        ({}, {"quant_method": "hqq"}, "config.json: quantization_config has the quant_method"),
         ({}, ["mxfp4"], "the quant_method None"),
-        (
-            {"w_scales": None},
-            MXFP4,
-            "'w_blocks' is quantized, and its scales 'w_scales' are missing",
-        ),
-        (
-            {"w_scales": bytes_(2, 6, 2)},
-            MXFP4,
-            r"'w_scales' is torch.uint8 \(2, 6, 2\); they must be uint8",
-        ),
+        ({"w_scales": None}, MXFP4, "'w_blocks' is quantized, and its scales 'w_scales'"),
+        ({"w_scales": bytes_(2, 6, 2)}, MXFP4, r"'w_scales' is torch.uint8 \(2, 6, 2\); they"),
         ({"w_scales": torch.ones(2, 6, 3)}, MXFP4, "'w_scales' is torch.float32"),
         ({"w_blocks": bytes_(2, 6, 3, 8)}, MXFP4, r"'w_blocks' is torch.uint8 \(2, 6, 3, 8\)"),
         ({"w_blocks": bytes_(3, 16), "w_scales": bytes_(3)}, MXFP4, r"\(3, 16\)"),
         ({"w": torch.ones(2)}, MXFP4, "'w' is stored both quantized and not quantized"),
         (eighths(), FP8 | {"fmt": "e5m2"}, "the fmt 'e5m2'; supported: 'e4m3'"),
-        (
-            eighths(),
-            FP8 | {"weight_block_size": [4, 8]},
-            r"a matrix and factors \(2, 2\)",
-        ),
+        (eighths(), FP8 | {"weight_block_size": [4, 8]}, r"a matrix and factors \(2, 2\)"),
         (eighths(), FP8 | {"weight_block_size": None}, "one factor, or one for each"),
         (eighths(), FP8 | {"weight_block_size": [0, 0]}, "the size of blocks"),
         (eighths(), FP8 | {"weight_block_size": [4.0, 4.0]}, "the size of blocks"),
         ({"a.weight": eighths()["a.weight"]}, FP8, "'a.weight_scale_inv' are missing"),
-        (
-            eighths() | {"a.weight_scale_inv": torch.ones(2, 2)},
-            FP8,
-            r"they must be a matrix and factors \(2, 3\)",
-        ),
+        (eighths() | {"a.weight_scale_inv": torch.ones(2, 2)}, FP8, "they must be a matrix"),
         (eighths() | {"a.weight_scale_inv": torch.ones(2, 3).double()}, FP8, "torch.float64"),
     ],
 )
@@ -228,53 +195,6 @@ def test_a_packed_gpt_oss(tmp_path: Path) -> None:
         plain.decoder.named_parameters(), wide.decoder.parameters(), strict=True
     ):
         assert torch.equal(one, two.float()), name
-
-
-def test_a_packed_deepseek(tmp_path: Path) -> None:
-    model = drawn(
-        "DeepseekV3",
-        {
-            "vocab_size": 40,
-            "hidden_size": 16,
-            "intermediate_size": 20,
-            "moe_intermediate_size": 8,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 2,
-            "num_key_value_heads": 2,
-            "kv_lora_rank": 8,
-            "q_lora_rank": 8,
-            "qk_nope_head_dim": 4,
-            "qk_rope_head_dim": 4,
-            "v_head_dim": 4,
-            "n_routed_experts": 4,
-            "n_group": 2,
-            "topk_group": 1,
-            "num_experts_per_tok": 2,
-            "first_k_dense_replace": 1,
-        },
-    )
-    model.save_pretrained(tmp_path)
-    change: dict[str, Tensor | None] = {}
-    plain: dict[str, Tensor] = {}
-    stored = load_file(tmp_path / "model.safetensors")
-    for seed, (name, weight) in enumerate(stored.items()):
-        if name.endswith("proj.weight") or "kv_a_proj" in name:
-            packed = eighths(*weight.shape, seed=seed)
-            raw, scale = packed["a.weight"], packed["a.weight_scale_inv"] * 0.01
-            values = oracle.fp8(raw.view(torch.uint8).tolist(), scale.double().tolist(), 4)
-            plain[name] = torch.tensor(values, dtype=torch.float64).float()
-            change |= {name: raw, name + "_scale_inv": scale}
-    assert len(change) == 2 * (2 * 5 + 3 + 5 * 3)
-    whole = tmp_path / "plain"
-    whole.mkdir()
-    (whole / "config.json").write_text((tmp_path / "config.json").read_text())
-    save_file(stored | plain, whole / "model.safetensors")
-    pack(tmp_path, change, FP8)
-    mine, want = regard.load(tmp_path), regard.load(whole)
-    for (name, one), two in zip(
-        mine.decoder.named_parameters(), want.decoder.parameters(), strict=True
-    ):
-        assert torch.equal(one, two), name
 
 
 def test_packed_tensors_that_config_json_does_not_speak_of(tmp_path: Path) -> None:

@@ -165,9 +165,7 @@ def test_a_folder_without_a_tokenizer(folder: Path) -> None:
     (folder / "tokenizer.json").unlink()
     model = regard.load(folder)
     assert model(torch.tensor([[1, 2]])).shape == (1, 2, 300)
-    with pytest.raises(
-        FileError, match="this model has no tokenizer: its folder holds no tokenizer"
-    ):
+    with pytest.raises(FileError, match="this model has no tokenizer: its folder holds no"):
         model.encode("text")
 
 
@@ -248,10 +246,7 @@ def test_two_spellings_of_one_tensor(tmp_path: Path) -> None:
     tensors["model.specialists"] = tensors["model.experts"].clone()
     save_file(tensors, tmp_path / "model.safetensors")
     older = replace(FAMILY, rename_stored=lambda name: name.replace("specialists", "experts"))
-    with pytest.raises(
-        FileError,
-        match=r"'model.specialists' and 'model.experts' are two names of model.experts; keep one",
-    ):
+    with pytest.raises(FileError, match=r"'model.specialists' and 'model.experts' are two names"):
         fill_parameters(Pair(), older, CheckpointTensors.open(tmp_path), dtype=torch.float32)
 
 

@@ -220,9 +220,7 @@ def test_healing_holds_a_part_back(source: Path, tmp_path: Path) -> None:
 
 
 def test_narrow_weights_are_not_trained(source: Path, tmp_path: Path) -> None:
-    with pytest.raises(
-        ArgumentError, match=r"the weights are torch\.bfloat16, which rounds small steps away"
-    ):
+    with pytest.raises(ArgumentError, match=r"the weights are torch\.bfloat16, which rounds small"):
         convert(
             source,
             tmp_path / "out",
@@ -238,9 +236,7 @@ def test_without_a_tokenizer(source: Path, tmp_path: Path) -> None:
     report = convert(source, tmp_path / "out", ConversionOptions(kv_heads=2), tokens=64)
     assert math.isnan(report.measured.loss_after)
     assert report.measured.relative > 0
-    with pytest.raises(
-        ArgumentError, match="finetuning needs a text, and the model has no tokenizer"
-    ):
+    with pytest.raises(ArgumentError, match="finetuning needs a text, and the model has no"):
         convert(
             source,
             tmp_path / "other",
@@ -317,21 +313,12 @@ def test_somebody_elses_files_survive(source: Path, tmp_path: Path) -> None:
         ({}, "there is nothing to change; give to, kv_heads, rotary_layout, context, dtype or"),
         ({"scaling": "linear"}, "there is nothing to change"),
         ({"to": "mlaa"}, "to is 'mlaa'; it must be one of mha, gqa, mqa, mla"),
-        (
-            {"to": "gqa", "kv_heads": 2, "rank": 3},
-            "rank is given, but only mla has one: give to=",
-        ),
-        (
-            {"to": "mla", "kv_heads": 2},
-            "kv_heads is given, but mla has no key/value heads: leave it out",
-        ),
+        ({"to": "gqa", "kv_heads": 2, "rank": 3}, "rank is given, but only mla has one: give to="),
+        ({"to": "mla", "kv_heads": 2}, "kv_heads is given, but mla has no key/value heads: leave"),
         ({"to": "mha", "kv_heads": 2}, "kv_heads is given, but mha has as many as query heads"),
         ({"to": "mqa", "kv_heads": 2}, "kv_heads is 2, but mqa has 1: leave it out"),
         ({"to": "gqa"}, "to is gqa, and kv_heads is missing"),
-        (
-            {"to": "mla", "pooling": "svd"},
-            "pooling svd is only for fewer key/value heads: give kv_heads",
-        ),
+        ({"to": "mla", "pooling": "svd"}, "pooling svd is only for fewer key/value heads: give"),
         ({"to": "mqa", "scaling": "ntk"}, "scaling ntk is given without context"),
         ({"to": "mqa", "stored_layout": "half"}, "stored_layout is given without rotary_layout"),
         ({"to": "mla", "rotary_layout": "half"}, "the rotary key of mla is always interleaved"),

@@ -162,9 +162,7 @@ def test_dtypes() -> None:
     with pytest.raises(ArgumentError, match="dtype is 'int8'; it is one of float32, float16"):
         to_dtype(after, "int8")
     after.network.norm.weight.data[0] = 1e5
-    with pytest.raises(
-        ArgumentError, match=r"norm.weight has the value 1e\+05, which is too large for float16"
-    ):
+    with pytest.raises(ArgumentError, match=r"norm.weight has the value 1e\+05, which is too"):
         to_dtype(after, "float16")
 
 

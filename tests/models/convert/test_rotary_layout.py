@@ -144,35 +144,11 @@ def test_heads_of_interleaved_pairs() -> None:
 @pytest.mark.parametrize(
     "name, change, layout, stored, message",
     [
-        (
-            "llama",
-            {},
-            "half",
-            None,
-            "the rotary layout is half already; choose the other one",
-        ),
+        ("llama", {}, "half", None, "the rotary layout is half already; choose the other one"),
         ("llama", {}, "neox", None, "the rotary layout is 'neox'; it must be half or interleaved"),
-        (
-            "llama",
-            {},
-            "interleaved",
-            "half",
-            "weights stored as half cannot become interleaved where the config has half",
-        ),
-        (
-            "qwen2",
-            {},
-            "interleaved",
-            None,
-            "the model has config keys of qwen2, and no family here can express that",
-        ),
-        (
-            "llama",
-            {"attention_bias": True},
-            "interleaved",
-            None,
-            "the model has biases, and no family here",
-        ),
+        ("llama", {}, "interleaved", "half", "weights stored as half cannot become interleaved"),
+        ("qwen2", {}, "interleaved", None, "the model has config keys of qwen2, and no family"),
+        ("llama", {"attention_bias": True}, "interleaved", None, "the model has biases, and no"),
         (
             "llama",
             {"rope_scaling": {"rope_type": "linear", "factor": 2.0}},

@@ -21,16 +21,7 @@ from regard.nn import SinusoidalPositions, StreamingAttention
 from regard.nn.variants import build
 from regard.positions import DynamicNTK, LongRoPE
 from tests.models import small
-from tests.models.generation.stacks import (
-    G,
-    H,
-    M,
-    exact,
-    following,
-    kinds,
-    read_in_pieces,
-    stack,
-)
+from tests.models.generation.stacks import G, H, M, exact, following, kinds, read_in_pieces, stack
 from tests.rules import assert_close_rule
 
 PIECES = [14, 4, 1, 1, 9, *[1] * 7]
@@ -265,32 +256,18 @@ def test_rows_of_a_paged_fork_share_the_pages_of_the_prompt(model: Model) -> Non
 
 
 def test_rooms_that_a_model_cannot_have() -> None:
-    with pytest.raises(
-        regard.ArgumentError, match=r"cache is 'fixed', but this model's rotary frequencies depend"
-    ):
+    with pytest.raises(regard.ArgumentError, match="cache is 'fixed', but this model"):
         DecodeSession(following(SCALINGS[0]), CacheConfig("fixed", 30))  # type: ignore[arg-type]
     far = stack(build("longformer", M, H, window=4, is_causal=True))
-    with pytest.raises(
-        regard.ArgumentError,
-        match="layer 0 is Longformer, which keeps every token and has no mask to",
-    ):
+    with pytest.raises(regard.ArgumentError, match="layer 0 is Longformer, which keeps every"):
         DecodeSession(far, CacheConfig("ring", 30))
-    with pytest.raises(
-        regard.ArgumentError, match="Longformer stores more than keys and values, which cache="
-    ):
+    with pytest.raises(regard.ArgumentError, match="Longformer stores more than keys and values"):
         DecodeSession(far, CacheConfig("quantized", 30))
 
 
 def test_errors_of_rooms() -> None:
     cases = [
-        (
-            ("rings", 8),
-            (
-                "cache is 'rings'; it must be growing, fixed, quantized, fp8, paged, quest, ring, "
-                "streaming, h2o, tova, snapkv, key_norm, keydiff, adakv, expected_attention, "
-                "pyramidkv; did you mean 'ring'?"
-            ),
-        ),
+        (("rings", 8), "cache is 'rings'; it must be growing, fixed, quantized, fp8, paged"),
         (("ring", None), "cache='ring' needs max_context, the number of tokens that it keeps"),
         (("growing", 0), "max_context is 0; it must be at least 1 for cache='growing'"),
         (("streaming", 4), "max_context is 4; it must be at least 5 for cache='streaming'"),
@@ -298,26 +275,14 @@ def test_errors_of_rooms() -> None:
     for given, message in cases:
         with pytest.raises(regard.ArgumentError) as error:
             CacheConfig(*given)
-        assert str(error.value) == message
-    with pytest.raises(
-        regard.ArgumentError,
-        match=r"has 3 tokens and max_tokens is 6: 9 are more than max_context 8; ask for at most "
-        r"5, raise max_context, or use a cache that drops old tokens",
-    ):
+        assert str(error.value).startswith(message)
+    with pytest.raises(regard.ArgumentError, match="has 3 tokens and max_tokens is 6: 9 are more"):
         CacheConfig("fixed", 8).check(3, 6)
-    with pytest.raises(
-        regard.ArgumentError, match="are more than max_context 8; shorten the prompt, raise"
-    ):
+    with pytest.raises(regard.ArgumentError, match="are more than max_context 8; shorten"):
         CacheConfig("growing", 8).check(9, 1)
     CacheConfig("fixed", 8).check(3, 5)
     CacheConfig("ring", 8).check(100, 100)
-    with pytest.raises(
-        regard.ArgumentError,
-        match="unknown cache \"ring\"; did you mean 'growing'\\? known: growing, fixed, "
-        r"quantized, fp8, paged",
-    ):
+    with pytest.raises(regard.ArgumentError, match='unknown cache "ring"; did you mean'):
         make_full_cache("ring")
-    with pytest.raises(
-        regard.ArgumentError, match="a fixed cache needs slots, the largest number of slots per row"
-    ):
+    with pytest.raises(regard.ArgumentError, match="a fixed cache needs slots, the largest"):
         make_full_cache("fixed")

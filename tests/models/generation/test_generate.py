@@ -12,10 +12,7 @@ import torch
 import regard
 from regard.models.decoder import Decoder
 from regard.models.model import Model
-from regard.positions import DynamicNTK, LongRoPE
-from regard.span import Span
 from tests.models import small
-from tests.models.generation.stacks import following, held
 
 PROMPT = "the quick né 你好"
 
@@ -23,35 +20,6 @@ PROMPT = "the quick né 你好"
 @pytest.fixture(scope="module")
 def model() -> Model:
     return small.model()
-
-
-def assert_near(x: torch.Tensor, y: torch.Tensor) -> None:
-    assert float((x - y).abs().max()) <= 1e-5 * float(y.abs().max())
-
-
-def test_cached_logits_are_the_uncached_ones(model: Model) -> None:
-    ids = torch.randint(0, 300, (2, 41))
-    whole = model(ids)
-    for chunks in ([41], [1] * 41, [17, 1, 1, 20, 2], [40, 1]):
-        caches, parts, start = model.new_caches(), [], 0
-        for n in chunks:
-            parts.append(model(ids[:, start : start + n], caches=caches))
-            start += n
-        assert_near(torch.cat(parts, 1), whole)
-        assert {len(cache) for cache in caches} == {41}
-        assert sum(cache.bytes for cache in caches) == 2 * 2 * 41 * 2 * (10 + 10) * 4
-    for backend in ("sdpa", "reference"):
-        assert_near(model(ids, backend=backend), whole)
-
-
-def test_a_stale_position_is_caught(model: Model) -> None:
-    """Negative control: positions that begin anew behind a cache."""
-    ids = torch.randint(0, 300, (1, 20))
-    caches = model.new_caches()
-    model(ids[:, :10], caches=caches)
-    wrong = model(ids[:, 10:], Span(0, 10), caches)
-    with pytest.raises(AssertionError):
-        assert_near(wrong, model(ids)[:, 10:])
 
 
 def test_greedy_is_the_argmax_of_the_whole_pass(model: Model) -> None:
@@ -236,22 +204,6 @@ def test_it_goes_on_without_end(model: Model) -> None:
         assert len(list(generation)) > 10
         assert len(generation.ids) == 32
         assert generation.cache_bytes == 2 * 6 * 2 * 20 * 4
-
-
-def test_frequencies_that_follow_the_length(model: Model) -> None:
-    """LongRoPE and dynamic NTK: greedy across the switch is the argmax of whole passes."""
-    two_lists = LongRoPE((1.0, 1.1, 1.3, 1.7), (2.0, 3.0, 5.0, 9.0), 12, 4.0)
-    for scaling in (DynamicNTK(2.0, 12), two_lists):
-        made = held(following(scaling))
-        ids = made.encode("the quick")
-        assert ids.shape[1] < 9
-        generation = made.generate("the quick", max_tokens=12)
-        list(generation)
-        for token in generation.ids:
-            assert token == int(made(ids)[0, -1].argmax())
-            ids = torch.cat([ids, torch.tensor([[token]])], 1)
-        with pytest.raises(regard.ArgumentError, match='only cache="growing" supports that'):
-            made.generate("the quick", cache="fixed")
 
 
 def test_a_nan_is_told_and_no_token(model: Model) -> None:

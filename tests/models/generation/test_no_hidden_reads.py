@@ -13,21 +13,17 @@ from torch import Tensor, nn
 
 import regard
 from regard.caches import Paged
-from regard.configs.reader import parse
 from regard.errors import ArgumentError
 from regard.models.decoder import Decoder
-from regard.models.families import family
 from regard.models.generation.cache_config import CacheConfig
 from regard.models.generation.sampling import Sampler, SamplingParams
-from regard.nn import stack_experts
 from regard.positions import LearnedPositions
 from regard.process_state import ConstantTensor
-from tests.cost.tiny import TINY
-from tests.models import small
+from tests.models.generation.test_captured_step import PROMPT, Text, llama, of_family, text
 from tests.pretended_device import HiddenRead, PretendedTensor, SelectingKernel, pretended_cuda
 from tests.rules import assert_close_rule
 
-PROMPT, STEPS = 7, 6
+STEPS = 6
 CACHES = {
     "growing": None,
     "fixed": None,
@@ -51,23 +47,8 @@ FAMILIES = (
 """Families of different positions, projections and states."""
 
 
-def _llama() -> Decoder:
-    return small.model().decoder
-
-
-def _family(name: str) -> Decoder:
-    found = family(name)
-    decoder: Decoder = found.build(parse(found.config, TINY[name]))
-    small.randomize(decoder)
-    return decoder.eval().requires_grad_(False)
-
-
-def _texts(padded: bool) -> tuple[Tensor, Tensor | None, Tensor]:
-    make = torch.Generator().manual_seed(0)
-    ids = torch.randint(3, 90, (2, PROMPT + STEPS), generator=make)
-    positions = torch.arange(PROMPT).expand(2, -1).clone()
-    positions[1] = (positions[1] - 2).clamp(min=-1)
-    return ids[:, :PROMPT], positions if padded else None, ids[:, PROMPT:]
+def _texts(padded: bool) -> Text:
+    return text(padded=padded, steps=STEPS)
 
 
 def _on_cpu(decoder: Decoder, config: CacheConfig, *, padded: bool) -> Tensor:
@@ -80,12 +61,7 @@ def _on_cpu(decoder: Decoder, config: CacheConfig, *, padded: bool) -> Tensor:
 
 
 def _on_device(
-    decoder: Decoder,
-    config: CacheConfig,
-    *,
-    padded: bool,
-    found: list[str] | None = None,
-    prepare: Callable[[Decoder], object] = lambda network: None,
+    decoder: Decoder, config: CacheConfig, *, padded: bool, found: list[str] | None = None
 ) -> Tensor:
     """The same on the pretended device, where only the pass over the prompt may read; `found` takes
     the other reads.
@@ -94,7 +70,6 @@ def _on_device(
     with pretended_cuda() as device, regard.register_kernel(SelectingKernel(device)):
         network = config.restrict(decoder)
         device.put_module(network)
-        prepare(network)
         caches = config.new_caches(network, len(ids))
         with device.reads():
             logits = [network(device.put(ids), device.put(positions), caches, last=1)]
@@ -121,13 +96,13 @@ def assert_steps_read_nothing(
 @pytest.mark.parametrize("cache", CACHES)
 @pytest.mark.full(keep=1)
 def test_a_step_reads_nothing(cache: str, *, padded: bool) -> None:
-    assert_steps_read_nothing(_llama, CacheConfig(cache, CACHES[cache]), padded=padded)
+    assert_steps_read_nothing(llama, CacheConfig(cache, CACHES[cache]), padded=padded)
 
 
 @pytest.mark.parametrize("name", FAMILIES)
 @pytest.mark.full(keep=["gpt2"])
 def test_a_step_of_a_family_reads_nothing(name: str) -> None:
-    assert_steps_read_nothing(lambda: _family(name), CacheConfig(), padded=True)
+    assert_steps_read_nothing(lambda: of_family(name), CacheConfig(), padded=True)
 
 
 @pytest.mark.parametrize(("name", "mixtures"), [("mixtral", 3), ("deepseek_v2", 2), ("minimax", 3)])
@@ -138,32 +113,13 @@ def test_a_mixture_of_experts_reads_once(name: str, mixtures: int) -> None:
     """
     config = CacheConfig()
     with torch.inference_mode():
-        plain = partial(_on_cpu, _family(name), config, padded=True)
-        exact = _on_cpu(_family(name).double(), config, padded=True)
+        plain = partial(_on_cpu, of_family(name), config, padded=True)
+        exact = _on_cpu(of_family(name).double(), config, padded=True)
         found: list[str] = []
-        logits = _on_device(_family(name), config, padded=True, found=found)
+        logits = _on_device(of_family(name), config, padded=True, found=found)
         assert_close_rule(logits, plain, exact)
     assert len(found) == mixtures * STEPS
     assert all("experts.py" in where for where in found)
-
-
-@pytest.mark.parametrize(("name", "mixtures"), [("mixtral", 3), ("deepseek_v2", 2), ("gpt_oss", 0)])
-@pytest.mark.full
-def test_stacked_experts_read_nothing(name: str, mixtures: int) -> None:
-    """Two rows of a padded batch choose no more matrices than there are experts."""
-    stacked: list[int] = []
-    config = CacheConfig()
-    with torch.inference_mode():
-        plain = partial(_on_cpu, _family(name), config, padded=True)
-        exact = _on_cpu(_family(name).double(), config, padded=True)
-        found: list[str] = []
-        logits = _on_device(
-            _family(name), config, padded=True, found=found,
-            prepare=lambda network: stacked.append(stack_experts(network)),
-        )  # fmt: skip
-        assert_close_rule(logits, plain, exact)
-    assert stacked[0] >= mixtures > -1
-    assert found == []
 
 
 SAMPLING = (

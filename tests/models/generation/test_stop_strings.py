@@ -56,9 +56,7 @@ def test_a_beginning_at_the_end_is_text() -> None:
 
 
 def test_errors() -> None:
-    with pytest.raises(
-        regard.ArgumentError, match="a stop string is empty, and every text contains it"
-    ):
+    with pytest.raises(regard.ArgumentError, match="a stop string is empty, and every text"):
         StopStrings(["a", ""])
     with pytest.raises(regard.ArgumentTypeError, match="a stop string is int; it must be a str"):
         StopStrings([3])  # type: ignore[list-item]

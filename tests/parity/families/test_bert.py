@@ -112,8 +112,7 @@ def test_padding_on_either_side_changes_nothing(tmp_path: Path) -> None:
         for i, where in enumerate(at):
             assert_near(states[i : i + 1, where], alone[i].last_hidden_state)
             assert_near(
-                pair.mine.network.pooled(states, positions)[i : i + 1],
-                alone[i].pooler_output,
+                pair.mine.network.pooled(states, positions)[i : i + 1], alone[i].pooler_output
             )
 
 
@@ -150,10 +149,7 @@ def test_what_is_not_stored_is_not_there(tmp_path: Path) -> None:
     (tmp_path / "a").mkdir()
     pair = Pair(tmp_path / "a", "ForMaskedLM")
     states = pair.mine.hidden(pair.ids)
-    with pytest.raises(
-        regard.ArgumentError,
-        match="this model has no pooler, because the checkpoint has none; pool its states",
-    ):
+    with pytest.raises(regard.ArgumentError, match="this model has no pooler, because"):
         pair.mine.network.pooled(states)
     (tmp_path / "b").mkdir()
     other = Pair(tmp_path / "b", "Model")

@@ -25,7 +25,7 @@ from tests.parity.families import changes
 from tests.parity.families.cases import Case, parity_tests
 from tests.parity.families.changes import put, zeros
 from tests.parity.families.harness import assert_refused, ids_of, saved
-from tests.parity.families.published import build, count, layer, placed, published
+from tests.parity.families.published import build, count, published
 
 H, NOPE, ROPE, V, RANK = 5, 8, 6, 10, 12
 YARN = {
@@ -156,11 +156,7 @@ CASES: dict[str, Case] = {
         "Glm4MoeLite",
         {k: v for k, v in SMALL.items() if k != "first_k_dense_replace"}
         | {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},
-        (
-            changes.halves,
-            zeros("layers.*.feed_forward.router.correction"),
-            routed("scale", 1.0),
-        ),
+        (changes.halves, zeros("layers.*.feed_forward.router.correction"), routed("scale", 1.0)),
         start=1000,
         corrections=8,
     ),
@@ -207,89 +203,19 @@ def test_a_cache_keeps_latents(tmp_path: Path) -> None:
 # Published files.
 
 LITE = published("deepseek-v2-lite")
-V2 = LITE | {
-    "ep_size": 1,
-    "hidden_size": 5120,
-    "intermediate_size": 12288,
-    "moe_intermediate_size": 1536,
-    "n_group": 8,
-    "n_routed_experts": 160,
-    "num_attention_heads": 128,
-    "num_hidden_layers": 60,
-    "num_key_value_heads": 128,
-    "q_lora_rank": 1536,
-    "routed_scaling_factor": 16.0,
-    "topk_group": 3,
-    "topk_method": "group_limited_greedy",
-}
-
-
-@pytest.mark.parametrize(
-    "raw, parameters", [(LITE, 15_706_484_224), (V2, 235_741_434_880)], ids=["Lite", "V2"]
-)
-def test_published_configs_of_v2(raw: dict[str, Any], parameters: int) -> None:
-    _, network = build(raw | {"num_hidden_layers": 2})
-    each = sum(p.numel() for p in network.layers[1].parameters())
-    assert count(network) + (raw["num_hidden_layers"] - 2) * each == parameters
-    assert network.layers[1].attention.scale == pytest.approx(0.11472138679292611)
-
-
-def test_published_names_of_v2() -> None:
-    raw = LITE | {"num_hidden_layers": 2}
-    _, network = build(raw)
-    attention = {
-        "input_layernorm.weight": (2048,),
-        "post_attention_layernorm.weight": (2048,),
-        "self_attn.q_proj.weight": (3072, 2048),
-        "self_attn.kv_a_proj_with_mqa.weight": (576, 2048),
-        "self_attn.kv_a_layernorm.weight": (512,),
-        "self_attn.kv_b_proj.weight": (4096, 512),
-        "self_attn.o_proj.weight": (2048, 2048),
-    }
-    assert layer(raw, network) == attention | {
-        "mlp.gate_proj.weight": (10944, 2048),
-        "mlp.up_proj.weight": (10944, 2048),
-        "mlp.down_proj.weight": (2048, 10944),
-    }
-    found = layer(raw, network, 1)
-    assert len(found) == len(attention) + 1 + 3 * 65
-    assert attention.items() <= found.items()
-    assert found["mlp.gate.weight"] == (64, 2048)
-    assert found["mlp.experts.63.down_proj.weight"] == (2048, 1408)
-    assert found["mlp.shared_experts.up_proj.weight"] == (2816, 2048)
-    heads = ["model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"]
-    assert placed(raw, network, *heads) == heads
-    low = {
-        name.removeprefix("self_attn.")
-        for name in layer(V2, build(V2 | {"num_hidden_layers": 1})[1])
-    }
-    assert {"q_a_proj.weight", "q_a_layernorm.weight", "q_b_proj.weight"} <= low
-    assert "q_proj.weight" not in low
 
 
 @pytest.mark.parametrize(
     "change, message",
     [
-        (
-            {"topk_method": "noaux_tc"},
-            "topk_method is 'noaux_tc'; supported are 'greedy' and 'group_limited_greedy'",
-        ),
-        (
-            {"topk_method": "group_limited_greedy", "n_group": None},
-            "n_group is None and topk_group 1; groups need both",
-        ),
-        (
-            {"topk_method": "group_limited_greedy", "n_group": 7},
-            "64 experts cannot be in ExpertGroups",
-        ),
+        ({"topk_method": "noaux_tc"}, "topk_method is 'noaux_tc'; supported are 'greedy'"),
+        ({"topk_method": "group_limited_greedy", "n_group": None}, "n_group is None and"),
+        ({"topk_method": "group_limited_greedy", "n_group": 7}, "64 experts cannot"),
         ({"scoring_func": "sigmoid"}, "scoring_func is 'sigmoid'; only 'softmax'"),
         ({"norm_topk_prob": True}, "norm_topk_prob is True"),
         ({"moe_layer_freq": 2}, "moe_layer_freq is 2"),
         ({"num_key_value_heads": 4}, "num_key_value_heads is 4, and num_attention_heads 16"),
-        (
-            {"head_dim": 128},
-            "head_dim is 128, but qk_nope_head_dim is 128 and qk_rope_head_dim is 64",
-        ),
+        ({"head_dim": 128}, "head_dim is 128, but qk_nope_head_dim is 128 and qk_rope_head_dim"),
         ({"num_experts_per_tok": 65}, "num_experts_per_tok is 65, and n_routed_experts is 64"),
         ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "whose frequencies depend on"),
         ({"auto_map": {"AutoModel": "mine.Other"}}, "auto_map names 'mine.Other'"),
@@ -313,39 +239,6 @@ def test_older_files_do_not_name_key_heads() -> None:
 V3 = published("deepseek-v3")
 
 
-@pytest.mark.full
-def test_published_config_and_names_of_v3() -> None:
-    raw = V3 | {"num_hidden_layers": 4}
-    _, network = build(raw)
-    each = sum(p.numel() for p in network.layers[3].parameters())
-    # 671,026,404,352 weights and 58 times 256 corrections
-    assert count(network) + 57 * each == 671_026_419_200
-    assert network.layers[3].attention.scale == pytest.approx(0.1352337788608801)
-    attention = {
-        "input_layernorm.weight": (7168,),
-        "post_attention_layernorm.weight": (7168,),
-        "self_attn.q_a_proj.weight": (1536, 7168),
-        "self_attn.q_a_layernorm.weight": (1536,),
-        "self_attn.q_b_proj.weight": (24576, 1536),
-        "self_attn.kv_a_proj_with_mqa.weight": (576, 7168),
-        "self_attn.kv_a_layernorm.weight": (512,),
-        "self_attn.kv_b_proj.weight": (32768, 512),
-        "self_attn.o_proj.weight": (7168, 16384),
-    }
-    assert layer(raw, network) == attention | {
-        "mlp.gate_proj.weight": (18432, 7168),
-        "mlp.up_proj.weight": (18432, 7168),
-        "mlp.down_proj.weight": (7168, 18432),
-    }
-    found = layer(raw, network, 3)
-    assert len(found) == len(attention) + 2 + 3 * 257
-    assert attention.items() <= found.items()
-    assert found["mlp.gate.e_score_correction_bias"] == (256,)
-    assert found["mlp.experts.255.down_proj.weight"] == (7168, 2048)
-    heads = ["model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"]
-    assert placed(raw, network, *heads) == heads
-
-
 @pytest.mark.parametrize(
     "change, message",
     [
@@ -356,10 +249,7 @@ def test_published_config_and_names_of_v3() -> None:
         ({"num_experts_per_tok": 129}, "allows a token at most 128 of 256"),
         ({"num_key_value_heads": 8}, "num_key_value_heads is 8"),
         ({"qk_head_dim": 128}, "qk_head_dim is 128"),
-        (
-            {"rope_interleaved": True},
-            "unknown key 'rope_interleaved'; did you mean 'rope_interleave'",
-        ),
+        ({"rope_interleaved": True}, "unknown key 'rope_interleaved'; did you mean"),
     ],
 )
 def test_v3_refuses(change: dict[str, Any], message: str) -> None:

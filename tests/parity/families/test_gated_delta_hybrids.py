@@ -27,6 +27,7 @@ from tests.parity.families.harness import (
     saved,
     without,
 )
+from tests.parity.families.test_llama_relatives import SIZES as RELATIVES
 from tests.parity.families.test_llama_relatives import (
     gate_and_up_swapped,
     no_shared_gate,
@@ -35,24 +36,16 @@ from tests.parity.families.test_llama_relatives import (
 )
 
 SIZES: dict[str, Any] = {
-    "vocab_size": 96,
-    "hidden_size": 36,
-    "intermediate_size": 20,
+    **RELATIVES,
     "num_hidden_layers": 4,
-    "num_attention_heads": 6,
-    "num_key_value_heads": 2,
     "head_dim": 16,
     "linear_conv_kernel_dim": 3,
     "linear_key_head_dim": 6,
     "linear_value_head_dim": 10,
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 4,
-    "max_position_embeddings": 2048,
     "rms_norm_eps": 1e-2,  # a norm of a small result would amplify roundings
     "layer_types": ["linear_attention", "full_attention", "linear_attention", "full_attention"],
-    "bos_token_id": 0,
-    "eos_token_id": 1,
-    "pad_token_id": 2,
 }
 EXPERTS = {
     "num_experts": 5,

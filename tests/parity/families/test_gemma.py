@@ -16,13 +16,7 @@ import regard
 from tests.parity.families import changes
 from tests.parity.families.cases import Case, assert_case, assert_wrong, with_wrong
 from tests.parity.families.changes import put, swap
-from tests.parity.families.harness import (
-    assert_decoder,
-    assert_near,
-    assert_refused,
-    ids_of,
-    saved,
-)
+from tests.parity.families.harness import assert_decoder, assert_near, assert_refused, ids_of, saved
 
 W, D, CAP, FINAL = 6, 8, 2.5, 3.0
 # frequencies 4^-i / 8 and 2^-i, whose angles their fp32 holds exactly
@@ -171,11 +165,7 @@ CASES: dict[str, Case] = {
     "gemma3, capped logits, biases, untied": Case(
         "Gemma3",
         THIRD
-        | {
-            "final_logit_softcapping": 3.0,
-            "attention_bias": True,
-            "tie_word_embeddings": False,
-        },
+        | {"final_logit_softcapping": 3.0, "attention_bias": True, "tie_word_embeddings": False},
         start=1000,
         kind="TextConfig",
     ),
@@ -256,7 +246,7 @@ REFUSED = {
         "text_config": {"num_hidden_layers": 10**9, "sliding_window_pattern": 6},
     },
     "rope_parameters.sliding_attention has the scaling": {
-        "rope_parameters": dict.fromkeys(ROPE, ROPE["full_attention"]),
+        "rope_parameters": dict.fromkeys(ROPE, ROPE["full_attention"])
     },
     "use_bidirectional_attention is True; only None or False": {
         "use_bidirectional_attention": True

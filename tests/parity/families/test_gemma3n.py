@@ -23,11 +23,7 @@ from regard.nn.blocks.feed_forward import GaussianTopK
 from regard.positions import Rotary
 from tests.parity.families.cases import Case, parity_tests
 from tests.parity.families.changes import put, swap, zeros
-from tests.parity.families.harness import (
-    assert_refused,
-    saved,
-    without,
-)
+from tests.parity.families.harness import assert_refused, saved, without
 
 gemma3n_text = family("gemma3n_text")
 

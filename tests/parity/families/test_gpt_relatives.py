@@ -193,11 +193,7 @@ CASES: dict[str, Case] = {
     "gpt2, scale by layer, untied, wide": Case(
         "GPT2",
         GPT2
-        | {
-            "scale_attn_by_inverse_layer_idx": True,
-            "n_inner": 50,
-            "tie_word_embeddings": False,
-        },
+        | {"scale_attn_by_inverse_layer_idx": True, "n_inner": 50, "tie_word_embeddings": False},
         (put("layers.*.attention", scale=12**-0.5), layers_from_zero),
         head="LMHeadModel",
     ),

@@ -35,6 +35,7 @@ from tests.parity.families.harness import (
     saved,
     transformers,
 )
+from tests.parity.families.test_llama_relatives import SIZES as RELATIVES
 from tests.parity.families.test_llama_relatives import (
     experts_of,
     gate_and_up_swapped,
@@ -43,13 +44,9 @@ from tests.parity.families.test_llama_relatives import (
 
 CHUNK, D = 6, 8
 SIZES: dict[str, Any] = {
-    "vocab_size": 96,
-    "hidden_size": 36,
-    "intermediate_size": 20,
+    **RELATIVES,
     "intermediate_size_mlp": 28,
     "num_hidden_layers": 4,
-    "num_attention_heads": 6,
-    "num_key_value_heads": 2,
     "head_dim": D,
     "num_local_experts": 5,
     "num_experts_per_tok": 2,
@@ -58,10 +55,6 @@ SIZES: dict[str, Any] = {
     "no_rope_layer_interval": 2,
     "floor_scale": 4,
     "attn_scale": 0.7,
-    "max_position_embeddings": 2048,
-    "bos_token_id": 0,
-    "eos_token_id": 1,
-    "pad_token_id": 2,
 }
 YARN = {
     "rope_type": "yarn",
@@ -313,10 +306,7 @@ def test_defaults_are_those_of_transformers() -> None:
         ({"attn_scale": float("nan")}, "attn_scale is nan; it must be finite"),
         ({"for_llm_compressor": True}, "for_llm_compressor is True; only False"),
         ({"num_experts_per_tok": 6}, "num_experts_per_tok is 6"),
-        (
-            {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}},
-            "norm behind such a rotation",
-        ),
+        ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "norm behind such a rotation"),
         ({"model_type": "llama4"}, "text_config is None; it must be an object"),
     ],
 )

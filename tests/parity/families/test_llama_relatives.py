@@ -138,6 +138,8 @@ MINISTRAL = {
     "mscale_all_dim": 1.0,
     "llama_4_scaling_beta": 0.1,
 }
+NO_QUERY_BIAS = zeros("layers.*.attention.project.q.linear.bias")
+NO_CORRECTION = zeros("layers.*.feed_forward.router.correction")
 OTHER_SCALE = each("another scale", scale=0.11)
 
 
@@ -180,11 +182,7 @@ def bias_behind(network: Any) -> None:
         attention.output.bias = nn.Parameter(torch.ones(M), requires_grad=False)
 
 
-SLIDING = HEAD_DIM | {
-    "num_hidden_layers": 3,
-    "use_sliding_window": True,
-    "sliding_window": WINDOW,
-}
+SLIDING = HEAD_DIM | {"num_hidden_layers": 3, "use_sliding_window": True, "sliding_window": WINDOW}
 NORMED = HEAD_DIM | {"rms_norm_eps": 1e-2}
 QWEN_YARN = {
     "rope_type": "yarn",
@@ -232,11 +230,7 @@ FAMILIES: dict[str, Case] = {
             changes.windows(WINDOW, WINDOW, WINDOW),
         ),
     ),
-    "ernie4_5": Case(
-        "Ernie4_5",
-        HEAD_DIM | {"use_bias": True},
-        (other_layout, zeros("layers.*.attention.project.q.linear.bias")),
-    ),
+    "ernie4_5": Case("Ernie4_5", HEAD_DIM | {"use_bias": True}, (other_layout, NO_QUERY_BIAS)),
     "ernie4_5_moe": Case(
         "Ernie4_5_Moe",
         {
@@ -247,12 +241,7 @@ FAMILIES: dict[str, Case] = {
             "moe_num_shared_experts": 2,
             "moe_layer_end_index": 1,
         },
-        (
-            other_layout,
-            zeros("layers.*.feed_forward.router.correction"),
-            other_weights_of_experts,
-            one_expert_less,
-        ),
+        (other_layout, NO_CORRECTION, other_weights_of_experts, one_expert_less),
     ),
     "ernie4_5_moe, biases": Case(
         "Ernie4_5_Moe",
@@ -297,29 +286,17 @@ FAMILIES: dict[str, Case] = {
         },
         (
             positions_everywhere,
-            zeros("layers.*.feed_forward.router.correction"),
+            NO_CORRECTION,
             other_weights_of_experts,
             no_head_norms,
             changes.windows(WINDOW + 1, None, WINDOW, None),
         ),
     ),
-    "glm": Case(
-        "Glm",
-        HEAD_DIM,
-        (
-            other_layout,
-            zeros("layers.*.attention.project.q.linear.bias"),
-            changes.rotate(slice(None), D),
-        ),
-    ),
+    "glm": Case("Glm", HEAD_DIM, (other_layout, NO_QUERY_BIAS, changes.rotate(slice(None), D))),
     "glm4": Case(
         "Glm4",
         HEAD_DIM | {"rms_norm_eps": 1e-2},
-        (
-            other_layout,
-            zeros("layers.*.attention.project.q.linear.bias"),
-            swap("layers.*.attention_residual", "norm", "after"),
-        ),
+        (other_layout, NO_QUERY_BIAS, swap("layers.*.attention_residual", "norm", "after")),
     ),
     "glm4_moe": Case(
         "Glm4Moe",
@@ -335,13 +312,7 @@ FAMILIES: dict[str, Case] = {
             "attention_bias": True,
             "routed_scaling_factor": 1.5,
         },
-        (
-            other_weights_of_experts,
-            one_expert_less,
-            zeros("layers.*.feed_forward.router.correction"),
-            no_head_norms,
-            zeros("layers.*.attention.project.q.linear.bias"),
-        ),
+        (other_weights_of_experts, one_expert_less, NO_CORRECTION, no_head_norms, NO_QUERY_BIAS),
     ),
     "granite": Case(
         "Granite",
@@ -406,12 +377,7 @@ FAMILIES: dict[str, Case] = {
     "minimax_m2": Case(
         "MiniMaxM2",
         HEAD_DIM | LOCAL_EXPERTS | {"rotary_dim": 4},
-        (
-            zeros("layers.*.feed_forward.router.correction"),
-            no_head_norms,
-            gate_and_up_swapped,
-            changes.rotate(slice(None), D),
-        ),
+        (NO_CORRECTION, no_head_norms, gate_and_up_swapped, changes.rotate(slice(None), D)),
     ),
     "mixtral": Case(
         "Mixtral",
@@ -474,12 +440,7 @@ FAMILIES: dict[str, Case] = {
     "phi": Case(
         "Phi",
         {"hidden_size": 48, "hidden_act": "gelu_new"},
-        (
-            one_after_the_other,
-            zeros("head.bias"),
-            zeros("layers.*.attention.project.q.linear.bias"),
-            changes.rotate(slice(None), 8),
-        ),
+        (one_after_the_other, zeros("head.bias"), NO_QUERY_BIAS, changes.rotate(slice(None), 8)),
     ),
     "qwen2": Case(
         "Qwen2",
@@ -512,10 +473,7 @@ FAMILIES: dict[str, Case] = {
     # their angles are fp32: at 1000 that alone is 0.98 of the bound
     "qwen3": Case("Qwen3", NORMED, NORMS_OF_QWEN3, 500),
     "qwen3, biases": Case(
-        "Qwen3",
-        NORMED | {"attention_bias": True, "tie_word_embeddings": True},
-        NORMS_OF_QWEN3,
-        500,
+        "Qwen3", NORMED | {"attention_bias": True, "tie_word_embeddings": True}, NORMS_OF_QWEN3, 500
     ),
     "qwen3, upper layers slide": Case(
         "Qwen3", NORMED | SLIDING | {"max_window_layers": 1}, NORMS_OF_QWEN3, 500
@@ -523,20 +481,14 @@ FAMILIES: dict[str, Case] = {
     "qwen2_moe": Case(
         "Qwen2Moe",
         EXPERTS | {"moe_intermediate_size": 12, "shared_expert_intermediate_size": 14},
-        (
-            other_weights_of_experts,
-            no_shared_gate,
-            zeros("layers.*.attention.project.q.linear.bias"),
-        ),
+        (other_weights_of_experts, no_shared_gate, NO_QUERY_BIAS),
     ),
     "qwen3_moe": Case(
         "Qwen3Moe",
         HEAD_DIM | EXPERTS | {"moe_intermediate_size": 12, "norm_topk_prob": True},
         (other_weights_of_experts, no_head_norms, one_expert_less),
     ),
-    "seed_oss": Case(
-        "SeedOss", HEAD_DIM, (zeros("layers.*.attention.project.q.linear.bias"), changes.interleave)
-    ),
+    "seed_oss": Case("SeedOss", HEAD_DIM, (NO_QUERY_BIAS, changes.interleave)),
     "smollm3": Case(
         "SmolLM3",
         {"num_hidden_layers": 3, "no_rope_layers": [1, 0, 1]},
@@ -545,7 +497,7 @@ FAMILIES: dict[str, Case] = {
     "stablelm": Case(
         "StableLm",
         {"hidden_size": 48, "use_qkv_bias": True},
-        (zeros("layers.*.attention.project.q.linear.bias"), changes.norms_swapped),
+        (NO_QUERY_BIAS, changes.norms_swapped),
     ),
     "stablelm, parallel": Case(
         "StableLm", {"hidden_size": 48, "use_parallel_residual": True}, (one_after_the_other,)
@@ -554,7 +506,7 @@ FAMILIES: dict[str, Case] = {
         "Starcoder2",
         {"sliding_window": WINDOW},
         (
-            zeros("layers.*.attention.project.q.linear.bias"),
+            NO_QUERY_BIAS,
             other_activation,
             changes.norms_swapped,
             changes.windows(WINDOW + 1, WINDOW),

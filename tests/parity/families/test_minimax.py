@@ -23,17 +23,14 @@ from regard.positions import Rotary
 from tests.parity.families import changes
 from tests.parity.families.cases import Case, parity_tests
 from tests.parity.families.changes import drop, put, swap
+from tests.parity.families.test_llama_relatives import SIZES as RELATIVES
 from tests.parity.families.test_llama_relatives import gate_and_up_swapped, one_expert_less
 
 minimax = family("minimax")
 
 SIZES: dict[str, Any] = {
-    "vocab_size": 96,
-    "hidden_size": 36,
-    "intermediate_size": 20,
+    **RELATIVES,
     "num_hidden_layers": 4,
-    "num_attention_heads": 6,
-    "num_key_value_heads": 2,
     "head_dim": 8,
     "num_local_experts": 5,
     "num_experts_per_tok": 2,
@@ -44,10 +41,6 @@ SIZES: dict[str, Any] = {
     "linear_attn_beta_factor": 0.75,
     "mlp_alpha_factor": 1.25,
     "mlp_beta_factor": 2.0,
-    "max_position_embeddings": 2048,
-    "bos_token_id": 0,
-    "eos_token_id": 1,
-    "pad_token_id": 2,
 }
 
 

@@ -21,7 +21,7 @@ from tests.parity.families import changes
 from tests.parity.families.cases import Case, parity_tests
 from tests.parity.families.changes import put, zeros
 from tests.parity.families.harness import ids_of, saved
-from tests.parity.families.published import count
+from tests.parity.families.published import count, published
 from tests.parity.families.test_llama_relatives import HEAD_DIM, SIZES, other_weights_of_experts
 
 FULL, SPARSE = "full_attention", "minimax_m3_sparse"
@@ -40,11 +40,7 @@ SMALL: dict[str, Any] = {
     "index_block_size": 4,
     "index_topk_blocks": 3,
     "swiglu_limit": 0.7,
-    "rope_parameters": {
-        "rope_type": "default",
-        "rope_theta": 500.0,
-        "partial_rotary_factor": 0.5,
-    },
+    "rope_parameters": {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.5},
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
@@ -87,60 +83,7 @@ CASES = {
 }
 test_every_family, test_wrong_variants_are_far = parity_tests(CASES, keep=1, keep_wrong=1)
 
-FLAGS = [0] * 3 + [1] * 57
-MAKERS: dict[str, Any] = {
-    "model_type": "minimax_m3_vl",
-    "image_token_index": 200025,
-    "video_token_index": 200026,
-    "vision_config": {"hidden_size": 1280},
-    "tie_word_embeddings": False,
-    "text_config": {
-        "model_type": "minimax_m3",
-        "hidden_size": 6144,
-        "intermediate_size": 3072,
-        "dense_intermediate_size": 12288,
-        "shared_intermediate_size": 3072,
-        "num_hidden_layers": 60,
-        "num_attention_heads": 64,
-        "num_key_value_heads": 4,
-        "head_dim": 128,
-        "vocab_size": 200064,
-        "max_position_embeddings": 1048576,
-        "rms_norm_eps": 1e-6,
-        "use_gemma_norm": True,
-        "attention_output_gate": False,
-        "rope_theta": 5000000,
-        "rotary_dim": 64,
-        "partial_rotary_factor": 0.5,
-        "hidden_act": "swigluoai",
-        "use_qk_norm": True,
-        "qk_norm_type": "per_head",
-        "num_local_experts": 128,
-        "num_experts_per_tok": 4,
-        "n_shared_experts": 1,
-        "scoring_func": "sigmoid",
-        "use_routing_bias": True,
-        "moe_layer_freq": FLAGS,
-        "num_mtp_modules": 7,
-        "num_nextn_predict_layers": 1,
-        "swiglu_alpha": 1.702,
-        "swiglu_beta": 1.0,
-        "swiglu_limit": 7.0,
-        "routed_scaling_factor": 2.0,
-        "sparse_attention_config": {
-            "use_sparse_attention": True,
-            "sparse_index_dim": 128,
-            "sparse_num_index_heads": 4,
-            "sparse_topk_blocks": 16,
-            "sparse_block_size": 128,
-            "sparse_disable_index_value": FLAGS,
-            "sparse_score_type": "max",
-            "sparse_init_block": 0,
-            "sparse_local_block": 1,
-            "sparse_attention_freq": FLAGS,
-        },
-    },
-}
+MAKERS = published("minimax-m3")
 
 
 def test_the_config_of_the_makers() -> None:

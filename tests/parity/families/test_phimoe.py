@@ -21,12 +21,7 @@ from regard.nn.blocks.routers import SoftmaxRouter, SparseMixerRouter
 from tests.parity.families import changes
 from tests.parity.families.cases import Case, parity_tests
 from tests.parity.families.changes import put, zeros
-from tests.parity.families.harness import (
-    assert_differs,
-    assert_refused,
-    saved,
-    without,
-)
+from tests.parity.families.harness import assert_differs, assert_refused, saved, without
 from tests.parity.families.published import build, count
 from tests.parity.families.test_llama_relatives import gate_and_up_swapped
 

@@ -291,10 +291,7 @@ def test_files(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        (
-            {"ple_layer_ids": [2]},
-            "ple_layer_ids has 2; it must have .* from 1 to 4",
-        ),
+        ({"ple_layer_ids": [2]}, "ple_layer_ids has 2; it must have .* from 1 to 4"),
         ({"ple_layer_ids": [5]}, "ple_layer_ids has 5"),
         ({"eos_token_id": None}, "eos_token_id is missing"),
         ({"heads_per_ngram": 5}, "10 tables; .* must divide ple_embed_dim, 24"),

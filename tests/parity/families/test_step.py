@@ -15,7 +15,7 @@ from regard.errors import ArgumentError
 from tests.parity.families import changes
 from tests.parity.families.cases import Case, parity_tests
 from tests.parity.families.changes import put, zeros
-from tests.parity.families.published import count
+from tests.parity.families.published import count, published
 from tests.parity.families.test_llama_relatives import HEAD_DIM, SIZES, WINDOW
 
 FULL, SLIDING = "full_attention", "sliding_attention"
@@ -101,57 +101,8 @@ test_every_family, test_wrong_variants_are_far = parity_tests(
     CASES, keep=["step3p7, llama3, biases"], keep_wrong=1
 )
 
-N, MORE = 45, 3
-KINDS = [SLIDING if i % 4 else FULL for i in range(N + MORE)]
-MAKERS: dict[str, Any] = {
-    "model_type": "step3p5",
-    "architectures": ["Step3p5ForCausalLM"],
-    "auto_map": {"AutoModelForCausalLM": "modeling_step3p5.Step3p5ForCausalLM"},
-    "rope_scaling": LLAMA3 | {"original_max_position_embeddings": 131072},
-    "yarn_only_types": [FULL],
-    "hidden_size": 4096,
-    "intermediate_size": 11264,
-    "num_hidden_layers": N,
-    "max_seq_len": 262144,
-    "vocab_size": 128896,
-    "use_qk_norm": True,
-    "moe_layers_enum": ",".join(map(str, range(3, N))),
-    "num_attention_heads": 64,
-    "num_attention_groups": 8,
-    "head_dim": 128,
-    "use_moe": True,
-    "moe_num_experts": 288,
-    "moe_top_k": 8,
-    "moe_intermediate_size": 1280,
-    "share_expert_dim": 1280,
-    "moe_layer_offset": 0,
-    "moe_every_n_layer": 1,
-    "norm_expert_weight": True,
-    "moe_router_activation": "sigmoid",
-    "moe_router_scaling_factor": 3.0,
-    "att_impl_type": "GQA",
-    "rope_theta": [1e4 if kind == SLIDING else 5e6 for kind in KINDS],
-    "use_head_wise_attn_gate": True,
-    "sliding_window": 512,
-    "use_moe_router_bias": True,
-    "need_fp32_gate": True,
-    "sink": False,
-    "layer_types": KINDS,
-    "use_rope_layers": [],
-    "num_nextn_predict_layers": MORE,
-    "partial_rotary_factors": [1.0 if kind == SLIDING else 0.5 for kind in KINDS],
-    "attention_other_setting": {
-        "attention_type": SLIDING,
-        "num_attention_heads": 96,
-        "num_attention_groups": 8,
-        "head_dim": 128,
-        "true_head_dim": 128,
-    },
-    "swiglu_limits": [7.0 if i in (43, 44) else 0.0 for i in range(N + MORE)],
-    "swiglu_limits_shared": [16.0 if i == 44 else 0.0 for i in range(N + MORE)],
-    "zero_centered": True,
-    "max_position_embeddings": 262144,
-}
+N = 45
+MAKERS = published("step-3.5-flash")
 
 
 def test_the_files_of_the_makers() -> None:

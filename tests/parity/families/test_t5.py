@@ -18,13 +18,7 @@ import regard
 from regard.biases import T5Relative
 from regard.models.seq2seq import Seq2Seq
 from tests.parity.families.changes import put, swap
-from tests.parity.families.harness import (
-    assert_near,
-    assert_refused,
-    distance,
-    theirs,
-    without,
-)
+from tests.parity.families.harness import assert_near, assert_refused, distance, theirs, without
 from tests.parity.families.sequence_pairs import (
     Pair,
     assert_logits,

@@ -17,42 +17,23 @@ from regard.train.tasks.translation_tasks import (
     chinese_numerals,
     english_words,
 )
+from tests.train.tasks.test_word_by_word import TEENS, TENS, UNITS
 
 TABLE = {
     0: ("zero", "零"),
-    7: ("seven", "七"),
     10: ("ten", "十"),
-    12: ("twelve", "十二"),
     20: ("twenty", "二十"),
-    21: ("twenty one", "二十一"),
     99: ("ninety nine", "九十九"),
     100: ("one hundred", "一百"),
-    101: ("one hundred one", "一百零一"),
-    110: ("one hundred ten", "一百一十"),
     111: ("one hundred eleven", "一百一十一"),
-    1_000: ("one thousand", "一千"),
     1_001: ("one thousand one", "一千零一"),
-    1_010: ("one thousand ten", "一千零一十"),
-    1_100: ("one thousand one hundred", "一千一百"),
     2_030: ("two thousand thirty", "二千零三十"),
-    10_000: ("ten thousand", "一万"),
     10_001: ("ten thousand one", "一万零一"),
-    10_010: ("ten thousand ten", "一万零一十"),
     10_500: ("ten thousand five hundred", "一万零五百"),
-    11_000: ("eleven thousand", "一万一千"),
-    100_000: ("one hundred thousand", "十万"),
-    101_000: ("one hundred one thousand", "十万一千"),
-    120_000: ("one hundred twenty thousand", "十二万"),
     427_000: ("four hundred twenty seven thousand", "四十二万七千"),
-    1_000_000: ("one million", "一百万"),
     1_100_000: ("one million one hundred thousand", "一百一十万"),
-    10_000_000: ("ten million", "一千万"),
     20_000_003: ("twenty million three", "二千万零三"),
-    100_000_000: ("one hundred million", "一亿"),
     100_000_001: ("one hundred million one", "一亿零一"),
-    100_100_000: ("one hundred million one hundred thousand", "一亿零一十万"),
-    200_003_000: ("two hundred million three thousand", "二亿零三千"),
-    1_000_000_000: ("one billion", "十亿"),
     1_200_000_000: ("one billion two hundred million", "十二亿"),
     110_000_000_000: ("one hundred ten billion", "一千一百亿"),
     999_999_999_999: (
@@ -73,39 +54,9 @@ def test_the_table(number: int) -> None:
 
 def read_english(words: list[str]) -> int:
     """Small numbers add, hundred multiplies, thousand and its kin close a group."""
-    small = dict(
-        zip(
-            [
-                "zero",
-                "one",
-                "two",
-                "three",
-                "four",
-                "five",
-                "six",
-                "seven",
-                "eight",
-                "nine",
-                "ten",
-                "eleven",
-                "twelve",
-                "thirteen",
-                "fourteen",
-                "fifteen",
-                "sixteen",
-                "seventeen",
-                "eighteen",
-                "nineteen",
-            ],
-            range(20),
-            strict=True,
-        )
-    ) | {
-        w: 10 * i
-        for i, w in enumerate(
-            ["twenty", "thirty", "forty", "fifty", "sixty", "seventy", "eighty", "ninety"], 2
-        )
-    }
+    small = {"zero": 0} | {word: i for i, word in enumerate(UNITS, 1)}
+    small |= {word: i for i, word in enumerate(TEENS, 11)}
+    small |= {word: 10 * i for i, word in enumerate(TENS, 1)}
     total, group = 0, 0
     for word in words:
         if word in small:
@@ -151,12 +102,6 @@ def test_both_read_back() -> None:
     for number in some():
         assert read_english(english_words(number)) == number
         assert read_chinese(chinese_numerals(number)) == number
-
-
-def test_no_two_numbers_are_written_alike() -> None:
-    numbers = sorted(set(some()))
-    assert len({tuple(english_words(n)) for n in numbers}) == len(numbers)
-    assert len({tuple(chinese_numerals(n)) for n in numbers}) == len(numbers)
 
 
 def test_the_grammar_of_zero() -> None:
