@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from regard.errors import ArgumentError
-from regard.linear import gated_linear, log_linear
+from regard.linear import log_linear
 from regard.ops.linear import log_linear as tree
 from tests.ops.linear.mechanisms import assert_same
 from tests.oracles import decayed
@@ -118,17 +118,6 @@ def test_a_state_has_one_size_and_counts_beyond_its_levels() -> None:
     assert S.shape == (1, 1, 4, 3, 2)
     assert int(n) == 8 + 100 % 8
     assert_same(out, exact(c))
-
-
-def test_weights_of_1_are_gated_linear() -> None:
-    c = case(50, 5)
-    c["level_weights"] = torch.ones_like(c["level_weights"])
-    q, k, v, g, _ = c.values()
-    right, (S,) = gated_linear(q, k, v, g)
-    for form in FORMS:
-        out, (levels, _) = log_linear(**c, form=form, chunk=8)
-        assert_same(out, right)
-        assert_same(levels.sum(2), S)
 
 
 def one_bit_off(n: Tensor, m: Tensor, levels: int) -> Tensor:

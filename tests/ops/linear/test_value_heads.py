@@ -14,7 +14,6 @@ from torch import Tensor
 
 from regard.linear import delta_rule, gated_delta_rule, gated_linear, linear_attention, retention
 from regard.ops.linear.call import shared_matmul
-from regard.span import Span
 from tests.oracles.delta import delta, delta_plain
 from tests.oracles.linear import linear
 from tests.rules import GRADIENT, assert_close_rule
@@ -137,36 +136,6 @@ def test_every_form_is_the_definition_on_repeated_heads(
                 assert_same(after[1].repeat_interleave(heads[2] // heads[1], 1), state[1])
 
 
-@pytest.mark.parametrize("name", OPERATIONS)
-def test_parts_of_a_text_give_the_whole(name: str) -> None:
-    run, x = OPERATIONS[name].run, inputs((2, 2, 6), T=23)
-    whole, state = run(x, form="recurrent")
-    after, outputs = None, []
-    for first, stop in ((0, 1), (1, 14), (14, 14), (14, 23)):
-        out, after = run(x.part(first, stop), state=after, chunk=4)
-        outputs.append(out)
-    assert_same(torch.cat(outputs, 2), whole)
-    assert after is not None
-    for found, want in zip(after, state, strict=True):
-        assert_same(found, want)
-
-
-@pytest.mark.parametrize("name", OPERATIONS)
-def test_empty_slots_write_nothing(name: str) -> None:
-    run, x = OPERATIONS[name].run, inputs((2, 2, 4), T=9)
-    positions = torch.tensor([[-1, 0, 1, -1, 2, 3, 4, -1, -1], [0, 1, 2, 3, 4, 5, 6, 7, 8]])
-    poisoned = Inputs(*(y.clone() for y in x))
-    for y in poisoned[:3]:
-        y[0, :, [0, 3, 7, 8]] = torch.nan
-    out, state = run(poisoned, k_positions=positions, form="chunk", chunk=4)
-    filled = [1, 2, 4, 5, 6]
-    alone, after = run(Inputs(*(y[:1, :, filled] for y in x)))
-    assert_same(out[:1, :, filled], alone)
-    assert not out[0, :, [0, 3, 7, 8]].any()
-    assert_same(state[0][:1], after[0])
-    assert_same(out[1:], run(Inputs(*(y[1:] for y in x)), k_positions=Span(0, 9))[0])
-
-
 @pytest.mark.full(keep="each")
 @pytest.mark.parametrize("heads", [(2, 2, 6), (4, 2, 4), (2, 1, 4)], ids=str)
 @pytest.mark.parametrize("name", OPERATIONS)
@@ -219,20 +188,6 @@ def test_other_heads_are_far() -> None:
     assert_same(right, want)
 
 
-@pytest.mark.parametrize("name", OPERATIONS)
-def test_a_nan_stays_in_its_head(name: str) -> None:
-    run, x = OPERATIONS[name].run, inputs((2, 2, 6))
-    clean, _ = run(x, chunk=4)
-    x.v[0, 4, 5, 1] = torch.nan  # value head 4, of key head 1
-    out, (S, *_) = run(x, chunk=4)
-    assert out[0, 4, 5:, 1].isnan().all()
-    assert float((out - clean)[0, 4, :5].abs().max()) < 1e-9
-    other = [h for h in range(6) if h != 4]
-    assert float((out - clean)[:, other].abs().max()) < 1e-9
-    assert S[0, 4, :, 1].isnan().all()
-    assert not S[:, other].isnan().any()
-
-
 @pytest.mark.parametrize("T", [1, 70])
 def test_transformers_qwen3_next(T: int) -> None:
     modeling = pytest.importorskip("transformers.models.qwen3_next.modeling_qwen3_next")
@@ -253,16 +208,6 @@ def test_transformers_qwen3_next(T: int) -> None:
         out, (S,) = gated_delta_rule(*x[:4], x.g[..., 0], form=form)
         assert_close_rule(out, plain, exact)
         assert_close_rule(S, plain_state, exact_state)
-
-
-@pytest.mark.full
-def test_compiles_in_one_graph() -> None:
-    x = Inputs(*(y.float() for y in inputs((2, 2, 4), T=20)))
-    program = torch.compile(gated_delta_rule, fullgraph=True, backend="eager")
-    out, (S,) = program(*x[:4], x.g[..., 0])
-    want, (state,) = gated_delta_rule(*x[:4], x.g[..., 0])
-    torch.testing.assert_close(out, want)
-    torch.testing.assert_close(S, state)
 
 
 def test_a_shared_matrix_is_not_copied() -> None:
