@@ -18,7 +18,7 @@ from regard import Trace
 from regard.caches import Cross, Growing
 from regard.nn.attention.cross import AdditiveAttention, CrossAttention
 from regard.nn.projections.fused import EncoderStateProjection
-from regard.nn.projections.heads import HeadProjection, Projection
+from regard.nn.projections.heads import HeadProjection
 from regard.nn.projections.steps import GatedProjection
 from regard.nn.variants import VARIANTS, bahdanau, cross_attention, luong
 from regard.span import Span
@@ -354,14 +354,6 @@ def test_catalogue() -> None:
     assert "1409.0473" in VARIANTS["bahdanau"].source
     assert "1508.04025" in VARIANTS["luong"].source
     assert isinstance(luong(8, score="concat"), AdditiveAttention)
-
-
-def test_states_is_a_projection() -> None:
-    states = EncoderStateProjection(nn.Linear(6, 8), 8)
-    assert isinstance(states, Projection)
-    z = torch.randn(1, 1, 2, 8)
-    assert torch.equal(states.postprocess(z, z), z)
-    assert "1 head, keys of 8, states of 8" in repr(states)
 
 
 def test_positions_of_queries_matter_to_masks_only() -> None:
