@@ -23,7 +23,7 @@ from regard.linear import (
     rwkv4,
     rwkv6,
 )
-from tests.ops.linear.decayed_cases import RECURRENCES, Inputs, definition, is_weight, to, upto
+from tests.ops.linear.decayed_cases import RECURRENCES, Inputs, definition, to, upto
 from tests.ops.linear.mechanisms import FORMS, assert_same
 from tests.oracles import decayed
 from tests.rules import GRADIENT, assert_close_rule
@@ -50,35 +50,6 @@ def test_every_form_is_the_definition_for_every_chunk_size(name: str, G: int) ->
         for size in range(1, 9) if form == "chunk" else [64]:
             out, _ = recurrence.run(c, form=form, chunk=size)
             assert_same(out, exact, bound(name))
-
-
-@pytest.mark.full(keep=4)
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("T", [0, 1, 9, 70])
-@pytest.mark.parametrize("name", NAMES)
-def test_a_state_splits_a_run_anywhere(name: str, T: int, form: str) -> None:
-    run = RECURRENCES[name].run
-    c = RECURRENCES[name].draw(1, 2, 1, T, 1.0)
-    if name == "cosine":
-        c["start"] = torch.tensor(0)
-    out, last = run(c, form=form, chunk=16)
-    for cut in sorted({0, min(1, T), T // 2, T}):
-        first, middle = run(upto(c, 0, cut), form=form, chunk=16)
-        before = [x.clone() for x in middle]
-        second, end = run(upto(c, cut, T), form=form, chunk=16, state=middle)
-        assert all(map(torch.equal, middle, before)), "a state that is given is not changed"
-        assert_same(torch.cat([first, second], 2), out, bound(name))
-        for x, y in zip(_true_state(name, end), _true_state(name, last), strict=True):
-            assert_same(x, y, bound(name))
-        assert all(x.is_contiguous() for x in end)
-
-
-def _true_state(name: str, state: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """The state without the running maximum, which may be any number that prevents overflow."""
-    if name not in ("mlstm", "rwkv4"):
-        return state
-    *sums, m = state
-    return tuple(x * m.view(*m.shape, *[1] * (x.ndim - m.ndim)).clamp(min=-700).exp() for x in sums)
 
 
 @pytest.mark.full(keep=6)
@@ -123,60 +94,6 @@ def test_gradients_round_as_those_of_plain_math(name: str) -> None:
             assert_close_rule(x, others, right, GRADIENT, f"{name} {form} {key}")
 
 
-def poisoned(c: Inputs, slots: list[int]) -> Inputs:
-    """The tokens at the slots that are not -1; elsewhere NaN, and decays that would clear all."""
-    out = {}
-    for key, x in c.items():
-        if is_weight(x):
-            out[key] = x
-            continue
-        shape = list(x.shape)
-        shape[2] = len(slots)
-        wide = x.new_full(shape, -1e4 if key in ("log_decay", "log_forget") else torch.nan)
-        if key == "log_input":
-            wide = wide.fill_(300.0)
-        wide[:, :, [i for i, s in enumerate(slots) if s >= 0]] = x
-        out[key] = wide
-    return out
-
-
-@pytest.mark.full(keep=3)
-@pytest.mark.parametrize("name", NAMES)
-def test_padding_neither_writes_nor_decays(name: str) -> None:
-    c = RECURRENCES[name].draw(2, 2, 1, 9, 1.0)
-    if name == "cosine":
-        c["start"] = torch.tensor(0)
-    alone, state = RECURRENCES[name].run(c)
-    for slots in ([-1] * 3 + [*range(9)], [*range(9), -1, -1], [0, -1, 1, 2, -1, *range(3, 9)]):
-        where = torch.tensor([slots])
-        for form in ("recurrent", "chunk"):
-            wide = poisoned({k: x for k, x in c.items() if k != "start"}, slots)
-            out, last = RECURRENCES[name].run(wide, k_positions=where, form=form, chunk=4)
-            assert_same(out[:, :, where[0] >= 0], alone, bound(name))
-            assert not bool(out[:, :, where[0] < 0].any())
-            for x, y in zip(_true_state(name, last), _true_state(name, state), strict=True):
-                assert_same(x, y, bound(name))
-    empty = torch.full((1, 9), -1)
-    out, _ = RECURRENCES[name].run(c, k_positions=empty)
-    assert not bool(out.any())
-
-
-@pytest.mark.full(keep=2)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("name", NAMES)
-def test_low_precision_is_summed_in_fp32(name: str, dtype: torch.dtype) -> None:
-    c = to(RECURRENCES[name].draw(2, 2, 1, 20, 1.0), dtype)
-    if name == "cosine":
-        pytest.skip("cosine features are computed in the dtype of the call; the module widens it")
-    for form in FORMS:
-        out, last = RECURRENCES[name].run(c, form=form, chunk=8)
-        wide, state = RECURRENCES[name].run(to(c, torch.float32), form=form, chunk=8)
-        assert out.dtype == dtype
-        assert torch.equal(out, wide.to(dtype))
-        assert all(x.dtype == torch.float32 for x in last)
-        assert all(map(torch.equal, last, state))
-
-
 @pytest.mark.parametrize("name", ["rwkv6", "slots"])
 def test_strong_decays_in_a_chunk_keep_their_digits(name: str) -> None:
     """Of -2000, then of -0.001, and -inf: no exponent overflows, and no difference cancels."""
@@ -209,20 +126,6 @@ def test_large_gates_and_keys_do_not_overflow() -> None:
 
 
 # Identities.
-
-
-def test_value_heads_of_rwkv6_and_mlstm_are_repeated_keys() -> None:
-    c = RECURRENCES["rwkv6"].draw(1, 2, 2, 12, 1.0)
-    v, g = (torch.randn(1, 4, 12, n).double() for n in (3, 4))
-    twice = {key: c[key].repeat_interleave(2, 1) for key in "qk"}
-    out, _ = rwkv6(c["q"], c["k"], v, -g.exp(), c["bonus"], chunk=4)
-    bonus = c["bonus"].repeat_interleave(2, 0)
-    assert_same(out, rwkv6(**twice, v=v, log_decay=-g.exp(), bonus=bonus)[0])
-    gates = (g[..., 0], -g[..., 1].exp())
-    assert_same(
-        mlstm(c["q"], c["k"], v, *gates)[0],
-        mlstm(**twice, v=v, log_input=gates[0], log_forget=gates[1])[0],
-    )
 
 
 def test_gates_from_a_running_log_sum_exp_make_means() -> None:

@@ -15,7 +15,6 @@ from torch import Tensor
 
 from regard.linear import delta_rule, gated_delta_rule, generalized_delta_rule
 from regard.ops.linear.linear_recurrence import decayed_products, split_into_chunks
-from regard.span import Span
 from tests.ops.linear import mechanisms
 from tests.oracles.delta import delta, delta_plain, delta_plain_matrices, onnx_gated_delta
 from tests.oracles.generalized_delta import (
@@ -126,23 +125,6 @@ def test_every_form_is_the_definition_for_every_chunk_size(G: int, name: str) ->
         assert torch.equal(start, before), "a state that is given is not changed"
 
 
-@pytest.mark.full(keep="each")
-@each_rule
-@pytest.mark.parametrize("T", [0, 1, 40])
-def test_a_state_splits_a_run_anywhere(T: int, name: str) -> None:
-    rule = RULES[name]
-    x = rule.draw(B=1, H=6, T=T)
-    for form in FORMS:
-        out, S = rule.run(x, form=form, chunk=16)
-        assert out.shape == (1, 6, T, 3)
-        for cut in sorted({0, min(1, T), T // 2, max(0, T - 1), T}):
-            first, middle = rule.run(upto(x, 0, cut), form=form, chunk=16)
-            second, last = rule.run(upto(x, cut, T), form=form, chunk=16, state=(middle,))
-            assert_same(torch.cat([first, second], 2), out)
-            assert_same(last, S)
-            assert last.data_ptr() != middle.data_ptr()
-
-
 @pytest.mark.full(keep=7)
 @each_rule
 @pytest.mark.parametrize("scale", [1e-3, 1.0, 1e3])
@@ -182,22 +164,6 @@ def test_gradients_round_as_those_of_plain_math(name: str) -> None:
         mine = gradients(lambda y, form=form: in_two_parts(rule, y, form), x)
         for key, found, right, *usual in zip(x, mine, exact, *plains, strict=True):
             assert_close_rule(found, usual, right, GRADIENT, f"{form} {key}")
-
-
-@each_form
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_low_precision_is_summed_in_fp32(dtype: torch.dtype, form: str) -> None:
-    rule = RULES["gated"]
-    x = to(rule.draw(T=20), dtype)
-    out, S = rule.run(x, form=form, chunk=8)
-    wide, last = rule.run(to(x, torch.float32), form=form, chunk=8)
-    assert (out.dtype, S.dtype) == (dtype, torch.float32)
-    assert torch.equal(out, wide.to(dtype))
-    assert torch.equal(S, last)
-    apart = {**x, "beta": x["beta"].float(), "g": x["g"].float()}  # gates may be wider than q, k, v
-    assert torch.equal(rule.run(apart, form=form, chunk=8)[0], out)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        assert torch.equal(rule.run(to(x, torch.float32), form=form, chunk=8)[0], wide)
 
 
 # What a rule promises.
@@ -300,87 +266,7 @@ def test_splitting_the_decay_into_two_factors_fails() -> None:
     )
 
 
-# Padding, and what is not finite.
-
-
-@pytest.mark.full(keep="each")
-@each_rule
-@pytest.mark.parametrize("garbage", [math.nan, math.inf, 7.0])
-def test_padding_changes_nothing_and_gives_0(garbage: float, name: str) -> None:
-    """The decay of an empty slot is masked too, not only its key and value."""
-    rule, T = RULES[name], 21
-    positions = torch.stack([torch.arange(T), torch.arange(T)])
-    positions[0, :4], positions[0, 4:] = -1, torch.arange(T - 4)  # left
-    positions[1, [2, 9, 10, 19, 20]] = -1  # inside and right
-    x, empty = rule.draw(T=T), positions < 0
-    for y in x.values():
-        y.masked_fill_(empty[:, None, :].reshape(2, 1, T, *[1] * (y.ndim - 3)), garbage)
-    leaves = leaves_of(x)
-    exact = rule.exact({n: y.nan_to_num(0, 0, 0) for n, y in x.items()}, real=~empty)
-    for form in FORMS:
-        out, S = rule.run(leaves, form=form, chunk=8, k_positions=positions)
-        assert_same(out, exact.out)
-        assert_same(S, exact.state)
-        for y in torch.autograd.grad(out.sum() + S.sum(), list(leaves.values())):
-            assert y.isfinite().all()
-            assert y.movedim(2, 1)[empty].eq(0).all()
-
-
-def test_positions_of_a_span_and_of_one_row_for_all() -> None:
-    rule = RULES["gated"]
-    x = rule.draw(T=5)
-    whole = rule.run(x)[0]
-    assert torch.equal(rule.run(x, k_positions=Span(3, 5))[0], whole)
-    assert torch.equal(rule.run(upto(x, 0, 0), k_positions=Span(-1, 0))[0], whole[:, :, :0])
-    got, S = rule.run(x, k_positions=Span(-2, 5))  # -2 and -1 are no positions of tokens
-    rest, last = rule.run(upto(x, 2, 5))
-    assert got[:, :, :2].eq(0).all()
-    assert_same(got[:, :, 2:], rest)
-    assert_same(S, last)
-    assert torch.equal(rule.run(x, k_positions=torch.tensor([[-1, -1, 0, 1, 2]]))[0], got)
-
-
-@pytest.mark.full(keep="each")
-@each_form
-@pytest.mark.parametrize(
-    "name, key", [(name, key) for name in RULES for key in RULES[name].names.split()]
-)
-def test_a_nan_reaches_what_it_must_and_nothing_in_front_of_it(
-    name: str, key: str, form: str
-) -> None:
-    rule = RULES[name]
-    x = rule.draw(B=1, H=2, T=20)
-    clean, _ = rule.run(x, form=form, chunk=8)
-    x[key][0, 1, 10].view(-1)[:1] = math.nan
-    got, S = rule.run(x, form=form, chunk=8)
-    if name in ("delta", "gated", "channels"):
-        exact = rule.exact(x)
-        assert torch.equal(got.isnan(), exact.out.isnan())
-        assert torch.equal(S.isnan(), exact.state.isnan())
-    assert got[:, :, 10:].isnan().any()
-    assert_same(got[:, :, :10], clean[:, :, :10])
-    assert_same(got[:, 0], clean[:, 0])
-    if form in ("chunk", "parallel"):  # the loop's own autograd multiplies 0 by NaN
-        leaves = leaves_of(x)
-        first = rule.run(leaves, form=form, chunk=8)[0][:, :, :10].sum()
-        grads = torch.autograd.grad(first, list(leaves.values()))
-        assert all(y.isfinite().all() for y in grads)
-
-
 # The mechanisms that the rules contain, and others, wrong ones too.
-
-
-def test_value_heads_are_repeated_queries_and_keys() -> None:
-    """Value head h uses query and key head h // (N / H), as in Qwen3-Next; another order, h mod H,
-    is another function.
-    """
-    rule = RULES["general"]
-    x = {**rule.draw(H=2, G=6, T=11), **{n: rule.draw(H=2, T=11)[n] for n in "qk"}}
-    right = rule.run(x, form="chunk", chunk=4)[0]
-    own = {**x, "q": x["q"].repeat_interleave(3, 1), "k": x["k"].repeat_interleave(3, 1)}
-    assert_same(rule.run(own, form="chunk", chunk=4)[0], right)
-    tiled = {**x, "q": x["q"].repeat(1, 3, 1, 1), "k": x["k"].repeat(1, 3, 1, 1)}
-    assert float((rule.run(tiled)[0] - right).abs().max()) > 1e-2
 
 
 @each_form
@@ -434,19 +320,3 @@ def test_wrong_variants_are_caught() -> None:
         for out in outputs:
             with pytest.raises(AssertionError, match="error"):
                 assert_close_rule(out, plains, exact)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("name", ["gated", "channels", "general", "general, a = -k"])
-def test_it_compiles_without_a_break(name: str) -> None:
-    torch._dynamo.reset()
-    rule = RULES[name]
-    x = to(rule.draw(B=1, T=12), torch.float32)
-    compiled = rule._replace(function=torch.compile(rule.function, fullgraph=True, backend="eager"))
-    for form in ("recurrent", "chunk"):
-        for extra in ({}, {"k_positions": torch.arange(12)[None] - 3}):
-            usual = rule.run(x, form=form, chunk=8, **extra)
-            for found, right in zip(
-                compiled.run(x, form=form, chunk=8, **extra), usual, strict=True
-            ):
-                assert float((found - right).abs().max()) < 1e-5

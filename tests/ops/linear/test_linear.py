@@ -49,24 +49,6 @@ def test_every_form_is_the_definition_for_every_chunk_size(name: str, G: int) ->
         assert all(map(torch.equal, start, before)), "a state that is given is not changed"
 
 
-@pytest.mark.full(keep="each")
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("T", [0, 1, 9, 70])
-@pytest.mark.parametrize("name", ["elu+1", "retention", "gated", "gated by head"])
-def test_a_state_splits_a_run_anywhere(name: str, T: int, form: str) -> None:
-    run, c = MECHANISMS[name].run, case(B=1, H=6, T=T)
-    out, last = run(c, form=form, chunk=16)
-    assert out.shape == (1, 6, T, 3)
-    for cut in sorted({0, min(1, T), T // 2, max(0, T - 1), T}):
-        first, middle = run(c.upto(0, cut), form=form, chunk=16)
-        second, end = run(c.upto(cut, T), form=form, chunk=16, state=middle)
-        assert_same(torch.cat([first, second], 2), out)
-        for x, y, z in zip(end, last, middle, strict=True):
-            assert_same(x, y)
-            assert x.data_ptr() != z.data_ptr()
-            assert x.is_contiguous()
-
-
 def plain_inputs(name: str, c: Case) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """What the plain forms take for a mechanism, H = G."""
     if name in ("retention", "gated", "gated by head"):
@@ -142,24 +124,6 @@ def test_gradients_reach_the_decay() -> None:
     assert torch.autograd.gradcheck(
         lambda x: retention(*c[:3], decay=x, chunk=4, form="chunk")[0], gamma
     )
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("name", ["elu+1", "exp", "identity", "retention", "gated"])
-def test_low_precision_is_summed_in_fp32(name: str, dtype: torch.dtype) -> None:
-    run, c = MECHANISMS[name].run, case(T=20).to(dtype)
-    for form in FORMS:
-        out, last = run(c, form=form, chunk=8)
-        wide, state = run(c.to(torch.float32), form=form, chunk=8)
-        assert out.dtype == dtype
-        assert torch.equal(out, wide.to(dtype))
-        for x, y in zip(last, state, strict=True):
-            assert x.dtype == torch.float32
-            assert torch.equal(x, y)
-        apart = c._replace(g=c.g.float())  # gates may be wider than q, k, v
-        assert torch.equal(run(apart, form=form, chunk=8)[0], out)
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            assert torch.equal(run(c.to(torch.float32), form=form, chunk=8)[0], wide)
 
 
 # Identities.

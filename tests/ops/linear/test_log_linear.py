@@ -99,18 +99,6 @@ def test_rows_of_other_lengths_go_on_as_each_alone() -> None:
             assert_same(again[1][0][b : b + 1], log_linear(**twice)[1][0])
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_a_row_of_padding_keeps_its_state(form: str) -> None:
-    """Also where its number of tokens is a multiple of every block."""
-    c, positions = case(8, 6, B=2), torch.arange(8).repeat(2, 1)
-    before = log_linear(**c)[1]
-    positions[1] = -1
-    out, (S, n) = log_linear(**c, form=form, chunk=4, k_positions=positions, state=before)
-    assert not bool(out[1].any())
-    assert torch.equal(S[1], before[0][1])
-    assert n.flatten().tolist() == [16, 8]
-
-
 def test_a_state_has_one_size_and_counts_beyond_its_levels() -> None:
     """The number of tokens stays below 2^L, and the tree goes on as with the whole number."""
     c = case(100, 4, 1, 1, 1)
