@@ -301,17 +301,6 @@ def test_compiles_without_a_break(name: str) -> None:
         assert float((found - usual).abs().max()) < 1e-5 * float(usual.abs().max())
 
 
-def test_taps() -> None:
-    names = ("q", "k", "v", "scores", "pattern", "z", "out")
-    for kind in KINDS.values():
-        module, (x, memory) = random(kind()), inputs()
-        with Trace(*names) as trace:
-            out = module(x, memory=memory)
-        assert [*trace] == list(names)
-        assert torch.equal(trace["out"], out)
-        assert trace["pattern"].sum(-1).allclose(torch.ones((), dtype=torch.float64))
-
-
 def test_describe() -> None:
     """The cache's numbers are those of a real one, the FLOPs those of the matrix products that
     torch counts.
