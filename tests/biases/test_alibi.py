@@ -25,28 +25,10 @@ def test_slopes():
     assert sum(twelve) == pytest.approx(2.3219189647247767, rel=1e-15)
     forty = alibi_slopes(40)
     assert forty[:32] == pytest.approx([2 ** (-h / 4) for h in range(1, 33)], rel=1e-15)
-    assert forty[32:] == pytest.approx(
-        (
-            0.9170040432046712,
-            0.7711054127039704,
-            0.6484197773255048,
-            0.5452538663326288,
-            0.4585020216023356,
-            0.3855527063519852,
-            0.3242098886627524,
-            0.2726269331663144,
-        ),
-        rel=1e-14,
-    )
+    assert forty[32:] == pytest.approx([2 ** (-h / 8) for h in range(1, 17, 2)], rel=1e-14)
     assert sum(forty) == pytest.approx(9.58724279196824, rel=1e-14)
     assert alibi_slopes(112)[:64] == pytest.approx([2 ** (-h / 8) for h in range(1, 65)], rel=1e-15)
     assert all(len(alibi_slopes(n)) == n for n in HEADS)
-
-
-def test_negative_control_one_formula_for_every_number_of_heads_is_caught():
-    naive = [2 ** (-8 * h / 12) for h in range(1, 13)]
-    assert naive[:2] == pytest.approx([0.62996, 0.39685], abs=1e-5)
-    assert max(abs(a - b) for a, b in zip(naive, alibi_slopes(12), strict=True)) > 0.1
 
 
 @pytest.mark.parametrize("n", HEADS)
@@ -96,17 +78,6 @@ def test_far_positions_stay_distinct_in_fp32_and_blocks_are_parts():
         half.flatten().tolist()
         == torch.tensor([-300 / 256, -299 / 256, -298 / 256]).bfloat16().tolist()
     )
-
-
-def test_the_row_is_written_in_full():
-    """The shortcut m j differs by a constant of the row: the same softmax, another log-sum-exp."""
-    s = torch.randn(1, 2, 5, 5, dtype=F64)
-    full = s + ALiBi(2).block(Span(0, 5), Span(0, 5), dtype=F64)
-    m = torch.tensor(alibi_slopes(2), dtype=F64)[:, None, None]
-    short = s + m * torch.arange(5)
-    torch.testing.assert_close(full.softmax(-1), short.softmax(-1), rtol=0, atol=1e-14)
-    assert (full.logsumexp(-1) - short.logsumexp(-1)).abs().max() > 0.01
-    assert ALiBi(2).block(Span(0, 1), Span(1, 1)).min() > 0  # above the diagonal it rewards
 
 
 def test_learned_slopes():

@@ -117,32 +117,6 @@ def test_an_empty_cache(kind: Kind) -> None:
     assert cache.next(2) == Span(0, 2)
 
 
-@every
-def test_a_step_of_several_tokens_answers_all_of_them(kind: Kind) -> None:
-    """Bug class 43: the answer shows every new token, at any length."""
-    for n in (1, 2, 5, 3 * W):
-        driver = Run(kind)
-        driver.feed(7)
-        positions = Span(7, n)
-        memory, where = driver.cache.update(driver.tokens(positions), positions)
-        found = {p for p in regard.span.as_tensor(where)[0].tolist() if p >= 0}
-        assert set(range(7, 7 + n)) <= found
-        assert all(m.shape[2] == slot_count(where) for m in memory)
-
-
-@every
-def test_positions_after_each_append(kind: Kind) -> None:
-    """Bug class 19: the prompt counts once, a step goes on where its own row ended."""
-    cache, make = kind.make(), Run(kind)
-    left = torch.tensor([[-1, -1, 0, 1, 2], [0, 1, 2, 3, 4]])
-    cache.update(make.tokens(left), left)
-    for i in range(3 * W):
-        where = cache.next(1)
-        assert regard.span.as_tensor(where).tolist() == [[3 + i], [5 + i]]
-        cache.update(make.tokens(where), where)
-    assert regard.span.as_tensor(cache.next(2)).tolist() == [[15, 16], [17, 18]]
-
-
 REFUSED: list[tuple[str, Callable[[Parts], Parts], Positions, str]] = [
     ("shape", lambda m: tuple(x[:, :, 0] for x in m), Span(5, 2), r"at 2 positions; it must be"),
     ("length", lambda m: tuple(x[:, :, :1] for x in m), Span(5, 2), "at 2 positions; it must be"),

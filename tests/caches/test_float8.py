@@ -105,34 +105,6 @@ def tokens(T: int, B: int = 2, d: int = 8) -> tuple[Tensor, Tensor]:
     return k, v
 
 
-@pytest.mark.parametrize("format", FORMATS)
-def test_any_chunks_and_rows_are_one_pass_bitwise(format: str) -> None:
-    parts = tokens(11)
-    positions = torch.arange(11).expand(2, -1) - torch.tensor([[0], [4]])
-    positions = positions.clamp(min=-1)
-    one, some, alone = (Float8(format) for _ in range(3))
-    right, _ = one.update(parts, positions)
-    start = 0
-    for n in (5, 0, 1, 1, 4):
-        stop = start + n
-        got, where = some.update(
-            tuple(x[:, :, start:stop] for x in parts), positions[:, start:stop]
-        )
-        start = stop
-    row, _ = alone.update(tuple(x[1:, :, 4:] for x in parts), Span(0, 7))
-    assert torch.equal(where, positions)
-    for a, b, c in zip(right, got, row, strict=True):
-        assert torch.equal(a, b)
-        assert torch.equal(a[1:, :, 4:], c)
-    some.crop(5)
-    assert all(
-        torch.equal(x.nan_to_num(), y[:, :, :9].nan_to_num())
-        for x, y in zip(
-            some.update(tuple(x[:, :, :0] for x in parts), positions[:, :0])[0], right, strict=True
-        )
-    )
-
-
 def test_bits_per_number_and_no_copy() -> None:
     """8 bits and a scale of 16 for each vector of 128; a step writes one slot."""
     k = v = torch.randn(1, 2, 64, 128).to(torch.bfloat16)

@@ -29,22 +29,11 @@ def test_expanded_keys_and_values_are_refused() -> None:
     """Bug class 28: 128 heads of 192 and 128 numbers are 40,960 per token, 71 times as many."""
     expanded = torch.zeros(1, 128, 3, 192), torch.zeros(1, 128, 3, 128)
     latent, rotary = torch.zeros(1, 1, 3, 512), torch.zeros(1, 1, 3, 64)
-    for memory, shapes in (
-        (expanded, "[(1, 128, 3, 192), (1, 128, 3, 128)]"),
-        ((latent, rotary), "[(1, 1, 3, 512), (1, 1, 3, 64)]"),
-        ((latent,), "[(1, 1, 3, 512)]"),
-        ((torch.zeros(1, 2, 3, 576),), "[(1, 2, 3, 576)]"),
-        ((torch.zeros(1, 3, 576),), "[(1, 3, 576)]"),
-        ((), "[]"),
-    ):
+    others = torch.zeros(1, 2, 3, 576), torch.zeros(1, 3, 576)
+    for memory in (expanded, (latent, rotary), (latent,), *((x,) for x in others), ()):
         cache = Latent(512, 64)
-        with pytest.raises(regard.ArgumentError) as error:
+        with pytest.raises(regard.ArgumentError, match=r"a Latent cache takes one part .*, 576]"):
             cache.update(memory, Span(0, 3))
-        assert str(error.value) == (
-            f"memory has parts {shapes}; a Latent cache takes one part [batch, 1, length, 576], "
-            "512 latent and 64 rotary "
-            "values: store the latent, and expand it to keys and values after reading"
-        )
         assert (len(cache), cache.contents()) == (0, {})
         with pytest.raises(regard.ArgumentError, match="a Latent cache takes one part"):
             cache.fill({"memory.0": torch.zeros(1, 2, 3, 576), "positions": Span(0, 3)})
@@ -63,10 +52,7 @@ def test_preallocated_steps_are_written_in_place() -> None:
 
 def test_sizes_are_checked() -> None:
     for rank, rotary in ((0, 2), (2, -1)):
-        with pytest.raises(regard.ArgumentError) as error:
+        with pytest.raises(regard.ArgumentError, match="rank must be at least 1 and rotary at"):
             Latent(rank, rotary)
-        assert str(error.value) == (
-            f"Latent(rank={rank}, rotary={rotary}): rank must be at least 1 and rotary at least 0"
-        )
     with pytest.raises(regard.ArgumentError, match="Fixed capacity is 0; it must be at least 1"):
         Latent(3, 2, capacity=0)

@@ -14,10 +14,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import regard
-from regard.caches import Paged, PagePool, rollback_on_error
-from regard.caches.paged import LazyPagedTensor, PageTable
+from regard.caches import Paged, PagePool
+from regard.caches.paged import LazyPagedTensor
 from regard.span import Span, as_tensor
-from regard.units import plural
 
 SIZE = 4
 PAGE = SIZE * 7 * 8  # bytes: tokens, numbers of a token, float64
@@ -154,16 +153,6 @@ def test_the_last_to_write_keeps_the_page() -> None:
     assert_counted(fork.pool, cache, fork)
 
 
-def test_a_full_page_that_is_shared_is_not_copied() -> None:
-    cache = Paged(SIZE, 3)
-    cache.update(tokens(1, SIZE), Span(0, SIZE))
-    fork = cache.fork()
-    for c in (cache, fork):
-        c.update(tokens(1, 1), Span(SIZE, 1))
-    assert cache.pool.used == 3
-    assert cache.table[0][0] == fork.table[0][0]
-
-
 def test_pages_return_to_the_pool() -> None:
     cache = Paged(SIZE, 8)
     cache.update(tokens(2, 10), Span(0, 10))
@@ -184,12 +173,9 @@ def test_a_full_pool_names_its_pages_and_changes_nothing() -> None:
     fork = cache.fork()
     held, before = rows(cache), cache.table
     for n, needs in ((1, 2), (3, 4)):  # shared pages must be copied first
-        with pytest.raises(regard.ArgumentError) as error:
+        words = f"needs {needs} pages of 4 tokens, but 1 of the pool's 5 are free"
+        with pytest.raises(regard.ArgumentError, match=words):
             fork.update(tokens(2, n), Span(6, n))
-        assert str(error.value) == (
-            f"the cache needs {plural(needs, 'page')} of 4 tokens, but 1 of the pool's 5 are free; "
-            "crop or reset a cache of this pool, or start with more pages"
-        )
         assert rows(fork) == rows(cache) == held
         assert fork.table == cache.table == before
         assert_counted(cache.pool, cache, fork)
@@ -206,33 +192,13 @@ def test_memory_that_does_not_fit_the_pool() -> None:
     cache.update(tokens(1, 2), Span(0, 2))
     fork = cache.fork()
     fork.reset()
-    with pytest.raises(regard.ArgumentError) as error:
+    with pytest.raises(
+        regard.ArgumentError, match=r"does not fit the pool's pages, .* 1 are in us"
+    ):
         fork.update((torch.ones(1, 3, 2, 2),), Span(0, 2))
-    assert str(error.value) == (
-        "memory [((3, 2), torch.float32)] does not fit the pool's pages, [((2, 2), torch.float64), "
-        "((1, 3), torch.float64)], of which 1 are in use; start a new cache for another model"
-    )
     for args in ((0, 3), (3, 0)):
-        with pytest.raises(regard.ArgumentError) as error:
+        with pytest.raises(regard.ArgumentError, match="both must be at least 1"):
             Paged(*args)
-        assert (
-            str(error.value)
-            == f"page_size is {args[0]} and pages is {args[1]}; both must be at least 1"
-        )
-
-
-def test_an_update_of_shared_pages_is_taken_back() -> None:
-    cache = Paged(SIZE, 12)
-    cache.update(tokens(2, 6), Span(0, 6))
-    fork, before = cache.fork(), rows(cache)
-    try:
-        with rollback_on_error(fork):
-            fork.update(tokens(2, 9, seed=3), Span(6, 9))
-            raise KeyError
-    except KeyError:
-        pass
-    assert rows(fork) == rows(cache) == before
-    assert_counted(cache.pool, cache, fork)
 
 
 def test_a_deep_copy_has_a_pool_of_its_own() -> None:
@@ -273,15 +239,6 @@ def test_gradients_and_inference_mode() -> None:
         cache.update(tokens(1, 3), Span(0, 3))
     (held, _), _ = cache.update(tokens(1, 3), Span(3, 3))
     assert torch.equal(held, torch.cat([tokens(1, 3)[0]] * 2, 2))
-
-
-def test_steps_are_written_in_place() -> None:
-    cache = Paged(SIZE, 8)
-    cache.update(tokens(2, 3), Span(0, 3))
-    pages = [x.data_ptr() for x in cache.pool.parts]
-    for t in range(3, 12):
-        cache.update(tokens(2, 1), Span(t, 1))
-    assert [x.data_ptr() for x in cache.pool.parts] == pages
 
 
 @st.composite
@@ -351,16 +308,6 @@ def test_the_count_would_find_a_leak() -> None:
     fork.update(tokens(1, 1, seed=6), Span(6, 1))  # into a page that the other one has written
     assert rows(fork)[0][6] == rows(cache)[0][6]
     cache.pool.share(page for row in fork.table for page in row)
-
-
-def test_a_table_alone() -> None:
-    pool = PagePool(2, 3)
-    table = PageTable(pool, [[], []], [0, 0])
-    with pytest.raises(regard.ArgumentError, match="needs 4 pages of 2 tokens, but"):
-        table.grow([3, 3])
-    assert (table.rows, table.lengths, pool.free) == ([[], []], [0, 0], 3)
-    table.grow([3, 1])
-    assert table.slots(torch.arange(4).expand(2, -1)).tolist() == [[0, 1, 2, 3], [4, 5, 6, 7]]
 
 
 def lazy(cache: Paged) -> tuple[LazyPagedTensor, Tensor]:

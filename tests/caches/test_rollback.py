@@ -13,9 +13,8 @@ from torch import Tensor
 
 import regard
 from regard.caches import Cache, Growing, rollback_on_error
-from regard.nn import Attention, PreNorm
-from regard.nn.blocks.blocks import BlockCaches, DecoderBlock
-from regard.nn.variants import cross_attention, gqa
+from regard.nn import Attention
+from regard.nn.variants import gqa
 from regard.span import as_tensor
 from tests.caches.contract import Run
 from tests.caches.kinds import KINDS, Kind
@@ -67,17 +66,6 @@ def test_a_block_that_fails_takes_back_what_it_did(kind: Kind) -> None:
     assert held(driver) == before
     layer(driver)
     assert held(driver) != before, "a block that succeeds changes the cache"
-
-
-@pytest.mark.full(keep=6)
-@pytest.mark.parametrize("layers", [True, False])
-@every
-def test_a_failure_passes_through_both_blocks(kind: Kind, layers: bool) -> None:
-    driver = started(kind)
-    before = held(driver)
-    with pytest.raises(Failure), rollback_on_error(driver.cache, layers=layers):
-        layer(driver, fails=True)
-    assert held(driver) == before
 
 
 @pytest.mark.full(keep=6)
@@ -218,19 +206,6 @@ def test_a_decoder_that_fails_in_a_layer_leaves_every_cache(
     assert contents(caches) != before
 
 
-@CACHES
-@torch.no_grad()
-def test_a_layer_alone_that_fails_leaves_its_cache(make: Callable[[], Cache]) -> None:
-    mixer, cache, x = broken(), make(), torch.randn(1, 7, M)
-    for i in range(6):
-        mixer(x[:, i : i + 1], None, cache)
-    before = contents([cache])
-    mixer.broken = True
-    with pytest.raises(Failure):
-        mixer(x[:, 6:], None, cache)
-    assert contents([cache]) == before
-
-
 @torch.no_grad()
 def test_a_decoder_marks_each_cache_once() -> None:
     decoder = stack(attention(), attention())
@@ -261,20 +236,3 @@ def test_a_layer_may_try_again_within_a_decoder() -> None:
     assert [len(cache) for cache in caches] == [5], "each token is stored once"
     whole_pass = stack(Attention(project, output, mask=whole.mask)).double()
     assert torch.allclose(torch.cat(steps, 1), whole_pass(ids), atol=1e-12)
-
-
-@torch.no_grad()
-def test_a_decoder_block_marks_its_own_cache_once() -> None:
-    block = DecoderBlock(
-        attention(),
-        cross_attention(M, H),
-        torch.nn.Linear(M, M),
-        *(PreNorm(torch.nn.LayerNorm(M)) for _ in range(3)),
-    )
-    own, memory = Marks(), torch.randn(1, 4, M)
-    caches = BlockCaches(own, block.cross.new_cache())
-    block(torch.randn(1, 2, M), None, caches, memory=memory)
-    assert own.marks == 1
-    with pytest.raises(regard.ArgumentError, match="there is no memory"):
-        block(torch.randn(1, 1, M), None, BlockCaches(own, block.cross.new_cache()))
-    assert (own.marks, len(own)) == (2, 2), "the first attention had stored a token"

@@ -39,7 +39,6 @@ from regard.span import Span, as_tensor
 from tests.caches.contract import Run, Step
 from tests.caches.kinds import KINDS, Kind
 
-PADDED: list[Step] = [[[False] * 4 + [True] * 7, [True] * 9 + [False] * 2], 1, 1]
 SAVED = {name: kind for name, kind in KINDS.items() if is_builtin(type(kind.make()))}
 """The examples whose class the package knows by name."""
 RUNS: dict[str, list[Step]] = {
@@ -129,22 +128,6 @@ def test_every_dtype_and_parts_that_share_memory(dtype: torch.dtype, tmp_path: P
     assert bits(load_of(cache, tmp_path)) == bits(cache)
 
 
-def test_the_file_is_plain_safetensors_with_a_json_header(tmp_path: Path) -> None:
-    cache = Quantized(4, group=2, residual=1)
-    cache.update((torch.randn(1, 2, 6, 4),) * 2, Span(3, 6))
-    save(cache, str(tmp_path / "a"))
-    with safe_open(tmp_path / "a", framework="pt") as file:
-        header = json.loads(file.metadata()["regard.cache"])
-    assert header["class"] == "Quantized"
-    assert header["spans"] == {"positions": [3, 6]}
-    assert header["settings"]["axes"] == ["channel", "token"]
-    assert (
-        set(load_file(tmp_path / "a"))
-        == set(header["tensors"])
-        == set(cache.contents()) - {"positions"}
-    )
-
-
 def test_a_failed_write_leaves_the_old_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -168,21 +151,6 @@ def test_a_failed_write_leaves_the_old_file(
     assert len(load(path)) == 4
     with pytest.raises(regard.FileError, match="cannot write the cache"):
         save(cache, tmp_path / "no" / "folder")
-
-
-def test_a_write_is_synced_before_it_is_renamed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    order: list[str] = []
-    sync, replace = atomic_write.sync_to_disk, Path.replace
-    monkeypatch.setattr(
-        atomic_write,
-        "sync_to_disk",
-        lambda p: (order.append("sync " + ("folder" if p.is_dir() else "file")), sync(p)),
-    )
-    monkeypatch.setattr(Path, "replace", lambda a, b: (order.append("rename"), replace(a, b)))
-    save(Growing(), tmp_path / "a")
-    assert order == ["sync file", "rename", "sync folder"]
 
 
 class Foreign(Growing):

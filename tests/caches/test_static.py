@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from regard.caches import Cache, CrossLayer, Fixed, Growing, Latent, Memory, Ring, State, Streaming
+from regard.caches import Cache, CrossLayer, Fixed, Growing, Memory, Ring, State, Streaming
 from regard.caches.base import StaticSize
 from regard.caches.joined import Joined
 from regard.caches.state import StaticState
@@ -62,15 +62,6 @@ def test_every_step_holds_what_the_cache_holds(name: str, positions: Positions) 
         first = places
     assert as_tensor(static.next(1)).tolist() == as_tensor(cache.next(1)).expand(2, 1).tolist()
     assert len(static) == int((as_tensor(there) >= 0).any(0).sum())
-
-
-def test_a_latent_cache_has_a_static_form() -> None:
-    cache = Latent(3, 1)
-    cache.update((part(PROMPT, 0)[:, :1],), Span(0, PROMPT))
-    static = cache.to_static(SIZE)
-    (memory,), where = static.update((part(1, 1)[:, :1],), static.next(1))
-    assert torch.equal(memory[:, :, PROMPT : PROMPT + 1], part(1, 1)[:, :1])
-    assert int(as_tensor(where).max()) == PROMPT
 
 
 @pytest.mark.parametrize("positions", [Span(0, PROMPT), PADDED], ids=["run", "padded"])

@@ -138,16 +138,6 @@ def test_kernels(name: str) -> None:
     assert_same_in_a_crowd(calls, 1)
 
 
-@pytest.mark.full
-def test_the_choice_and_the_plan() -> None:
-    calls: list[Callable[[], Any]] = []
-    for n, rule in enumerate(RULES):
-        q, k, v = inputs(5, 9, n)
-        calls.append(lambda q=q, k=k, v=v, rule=rule: regard.attend(q, k, v, **rule))
-        calls.append(lambda q=q, k=k, v=v, rule=rule: str(regard.plan(q, k, v, **rule)))
-    assert_same_in_a_crowd(calls)
-
-
 def test_kept_tables_are_read_only_and_survive_being_thrown_out(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -298,26 +288,6 @@ def test_a_model_is_read_and_continued(model: Any) -> None:
 
 
 @pytest.mark.full
-def test_sixteen_threads_on_one_model_and_one_whose_text_does_not_fit(model: Any) -> None:
-    def work(i: int, room: int = 64) -> str:
-        options = {"max_tokens": 4, "temperature": 1.0, "seed": i % 4}
-        return "".join(model.generate("to be", cache="fixed", max_context=room, **options))
-
-    def try_to(i: int) -> str:
-        try:
-            return work(i, 5 if i == 7 else 64)
-        except regard.ArgumentError as error:
-            return f"refused: {error.argument}"
-
-    alone = [work(i) for i in range(4)]
-    found = crowd(try_to, 16)
-    expected = [alone[i % 4] for i in range(16)]
-    expected[7] = "refused: max_context"
-    assert found == expected
-    assert len({*alone}) > 1
-
-
-@pytest.mark.full
 @pytest.mark.parametrize("cache", [None, "fixed", "paged", "quantized"])
 def test_a_text_that_was_read_once_is_continued_by_all(cache: str | None, model: Any) -> None:
     read = model.cache_prefix("to be or not to be", cache=cache, max_context=64 if cache else None)
@@ -330,16 +300,6 @@ def test_a_text_that_was_read_once_is_continued_by_all(cache: str | None, model:
         ],
         1,
     )
-
-
-@pytest.mark.full
-def test_a_model_of_transformers() -> None:
-    from tests.integrations import families  # skips without transformers
-
-    model = families.decoder("Llama", "regard")
-    families.name_taps(model)
-    ids = [torch.arange(1, n)[None] % 16 for n in (4, 6, 9)]
-    assert_same_in_a_crowd([lambda x=x: torch.no_grad()(model)(x).logits for x in ids], 1)
 
 
 def test_a_tokenizer() -> None:

@@ -4,8 +4,6 @@ positions.
 
 from __future__ import annotations
 
-import operator
-
 import pytest
 import torch
 from hypothesis import given
@@ -51,13 +49,6 @@ CALLS: dict[str, tuple[Positions, Positions]] = {
 def test_mask_equals_brute_force(name: str, call: str) -> None:
     mask, rule = CASES[name]
     assert_brute_force(mask, rule, *CALLS[call], sizes=((3, 4), (1, 1), (64, 64)))
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_opposite_equals_brute_force(name: str) -> None:
-    mask, rule = CASES[name]
-    for call in ("last queries", "unordered queries", "keys before 0"):
-        assert_brute_force(~mask, lambda q, k, b, h: not rule(q, k, b, h), *CALLS[call])
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -116,23 +107,6 @@ def positions(draw: st.DrawFn) -> Positions:
 @given(trees(), positions(), positions(), st.integers(1, 5), st.integers(1, 5))
 def test_random_expressions(tree: Tree, q: Positions, k: Positions, bq: int, bk: int) -> None:
     assert_brute_force(*grow(tree), q, k, sizes=((bq, bk),))
-
-
-@given(trees(depth=2), st.integers(1, 4))
-def test_chunks_of_queries_see_the_same(tree: Tree, n: int) -> None:
-    case = grow(tree)
-    whole = case.mask.block(Span(0, 12), Span(0, 12))
-    chunks = [case.mask.block(Span(i, min(n, 12 - i)), Span(0, 12)) for i in range(0, 12, n)]
-    assert torch.cat(chunks, 2).equal(whole)
-
-
-@given(trees(depth=2), st.permutations(range(10)))
-def test_stored_order_does_not_matter(tree: Tree, order: list[int]) -> None:
-    case = grow(tree)
-    keys = torch.tensor([order])
-    whole = case.mask.block(Span(4, 6), Span(0, 10))
-    assert case.mask.block(Span(4, 6), keys).equal(whole[..., order])
-    assert case.mask.visible(Span(4, 6), keys).equal(case.mask.visible(Span(4, 6), Span(0, 10)))
 
 
 def test_masks_with_intervals_are_never_evaluated(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -223,12 +197,3 @@ class Overlapping(masks.Causal):
 def test_wrong_masks_are_caught(wrong: Case) -> None:
     with pytest.raises(AssertionError):
         assert_brute_force(*wrong, Span(5, 6), Span(0, 11))
-
-
-def test_operators_equal_constructors() -> None:
-    a, b = masks.Causal(), masks.Window(3)
-    for made, built in ((a & b, masks.And((a, b))), (a | b, masks.Or((a, b))), (~a, masks.Not(a))):
-        assert made == built
-    for op in (operator.and_, operator.or_):
-        with pytest.raises(TypeError, match="unsupported operand"):
-            op(a, True)

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import copy
 import math
-import pickle
 from typing import Any
 
 import pytest
@@ -17,7 +16,6 @@ import regard
 from regard import biases, masks
 from regard.caches import Growing
 from regard.nn import Attention, Block, HeadProjection, PreNorm, RMSNorm, SeparateQKV, SwiGLU
-from regard.nn.projections.heads import Projection
 from regard.positions import Rotary
 from regard.span import Span
 from tests.nn.catalogue import in_chunks, random
@@ -158,41 +156,6 @@ def test_dropout_is_off_in_eval_and_repeats_in_training() -> None:
     assert not torch.equal(a, b)
 
 
-def test_copies_are_equal_and_apart() -> None:
-    x = torch.randn(1, 5, 12)
-    module = build(
-        mask=CAUSAL & masks.Window(3), bias=biases.ALiBi(4), sink=nn.Parameter(torch.zeros(4))
-    )
-    out = module(x)
-    for other in (copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
-        assert torch.equal(other(x), out)
-        other.output.weight.data.zero_()
-        other.sink.data.fill_(9)
-        assert torch.equal(module(x), out)
-    again = build(
-        mask=CAUSAL & masks.Window(3), bias=biases.ALiBi(4), sink=nn.Parameter(torch.ones(4))
-    )
-    again.load_state_dict(module.state_dict())
-    assert torch.equal(again(x), out)
-    assert module.bfloat16()(x.bfloat16()).dtype == torch.bfloat16
-
-
-def test_it_prints_what_it_is() -> None:
-    module = build(mask=CAUSAL & masks.Window(3), bias=biases.ALiBi(4), softcap=2.0, dropout=0.1)
-    text = repr(module)
-    assert "mask=causal & window(3), bias=alibi(4), softcap=2.0, dropout=0.1" in text
-    assert "4 heads of 6" in text
-    assert "2 heads of 4" in text
-    assert module.extra_repr() in text
-    assert build().extra_repr() == ""
-    assert repr(RMSNorm(6, eps=1e-5)) == "RMSNorm(6, eps=1e-05)"
-
-
-def test_a_fused_kernel_is_refused_by_name() -> None:
-    with pytest.raises(regard.KernelRefusal, match="no softcap"):
-        build(softcap=2.0)(torch.randn(1, 20, 12), backend="sdpa")
-
-
 # The other parts.
 
 
@@ -229,13 +192,6 @@ def test_swiglu_and_block() -> None:
     assert torch.equal(block(x), half + feed(norms[1](half)))
     parts = in_chunks(block, x, (2, 3), Growing(), Span(0, 5))
     assert float((parts - block(x)).detach().abs().max()) < 1e-4
-
-
-def test_separate_is_a_projection() -> None:
-    project = build().project
-    assert isinstance(project, Projection)
-    k, v = project.remember(torch.randn(1, 5, 12), Span(0, 5))
-    assert project.recall((k, v), Span(0, 5)) == (k, v)
 
 
 def test_a_learned_bias_is_a_parameter_of_the_module() -> None:

@@ -183,24 +183,6 @@ def test_a_query_sees_the_blocks_that_are_closed_for_it() -> None:
     assert padded.tolist() == [[-1, 0]]
 
 
-def test_rows_of_other_lengths_close_their_own_blocks() -> None:
-    """A row's entries do not depend on the padding, in one call and step by step."""
-    for name in NAMES:
-        layer, x = example(VARIANTS[name]), tokens(17)
-        at = torch.full((2, 20), -1)
-        at[0, 3:], at[1, :17] = torch.arange(17), torch.arange(17)
-        padded = torch.full((2, 20, x.shape[-1]), torch.nan, dtype=x.dtype)
-        padded[0, 3:], padded[1, :17] = x[0], x[1]
-        cache = layer.new_cache()
-        with torch.no_grad():
-            plain, whole = layer(x), layer(padded, at)
-            parts = zip(padded.split([6, *[1] * 14], 1), at.split([6, *[1] * 14], 1), strict=True)
-            steps = torch.cat([layer(part, places, cache) for part, places in parts], 1)
-        for found in (whole, steps):
-            assert torch.allclose(found[0, 3:], plain[0], atol=1e-10)
-            assert torch.allclose(found[1, :17], plain[1], atol=1e-10)
-
-
 def test_a_crop_goes_back_to_the_open_block_only() -> None:
     cache, x = Compressed(4, 20), torch.arange(18.0).view(1, 1, 9, 2)
     cache.recent.update((x,), Span(0, 9))

@@ -67,38 +67,6 @@ def test_queries_keys_and_values_are_convolved_before_they_are_split() -> None:
         assert float((seen[name] - each).abs().max()) < 1e-12, name
 
 
-def test_the_convolutions_state_is_behind_the_rules() -> None:
-    mixer, x = delta(), tokens(14)
-    whole = mixer(x)
-    for sizes in ([1] * 14, [2, 0, 7, 1, 4], [13, 1], [1, 13]):
-        cache = mixer.new_cache()
-        assert float((in_chunks(mixer, x, sizes, cache) - whole).abs().max()) < 1e-12
-        assert [tuple(part.shape) for part in cache.state] == [(2, N, D, E), (2, n - 1, 20)]
-        described = mixer.describe(14)
-        assert cache.bytes == 2 * 8 * described.cached_values == 2 * 8 * (N * D * E + 20 * 3)
-        assert described.state.formula == "N D E = 4 x 3 x 2 + c (k - 1) = 20 x 3"
-    assert mixer.describe().parameters.value == sum(p.numel() for p in mixer.parameters())
-    assert float((delta(1)(x) - whole).abs().max()) > 1e-2, "another kernel"
-
-
-@pytest.mark.parametrize(
-    "slots", [[-1, -1, *range(9)], [*range(9), -1], [0, -1, 1, 2, -1, *range(3, 9)]]
-)
-def test_padding_enters_neither_the_convolution_nor_the_state(slots: list[int]) -> None:
-    """Also for a batch of one, and on the right: errors seen in released code."""
-    mixer, x = delta(), tokens(9, B=1)
-    alone, held = mixer(x), mixer.new_cache()
-    mixer(x, cache=held)
-    positions = torch.tensor([slots])
-    padded = torch.full((1, len(slots), M), float("nan"), dtype=torch.float64)
-    padded[positions >= 0] = x[0]
-    cache = mixer.new_cache()
-    out = mixer(padded, positions, cache)
-    assert float((out[positions >= 0] - alone[0]).abs().max()) < 1e-12
-    for new, old in zip(cache.state, held.state, strict=True):
-        assert float((new - old).abs().max()) < 1e-12
-
-
 @pytest.mark.parametrize("name", RULES)
 def test_packed_documents_are_the_documents_alone(name: str) -> None:
     mixer, x = RULES[name](), tokens(13)

@@ -18,7 +18,7 @@ from regard import Trace
 from regard.caches import Cross, Growing
 from regard.nn.attention.cross import AdditiveAttention, CrossAttention
 from regard.nn.projections.fused import EncoderStateProjection
-from regard.nn.projections.heads import HeadProjection, Projection
+from regard.nn.projections.heads import HeadProjection
 from regard.nn.projections.steps import GatedProjection
 from regard.nn.variants import VARIANTS, bahdanau, cross_attention, luong
 from regard.span import Span
@@ -301,17 +301,6 @@ def test_compiles_without_a_break(name: str) -> None:
         assert float((found - usual).abs().max()) < 1e-5 * float(usual.abs().max())
 
 
-def test_taps() -> None:
-    names = ("q", "k", "v", "scores", "pattern", "z", "out")
-    for kind in KINDS.values():
-        module, (x, memory) = random(kind()), inputs()
-        with Trace(*names) as trace:
-            out = module(x, memory=memory)
-        assert [*trace] == list(names)
-        assert torch.equal(trace["out"], out)
-        assert trace["pattern"].sum(-1).allclose(torch.ones((), dtype=torch.float64))
-
-
 def test_describe() -> None:
     """The cache's numbers are those of a real one, the FLOPs those of the matrix products that
     torch counts.
@@ -354,14 +343,6 @@ def test_catalogue() -> None:
     assert "1409.0473" in VARIANTS["bahdanau"].source
     assert "1508.04025" in VARIANTS["luong"].source
     assert isinstance(luong(8, score="concat"), AdditiveAttention)
-
-
-def test_states_is_a_projection() -> None:
-    states = EncoderStateProjection(nn.Linear(6, 8), 8)
-    assert isinstance(states, Projection)
-    z = torch.randn(1, 1, 2, 8)
-    assert torch.equal(states.postprocess(z, z), z)
-    assert "1 head, keys of 8, states of 8" in repr(states)
 
 
 def test_positions_of_queries_matter_to_masks_only() -> None:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 import regard
-from regard.biases import FIRE, ForgetBias, Kerple, deberta_bucket
+from regard.biases import FIRE, ForgetBias, deberta_bucket
 from regard.errors import ArgumentError
 from regard.masks import Causal, Window
 from regard.nn import HeadProjection
@@ -26,16 +26,13 @@ from regard.nn.projections.data_bias import (
     PathProjection,
     RelativeKeyProjection,
     RelativeLogitProjection,
-    SelectiveProjection,
     SinusoidKeyProjection,
-    path_scores,
     sums_up_to,
 )
 from regard.nn.projections.steps import FinishedProjection, GatedProjection, HeadGate
 from regard.nn.variants import VARIANTS
 from regard.positions import Rotary
 from regard.span import Span
-from tests.fixture_f import decays, example, strengths, vectors
 from tests.nn.catalogue import randomize, tokens
 from tests.oracles import data_bias as oracle
 from tests.oracles.oracle import softmax_attention
@@ -200,40 +197,6 @@ def plainly(m: Any, x: Tensor, *, by_lse: bool, order: int = 0) -> Tensor:
     return m.output(z.transpose(1, 2).flatten(2))
 
 
-def test_the_fixed_example_of_forget_gates() -> None:
-    q, k, v = example()
-    c = decays().cumsum(-1)
-    expected = (0.1764163710, 0.2366476444)
-    out = regard.attend(q, k, v, mask=Causal(), bias=ForgetBias(c, c))
-    assert out[0, 0, -1].tolist() == pytest.approx(expected, abs=1e-9)
-    per_key = regard.attend(q, k, v, mask=Causal(), bias=-c[:, :, None])
-    assert per_key[0, 0, -1].tolist() == pytest.approx(expected, abs=1e-9)
-    assert (out - per_key).abs().max() < 1e-12, "the sum up to the query cancels"
-    g = decays()[0, 0].tolist()
-    loops = softmax_attention(
-        q, k, v, visible=lambda b, h, i, j: j <= i, bias=lambda b, h, i, j: oracle.forget(g, i, j)
-    )
-    assert loops.out[0, 0, -1].tolist() == pytest.approx(expected, abs=1e-9)
-    plain = regard.attend(q, k, v, mask=Causal(), bias=ForgetBias(0 * c, 0 * c))
-    assert plain[0, 0, -1].tolist() == pytest.approx((0.1950359852, 0.2724150288), abs=1e-9)
-
-
-def test_the_fixed_example_of_kerple() -> None:
-    q, k, v = example()
-    bias = Kerple(torch.tensor([1.0]), torch.tensor([0.5]))
-    out = regard.attend(q, k, v, mask=Causal(), bias=bias)
-    expected = (0.1730538995, 0.2321337056)
-    assert out[0, 0, -1].tolist() == pytest.approx(expected, abs=1e-9)
-    loops = softmax_attention(
-        q,
-        k,
-        v,
-        visible=lambda b, h, i, j: j <= i,
-        bias=lambda b, h, i, j: oracle.kerple(1.0, 0.5, i, j),
-    )
-    assert loops.out[0, 0, -1].tolist() == pytest.approx(expected, abs=1e-9)
-
-
 def test_the_number_of_fire() -> None:
     one = torch.ones(1, dtype=torch.float64)
     bias = FIRE(0.1 * one, 8 * one, one, 0 * one, one[None], 0 * one)
@@ -313,19 +276,6 @@ def test_strong_gates_over_a_long_text_stay_exact() -> None:
     assert errors[1] > 100 * errors[0], "negative control: one rounded number per key"
 
 
-def test_a_gate_around_it_keeps_the_bias() -> None:
-    m: Any = randomize(VARIANTS["forgetting"].example().double(), 1)
-    x = tokens(6, seed=2)
-    gate = HeadProjection(32, H, D).double()
-    with regard.Trace("z") as trace:
-        m(x)
-    plain = trace["z"]
-    m.project = GatedProjection(m.project, gate)
-    with regard.Trace("z") as trace:
-        m(x)
-    assert torch.allclose(trace["z"], plain * gate(x, None).sigmoid(), atol=1e-12)
-
-
 def heads() -> tuple[HeadProjection, HeadProjection, HeadProjection]:
     q, k, v = (HeadProjection(32, n, D) for n in (H, G, G))
     return q, k, v
@@ -354,33 +304,6 @@ def test_streaming_refuses_a_bias_that_would_not_move() -> None:
     )
     with pytest.raises(ArgumentError, match="StreamingAttention got the bias forget"):
         m(torch.randn(1, 3, 32))
-
-
-def test_the_fixed_example_of_path() -> None:
-    q, k, v = example()
-    w = torch.nn.functional.normalize(vectors(), dim=-1)
-    beta, at = 2 * strengths(), torch.arange(4)[None]
-    scores = path_scores(q, k, w, beta, at, at)
-    loops = oracle.path_scores(*(x[0, 0].tolist() for x in (q, k, w, beta)))
-    for i in range(4):
-        assert scores[0, 0, i, : i + 1].tolist() == pytest.approx(loops[i], abs=1e-12)
-    bias = (scores - q @ k.mT) / math.sqrt(3)
-    out = regard.attend(q, k, v, mask=Causal(), bias=bias)[0, 0, -1]
-    assert out.tolist() == pytest.approx((0.1682502313, 0.2112331173), abs=1e-9)
-    half = path_scores(q, k, w, beta / 2, at, at)
-    assert (half - scores).tril().abs().max() > 0.01, "negative control: beta without its 2"
-
-
-def test_the_fixed_example_of_selective_attention() -> None:
-    q, k, v = example()
-    project = SelectiveProjection(*(HeadProjection(3, 1, 3) for _ in range(3)))
-    bias: Any = project.data_bias(q[0], q, (k, v, q), Span(0, 4), Span(0, 4))
-    taken = oracle.selective(q[0, 0].tolist(), k[0, 0].tolist())
-    for i in range(4):
-        found = bias.tensor[0, 0, i, : i + 1].tolist()
-        assert found == pytest.approx(taken[i], abs=1e-12)
-    out = regard.attend(q, k, v, mask=Causal(), bias=bias)[0, 0, -1]
-    assert out.tolist() == pytest.approx((0.2496779004, 0.3431021665), abs=1e-9)
 
 
 @pytest.mark.parametrize("name", ["path", "selective"])

@@ -233,17 +233,6 @@ def test_a_lower_bound_of_the_forget_gates() -> None:
     assert far(m(x)[0], written_out("hgrn2", m, x[0])) < 1e-10
 
 
-@pytest.mark.full
-def test_half_precision_states_are_float32() -> None:
-    for name in LAYERS:
-        m = example(variants.VARIANTS[name], dtype=torch.bfloat16)
-        cache = m.new_cache()
-        assert m(tokens(T, dtype=torch.bfloat16), None, cache).dtype == torch.bfloat16
-        assert cache.state is not None
-        sums = cache.state[:1]
-        assert all(part.dtype == torch.float32 for part in sums)
-
-
 @pytest.mark.parametrize(
     ("build", "message"),
     [

@@ -134,47 +134,6 @@ def test_steps() -> None:
     assert repr(unit) == "L2Norm(eps=0.01)"
 
 
-def test_gated_delta_net_is_the_layer_of_qwen3_next_without_its_convolution() -> None:
-    """Their layer with a convolution that passes on its last tap; per head they keep q, k, v, gate
-    and b, a side by side.
-    """
-    theirs = pytest.importorskip(
-        "transformers.models.qwen3_next.modeling_qwen3_next", reason="transformers is not installed"
-    )
-    H, D, E, M = 3, 4, 5, 12
-    config = theirs.Qwen3NextConfig(
-        hidden_size=M,
-        linear_num_key_heads=H,
-        linear_num_value_heads=H,
-        linear_key_head_dim=D,
-        linear_value_head_dim=E,
-        num_hidden_layers=1,
-        layer_types=["linear_attention"],
-        rms_norm_eps=1e-6,
-    )
-    other = random(theirs.Qwen3NextGatedDeltaNet(config, 0)).requires_grad_(False)
-    other.conv1d.weight.zero_()[..., -1] = 1
-    mine = gated_delta_net(M, H, head_dim=D, value_dim=E).requires_grad_(False)
-    rows = other.in_proj_qkvz.weight.unflatten(0, (H, 2 * D + 2 * E)).split([D, D, E, E], 1)
-    for heads, weight in zip(
-        (mine.project.q, mine.project.k, mine.project.v, mine.gate), rows, strict=True
-    ):
-        heads.linear.weight.copy_(weight.flatten(0, 1))
-    b, a = other.in_proj_ba.weight.unflatten(0, (H, 2)).unbind(1)
-    mine.rule.beta_proj.weight.copy_(b)
-    mine.rule.decay.linear.weight.copy_(a)
-    mine.rule.decay.A_log.copy_(other.A_log)
-    mine.rule.decay.dt_bias.copy_(other.dt_bias)
-    mine.norm.weight.copy_(other.norm.weight)
-    mine.output.weight.copy_(other.out_proj.weight)
-    x = torch.randn(2, 70, M)
-    exact = written_out(copy.deepcopy(mine).double(), x.double())
-    assert_close_rule(mine(x), [other(x), written_out(mine, x)], exact)
-    mine.rule.decay.A_log.zero_()
-    with pytest.raises(AssertionError, match="error"):
-        assert_close_rule(mine(x), other(x), exact)
-
-
 def test_errors() -> None:
     project = SeparateQKV(HeadProjection(8, 4, 2), HeadProjection(8, 2, 2), HeadProjection(8, 2, 3))
     output = nn.Linear(12, 8)

@@ -30,6 +30,7 @@ from regard.nn.variants import comba, gated_delta_2, mesa
 from regard.nn.variants.projections import ValueHeadStart
 from tests.nn.catalogue import randomize
 from tests.oracles.generalized_delta import generalized_delta, mesa_loop, titans_loop
+from tests.rules import assert_refused
 
 M, H, D, E, T = 8, 2, 4, 3, 12
 
@@ -194,24 +195,19 @@ def test_decays_are_strong_within_their_bound() -> None:
 
 
 def test_refusals() -> None:
-    with pytest.raises(regard.ArgumentError, match=r"lower_bound is 1\.0; it must be below 0"):
-        ChannelLogDecay(M, H, D, 3, lower_bound=1.0)
-    with pytest.raises(regard.ArgumentError, match=r"BottleneckProjection\(dim=0\): it must be at"):
-        BottleneckProjection(0, 1, 1, 1)
-    with pytest.raises(regard.ArgumentError, match=r"CombaRule\(dim=8, heads=0, groups=1\): each"):
-        CombaRule(8, 0, 1)
-    with pytest.raises(regard.ArgumentError, match=r"bound is 3\.0; it must be above 1 and at"):
-        PreconditionedDeltaRule(M, H, decay=decay(), bound=3.0)
-    with pytest.raises(regard.ArgumentError, match=r"MesaRule\(dim=8, heads=2, head_dim=0\): each"):
-        MesaRule(8, 2, 0)
-    with pytest.raises(regard.ArgumentError, match="least_ridge is 0; it must be above 0"):
-        MesaRule(8, 2, 4, least_ridge=0)
-    with pytest.raises(regard.ArgumentError, match=r"TitansRule\(dim=8, heads=0\): each must be"):
-        TitansRule(8, 0)
-    with pytest.raises(regard.ArgumentError, match="max_step is 0; it must be above 0"):
-        TitansRule(8, 1, max_step=0)
-    with pytest.raises(regard.ArgumentError, match=r"GatedConvolution\(dim=0\): each must be at"):
-        GatedConvolution(0)
+    assert_refused(
+        [
+            (lambda: ChannelLogDecay(M, H, D, 3, lower_bound=1.0), "lower_bound is 1.0; it must"),
+            (lambda: BottleneckProjection(0, 1, 1, 1), "BottleneckProjection(dim=0): it must be"),
+            (lambda: CombaRule(8, 0, 1), "CombaRule(dim=8, heads=0, groups=1): each"),
+            (lambda: PreconditionedDeltaRule(M, H, decay=decay(), bound=3.0), "bound is 3.0; it"),
+            (lambda: MesaRule(8, 2, 0), "MesaRule(dim=8, heads=2, head_dim=0): each"),
+            (lambda: MesaRule(8, 2, 4, least_ridge=0), "least_ridge is 0; it must be above 0"),
+            (lambda: TitansRule(8, 0), "TitansRule(dim=8, heads=0): each must be"),
+            (lambda: TitansRule(8, 1, max_step=0), "max_step is 0; it must be above 0"),
+            (lambda: GatedConvolution(0), "GatedConvolution(dim=0): each must be at"),
+        ]
+    )
     layer, x = GatedConvolution(M), torch.zeros(1, 3, M)
     with pytest.raises(regard.ArgumentError, match="backend is 'sdpa'; a convolution has one form"):
         layer(x, backend="sdpa")

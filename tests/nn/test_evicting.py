@@ -35,7 +35,7 @@ from regard.nn.variants.projections import separate_qkv
 from regard.positions import Rotary
 from tests.fixture_f import example
 from tests.nn.catalogue import example as small
-from tests.nn.catalogue import in_chunks, tokens
+from tests.nn.catalogue import tokens
 from tests.oracles import eviction as oracle
 
 RULES: dict[str, tuple[EvictionRule, oracle.Score]] = {
@@ -183,15 +183,6 @@ def test_heads_share_a_budget(interval: int, floor: float) -> None:
         uneven |= len(held[0]) != len(held[1])
     assert uneven == (floor < 1), "negative control: the heads keep different numbers"
     assert cache.bytes == 8 * 2 * layer.describe(19).cached_values
-
-
-def test_heads_across_a_padded_batch() -> None:
-    layer, x = small(VARIANTS["adakv"]), tokens(17)
-    positions = torch.tensor([[-1] * 5 + list(range(12)), list(range(17))])
-    with torch.no_grad():
-        found = in_chunks(layer, x, [1] * 17, positions=positions)
-        right = layer(x[:1, 5:], None, layer.new_cache())
-    assert (found[:1, 5:] - right).abs().max() < 1e-12
 
 
 def test_expected_queries_are_those_of_the_text() -> None:

@@ -104,15 +104,6 @@ def test_the_gate_is_not_the_other_half() -> None:
     assert 1e-4 < float((layer(x) - ref).abs().max()) < 0.1
 
 
-def test_swiglu_is_a_gated_layer_with_the_same_parameters() -> None:
-    names = ["gate.weight", "up.weight", "down.weight"]
-    assert [name for name, _ in SwiGLU(M, HIDDEN).named_parameters()] == names
-    one, two = SwiGLU(M, HIDDEN, bias=True), GatedFeedForward(M, HIDDEN, nn.SiLU(), bias=True)
-    two.load_state_dict(one.state_dict())
-    x = randn(3, M)
-    assert torch.equal(one(x), two(x))
-
-
 @torch.no_grad()
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_capped_logits(dtype: torch.dtype) -> None:
@@ -197,22 +188,6 @@ def test_normed_path() -> None:
     assert float((weighted - (3.5 * norm(x) + 0.25 * torch.sin(norm(x)))).abs().max()) < 1e-13
     with pytest.raises(ArgumentError, match="beta is nan; it must be finite"):
         NormedResidual(norm, beta=math.nan)
-
-
-def test_gradients() -> None:
-    x = randn(2, 3, M).double().requires_grad_()
-    layer = random(GatedFeedForward(M, HIDDEN, nn.GELU("tanh"))).double()
-    head = random(CappedLogits(M, 4, cap=3.0)).double()
-    path = NormedResidual(random(nn.LayerNorm(M)).double())
-    clipped = random(ClippedQKV(M, 2, 2, 4, limit=0.8)).double()
-    calls: list[Callable[[Tensor], Any]] = [
-        layer,
-        head,
-        lambda x: path(x, torch.sin),
-        lambda x: clipped.remember(x, None),
-    ]
-    for call in calls:
-        assert torch.autograd.gradcheck(call, (x,))
 
 
 def test_dropout_is_on_what_is_added_only() -> None:

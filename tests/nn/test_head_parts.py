@@ -119,21 +119,6 @@ def test_a_value_of_length_0_has_no_direction() -> None:
     assert torch.equal(OwnValueRemoval(1)(z, query_tokens(x, torch.zeros(1, 1, 2, 3))), z)
 
 
-@pytest.mark.parametrize(("activation", "factor"), [("sigmoid", 0.5), ("softplus", math.log(2))])
-@pytest.mark.parametrize("channels", [1, 3])
-def test_gates_of_zero_weights(activation: Any, factor: float, channels: int) -> None:
-    gate = HeadGate(8, 4, channels, activation=activation, bias=True).double()
-    nn.init.zeros_(gate.linear.weight)
-    z, x = torch.randn(2, 4, 5, 3).double(), torch.randn(2, 5, 8).double()
-    tokens = query_tokens(x, z)
-    assert torch.allclose(gate(z, tokens), factor * z, atol=1e-15)
-    with torch.no_grad():
-        cast("Tensor", gate.bias).copy_(torch.tensor([0.0, 1.0, -2.0, 3.0]))
-    f = torch.sigmoid if activation == "sigmoid" else torch.nn.functional.softplus
-    expected = z * f(cast("Tensor", gate.bias))[:, None, None]
-    assert torch.allclose(gate(z, tokens), expected, atol=1e-15)
-
-
 @pytest.mark.parametrize("name", ["head_gate", "softplus_gate", "biased_gate"])
 def test_a_gate_is_a_factor_on_the_heads_of_gqa(name: str) -> None:
     gated, x = example(VARIANTS[name]), tokens(7)

@@ -21,6 +21,7 @@ from regard.positions import DynamicNTK, Rotary
 from regard.span import Span
 from tests.nn.catalogue import in_chunks, random
 from tests.oracles import infini as oracle
+from tests.oracles.heads import turned
 from tests.rules import assert_refused
 
 UPDATES = ["linear", "delta"]
@@ -83,10 +84,7 @@ def test_is_the_loop(update: str, rotary: Rotary | None) -> None:
 
 def _turned(x: Tensor) -> Tensor:
     return torch.tensor(
-        [
-            [[oracle.turned(row, p, 10000.0) for p, row in enumerate(head)] for head in rows]
-            for rows in x.tolist()
-        ],
+        [[[turned(row, p) for p, row in enumerate(head)] for head in rows] for rows in x.tolist()],
         dtype=torch.float64,
     )
 
@@ -123,21 +121,6 @@ def test_padding_on_any_side_in_any_chunks(
     assert cache.bytes == (3 * 2 * 6 * 6 + len(cache) * 3 * 2 * 11) * 8
 
 
-def test_a_new_text_needs_a_new_cache() -> None:
-    """Two batches in a row: nothing of the first is left, in the module or in a cache that was
-    reset.
-    """
-    module, x, y = build(), tokens(), tokens()
-    alone, _ = with_its_cache(module, y, [19])
-    _, cache = with_its_cache(module, x, [19])
-    assert torch.equal(with_its_cache(module, y, [19])[0], alone)
-    assert not near(module(y, Span(19, 19), cache), alone), "negative control"
-    cache.reset()
-    assert cache.state is None
-    assert torch.equal(module(y, cache=cache), alone)
-    assert list(module.buffers()) == []
-
-
 def test_crop_inside_the_open_segment() -> None:
     module, x = build(), tokens()
     for padded in (False, True):
@@ -169,25 +152,6 @@ def test_crop_inside_the_open_segment() -> None:
     _, cache = with_its_cache(module, x, [15], positions)
     with pytest.raises(regard.ArgumentError, match="crop to 11, but the tokens before position 12"):
         cache.crop(11)
-
-
-def test_taps() -> None:
-    module, x = build(), tokens()
-    with regard.Trace("q", "k", "v", "pattern", "z", "out") as trace:
-        out = module(x)
-    shapes = {name: tuple(trace[name].shape) for name in ("q", "k", "v", "pattern", "z", "out")}
-    assert shapes == {
-        "q": (2, 4, 19, 6),
-        "k": (2, 2, 19, 6),
-        "v": (2, 2, 19, 5),
-        "pattern": (2, 4, 19, 19),
-        "z": (2, 4, 19, 5),
-        "out": (2, 19, 12),
-    }
-    assert torch.equal(trace["out"], out)
-    assert near(trace["pattern"].sum(-1), torch.ones(2, 4, 19))
-    with regard.Trace(edit={"v": torch.zeros_like}):
-        assert near(module(x), module.output.bias.expand_as(x))
 
 
 def test_what_it_costs() -> None:

@@ -7,7 +7,6 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Mapping
-from functools import partial
 from typing import Any
 
 import pytest
@@ -20,19 +19,18 @@ from regard.caches import Cache, Contents, Fixed, Growing, Parts
 from regard.caches import Latent as LatentCache
 from regard.cost import attention_flops
 from regard.cost import latent as cost
-from regard.nn import Attention, LatentProjection, SeparateQKV
-from regard.nn.projections.heads import Projection
+from regard.nn import Attention, LatentProjection
 from regard.nn.projections.latent import (
     AbsorbedLatentProjection,
     LowRankProjection,
     NaiveLatentProjection,
 )
-from regard.nn.variants import VARIANTS, mla
+from regard.nn.variants import mla
 from regard.positions import DynamicNTK, Rotary, YaRN
 from regard.span import Positions, Span, as_tensor
 from tests.nn.catalogue import in_chunks
 from tests.oracles import latent as oracle
-from tests.rules import GRADIENT, assert_close_rule, assert_refused, in_orders
+from tests.rules import assert_close_rule, assert_refused
 
 pytestmark = pytest.mark.usefixtures("no_gradients")
 
@@ -182,14 +180,6 @@ def test_forms_may_alternate_on_one_cache() -> None:
     for i in range(0, 20, 4):
         parts.append(layers[i // 4 % 3](x[:, i : i + 4], None, cache))
     assert_same(torch.cat(parts, 1), layers[0](x))
-
-
-def test_a_step_of_several_tokens_gives_as_many() -> None:
-    for form in FORMS:
-        layer, cache = build(form), Growing()
-        layer(torch.randn(1, 9, M), None, cache)
-        assert layer(torch.randn(1, 5, M), None, cache).shape == (1, 5, M)
-        assert len(cache) == 14
 
 
 @pytest.mark.parametrize(
@@ -500,35 +490,6 @@ def test_gradients(form: str) -> None:
         assert torch.autograd.gradcheck(run, (x, *start), fast_mode=True)
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_gradients_in_single_precision(form: str) -> None:
-    layer = build(form, q_rank=8)
-    x = torch.randn(2, 20, M)
-    seed = torch.randn(2, 20, M)
-
-    def gradient(out: Tensor, *of: Tensor) -> list[Tensor]:
-        return list(torch.autograd.grad((out * seed.to(out.dtype)).sum(), of))
-
-    with torch.enable_grad():
-        given = x.clone().requires_grad_()
-        got = gradient(layer(given), given, *layer.parameters())
-
-        def plain(*, absorb: bool) -> list[Tensor]:
-            given = x.clone().requires_grad_()
-            out = oracle.plain(weights_of(layer), given, sizes_of(), 0, absorb=absorb)
-            return gradient(out, given, *layer.parameters())
-
-        usual = [
-            found for absorb in (False, True) for found in in_orders(partial(plain, absorb=absorb))
-        ]
-        wide = copy.deepcopy(layer).double()
-        given = x.double().requires_grad_()
-        out = oracle.plain(weights_of(wide), given, sizes_of(), 0, absorb=False)
-        ref = gradient(out, given, *wide.parameters())
-    for one, *others, good in zip(got, *usual, ref, strict=True):
-        assert_close_rule(one, others, good, GRADIENT)
-
-
 def test_state_dict_is_parameters_and_fits_every_form() -> None:
     layer = build(q_rank=8)
     assert set(layer.state_dict()) == {
@@ -565,31 +526,6 @@ def test_maps_down_may_have_a_bias() -> None:
     assert biased == ["q.down.bias", "kv_down.bias"]
 
 
-@pytest.mark.full
-def test_decodes_in_one_compiled_graph() -> None:
-    """No graph break, and two graphs for all lengths: the choice of the form does not tie a graph
-    to one.
-    """
-    torch._dynamo.reset()
-    layer = build(q_rank=8, scaling=YARN)
-    x, start, graphs = torch.randn(1, 84, M), 20, []
-
-    def count(graph: Any, inputs: Any) -> Any:
-        graphs.append(graph)
-        return graph
-
-    step = torch.compile(layer, fullgraph=True, backend=count)
-    cache = layer.new_cache()
-    parts = [layer(x[:, :start], torch.arange(start)[None], cache)]
-    for i in range(start, 84):
-        where = torch.tensor([[i]])
-        parts.append(step(x[:, i : i + 1], where, cache, backend="reference"))
-    assert len(graphs) == 2
-    wide = copy.deepcopy(layer).double()
-    usual = [oracle.plain(weights_of(layer), x, sizes_of(YARN), 0, absorb=a) for a in (False, True)]
-    assert_close_rule(torch.cat(parts, 1), usual, wide(x.double()))
-
-
 def test_a_rotary_that_follows_the_length_takes_no_cache() -> None:
     rotary = Rotary(4, scaling=DynamicNTK(2.0, 8), length="current")
     latent = LatentProjection(M, H, rotary, kv_rank=6, nope_dim=5, value_dim=7)
@@ -599,22 +535,6 @@ def test_a_rotary_that_follows_the_length_takes_no_cache() -> None:
         assert form.cache_unsafe_reason is not None
     with pytest.raises(regard.ArgumentError, match=r"a cache was given, but .* follow the length"):
         layer(torch.randn(1, 2, M), None, Growing())
-
-
-def test_projections_have_one_base_class() -> None:
-    latent = build().project
-    for project in (latent, AbsorbedLatentProjection(latent), build("naive").project):
-        assert isinstance(project, Projection)
-    assert latent.has_forms
-    plain_one = VARIANTS["gqa"].example().project
-    assert isinstance(plain_one, SeparateQKV)
-    assert not plain_one.has_forms
-    assert plain_one.select_form(1, 5) is plain_one
-    x = torch.randn(1, 3, M)
-    assert torch.equal(
-        AbsorbedLatentProjection(latent).remember(x, Span(0, 3))[0],
-        latent.remember(x, Span(0, 3))[0],
-    )
 
 
 def test_errors() -> None:

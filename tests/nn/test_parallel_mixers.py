@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 import regard
 from regard import masks
-from regard.caches import Growing, State, Streaming, save
+from regard.caches import Growing, Streaming, save
 from regard.caches.joined import Joined
 from regard.cost.softmax import SoftmaxSpec
 from regard.models.generation.cache_config import CacheConfig
@@ -16,7 +16,7 @@ from regard.models.generation.decode_session import DecodeSession
 from regard.nn import Attention, HeadProjection, SeparateQKV
 from regard.nn.blocks.mixer_block import ParallelMixers
 from regard.nn.variants import gqa, mamba2
-from regard.nn.weights import Linear, ScaledLinear, scaled_map
+from regard.nn.weights import Linear
 from regard.positions import Rotary
 from regard.span import Span
 from tests.models.generation import stacks
@@ -137,15 +137,6 @@ def test_a_refused_crop_changes_no_part() -> None:
         cache.crop(-1)
 
 
-def test_contents_are_those_of_all_parts() -> None:
-    _, cache = filled()
-    other = Joined([Growing(), State()])
-    other.fill(cache.contents())
-    assert other.contents().keys() == cache.contents().keys()
-    assert {name[0] for name in other.contents()} == {"0", "1"}
-    assert other.next(1) == cache.next(1)
-
-
 def test_a_call_that_raises_changes_no_part() -> None:
     mixed, cache = filled()
     broken = mixed.mixers[1].output
@@ -216,13 +207,3 @@ def test_generation() -> None:
     for cache in ("ring", "fixed", "quantized"):
         with pytest.raises(regard.ArgumentError, match="layer 0 has 2 mechanisms with a cache"):
             DecodeSession(decoder, CacheConfig(cache, 16))
-
-
-def test_a_scaled_map() -> None:
-    plain = Linear(3, 2)
-    scaled = scaled_map(plain, 0.5)
-    assert isinstance(scaled, ScaledLinear)
-    scaled.load_state_dict(plain.state_dict())
-    x = torch.randn(4, 3, generator=torch.Generator().manual_seed(0))
-    assert torch.allclose(scaled(x), 0.5 * plain(x))
-    assert scaled_map(plain, 1.0) is plain

@@ -45,13 +45,6 @@ def test_a_parametrized_linear_map(name: str) -> None:
     assert not torch.allclose(layer(x), before), "control: the parametrization acts"
 
 
-def test_a_parametrized_norm() -> None:
-    norm, x = RMSNorm(6), torch.randn(2, 6)
-    before = norm(x)
-    parametrize.register_parametrization(norm, "weight", Twice())
-    assert torch.allclose(norm(x), 2 * before)
-
-
 def test_parameters_of_a_functional_call() -> None:
     module, x = block(), torch.randn(1, 3, 8)
     doubled = {name: 2 * p for name, p in module.named_parameters()}
@@ -119,14 +112,6 @@ def test_replaced_parts_are_used() -> None:
     module._modules["feed_forward"] = nn.Identity()
     changed = module.attention_residual(x, lambda normed: module.attention(normed, None))
     assert torch.allclose(module(x), changed + module.feed_forward_residual.norm(changed))
-
-
-@pytest.mark.full
-def test_parts_compile_into_one_graph() -> None:
-    module, x = block().requires_grad_(False), torch.randn(1, 3, 8)
-    options: dict[str, Any] = {"fullgraph": True, "backend": "eager"}
-    compiled = torch.compile(lambda x: module(x, Span(0, x.shape[1])), **options)
-    assert torch.allclose(compiled(x), module(x), atol=1e-6)
 
 
 @pytest.mark.parametrize(

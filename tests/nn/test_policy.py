@@ -31,8 +31,6 @@ from regard.nn import (
 from regard.nn.projections.dynamic_rotary import (
     PerRowRotary,
     PreRopeQKV,
-    frequencies_change,
-    row_lengths,
 )
 from regard.positions import DynamicNTK, DynamicYaRN, LongRoPE, Rotary, Scaling
 from regard.span import Span
@@ -359,18 +357,6 @@ def test_dynamic_yarn_changes_its_factor_too() -> None:
     assert float((keys["re_rotate"].norm() / plain.norm() - stretch).abs()) < 1e-12
 
 
-def test_all_policies_have_the_same_parameters_and_copies_work() -> None:
-    x = torch.randn(1, TOTAL, M).double()
-    first = layer(NTK, "pre_rope")
-    for policy in ("re_rotate", "recompute", "frozen"):
-        other = layer(NTK, policy, seed=7)
-        other.load_state_dict(first.state_dict())
-        assert float((other(x) - first(x))[0, -1].abs().max()) < 1e-12
-    again = copy.deepcopy(first)
-    assert torch.equal(again(x), first(x))
-    assert list(first.buffers()) == []
-
-
 def test_steps_sizes_and_figures() -> None:
     norms = RMSNorm(D), RMSNorm(D)
     project = rotary_projection(
@@ -397,19 +383,6 @@ def test_steps_sizes_and_figures() -> None:
     x = torch.randn(1, 4, M)
     first, then = (p.recall(p.remember(x, Span(3, 4)), Span(3, 4))[0] for p in (plain, late))
     assert torch.equal(first, then)
-
-
-def test_lengths_and_changes() -> None:
-    assert row_lengths(Span(-3, 2)) == (0,)
-    assert row_lengths(Span(5, 0)) == (0,)
-    assert row_lengths(torch.zeros(2, 0, dtype=torch.int64)) == (0, 0)
-    assert row_lengths(torch.tensor([[-1, -1], [3, 1]])) == (0, 4)
-    turn = PerRowRotary(rotary(NTK, "pre_rope"))
-    assert not frequencies_change(turn, (3, 4), (5, 6))
-    assert frequencies_change(turn, (3, 4), (5, 7))
-    assert frequencies_change(turn, (7,), (7, 8))
-    assert not frequencies_change(nn.Linear(2, 2), (7,), (9,))
-    assert not frequencies_change(PerRowRotary(Rotary(D)), (7,), (9000,))
 
 
 def test_gradients_pass_the_rotation() -> None:

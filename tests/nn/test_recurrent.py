@@ -17,7 +17,7 @@ from regard.nn import HeadProjection, SeparateQKV
 from regard.nn.blocks.norms import HeadNorm
 from regard.nn.recurrence.decays import GatedLinearRule, LinearAttentionRule, RetentionRule
 from regard.nn.recurrence.recurrent import Recurrent
-from regard.nn.variants import delta_net, gated_delta_net, gated_linear, linear_attention, retention
+from regard.nn.variants import gated_linear, linear_attention, retention
 from regard.span import Span
 from tests.nn import catalogue
 from tests.oracles.linear import linear
@@ -140,39 +140,6 @@ def test_options_change_what_they_say() -> None:
     assert own.extra_repr() == "a function, normalize=True"
 
 
-@pytest.mark.parametrize("make", [*ALL, delta_net, gated_delta_net])
-def test_a_cache_in_any_chunks_is_one_pass(make: Any) -> None:
-    """Longer than two chunks of the op, so that states pass on inside a call and between calls."""
-    module = random(make(12, 4, **SIZES)).double()
-    x = torch.randn(2, 150, 12, dtype=torch.float64)
-    whole = module(x)
-    for explicit in (True, False):
-        for sizes in ((1, 70, 2, 0, 76, 1), (149, 1), (64, 64, 22)):
-            cache, where = module.new_cache(), Span(0, 150) if explicit else None
-            found = catalogue.in_chunks(module, x, sizes, cache, where)
-            error = float((found - whole).abs().max())
-            assert error < 1e-11 * float(whole.abs().max())
-            assert cache.next(1) == Span(150, 1)
-            assert cache.bytes == 2 * module.describe().state.value * 8, "fp64, 2 rows"
-
-
-def test_taps() -> None:
-    module, x = random(retention(12, 4, **SIZES)), torch.randn(1, 5, 12)
-    with regard.Trace("q", "k", "v", "z", "out") as seen:
-        out = module(x)
-    shapes = {name: tuple(seen[name].shape) for name in seen}
-    assert shapes == {
-        "q": (1, 4, 5, 4),
-        "k": (1, 2, 5, 4),
-        "v": (1, 2, 5, 6),
-        "z": (1, 4, 5, 6),
-        "out": (1, 5, 12),
-    }
-    assert torch.equal(seen["out"], out)
-    with regard.Trace(edit={"z": torch.zeros_like}):
-        assert module(x).eq(0).all()
-
-
 def test_describe() -> None:
     """At sizes of the papers: RetNet-1.3B's 2048 wide, 8 heads, values twice as wide; GLA with 4
     heads.
@@ -226,17 +193,6 @@ def test_head_norm(dtype: torch.dtype) -> None:
         assert_close_rule(norm(x), usual, exact)
         assert norm(x).dtype == dtype
     assert repr(norm) == "HeadNorm(3 heads of 5, eps=0.001)"
-
-
-def test_gates_are_the_paper_s() -> None:
-    rule, x = random(GatedLinearRule(8, 2, 3, rank=5, temperature=4.0)), torch.randn(2, 5, 8)
-    g = rule.log_decay(x)
-    alpha = torch.sigmoid(rule.up(rule.down(x))) ** (1 / 4)
-    assert torch.allclose(g.exp().transpose(1, 2).flatten(2), alpha, atol=1e-6)
-    assert bool((g < 0).all())
-    wide = rule.bfloat16().log_decay(x.bfloat16() * 100)
-    assert wide.dtype == torch.float32
-    assert bool(wide.isfinite().all())
 
 
 def test_errors() -> None:

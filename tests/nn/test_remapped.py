@@ -4,7 +4,6 @@ equality with the plain mechanism where no distance changes.
 
 from __future__ import annotations
 
-import pickle
 from typing import Any, cast
 
 import pytest
@@ -139,13 +138,6 @@ def test_a_sink_is_counted_once() -> None:
         assert torch.allclose(moved, layers[1](x), atol=1e-12)
         cast("Any", layers[0]).sink.fill_(float("-inf"))
         assert not torch.allclose(layers[0](x), moved, atol=1e-3)
-
-
-def test_models_with_them_are_stored_as_others() -> None:
-    layer = example(VARIANTS["dual_chunk"])
-    x = tokens(13)
-    twin = pickle.loads(pickle.dumps(layer))
-    assert torch.equal(twin(x), layer(x))
 
 
 def test_the_cache_of_lm_infinite_forgets() -> None:

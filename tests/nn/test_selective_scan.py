@@ -86,20 +86,6 @@ def test_it_is_the_definition(normed: bool, form: str) -> None:
     assert float((mixer(x, backend=form) - expected).abs().max()) > 1e-4, "the negative control"
 
 
-@pytest.mark.parametrize("sizes", [[5, 1, 3, 2], [1] * T])
-def test_chunks_padding_and_state(sizes: list[int]) -> None:
-    mixer, x = layer(), tokens()
-    cache, exact = mixer.new_cache(), mixer(x)
-    parts = [mixer(part, None, cache) for part in x.split(sizes, 1)]
-    assert float((torch.cat(parts, 1) - exact).abs().max()) < 1e-12
-    assert cache.bytes == 8 * 2 * (N * D + N * (KERNEL - 1))
-    assert mixer.spec.state.value == N * D + N * (KERNEL - 1)
-    assert mixer.spec.weights.total == sum(p.numel() for p in mixer.parameters())
-    positions = torch.stack([torch.arange(T) - 4, torch.arange(T)]).clamp(min=-1)
-    padded = mixer(x.masked_fill(positions[..., None] < 0, torch.nan), positions)
-    assert float((padded[:1, 4:] - mixer(x[:1, 4:])).abs().max()) < 1e-12
-
-
 def test_long_texts_are_computed_in_pieces() -> None:
     """As many tokens as one piece more than twice; a step alone is never cut."""
     mixer, x = layer(), tokens(1, 150)

@@ -26,8 +26,6 @@ from tests.nn.catalogue import example, tokens
 from tests.oracles import small_memory as oracle
 from tests.rules import GRADIENT, assert_close_rule
 
-LATENT = {"q_rank": 24, "kv_rank": 8, "nope_dim": 8, "rope_dim": 4, "value_dim": 8}
-
 
 def listed(module: nn.Module, **names: str) -> dict[str, Any]:
     return {key: module.get_parameter(name).tolist() for key, name in names.items()}
@@ -106,31 +104,6 @@ def copy_of(module: nn.Module, dtype: torch.dtype) -> tuple[Tensor, Tensor | Non
     return out.detach(), x.grad
 
 
-@pytest.mark.parametrize("name", ["grouped_latent", "mlra"])
-def test_one_latent_is_mla(name: str) -> None:
-    sizes = {**LATENT, "kv_rank": 16}
-    one = build(name, 32, 4, latents=1, **({"branches": 1} if name == "mlra" else {}), **sizes)
-    mla = build("mla", 32, 4, **sizes)
-    renamed = {
-        k.replace("kv_ups.0", "kv_up.linear").replace("kv_norms.0", "kv_norm"): v
-        for k, v in one.state_dict().items()
-    }
-    mla.load_state_dict(renamed)
-    one, mla, x = one.double(), mla.double(), tokens(9)
-    assert (one(x) - mla(x)).abs().max() < 1e-12
-
-
-def test_one_wide_head_is_mqa_after_folding() -> None:
-    """Without the norm, both maps of the queries are one matrix."""
-    module = example(VARIANTS["mfa"])
-    module.project.q.linear.norm = nn.Identity()  # type: ignore[union-attr]
-    mqa, x = build("mqa", 32, 4, head_dim=16).double(), tokens(9)
-    down, up = (module.get_parameter(f"project.q.linear.{n}.weight") for n in ("down", "up"))
-    own = {k: v for k, v in module.state_dict().items() if ".q." not in k}
-    mqa.load_state_dict({**own, "project.q.linear.weight": up @ down})
-    assert (module(x) - mqa(x)).abs().max() < 1e-12
-
-
 def test_what_the_caches_hold_at_real_sizes() -> None:
     with torch.device("meta"):
         values = {
@@ -175,7 +148,7 @@ def test_sizes_that_do_not_fit_are_refused() -> None:
     with pytest.raises(ArgumentError, match="form is 'naive'; it must be one of"):
         GroupedLatentProjection(32, 4, Rotary(4), latents=2, form="naive", **sizes)  # type: ignore[arg-type]
     with pytest.raises(ArgumentError, match="rope_dim is 3; it must be even"):
-        build("grouped_latent", 32, 4, **{**LATENT, "rope_dim": 3})
+        build("grouped_latent", 32, 4, q_rank=24, rope_dim=3, **sizes)
     project = GroupedLatentProjection(32, 4, Rotary(4), latents=2, form="absorb", **sizes)
     project.kv_ups[0] = nn.Identity()
     project.kv_ups[0].weight = None

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 import regard
-from regard import masks
 from regard.caches import Growing, Streaming
 from regard.nn import Attention, HeadProjection, SeparateQKV, StreamingAttention
 from regard.nn.variants import streaming
@@ -79,15 +78,6 @@ def test_what_it_is_not() -> None:
     for wrong in wrongs:
         with pytest.raises(AssertionError, match="error"):
             assert_close_rule(wrong, right, exact)
-
-
-def test_while_nothing_is_evicted_it_is_ordinary_attention() -> None:
-    module, x = build(), tokens(T=7)
-    plain = Attention(module.project, module.output, mask=masks.Causal())
-    assert near(module(x), plain(x))
-    assert near(module(x, torch.arange(7)[None]), plain(x))
-    longer = tokens(T=8)
-    assert not near(module(longer)[:, 7:], plain(longer)[:, 7:])
 
 
 def test_a_trace_sees_one_pattern() -> None:

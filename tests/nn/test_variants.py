@@ -181,21 +181,6 @@ def test_mha_is_gqa_with_as_many_groups_and_gqa_is_mha_with_repeated_heads() -> 
     assert torch.equal(same(x), single(x))
 
 
-def test_each_head_uses_its_own_group() -> None:
-    """G values that tell which group they came from (bug class 13)."""
-    module = made(gqa(DIM, 4, groups=2))
-    module.output = nn.Identity()
-    with torch.no_grad():
-        module.project.v.linear.weight.zero_()
-        module.project.v.linear.weight[:8, 0], module.project.v.linear.weight[8:, 0] = 1.0, 2.0
-    x = tokens(3)
-    x[..., 0] = 1.0
-    assert_near(
-        module(x)[0, 0],
-        torch.tensor([1.0, 1.0, 2.0, 2.0], dtype=torch.float64).repeat_interleave(8),
-    )
-
-
 def test_norm_before_rotary_is_not_norm_after() -> None:
     before, x = made(qk_norm(DIM, 4, groups=2)), tokens(T)
     after = qk_norm_after_rotary(DIM, 4, groups=2).double()

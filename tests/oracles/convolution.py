@@ -14,20 +14,14 @@ def convolution(
     bias: Tensor | None = None,
     *,
     silu: bool = False,
-    real: Tensor | None = None,
 ) -> Tensor:
-    """x [B,T,c], weight [c,n], its last column for the present token -> [B,T,c] in float64.
-
-    `real` [B,T] is False where a slot is no token.
-    """
+    """x [B,T,c], weight [c,n], its last column for the present token -> [B,T,c] in float64."""
     (B, T, c), n = x.shape, weight.shape[1]
     rows, filters = x.detach().double().tolist(), weight.detach().double().tolist()
     out = torch.zeros(B, T, c, dtype=torch.float64)
     for b in range(B):
         seen: list[list[float]] = []
         for t in range(T):
-            if real is not None and not bool(real[b, t]):
-                continue
             seen.append(rows[b][t])
             for d in range(c):
                 terms = [filters[d][n - 1 - i] * seen[-1 - i][d] for i in range(min(n, len(seen)))]

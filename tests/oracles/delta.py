@@ -25,11 +25,8 @@ def delta(
     *,
     scale: float | None = None,
     state: Tensor | None = None,
-    real: Tensor | None = None,
 ) -> Answer:
-    """q [B,H,T,D], k [B,G,T,D], v [B,G,T,E], beta [B,G,T], log_decay [B,G,T] or [B,G,T,D]; real
-    [B,T] is False where a slot is no token.
-    """
+    """q [B,H,T,D], k [B,G,T,D], v [B,G,T,E], beta [B,G,T], log_decay [B,G,T] or [B,G,T,D]."""
     (B, H, T, D), (G, E) = q.shape, (v.shape[1], v.shape[3])
     ql, kl, vl, bl = (x.detach().double().tolist() for x in (q, k, v, beta))
     gl = None if log_decay is None else log_decay.detach().double().tolist()
@@ -40,8 +37,6 @@ def delta(
         for g in range(G):
             S = [[0.0] * E for _ in range(D)] if state is None else state[b, g].double().tolist()
             for t in range(T):
-                if real is not None and not bool(real[b, t]):
-                    continue
                 if gl is not None:
                     logs = gl[b][g][t] if isinstance(gl[b][g][t], list) else [gl[b][g][t]] * D
                     S = [[math.exp(log) * x for x in row] for log, row in zip(logs, S, strict=True)]

@@ -7,6 +7,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
+from tests.oracles.heads import turned
+
 Vector = list[float]
 Matrix = list[Vector]
 Score = Callable[["Run"], list[float]]
@@ -107,16 +109,6 @@ def evicting(
         if len(run.held) >= budget + interval:
             run.evict(score(run), budget, recent)
     return out, run.held
-
-
-def turned(x: Vector, position: float, base: float = 10000.0) -> Vector:
-    """Rotary in halves, at any position."""
-    n, out = len(x) // 2, list(x)
-    for i in range(n):
-        angle = position * base ** (-2 * i / len(x))
-        c, s = math.cos(angle), math.sin(angle)
-        out[i], out[i + n] = x[i] * c - x[i + n] * s, x[i + n] * c + x[i] * s
-    return out
 
 
 def expected_attention(future: int, sinks: int, epsilon: float = 0.0) -> Score:

@@ -26,10 +26,9 @@ def generalized_delta(
     *,
     scale: float | None = None,
     state: Tensor | None = None,
-    real: Tensor | None = None,
 ) -> Answer:
-    """q [B,H,T,D], k [B,G,T,D], v [B,N,T,E], c and a [B,N,T,D], log_decay [B,N,T] or [B,N,T,D];
-    real [B,T] is False where a slot is no token. Without `a`, it is -k.
+    """q [B,H,T,D], k [B,G,T,D], v [B,N,T,E], c and a [B,N,T,D], log_decay [B,N,T] or [B,N,T,D].
+    Without `a`, it is -k.
     """
     (B, H, T, D), G, (N, E) = q.shape, k.shape[1], v.shape[1::2]
     scale = 1 / math.sqrt(D) if scale is None else scale
@@ -43,8 +42,6 @@ def generalized_delta(
         for n in range(N):
             S = [[0.0] * E for _ in range(D)] if state is None else state[b, n].double().tolist()
             for t in range(T):
-                if real is not None and not bool(real[b, t]):
-                    continue
                 key, value, read = kl[b][n // (N // G)][t], vl[b][n][t], cl[b][n][t]
                 back = [-x for x in key] if al is None else al[b][n][t]
                 logs = [0.0] * D
@@ -114,7 +111,6 @@ def mesa_loop(
     g: Tensor,
     ridge: Tensor,
     *,
-    real: Tensor | None = None,
     solve: bool = True,
 ) -> Solved:
     """Mesa in the dtype of its inputs, by a solver for general matrices or by the inverse."""
@@ -125,8 +121,6 @@ def mesa_loop(
         for h in range(H):
             A, C = q.new_zeros(D, D), q.new_zeros(D, E)
             for t in range(T):
-                if real is not None and not bool(real[b, t]):
-                    continue
                 key, left = k[b, h, t], g[b, h, t].exp()
                 A = left * A + beta[b, h, t] * torch.outer(key, key)
                 C = left * C + beta[b, h, t] * torch.outer(key, v[b, h, t])
@@ -146,7 +140,6 @@ def titans_loop(
     e: Tensor,
     *,
     scale: float | None = None,
-    real: Tensor | None = None,
     by_gradient: bool = True,
 ) -> Solved:
     """Titans' linear memory in the dtype of its inputs; the gradient by torch, or written out."""
@@ -158,8 +151,6 @@ def titans_loop(
         for h in range(H):
             M, N = q.new_zeros(D, E), q.new_zeros(D, E)
             for t in range(T):
-                if real is not None and not bool(real[b, t]):
-                    continue
                 key, value = k[b, h, t], v[b, h, t]
 
                 def loss(M: Tensor, key: Tensor = key, value: Tensor = value) -> Tensor:

@@ -1,5 +1,5 @@
-"""Steps on heads and on their results in plain loops over Python floats, without code of the
-package.
+"""Vectors, one row of attention, and steps on heads and on their results in plain loops over Python
+floats, without code of the package.
 """
 
 from __future__ import annotations
@@ -11,7 +11,18 @@ Vector = Sequence[float]
 
 
 def dot(a: Vector, b: Vector) -> float:
-    return sum(x * y for x, y in zip(a, b, strict=True))
+    return math.fsum(x * y for x, y in zip(a, b, strict=True))
+
+
+def times(matrix: Sequence[Vector], x: Vector) -> list[float]:
+    """W x."""
+    return [dot(row, x) for row in matrix]
+
+
+def normed(x: Vector, weight: Vector, eps: float = 1e-6) -> list[float]:
+    """x / rms(x) * weight."""
+    rms = math.sqrt(dot(x, x) / len(x) + eps)
+    return [y / rms * w for y, w in zip(x, weight, strict=True)]
 
 
 def attention_row(q: Vector, keys: Sequence[Vector], values: Sequence[Vector]) -> list[float]:
@@ -47,6 +58,11 @@ def rotated(x: Vector, position: float, frequencies: Vector) -> list[float]:
         out[i] = a * math.cos(angle) - b * math.sin(angle)
         out[i + n] = b * math.cos(angle) + a * math.sin(angle)
     return out
+
+
+def turned(x: Vector, position: float, base: float = 10000.0) -> list[float]:
+    """The same with frequencies base^(-2i/d)."""
+    return rotated(x, position, [base ** (-2 * i / len(x)) for i in range(len(x) // 2)])
 
 
 def temperature(form: str, i: int, scale: float, length: float) -> float:

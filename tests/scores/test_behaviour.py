@@ -76,16 +76,6 @@ def test_equality_text_and_other_tensors(name: str) -> None:
         rule.with_tensors([*made, torch.ones(1)])
 
 
-def test_how_they_print() -> None:
-    talking = scores.TalkingHeads(torch.eye(4), torch.eye(4))
-    chain = scores.Temperature(2.0) >> talking
-    assert str(chain) == "temperature(2) >> talkingheads(4 heads, before and after)"
-    assert str(scores.FnScore(rules.wave) >> scores.TopK(3)) == "fn(wave) >> topk(3)"
-    assert str(scores.from_score_mod(rules.wave, name="waves")) == "fn(waves)"
-    assert str(scores.Sigmoid()) == "sigmoid()"
-    assert str(scores.CoPE(torch.zeros(4, 8))) == "cope(4x8)"
-
-
 @pytest.mark.full(keep=5)
 @pytest.mark.parametrize("name", NAMES)
 def test_some_heads_are_a_part_of_all_of_them(name: str) -> None:
@@ -225,14 +215,6 @@ def test_top_k_keeps_the_smaller_position_of_equal_scores() -> None:
     assert (weights > 0).tolist() == [False, True, True, False]
     all_keys = regard.attention_weights(q, k, score=scores.TopK(4), **options)
     assert torch.equal(all_keys, regard.attention_weights(q, k, **options))
-
-
-def test_softmax_with_one_added_is_a_sink_of_zero() -> None:
-    q, k, _ = tensors()
-    s = q @ k.repeat_interleave(2, 1).mT / D**0.5
-    by_hand = s.exp() / (1 + s.exp().sum(-1, keepdim=True))
-    found = regard.attention_weights(q, k, sink=torch.zeros(H, dtype=F64))
-    torch.testing.assert_close(found, by_hand, rtol=0, atol=1e-14)
 
 
 def test_a_soft_clamp_is_the_softcap_where_there_is_no_bias() -> None:

@@ -16,7 +16,6 @@ from regard.ops.cpu.instruction_sets import (
     INSTRUCTION_SETS,
     NONE,
     VARIABLE,
-    KernelLibraryError,
 )
 from tests.kernels import require_kernels
 from tests.ops.cpu.compiled import BUILD, run
@@ -204,10 +203,6 @@ def test_what_the_compiler_refuses_is_shown(
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(BUILD.NoCompilerError, match="no C\\+\\+ compiler was found"):
         BUILD.build(into=tmp_path)
-
-
-def test_the_error_is_one_of_the_package() -> None:
-    assert issubclass(KernelLibraryError, regard.RegardError)
 
 
 def test_libraries_need_nothing_but_libc() -> None:

@@ -288,8 +288,6 @@ RECURRENCES: dict[str, Recurrence] = {
         lambda c: kernel_of(run_cosine, lambda *_: 0.0, cosine_of).plain(c),
     ),
 }
-BY_HEAD = ("bonus",)
-"""Inputs [G, D] without batch and tokens; `log_decay` of rwkv4 is one as well."""
 
 
 def is_weight(x: Tensor) -> bool:
@@ -303,19 +301,18 @@ def upto(c: Inputs, first: int, stop: int) -> Inputs:
     return cut | {"start": torch.tensor(first)} if "start" in c else cut
 
 
-def definition(name: str, c: Inputs, real: Tensor | None = None) -> Tensor:
+def definition(name: str, c: Inputs) -> Tensor:
     """The outputs [B, H, T, E] by the definition, head by head."""
     B, G, T = c["k"].shape[:3]
     H = c["q"].shape[1] if "q" in c else G
     out = []
     for b in range(B):
-        tokens = [t for t in range(T) if real is None or bool(real[b, t])]
         for h in range(H):
             row = {
                 key: x[h // (H // G)] if is_weight(x) else x[b, h if key == "q" else h // (H // G)]
                 for key, x in c.items()
             }
-            out.append(RECURRENCES[name].exact(row, tokens))
+            out.append(RECURRENCES[name].exact(row, range(T)))
     return torch.stack(out).unflatten(0, (B, H))
 
 

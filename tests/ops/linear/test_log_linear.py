@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from regard.errors import ArgumentError
-from regard.linear import gated_linear, log_linear
+from regard.linear import log_linear
 from regard.ops.linear import log_linear as tree
 from tests.ops.linear.mechanisms import assert_same
 from tests.oracles import decayed
@@ -99,18 +99,6 @@ def test_rows_of_other_lengths_go_on_as_each_alone() -> None:
             assert_same(again[1][0][b : b + 1], log_linear(**twice)[1][0])
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_a_row_of_padding_keeps_its_state(form: str) -> None:
-    """Also where its number of tokens is a multiple of every block."""
-    c, positions = case(8, 6, B=2), torch.arange(8).repeat(2, 1)
-    before = log_linear(**c)[1]
-    positions[1] = -1
-    out, (S, n) = log_linear(**c, form=form, chunk=4, k_positions=positions, state=before)
-    assert not bool(out[1].any())
-    assert torch.equal(S[1], before[0][1])
-    assert n.flatten().tolist() == [16, 8]
-
-
 def test_a_state_has_one_size_and_counts_beyond_its_levels() -> None:
     """The number of tokens stays below 2^L, and the tree goes on as with the whole number."""
     c = case(100, 4, 1, 1, 1)
@@ -118,17 +106,6 @@ def test_a_state_has_one_size_and_counts_beyond_its_levels() -> None:
     assert S.shape == (1, 1, 4, 3, 2)
     assert int(n) == 8 + 100 % 8
     assert_same(out, exact(c))
-
-
-def test_weights_of_1_are_gated_linear() -> None:
-    c = case(50, 5)
-    c["level_weights"] = torch.ones_like(c["level_weights"])
-    q, k, v, g, _ = c.values()
-    right, (S,) = gated_linear(q, k, v, g)
-    for form in FORMS:
-        out, (levels, _) = log_linear(**c, form=form, chunk=8)
-        assert_same(out, right)
-        assert_same(levels.sum(2), S)
 
 
 def one_bit_off(n: Tensor, m: Tensor, levels: int) -> Tensor:

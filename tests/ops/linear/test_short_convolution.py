@@ -1,10 +1,6 @@
-"""The short causal convolution: against its loops and torch's own, with its state, padding and
-gradients.
-"""
+"""The short causal convolution: against its loops and torch's own, and its gradients."""
 
 from __future__ import annotations
-
-import math
 
 import pytest
 import torch
@@ -88,48 +84,6 @@ def test_gradients() -> None:
         assert_close_rule(found, usual, right, GRADIENT, name)
 
 
-def test_a_state_splits_a_run_anywhere() -> None:
-    for n in (1, 2, 4):
-        x, w, b = case(T=13, n=n)
-        whole, (last,) = short_convolution(x, w, b)
-        for sizes in ([1] * 13, [2, 0, 7, 4], [13, 0], [12, 1], [3, 10]):
-            state, parts, start = None, [], 0
-            for size in sizes:
-                y, state = short_convolution(x[:, start : start + size], w, b, state=state)
-                parts.append(y)
-                start += size
-            assert float((torch.cat(parts, 1) - whole).abs().max()) < 1e-13
-            assert state is not None
-            assert torch.equal(state[0], last)
-
-
-@pytest.mark.parametrize("garbage", [math.nan, math.inf, 7.0])
-def test_an_empty_slot_is_no_token(garbage: float) -> None:
-    """On the left, on the right and between, with tokens of an earlier call in the state."""
-    rows = [[-1, -1, -1, *range(8)], [0, -1, -1, 1, 2, -1, 3, 4, -1, -1, 5], [-1] * 11]
-    positions = torch.tensor(rows)
-    x, w, b = case(B=3)
-    before = case(B=3, T=2)[0]
-    past = short_convolution(before, w, b)[1]
-    x[positions < 0] = garbage
-    leaves = [t.requires_grad_() for t in (x, w, b)]
-    for state in (None, past):
-        y, (new,) = short_convolution(*leaves, state=state, positions=positions)
-        assert bool(y[positions < 0].eq(0).all())
-        for i in range(3):
-            tokens = x[i : i + 1, positions[i] >= 0].detach()
-            own = None if state is None else (state[0][i : i + 1],)
-            right, (kept,) = short_convolution(tokens, w.detach(), b.detach(), state=own)
-            found = y[i : i + 1, positions[i] >= 0].detach()
-            assert float((found - right).abs().sum()) < 1e-12
-            assert torch.equal(new[i : i + 1], kept)
-        exact = convolution(x.detach().nan_to_num(0, 0, 0), w, b, real=positions >= 0)
-        if state is None:
-            assert float((y.detach() - exact).abs().max()) < 1e-12
-        for gradient in torch.autograd.grad(y.sum() + new.sum(), leaves):
-            assert bool(gradient.isfinite().all())
-
-
 def test_masking_the_output_only_leaks_padding() -> None:
     """Negative control, an error seen in other code: zeros of a padded slot enter the filters, but
     its bias, or what another layer wrote there, does too; and tokens behind a gap lose their past.
@@ -142,17 +96,6 @@ def test_masking_the_output_only_leaks_padding() -> None:
         assert float((y[:, positions[0] >= 0] - right).abs().max()) > 1e-2
     y, _ = short_convolution(x, w, b, positions=positions)
     assert float((y[:, positions[0] >= 0] - right).abs().max()) < 1e-13
-
-
-def test_a_nan_reaches_only_the_next_tokens_of_its_channel() -> None:
-    x, w, _ = case(B=1, T=9)
-    clean, _ = short_convolution(x, w)
-    x[0, 3, 2] = math.nan
-    y, _ = short_convolution(x, w)
-    bad = torch.zeros(9, 5, dtype=torch.bool)
-    bad[3:7, 2] = True
-    assert torch.equal(y[0].isnan(), bad)
-    assert torch.equal(y[0][~bad], clean[0][~bad])
 
 
 def test_refusals() -> None:
@@ -173,16 +116,3 @@ def test_refusals() -> None:
         short_convolution(x, w, b.float())
     with pytest.raises(regard.ArgumentError, match=r"positions is Span\(start=0, length=4\) but"):
         short_convolution(x, w, positions=Span(0, 4))
-
-
-@pytest.mark.full
-def test_it_compiles_without_a_break() -> None:
-    torch._dynamo.reset()
-    x, w, b = case()
-    positions = torch.tensor([[-1, -1, *range(9)], [*range(11)]])
-    compiled = torch.compile(short_convolution, fullgraph=True, backend="eager")
-    for where in (None, positions):
-        usual, (past,) = short_convolution(x, w, b, positions=where)
-        y, (new,) = compiled(x, w, b, positions=where)
-        assert torch.equal(y, usual)
-        assert torch.equal(new, past)

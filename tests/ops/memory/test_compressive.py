@@ -114,14 +114,6 @@ def test_a_query_far_below_zero_reads_the_same_mean() -> None:
     assert bool((f @ state.M / (f @ state.z[..., None])).isnan().all()), "negative control"
 
 
-def test_an_empty_memory_reads_0_and_says_so() -> None:
-    q, k, v = drawn(1, 2, 3, 4), drawn(1, 2, 0, 4), drawn(1, 2, 0, 5)
-    for update in ("linear", "delta"):
-        read = retrieve(q, write(k, v, empty(k, v), update))
-        assert not read.has_memory.any()
-        assert torch.equal(read.values, torch.zeros(1, 2, 3, 5, dtype=torch.float64))
-
-
 def test_what_is_not_written_is_not_looked_at() -> None:
     k, v, q = drawn(2, 1, 4, 3), drawn(2, 1, 4, 3), drawn(2, 1, 4, 3)
     where = torch.tensor([[True, False, True, True], [False, False, True, True]])
@@ -169,67 +161,6 @@ def test_the_same_binding_again() -> None:
             if update == "delta" and n == 1:
                 assert float((state.M - first.M).abs().max()) < 1e-14
                 assert float((state.z - 2 * first.z).abs().max()) < 1e-14
-
-
-def test_the_order_of_segments() -> None:
-    """It is nothing to a sum; under delta a segment corrects what stood there before."""
-    segments = [(drawn(1, 2, 6, 8), drawn(1, 2, 6, 4)) for _ in range(5)]
-    for update in ("linear", "delta"):
-        ends = []
-        for order in (segments, segments[::-1]):
-            state = empty(*segments[0])
-            for k, v in order:
-                state = write(k, v, state, update)
-            ends.append(state)
-        difference = float((ends[0].M - ends[1].M).abs().max())
-        assert float((ends[0].z - ends[1].z).abs().max()) < 1e-13
-        assert difference < 1e-13 if update == "linear" else difference > 0.1
-
-
-TABLE = {
-    0.25: 1.0511956850,
-    0.5: 1.1680288159,
-    1.0: 1.4597378127,
-    2.0: 1.9497219289,
-    4.0: 2.4475581404,
-}
-
-
-def test_selectivity_of_random_keys() -> None:
-    """A matching key weighs E[f^2] / E[f]^2 times as much as another, f = elu + 1; at most pi."""
-    x = torch.linspace(-12, 12, 200_001, dtype=torch.float64)
-    density = torch.exp(-x.square() / 2) / math.sqrt(2 * math.pi)
-
-    def ratio(s: float) -> float:
-        f = elu_plus_one(s * x) * 1.0
-        first, second = (torch.trapezoid(y * density, x).item() for y in (f, f * f))
-        return second / first**2
-
-    def phi(y: float) -> float:
-        return math.erfc(-y / math.sqrt(2)) / 2
-
-    for s, figure in TABLE.items():
-        mean = s / math.sqrt(2 * math.pi) + 0.5 + math.exp(s * s / 2) * phi(-s)
-        square = (
-            s * s / 2 + 2 * s / math.sqrt(2 * math.pi) + 0.5 + math.exp(2 * s * s) * phi(-2 * s)
-        )
-        assert ratio(s) == pytest.approx(square / mean**2, abs=1e-8)
-        assert ratio(s) == pytest.approx(figure, abs=1e-8)
-    assert ratio(0.5) < ratio(4.0) < ratio(3000.0) < math.pi
-    assert ratio(3000.0) == pytest.approx(math.pi, rel=2e-3)
-    share = TABLE[1.0] / (2047 + TABLE[1.0])
-    assert f"{share:.4%}" == "0.0713%", "of a needle among 2048 tokens"
-
-
-def test_a_needle_among_random_keys_is_found_as_little_as_that() -> None:
-    D, S = 20_000, 32
-    k, v = drawn(1, 1, S, D), torch.eye(S, dtype=torch.float64)[None, None]
-    weights = retrieve(k[:, :, :8], write(k, v, empty(k, v))).values[0, 0]  # [8, S]
-    own = weights.diagonal().mean().item()
-    other = (weights.sum() - weights.diagonal().sum()).item() / (8 * (S - 1))
-    # one ratio's standard error is about 2 / sqrt(D); the mean over 8 needles lies well within 5 of
-    # them
-    assert own / other == pytest.approx(TABLE[1.0], abs=5 * 2 / math.sqrt(D))
 
 
 @pytest.mark.parametrize("update", ["linear", "delta"])

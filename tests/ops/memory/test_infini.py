@@ -16,11 +16,10 @@ from torch import Tensor
 import regard
 from regard import masks
 from regard.memory import infini_attention
-from regard.ops.infini_attention import segments_of_call
 from regard.span import Span
 from tests.ops.memory.plain import several
 from tests.oracles import infini as oracle
-from tests.rules import GRADIENT, assert_close_rule
+from tests.rules import GRADIENT, assert_close_rule, assert_refused
 
 UPDATES = ["linear", "delta"]
 
@@ -288,31 +287,6 @@ def test_a_compiled_graph_gives_the_same() -> None:
     torch.clear_autocast_cache()
 
 
-def test_pieces() -> None:
-    """Equal rows as a span and as a tensor: the same queries, keys and writes."""
-    for start, S, T, size in ((0, 9, 9, 4), (4, 6, 3, 4), (5, 3, 3, 4), (0, 3, 3, 8), (8, 8, 8, 8)):
-        span = list(segments_of_call(Span(start, S), T, size))
-        rows = list(segments_of_call(Span(start, S).tensor(), T, size))
-        assert [(p.queries, p.keys, p.closed) for p in span] == [
-            (p.queries, p.keys, p.closed) for p in rows
-        ]
-        for p in rows:
-            assert p.query_mask is not None
-            assert p.write_mask is not None
-            assert p.query_mask.all()
-            assert bool(p.write_mask.all()) is p.closed
-    assert list(segments_of_call(Span(3, 0), 0, 4)) == []
-    assert list(segments_of_call(torch.full((2, 3), -1), 3, 4)) == []
-
-
-def test_nothing_in_nothing_out() -> None:
-    q, k, v, gate = case(T=0)
-    for positions in (None, torch.zeros(2, 0, dtype=torch.int64)):
-        out, state = infini_attention(q, k, v, gate=gate, segment=4, positions=positions)
-        assert out.shape == (2, 4, 0, 5)
-        assert state.z.eq(0).all()
-
-
 def test_errors() -> None:
     q, k, v, gate = case()
     M, z = torch.zeros(2, 2, 6, 5).double(), torch.zeros(2, 2, 6).double()
@@ -334,11 +308,10 @@ def test_errors() -> None:
         ({"positions": Span(0, 9)}, regard.ArgumentError, "positions is Span(start=0, length=9)"),
         ({"backend": "none"}, regard.ArgumentError, "none"),
     ]
-    for change, kind, message in cases:
-        with pytest.raises(kind) as error:
-            infini_attention(q, k, v, **{"gate": gate, "segment": 4, **change})
-        assert message in str(error.value)
-    with pytest.raises(
-        regard.ArgumentError, match="11 queries and 4 keys; the queries are the last"
-    ):
-        infini_attention(q, k[:, :, :4], v[:, :, :4], gate=gate, segment=4)
+    usual: dict[str, Any] = {"gate": gate, "segment": 4}
+    assert_refused(
+        (lambda change=change: infini_attention(q, k, v, **{**usual, **change}), *rest)
+        for change, *rest in cases
+    )
+    with pytest.raises(regard.ArgumentError, match="11 queries and 4 keys; the queries are"):
+        infini_attention(q, k[:, :, :4], v[:, :, :4], **usual)

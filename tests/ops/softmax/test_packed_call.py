@@ -20,7 +20,7 @@ from regard.masks import MASKS
 from regard.ops.softmax import packed_call
 from regard.ops.softmax.call import Call, make_call
 from regard.ops.softmax.packed_call import pack, unpack, unpackable_parts
-from regard.span import Span, as_tensor
+from regard.span import as_tensor
 from tests.ops.softmax.cases import CONTRACT, Case, make
 
 BOOL = torch.tensor([[True, False], [True, True]])
@@ -140,16 +140,3 @@ def test_nothing_is_kept() -> None:
     del call, packed, table
     gc.collect()
     assert alive() is None
-
-
-def test_a_rule_of_numbers_is_one_object() -> None:
-    """Kernels remember what they compute from a mask."""
-    first, second = (unpack(pack(call_with(RULES[0]), "auto")).mask for _ in range(2))
-    assert first is second
-
-
-def test_spans_keep_their_start_and_their_tokens() -> None:
-    q = torch.randn(1, 1, 3, 4)
-    call = make_call(q, q[:, :, :2], q[:, :, :2])
-    found = unpack(pack(call, "auto"))
-    assert (found.q_positions, found.k_positions) == (Span(-1, 3, tokens=True), Span(0, 2))

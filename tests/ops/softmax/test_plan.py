@@ -113,21 +113,6 @@ def test_pairs_flops_and_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     assert dense.bytes <= 256 * T * 4
 
 
-def test_the_pairs_of_a_window_grow_with_T() -> None:
-    def pairs(T: int) -> int:
-        work = regard.plan(*qkv(T, T, H=1, G=1, D=2, E=2), mask=CAUSAL & masks.Window(100))[
-            "sdpa"
-        ].work
-        assert work is not None
-        return work.pairs
-
-    assert pairs(4096) - pairs(2048) == 2 * (pairs(2048) - pairs(1024))
-    assert (
-        regard.plan(*qkv(4096, 4096), mask=CAUSAL & masks.Window(100))["sdpa"].skipped
-        > 0.9 * 4096**2 * 2 * 32
-    )
-
-
 @pytest.mark.parametrize(
     "options", [{}, {"mask": CAUSAL}, {"softcap": 30.0}, {"dropout": 0.5}], ids=str
 )

@@ -204,13 +204,11 @@ def with_gradients(
     return [out.detach(), None if lse is None else lse.detach(), *torch.autograd.grad(loss, inputs)]
 
 
-def assert_right(
-    case: Case, dtype: torch.dtype, sink: bool = False, scale: float = 0.25, gradients: bool = True
-) -> None:
+def assert_right(case: Case, dtype: torch.dtype, sink: bool = False) -> None:
     """Out, lse (without a sink) and gradients by the rule; for those, torch's own dense call may be
     off as well.
     """
-    inputs = case.inputs(dtype, scale)
+    inputs = case.inputs(dtype)
     inputs += [torch.linspace(-1, 2, case.H).to(dtype)] if sink else []
     seen = allowed(*inputs[:3], mask=case.mask, **case.options)
     options = {"mask": case.mask, **case.options, "backend": "sdpa"}
@@ -230,12 +228,6 @@ def assert_right(
 
     narrow = [x.to(torch.float32 if dtype == torch.float64 else dtype) for x in inputs]
     wide = [x.double() for x in inputs]
-    if not gradients:
-        with torch.no_grad():
-            results = zip(kernel(*inputs), plain(*wide), plain(*narrow), strict=True)
-        for mine, best, usual in results:
-            assert_near(mine, best, [usual])
-        return
     got, exact, same = (
         with_gradients(f, x) for f, x in ((kernel, inputs), (plain, wide), (plain, narrow))
     )
@@ -277,27 +269,6 @@ def test_out_lse_and_all_gradients(name: str) -> None:
         assert_right(CASES[name], torch.float64, sink=True)
 
 
-@pytest.mark.full(keep="each")
-@pytest.mark.parametrize("name", CASES)
-def test_rounding_of_out_and_lse(name: str) -> None:
-    assert_right(CASES[name], torch.float32, gradients=False, scale=1.0)
-
-
-@pytest.mark.parametrize("scale", [0.01, 0.1, 0.25])
-@pytest.mark.parametrize(
-    "name", ["full", "causal, past and triangle", "window", "documents", "dense"]
-)
-def test_rounding_of_gradients(name: str, scale: float) -> None:
-    assert_right(CASES[name], torch.float32, scale=scale)
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("name", ["full", "causal square", "sinks and window", "E > D", "bias"])
-def test_half_types(name: str, dtype: torch.dtype) -> None:
-    assert_right(CASES[name], dtype)
-    assert_right(CASES[name], dtype, sink=True)
-
-
 @pytest.mark.full(keep=15)
 @pytest.mark.parametrize("name", CASES)
 def test_the_one_call_without_lse(name: str) -> None:
@@ -317,11 +288,6 @@ def test_the_one_call_without_lse(name: str) -> None:
     same = run("reference", q.float(), k.float(), v.float())
     assert_near(got[0], exact[0], [same[0]])
     assert_gradients_near(got[2:], exact[2:], same[2:], [])
-
-
-@pytest.mark.parametrize("T", [1, 2, 15, 16, 17, 31, 33, 48, 49, 67])
-def test_window_of_any_length(T: int) -> None:
-    assert_right(Case(LOCAL, T, T + 16), torch.float64)
 
 
 def test_a_wrong_window_is_caught() -> None:
@@ -352,37 +318,6 @@ def test_a_stale_lse_in_backward_is_caught(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(sdpa, "range_gradients", stale)
     with pytest.raises(AssertionError, match="off by"):
         assert_right(CASES["window"], torch.float64)
-
-
-GRADCHECKED = {
-    "full": Case(None, 3, 16, B=1, H=2, G=1, D=2, E=2),
-    "E > D": Case(CAUSAL, 2, 17, B=1, H=2, G=1, D=2, E=3),
-    "E < D": Case(CAUSAL, 2, 17, B=1, H=2, G=1, D=3, E=1),
-    "past and triangle": Case(CAUSAL, 34, 36, B=1, H=1, G=1, D=1, E=1),
-    "blind and beyond": Case(CAUSAL, 20, 16, at(-2, 20), B=1, H=1, G=1, D=1, E=1),
-    "window by pieces": Case(CAUSAL & masks.Window(3), 18, 18, B=1, H=2, G=1, D=1, E=1),
-    "padding": Case(CAUSAL & masks.Padding.right([5]), 16, 16, B=1, H=1, G=1, D=1, E=1),
-    "bias": Case(
-        None, 2, 16, {"bias": biases.DenseBias(SMALL_BIAS[:, :2, :2, :16])}, B=1, H=2, G=1, D=2, E=2
-    ),
-}
-
-
-@pytest.mark.parametrize("name", GRADCHECKED)
-def test_gradcheck(name: str) -> None:
-    case = GRADCHECKED[name]
-    inputs = [x.requires_grad_() for x in case.inputs(torch.float64)]
-    sink = torch.zeros(case.H, dtype=torch.float64, requires_grad=True)
-
-    def partial(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        part = regard.attend_partial(q, k, v, mask=case.mask, **case.options, backend="sdpa")
-        return part.out, part.lse.masked_fill(part.lse.isneginf(), 0)
-
-    def with_sink(q: Tensor, k: Tensor, v: Tensor, sink: Tensor) -> Tensor:
-        return regard.attend(q, k, v, mask=case.mask, **case.options, sink=sink, backend="sdpa")
-
-    assert torch.autograd.gradcheck(partial, inputs, fast_mode=True)
-    assert torch.autograd.gradcheck(with_sink, [*inputs, sink], fast_mode=True)
 
 
 def test_rows_that_see_nothing() -> None:
@@ -503,20 +438,6 @@ def test_refusals() -> None:
     assert reasons(q, k, v, mask=LOCAL) == leak
 
 
-def test_numbers_whose_products_overflow_count_as_infinite() -> None:
-    """Behind a mask that adds -inf they would become NaN; the refusal may cry wolf, and another
-    kernel is right.
-    """
-    q, k, v = Case(None, 16, 16).inputs(torch.float32)
-    v[:, :, -1, 0] = 3e38
-    assert reasons(q, k, v, mask=CAUSAL) == [
-        "a NaN or infinity behind a mask would leak through 0 x NaN"
-    ]
-    out = regard.attend(q, k, v, mask=CAUSAL)
-    assert out[:, :, :-1].abs().max() < 100
-    assert out[:, :, -1].isfinite().all()
-
-
 def test_another_schema_of_the_private_op_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     q, k, v = Case(None, 16, 16).inputs(torch.float32)
     monkeypatch.setattr(sdpa, "_CPU_OP_SCHEMA", "another")
@@ -527,24 +448,6 @@ def test_another_schema_of_the_private_op_is_refused(monkeypatch: pytest.MonkeyP
     assert sdpa.no_lse_reasons(torch.device("cuda")) == ["returns no lse on cuda"]
     with pytest.raises(regard.KernelRefusal, match="another signature of its private CPU operator"):
         regard.attend_partial(q, k, v, backend="sdpa")
-
-
-def test_garbage_in_empty_slots_does_not_refuse() -> None:
-    case = CASES["causal, holes"]
-    q, k, v = case.inputs(torch.float32)
-    right = regard.attend_partial(q, k, v, mask=CAUSAL, k_positions=HOLES, backend="sdpa")
-    empty = (HOLES == -1)[:, None, :, None].expand_as(k)
-    for garbage in (NAN, math.inf, -1e30):
-        part = regard.attend_partial(
-            q,
-            k.masked_fill(empty, garbage),
-            v.masked_fill(empty, garbage),
-            mask=CAUSAL,
-            k_positions=HOLES,
-            backend="sdpa",
-        )
-        assert torch.equal(part.out, right.out)
-        assert torch.equal(part.lse, right.lse)
 
 
 # NaN that is visible stays visible.
@@ -583,14 +486,6 @@ def test_a_query_with_nan_gives_nan(T: int, dtype: torch.dtype) -> None:
             assert part.out[0, 0, others].isfinite().all()
             out = regard.attend(q, k, v, mask=mask, q_positions=at, backend="sdpa")
             assert torch.equal(out.isnan(), part.out.isnan())
-
-
-def test_a_visible_key_or_value_with_nan_gives_nan() -> None:
-    q, k, v = Case(None, 5, 20, B=1, H=2, G=1).inputs(torch.float32)
-    for x in (k, v):
-        x[0, 0, 11, 2] = NAN
-    out = regard.attend(q, k, v, backend="sdpa")
-    assert out[..., 2].isnan().all()
 
 
 # Memory, and the runs of tiles.

@@ -16,9 +16,7 @@ from regard.ops.softmax import tiled
 from regard.ops.softmax.call import Call, make_call
 from regard.ops.softmax.reference import ReferenceKernel
 from regard.ops.softmax.tiled import TiledKernel, query_blocks
-from tests.ops.softmax.cases import Case, make
 from tests.ops.softmax.plain import reasons_in_a_graph, refusal_of
-from tests.ops.softmax.test_reference import _with_leaves
 
 KERNEL = TiledKernel()
 refusal = partial(refusal_of, "tiled")
@@ -85,31 +83,6 @@ def test_blocks_shrink_with_many_heads() -> None:
             for p in pieces
         )
         assert area <= max(tiled.DEFAULT_TILE_SIZES.tile, 16 * tiled.DEFAULT_TILE_SIZES.keys * H)
-
-
-@pytest.mark.full(keep=1)
-@pytest.mark.parametrize(
-    "case",
-    [
-        Case("none", (1, 2, 1, 3, 9, 2, 3)),
-        Case("window", (1, 2, 2, 18, 9, 2, 2), sink=True, softcap=1.3),
-        Case("causal", (2, 2, 1, 4, 7, 2, 2), bias="t5", scale=-0.8, softcap=2.0),
-        Case("prefix", (1, 2, 1, 3, 9, 2, 2), bias="dense", positions="rows"),
-        Case("causal", (1, 2, 1, 3, 9, 2, 2), bias="key"),
-        Case("causal", (1, 2, 1, 3, 9, 2, 2), bias="fn", sink=True),
-    ],
-    ids=str,
-)
-def test_gradients_are_derivatives(case: Case) -> None:
-    made = make(case, torch.float64, gradient=True)
-    see = made.visible.any(-1)
-
-    def both(*leaves: Tensor) -> tuple[Tensor, Tensor]:
-        out, lse, *_ = SMALL.run(_with_leaves(made.call(wants_lse=True), leaves))
-        assert lse is not None
-        return out, lse[see]
-
-    assert torch.autograd.gradcheck(both, made.leaves)
 
 
 def test_sums_of_biases_and_shared_tensors_get_their_gradients() -> None:

@@ -154,23 +154,16 @@ def test_memory_of_a_long_sequence_is_bounded(monkeypatch: pytest.MonkeyPatch) -
 
 def test_errors() -> None:
     q, k = qk()
-    with pytest.raises(regard.ArgumentTypeError) as error:
+    with pytest.raises(regard.ArgumentTypeError, match="does not accept dropout: it returns"):
         regard.attention_weights(q, k, dropout=0.1)
-    assert (
-        str(error.value)
-        == "attention_weights does not accept dropout: it returns the weights before dropout"
-    )
-    for name, wrong, length in (
-        ("rows", 7, 7),
-        ("rows", slice(0, 4, 2), 7),
-        ("columns", -10, 9),
-        ("columns", "all", 9),
+    for name, wrong, last in (
+        ("rows", 7, 6),
+        ("rows", slice(0, 4, 2), 6),
+        ("columns", -10, 8),
+        ("columns", "all", 8),
     ):
-        with pytest.raises(regard.ArgumentTypeError) as error:
+        words = rf"{name} is .*; it must be a slice of step 1, an index from {-last - 1} to {last}"
+        with pytest.raises(regard.ArgumentTypeError, match=words):
             regard.attention_weights(q, k, **{name: wrong})  # type: ignore[arg-type]
-        assert str(error.value) == (
-            f"{name} is {wrong!r}; it must be a slice of step 1, an index from {-length} to "
-            f"{length - 1}, or None"
-        )
     with pytest.raises(regard.ArgumentError, match="query dim 4 and key dim 3 must be equal"):
         regard.attention_weights(q, k[..., :3])
