@@ -169,7 +169,7 @@ FEATURES = (
     ),
     Feature(
         "Patterns drawn in a browser",
-        "在浏览器里画出注意力模式",
+        "在浏览器里画出注意力图",
         "view/test_tile_page_browser.py",
         {"bertviz": "bertviz/head_view.js: svg"},
         ("head_view", "attention_pattern.js"),
