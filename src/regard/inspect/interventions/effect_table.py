@@ -326,7 +326,7 @@ class EffectTable:
             list(self.columns),
             translate(self.title),
             across,
-            self.quantity,
+            translate(self.quantity),
             self.cells,
         )
 
