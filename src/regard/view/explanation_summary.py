@@ -124,7 +124,7 @@ def _head(data: Data, say: Sentences, width: int) -> Lines:
         if data["row_pieces"] == data["pieces"]
         else terminal.cell(piece, 16).rstrip()
     )
-    named = {
+    named: dict[str, str | Text] = {
         "head": Text(say("head.place_head", n=str(data["head"])), "bold"),
         "model": terminal.cell(data["model"], 20).rstrip(),
         "heads": say.count("head", n["H"]),
