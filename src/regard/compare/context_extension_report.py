@@ -212,7 +212,7 @@ def render_page(results: ExtensionResults, command: str) -> str:
             pictures=all_plots[1:3],
             heads=["", *(_depth(metadata["lengths"][-1], d) for d in metadata["depths"])],
             rows=[
-                [name, *(_found(n) for n in needles)]
+                [name, *(_retrieved(n) for n in needles)]
                 for name, numbers in results.methods.items()
                 for needles in [numbers["by_length"][-1]["needle"]]
             ],
@@ -241,7 +241,7 @@ def _depth(length: int, depth: float) -> str:
     return translate("{length}, depth {depth}", length=length, depth=f"{depth:g}")
 
 
-def _found(needle: Numbers) -> str:
+def _retrieved(needle: Numbers) -> str:
     """Return how often a passage was continued rightly, and how often without the copy."""
     return translate(
         "{right} right, {guessed} guessed",
