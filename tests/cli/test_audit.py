@@ -12,6 +12,7 @@ import typer
 from typer.testing import CliRunner, Result
 
 from regard.audit import FAULTS
+from regard.audit.run_checks import CHECKS, REPEATABLE
 from regard.cli.app import run
 from regard.cli.audit import audit
 from regard.inspect import save
@@ -77,6 +78,16 @@ def test_a_check_that_could_not_be_made_exits_with_3() -> None:
     assert call(UNKNOWN, *SIZES, "--allow-untried").exit_code == 0
     # faults stay faults
     assert call(f"{FAULTY_CODE}.masks:SeedOne", *SIZES, "--allow-untried").exit_code == 1
+
+
+def test_checks_and_kinds_of_faults_have_chinese_names(said: Said) -> None:
+    chinese = said("audit", UNKNOWN, *SIZES, "--lang", "zh", code=3)
+    assert re.search(r"^ 定义 +", chinese, re.MULTILINE)
+    names_of_checks = {check.name for check in (REPEATABLE, *CHECKS)}
+    assert not [x for x in names_of_checks if re.search(rf"^ *{x}  ", chinese, re.MULTILINE)]
+    faulty = (f"{FAULTY_CODE}.steps:OneMore", *SIZES, "--window", "4", "--lang", "zh")
+    wrong = said("audit", *faulty, code=1)
+    assert "\n错误 " in wrong
 
 
 @pytest.mark.full

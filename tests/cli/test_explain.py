@@ -299,9 +299,24 @@ def test_one_screen_in_chinese(
     assert {*left} <= {"tiny", "exp", "scale", "token"}, "only names and symbols are not translated"
     for step in ("1 输入", "2 分数", "3 掩码", "4 softmax", "5 输出"):
         assert any(line.startswith(step) for line in lines)
+    page = "docs/walkthrough.zh-CN.md"
+    assert page in chinese
+    assert (Path(__file__).parents[2] / page).is_file()
     monkeypatch.setenv("LC_ALL", "zh_CN.UTF-8")
     assert run(asked) == 0
     assert capsys.readouterr().out == chinese, "the locale chooses it too"
+
+
+def test_page_and_figure_in_chinese(said: Said, tmp_path: Path) -> None:
+    """The line that names the page, and every label of the figure and its tooltips."""
+    asked = ["explain", "to be or not", "--layer", "1", "--head", "2", "--lang", "zh"]
+    page, figure = tmp_path / "page.html", tmp_path / "head.svg"
+    out = said(*asked, "--html", page, "--figure", figure)
+    assert re.search(r"page\.html：\d+ [KM]iB，layers\.1，头 2\n", out)
+    texts = re.findall(r"<(?:text|title)[^>]*>([^<]+)<", figure.read_text("utf-8"))
+    words = {x for text in texts for x in re.findall(r"[a-z]{3,}", text)}
+    assert words == {"layers", "tiny", "tiled", "float"}, "names are not translated"
+    assert {"键", "查询", "权重"} <= {*texts}
 
 
 def numbers_of(text: str) -> list[str]:

@@ -94,6 +94,26 @@ def test_places_are_listed(said: Said) -> None:
     assert listed[-1] == sizes
     heads = said("explain", "--module", "own_speech:pair", "--list").splitlines()[0]
     assert heads.split() == list(sizes)
+    chinese = said("explain", "--module", "own_speech:pair", "--list", "--lang", "zh")
+    assert chinese.splitlines()[0].split() == ["位置（模块）", "头", "查询", "键"]
+
+
+@pytest.mark.parametrize(
+    ("options", "first"),
+    [
+        ([], f"{CROSS}, head 1 of Transformer (3 places recorded; 2 heads here, counted from 0):"),
+        (["--full"], f"{CROSS[:27]}…, head 1 (reads key/value head 1), query token 2 be"),
+        (
+            ["--lang", "zh"],
+            f"Transformer（记录了 3 处注意力；此处 2 个头，从 0 数起）的 {CROSS} 头 1：",
+        ),
+    ],
+    ids=["screen", "full", "zh"],
+)
+def test_the_place_is_named_as_it_is_no_layer(said: Said, options: list[str], first: str) -> None:
+    asked = ["--place", CROSS, "--head", "1", "--query", "be", *options]
+    out = said("explain", "--module", "own_speech:pair", *asked)
+    assert first.replace(" ", "") in "".join(out.split()), "a line may be broken"
 
 
 def test_the_page_has_labels_and_names(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +14,7 @@ from tests.cli.command import Said
 
 
 def test_the_notes_whole_run_in_one_command(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["layer"]) == 0
+    assert run(["layer", "--full"]) == 0
     out = capsys.readouterr().out
     order = [
         "Input x: (2, 4, 512); q (2, 8, 4, 64), k (2, 8, 4, 64), v (2, 8, 4, 64)",
@@ -31,8 +32,49 @@ def test_the_notes_whole_run_in_one_command(capsys: pytest.CaptureFixture[str]) 
     at = [out.index(part) for part in order]
     assert at == sorted(at)
     assert out.count("-inf") == 2 * 48, "both sequences are masked"
-    again = run(["layer"]), capsys.readouterr().out
+    again = run(["layer", "--full"]), capsys.readouterr().out
     assert again[1].partition("     stage")[0] == out.partition("     stage")[0], "a seed"
+
+
+@pytest.mark.parametrize(
+    ("lang", "heading", "goes_on"),
+    [
+        ("en", "Scores of head 3 in the first sequence, scaled", "regard describe lists all of"),
+        ("zh", "第一个序列中头 3 的分数，已缩放", "regard describe 列出所有机制"),
+    ],
+)
+def test_one_screen_has_one_head(said: Said, lang: str, heading: str, goes_on: str) -> None:
+    out = said("layer", "--head", "3", "--lang", lang)
+    assert len(out.splitlines()) <= 40
+    assert heading in out
+    assert goes_on in " ".join(out.split())
+    assert "--full" in out
+    weights = json.loads(said("layer", "--json"))[0]["stages"][5]
+    assert weights["name"] == "weights"
+    shown = [line.strip(" []").split() for line in out.splitlines()]
+    for row in weights["values"][0][3]:
+        assert [f"{x:.4f}" for x in row] in [
+            [f"{float(x):.4f}" for x in line] for line in shown if is_numbers(line)
+        ]
+
+
+def is_numbers(words: list[str]) -> bool:
+    """Whether a line has the four numbers of a row."""
+    return len(words) == 4 and all(set(word) <= set("-.0123456789") for word in words)
+
+
+def test_a_head_that_is_not_there_is_not_printed(refused: Said) -> None:
+    small = ("layer", "--heads", "4", "--dim", "16")
+    assert "head is 4; mha has 4 heads, counted from 0" in refused(*small, "--head", "4")
+
+
+def test_page_and_figure_in_chinese(said: Said, tmp_path: Path) -> None:
+    page, figure = tmp_path / "layer.html", tmp_path / "head.svg"
+    small = ("layer", "--heads", "4", "--dim", "16", "--lang", "zh")
+    said(*small, "--html", page, "--figure", figure)
+    texts = re.findall(r"(?:<h1|<h2|<th|<b|<p|<li)>([^<]*[a-z]{3}[^<]*)<", page.read_text("utf-8"))
+    assert [x for x in texts if not re.search("[\u4e00-\u9fff]", x)] == ["mha"]
+    assert ">mha，头 0 的权重，causal<" in figure.read_text("utf-8")
 
 
 def test_json_page_and_figure(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

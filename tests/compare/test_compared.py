@@ -26,7 +26,9 @@ from regard.compare.render import (
     render_page,
     render_table,
 )
+from regard.language import use_language
 from regard.view.charts import ScatterPoint
+from regard.view.plotting import unit_in
 from tests.compare import small
 from tests.compare.small import MACHINE, taught
 
@@ -188,6 +190,19 @@ def test_a_page_without_quality_has_plots() -> None:
     assert render_page(one).count("<svg") == 2
     nothing = as_json(plan, {}, MACHINE, "regard compare", interrupted=True)
     assert render_page(nothing).count("<svg") == 0
+
+
+def test_charts_are_in_the_language_of_the_reader() -> None:
+    """Every title, axis and caption is Chinese, and its unit is still known."""
+    found = told()
+    with use_language("zh"):
+        scatters = [*quality_charts(found), *cost_charts(found)]
+        plots = context_plots(found)
+    texts = [x for one in scatters for x in (one.title, one.x.title, one.y.title, one.caption)]
+    texts += [x for one in plots for x in (one.title, one.x, one.y)]
+    assert [x for x in texts if not re.search("[\u4e00-\u9fff]", x)] == []
+    assert [x for x in texts if re.search("[a-z]{3,} [a-z]{2,}", x)] == []
+    assert [unit_in(one.y) for one in plots] == ["seconds", "seconds", "bytes"]
 
 
 def test_what_is_missing_is_shown_as_missing() -> None:

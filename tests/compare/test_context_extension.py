@@ -36,7 +36,9 @@ from regard.compare.context_extension_report import (
     result_rows,
 )
 from regard.errors import ArgumentError
+from regard.language import use_language
 from regard.models.model import Model
+from regard.view.plotting import unit_in
 from tests.models import small
 
 TRAINED, TARGET, START, STEPS = 16, 48, 12, 12
@@ -172,6 +174,18 @@ def test_the_page_draws_five_pictures_and_runs_nothing(found: ExtensionResults) 
     assert "regard extend &lt;small&gt;" in text
     assert "<script" not in text
     assert "http" not in text.replace("http://www.w3.org/2000/svg", "").replace("http-equiv", "")
+
+
+def test_text_page_and_plots_in_chinese(found: ExtensionResults) -> None:
+    with use_language("zh"):
+        text, page, drawn = render_table(found), render_page(found, ""), plots(found)
+    assert "训练长度 64 个词元，底数 10000" in text
+    of_results = (line for line in text.splitlines() if "torch" not in line)
+    assert [line for line in of_results if re.search("[a-z]{3,} [a-z]{2,}", line)] == []
+    titles = re.findall(r"<h[12]>([^<]*)<", page) + [picture.title for picture in drawn]
+    assert [x for x in titles if not re.search("[\u4e00-\u9fff]", x)] == []
+    assert [picture.x for picture in drawn if picture.x.isascii()] == []
+    assert unit_in(drawn[4].y) == "share"
 
 
 def test_lengths() -> None:

@@ -24,6 +24,10 @@ OTHER_WORDS = {
     "归一化": ("规范化", "正规化"),
     "检查点": ("快照",),
     "环形缓存": ("循环缓存",),
+    "注意力图": ("注意力图样", "注意力图案", "注意力模式"),
+    "循环": ("递推", "递归"),
+    "格子": ("单元格", "方格"),
+    "成本": ("(?<!额外)开销",),
 }
 """The word of the glossary or the course, and patterns of words that mean the same."""
 

@@ -32,6 +32,8 @@ from docs import block_diagrams, figures, mechanism_pages
 from experiments import __main__ as experiments_program
 from experiments.claim import VERDICTS, Role
 from regard.audit import FAULTS
+from regard.audit.run_checks import CHECKS, REPEATABLE
+from regard.cli import _module
 from regard.cli import app as application
 from regard.cli.app import COMMANDS
 from regard.configs.catalogue import GROUPS
@@ -128,12 +130,14 @@ def data_texts() -> Iterator[str]:
     for group in GROUPS:
         yield from (f"{group.family} attention", group.title)
     yield from STEP_NAMES
-    yield from AXES
+    yield from (*AXES, *_module.PLACE_TITLES)
     yield from (name for name, _ in block_diagrams.HEAD)
     yield from (entry.meaning for entry in GLOSSARY.values())
     yield from (text for fault in FAULTS.values() for text in (fault.summary, fault.look_at))
+    yield from (check.name for check in (REPEATABLE, *CHECKS))
+    yield from ("precision", "output")  # checks of rotary functions and of recordings
     yield from (task.description for task in TASKS.values())
-    titles = (*layer_text.HEADS, *layer_text.TITLES.values())
+    titles = (*layer_text.HEADS, *layer_text.TITLES.values(), *layer_text.HEAD_TITLES.values())
     yield from (title for title in titles if title)
 
 

@@ -29,4 +29,6 @@ def _as_note(message: Warning | str, *_place: object, **_line: object) -> str:
     """Return a warning as the commands print their notes, without the line of code."""
     from regard.language import translate
 
-    return translate("note: {note}", note=message) + "\n"
+    # the text of a warning may be a phrase, which is translated
+    text = message.args[0] if isinstance(message, Warning) and message.args else message
+    return translate("note: {note}", note=text) + "\n"

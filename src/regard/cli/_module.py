@@ -16,6 +16,10 @@ if TYPE_CHECKING:
     from regard.inspect import Explanation, Recording
 
 
+PLACE_TITLES = ("place", "heads", "queries", "keys")
+"""The columns of `list_places`."""
+
+
 class ModuleRun(NamedTuple):
     """A recorded run of a user's module."""
 

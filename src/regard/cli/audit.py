@@ -56,9 +56,11 @@ def print_audit(report: Audit, console: Console) -> None:
         }
         for name, value in rows.items():
             table.add_row(f"  {name}", _unstyled(value))
-        style = "bold red" if f.severity == "error" else "bold yellow"
+        style, title = "bold red", translate("error {name}", name=f.name)
+        if f.severity == "warning":
+            style, title = "bold yellow", translate("warning {name}", name=f.name)
         console.print()
-        say(f"{translate(f.severity)} {f.name}", style=style)
+        say(title, style=style)
         say(f"  {translate(f.sentence)}")
         console.print(table, highlight=False)
     console.print()

@@ -124,15 +124,14 @@ def _draw(
         sizes = {k: v for k, v in options.items() if isinstance(v, int)}
         D, groups = sizes.get("head_dim", dim // heads), sizes.get("groups", 8)
         kv_rank, rope_dim = sizes.get("kv_rank", 512), sizes.get("rope_dim", 64)
+        latent = translate("latent {kv_rank}, key {rope_dim}", kv_rank=kv_rank, rope_dim=rope_dim)
         write(
             HeadsFigure(
                 (
                     CachedHeads("MHA", heads, heads, 2 * heads * D),
                     CachedHeads("GQA", heads, groups, 2 * groups * D),
                     CachedHeads("MQA", heads, 1, 2 * D),
-                    CachedHeads(
-                        "MLA", heads, 0, kv_rank + rope_dim, f"latent {kv_rank}, key {rope_dim}"
-                    ),
+                    CachedHeads("MLA", heads, 0, kv_rank + rope_dim, latent),
                 )
             ),
             path,

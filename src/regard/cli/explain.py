@@ -229,13 +229,15 @@ def _default_model(text: str) -> str:
 def _explain_module(name: str, row: Row, batch: int, output: Output) -> None:
     """Explain a row of a module of the user's own, or list its places."""
     from regard.cli import _module
+    from regard.language import translate
     from regard.text_table import format_table
 
     query, key = _index_or_word(row.query or "-1"), row.key and _index_or_word(row.key)
     run = _module.run_module(name)
     if output.list_heads:
         places = _module.list_places(run)
-        rows = [[*places[0]], *([str(x) for x in place.values()] for place in places)]
+        titles = [translate(title) for title in _module.PLACE_TITLES]
+        rows = [titles, *([str(x) for x in place.values()] for place in places)]
         table = escape_controls(format_table(rows), keep="\n")
         typer.echo(json_format.dumps(places) if output.json else table)
         return
@@ -249,7 +251,7 @@ def _write_output(
     explanation: Explanation, page_of: Callable[[dict[str, Any]], dict[str, Any]], output: Output
 ) -> None:
     """Write the page and the figure if they were requested; print JSON or the text."""
-    from regard.language import language
+    from regard.language import language, translate
 
     data, html, figure = explanation.as_dict(), output.html, output.figure
     if html is not None:
@@ -257,11 +259,14 @@ def _write_output(
         from regard.view.page import report_page
 
         size = write(html, report_page(page_of(data), output.lang or language()))
-        typer.echo(
-            f"{escape_controls(str(html))}: {units.size(size)}, layer {explanation.layer}, head "
-            f"{explanation.head}",
-            err=output.json,
+        line = translate(
+            "{file}: {size}, {place}, head {head}",
+            file=escape_controls(str(html)),
+            size=units.size(size),
+            place=explanation.place,
+            head=explanation.head,
         )
+        typer.echo(line, err=output.json)
     if figure is not None:
         from regard.view.heatmaps import draw_explanation
 

@@ -412,7 +412,7 @@ def _print(result: Any, metric: str | None, out: Path | None, top: int, *, json:
         table = shown = result.table(metric or "entropy")
     if out is not None:
         (result if out.suffix == ".csv" and shown is table else table).to(out)
-        typer.echo(f"{escape_controls(str(out))}: written", err=True)
+        typer.echo(translate("{file}: written", file=escape_controls(str(out))), err=True)
     if json:
         data = shown.as_dict() if shown is result else {"heads": result.records()}
         typer.echo(json_format.dumps(data, allow_nan=False))

@@ -50,14 +50,22 @@ def layer(
     figure: Path | None = option(
         "Draw the attention weights of one head to this .svg, .png or .pdf file."
     ),
-    head: int = option("Index of the head that --figure draws.", default=0, min=0),
+    head: int = option(
+        "Index of the head that is printed, and drawn by --figure.", default=0, min=0
+    ),
+    full: bool = option(
+        "Print every head of every sequence and the outputs, not only one screen.",
+        "--full",
+        default=False,
+    ),
     json: bool = JSON,
 ) -> None:
-    """Run one layer of attention on random tokens, and print everything that it computes.
+    """Run one layer of attention on random tokens, and print what it computes.
 
-    Prints shapes, mask, raw scores, masked scores and weights of every head, the output, and the
-    mean, standard deviation and time of each stage. The default input has 2 sequences of
-    4 tokens of width 512. The layer runs in evaluation mode, without dropout.
+    Prints shapes, the mask, raw scores, masked scores and weights of one head, and the mean,
+    standard deviation and time of each stage; --full prints every head and the outputs. The
+    default input has 2 sequences of 4 tokens of width 512. The layer runs in evaluation mode,
+    without dropout.
     """
     check_files({"--html": html}, pictures={"--figure": figure})
     check_device_option(device)
@@ -76,13 +84,15 @@ def layer(
         seed=seed,
         device=device,
     )
+    if figure is not None or not (json or full or len(layers) > 1):
+        _check_head(layers[0], head)
     if figure is not None:
         _draw(layers[0], head, figure)
     results = [one.as_dict() for one in layers]
     if json:
         typer.echo(json_format.dumps(results, allow_nan=False))
     else:
-        _print(results)
+        _print(results, None if full else head)
     if html is not None:
         _write(results, html)
 
@@ -109,32 +119,50 @@ def _options(
     return options if settings else None
 
 
-def _print(results: list[dict[str, object]]) -> None:
-    from regard.view.layer_text import table, text
+def _print(results: list[dict[str, object]], head: int | None) -> None:
+    """Print the tensors of a layer, of one head or of all (None), and the table of the stages."""
+    from regard.view.layer_text import screen, table, text
 
     if len(results) == 1:
-        typer.echo(text(results[0]) + "\n")
+        layer = results[0]
+        typer.echo((text(layer) if head is None else screen(layer, head)) + "\n")
     typer.echo(table(results))
     sentence = translate(
         "The layer is in evaluation mode. A time is the fastest of five runs of that stage alone."
     )
     typer.echo(wrap(sentence, line_width()))
+    if len(results) == 1 and head is not None:
+        more = translate(
+            "Go on: --full every head and the outputs; --head another head; regard layer mha mla "
+            "compares mechanisms; regard describe lists all of them"
+        )
+        typer.echo(wrap(more, line_width()))
 
 
-def _draw(layer_stages: LayerStages, head: int, path: Path) -> None:
-    from regard.view import charts, heatmaps
-
-    weights = layer_stages.stage("weights").values
-    if head >= weights.shape[1]:
+def _check_head(layer_stages: LayerStages, head: int) -> None:
+    """Raise an error unless the layer has the head."""
+    heads = layer_stages.stage("weights").values.shape[1]
+    if head >= heads:
         raise usage_error(
             "--head",
             "head is {head}; {name} has {heads}, counted from 0",
             head=head,
             name=layer_stages.name,
-            heads=counted(weights.shape[1], "head"),
+            heads=counted(heads, "head"),
         )
-    title = f"{layer_stages.name}, weights of head {head}, {layer_stages.mask}"
-    charts.write(heatmaps.HeadWeights(weights[0, head].tolist(), title), path)
+
+
+def _draw(layer_stages: LayerStages, head: int, path: Path) -> None:
+    from regard.view import charts, heatmaps
+
+    weights = layer_stages.stage("weights").values[0, head]
+    title = translate(
+        "{name}, weights of head {head}, {mask}",
+        name=layer_stages.name,
+        head=head,
+        mask=layer_stages.mask,
+    )
+    charts.write(heatmaps.HeadWeights(weights.tolist(), title), path)
 
 
 def _write(results: list[dict[str, object]], path: Path) -> None:
@@ -142,6 +170,10 @@ def _write(results: list[dict[str, object]], path: Path) -> None:
     from regard.view.layer_text import sections
 
     names = ", ".join(str(one["name"]) for one in results)
-    facts = {"mode": "evaluation", "times": "the fastest of five runs of each stage alone"}
-    page = html_page.page("One layer of attention", names, facts, command_line(), sections(results))
+    facts = {
+        translate("mode"): translate("evaluation"),
+        translate("times"): translate("the fastest of five runs of each stage alone"),
+    }
+    title = translate("One layer of attention")
+    page = html_page.page(title, names, facts, command_line(), sections(results))
     typer.echo(f"{escape_controls(str(path))}: {units.size(html_page.write(path, page))}", err=True)

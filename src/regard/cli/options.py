@@ -298,7 +298,9 @@ def progress_bar() -> Iterator[Callable[[str, int, int], None]]:
         console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty()
     ) as bar:
         task = bar.add_task("", total=1.0)
-        yield lambda name, n, total: bar.update(task, description=name, completed=n / total)
+        yield lambda name, n, total: bar.update(
+            task, description=translate(name), completed=n / total
+        )
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,8 @@ from typing import Any
 
 from regard.compare.context_extension import ExtensionResults
 from regard.compare.experiment import Numbers
+from regard.language import translate, translate_count
 from regard.text_table import format_table
-from regard.units import plural
 from regard.view import html_page
 from regard.view.charts import Line, Picture
 
@@ -41,7 +41,8 @@ def _saved(row: Numbers) -> float:
 def column_heads(results: ExtensionResults) -> list[str]:
     """Return the column heads of `result_rows`."""
     lengths = results.metadata["lengths"]
-    return ["", *(f"ppl {n}" for n in lengths), *(f"saved {n}" for n in lengths), "cache"]
+    saved = (translate("saved {n}", n=n) for n in lengths)
+    return ["", *(f"ppl {n}" for n in lengths), *saved, translate("cache")]
 
 
 def render_table(results: ExtensionResults) -> str:
@@ -49,25 +50,34 @@ def render_table(results: ExtensionResults) -> str:
     metadata = results.metadata
     machine_facts = metadata["machine"]
     lines = [
-        (
-            f"{metadata['model']}: trained on {plural(metadata['trained'], 'token')}, base "
-            f"{metadata['base']:g}, {metadata['critical_dimension']} of {metadata['rotary_dim']} "
-            "rotary dims turn at least once"
+        translate(
+            "{model}: trained on {tokens}, base {base}, {turning} of {rotary_dim} rotary dims turn "
+            "at least once",
+            model=metadata["model"],
+            tokens=translate_count(metadata["trained"], "token"),
+            base=f"{metadata['base']:g}",
+            turning=metadata["critical_dimension"],
+            rotary_dim=metadata["rotary_dim"],
         ),
-        (
-            f"extended to {metadata['target']}; {plural(metadata['windows'], 'window')} of "
-            f"{metadata['text']}, loss on the last {plural(metadata['counted'], 'token')}; "
-            f"{plural(metadata['trials'], 'passage')} for each depth, seed {metadata['seed']}"
+        translate(
+            "extended to {target}; {windows} of {text}, loss on the last {tokens}; {passages} for "
+            "each depth, seed {seed}",
+            target=metadata["target"],
+            windows=translate_count(metadata["windows"], "window"),
+            text=metadata["text"],
+            tokens=translate_count(metadata["counted"], "token"),
+            passages=translate_count(metadata["trials"], "passage"),
+            seed=metadata["seed"],
         ),
         f"{_machine(machine_facts)}, regard {machine_facts['regard']}",
         "",
         format_table([column_heads(results), *result_rows(results)]),
         "",
-        (
+        translate(
             "ppl: perplexity of the same tokens; saved: by how many nats per token an earlier copy "
             "of a passage lowers the loss, mean over depths;"
         ),
-        (
+        translate(
             "cache, with the policy of a loaded model: the largest difference of a logit from a "
             "pass over the whole sequence, in standard deviations"
         ),
@@ -75,21 +85,27 @@ def render_table(results: ExtensionResults) -> str:
     for name, rows in cache_tables(results).items():
         lines += [
             "",
-            (
-                f"the frequencies of {name} depend on the length: cached decoding of "
-                f"{plural(metadata['steps'], 'token')} across {metadata['trained']}"
+            translate(
+                "the frequencies of {name} depend on the length: cached decoding of {tokens} "
+                "across {trained}",
+                name=name,
+                tokens=translate_count(metadata["steps"], "token"),
+                trained=metadata["trained"],
             ),
-            format_table([CACHE_HEADS, *rows]),
+            format_table([cache_heads(), *rows]),
         ]
     return "\n".join(lines)
 
 
 def _machine(facts: Mapping[str, Any]) -> str:
-    return f"{facts['processor']}, {plural(facts['threads'], 'thread')}, torch {facts['torch']}"
+    threads = translate_count(facts["threads"], "thread")
+    return f"{facts['processor']}, {threads}, torch {facts['torch']}"
 
 
-CACHE_HEADS = ["policy", "difference", "same token", "prefix recomputed"]
-"""The column heads of `cache_tables`."""
+def cache_heads() -> list[str]:
+    """Return the column heads of `cache_tables`."""
+    policy, difference = translate("policy"), translate("difference")
+    return [policy, difference, translate("same token"), translate("prefix recomputed")]
 
 
 def cache_tables(results: ExtensionResults) -> dict[str, list[list[str]]]:
@@ -107,6 +123,7 @@ def cache_tables(results: ExtensionResults) -> dict[str, list[list[str]]]:
 def plots(results: ExtensionResults) -> list[Picture]:
     """Return the plots of perplexity, passage retrieval, rotary frequencies and decay."""
     metadata, trained = results.metadata, float(results.metadata["trained"])
+    read = translate("tokens read")
 
     def per_method(points: Callable[[Numbers], Iterable[tuple[float, float]]]) -> tuple[Line, ...]:
         """Return the line of each method through the points that its numbers give."""
@@ -117,40 +134,48 @@ def plots(results: ExtensionResults) -> list[Picture]:
 
     return [
         Picture(
-            f"{metadata['model']}: perplexity of the same tokens after more context",
-            "tokens read",
-            "perplexity",
+            translate(
+                "{model}: perplexity of the same tokens after more context", model=metadata["model"]
+            ),
+            read,
+            translate("perplexity"),
             per_method(lambda run: [(x["length"], x["perplexity"]) for x in run["by_length"]]),
             "xy",
             trained,
         ),
         Picture(
-            "Passage retrieval: nats per token saved, mean over depths",
-            "tokens read",
+            translate("Passage retrieval: nats per token saved, mean over depths"),
+            read,
             "nats",
             per_method(lambda run: [(x["length"], _saved(x)) for x in run["by_length"]]),
             "x",
             trained,
         ),
         Picture(
-            f"Passage retrieval by depth, at {plural(metadata['target'], 'token')}",
-            "depth",
+            translate(
+                "Passage retrieval by depth, at {tokens}",
+                tokens=translate_count(metadata["target"], "token"),
+            ),
+            translate("depth"),
             "nats",
             per_method(
                 lambda run: [(x["depth"], x["saved"]) for x in run["by_length"][-1]["needle"]]
             ),
         ),
         Picture(
-            f"How often each pair turns in {plural(metadata['trained'], 'token')}",
-            "pair of dims",
-            "turns",
+            translate(
+                "How often each pair turns in {tokens}",
+                tokens=translate_count(metadata["trained"], "token"),
+            ),
+            translate("pair of dims"),
+            translate("turns"),
             per_method(lambda run: enumerate(max(trained, 1) * x / math.tau for x in run["theta"])),
             "y",
         ),
         Picture(
-            "Rotary similarity by distance: f^2 (2 / d) sum cos(m theta)",
-            "distance",
-            "share",
+            translate("Rotary similarity by distance: f^2 (2 / d) sum cos(m theta)"),
+            translate("distance"),
+            translate("share"),
             per_method(lambda run: run["decay"]),
             "",
             trained,
@@ -163,44 +188,63 @@ def render_page(results: ExtensionResults, command: str) -> str:
     metadata, machine_facts = results.metadata, results.metadata["machine"]
     all_plots = plots(results)
     facts = {
-        "model": str(metadata["model"]),
-        "trained": plural(metadata["trained"], "token"),
-        "extended to": str(metadata["target"]),
-        "dims that turn at least once": f"{metadata['critical_dimension']} of "
-        f"{metadata['rotary_dim']}",
-        "windows": str(metadata["windows"]),
-        "passages per depth": str(metadata["trials"]),
-        "seed": str(metadata["seed"]),
-        "machine": _machine(machine_facts),
+        translate("model"): str(metadata["model"]),
+        translate("trained"): translate_count(metadata["trained"], "token"),
+        translate("extended to"): str(metadata["target"]),
+        translate("dims that turn at least once"): translate(
+            "{n} of {all}", n=metadata["critical_dimension"], all=metadata["rotary_dim"]
+        ),
+        translate("windows"): str(metadata["windows"]),
+        translate("passages per depth"): str(metadata["trials"]),
+        translate("seed"): str(metadata["seed"]),
+        translate("machine"): _machine(machine_facts),
     }
     sections = [
         html_page.Section(
-            "Every method",
+            translate("Every method"),
             heads=column_heads(results),
             rows=result_rows(results),
             pictures=all_plots[:1],
-            texts={"text": str(metadata["text"])},
+            texts={translate("text"): translate(metadata["text"])},
         ),
         html_page.Section(
-            "Passage retrieval",
+            translate("Passage retrieval"),
             pictures=all_plots[1:3],
-            heads=["", *(f"{metadata['lengths'][-1]}, depth {d:g}" for d in metadata["depths"])],
+            heads=["", *(_depth(metadata["lengths"][-1], d) for d in metadata["depths"])],
             rows=[
-                [name, *(f"{n['right']:.0%} right, {n['guessed']:.0%} guessed" for n in needles)]
+                [name, *(_retrieved(n) for n in needles)]
                 for name, numbers in results.methods.items()
                 for needles in [numbers["by_length"][-1]["needle"]]
             ],
         ),
-        html_page.Section("Rotary frequencies", pictures=all_plots[3:]),
+        html_page.Section(translate("Rotary frequencies"), pictures=all_plots[3:]),
     ]
     sections += [
-        html_page.Section(f"{name}: cached decoding", heads=CACHE_HEADS, rows=rows)
+        html_page.Section(
+            translate("{name}: cached decoding", name=name), heads=cache_heads(), rows=rows
+        )
         for name, rows in cache_tables(results).items()
     ]
     return html_page.page(
-        "Context extensions",
-        "One checkpoint with its rotary positions scaled by each method; no weight is changed.",
+        translate("Context extensions"),
+        translate(
+            "One checkpoint with its rotary positions scaled by each method; no weight is changed."
+        ),
         facts,
         command,
         sections,
+    )
+
+
+def _depth(length: int, depth: float) -> str:
+    """Return the column head of a depth at a length."""
+    return translate("{length}, depth {depth}", length=length, depth=f"{depth:g}")
+
+
+def _retrieved(needle: Numbers) -> str:
+    """Return how often a passage was continued rightly, and how often without the copy."""
+    return translate(
+        "{right} right, {guessed} guessed",
+        right=f"{needle['right']:.0%}",
+        guessed=f"{needle['guessed']:.0%}",
     )

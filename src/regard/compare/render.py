@@ -272,8 +272,11 @@ def format_score(task: str, x: float) -> str:
     return f"{x:.3f}" if task == "text" else f"{100 * x:.1f} %"
 
 
-TITLES = {"kv_bytes": ("cache", "bytes"), "decode_seconds": ("time of a decoded token", "seconds")}
-"""Cost -> the title of its axis and its unit."""
+def _title_and_unit(cost: str) -> tuple[str, str]:
+    """Return the title of the axis of a cost, and its unit."""
+    if cost == "kv_bytes":
+        return translate("cache"), "bytes"
+    return translate("time of a decoded token"), "seconds"
 
 
 def render_page(comparison: ComparisonData) -> str:
@@ -331,15 +334,13 @@ def render_page(comparison: ComparisonData) -> str:
 def quality_charts(comparison: ComparisonData) -> Iterator[Scatter]:
     """Yield a scatter chart of each task against each cost at the longest context."""
     longest_context = max(comparison["timing"]["contexts"])
-    tokens = units.plural(longest_context, "token")
+    tokens = translate_count(longest_context, "token")
     for name in comparison["training"]["tasks"]:
-        text = name == "text"
-        y = Axis(
-            "bits per byte, lower is better" if text else "right answers",
-            "bits" if text else "share",
-        )
+        y = Axis(translate("right answers"), "share")
+        if name == "text":
+            y = Axis(translate("bits per byte, lower is better"), "bits")
         for cost in COSTS:
-            title, unit = TITLES[cost]
+            title, unit = _title_and_unit(cost)
             on_front = comparison["fronts"][f"{name} against {cost}"]
             marks = []
             for entry in comparison["mechanisms"]:
@@ -356,28 +357,33 @@ def quality_charts(comparison: ComparisonData) -> Iterator[Scatter]:
                 for other in comparison["mechanisms"]
                 if "steps" in other["quality"].get(name, {})
             }
+            caption = translate(
+                "{steps}, seeds {seeds}; quality on rows as long as in training, cost at {tokens}.",
+                steps=translate(" or ").join(translate_count(n, "step") for n in sorted(steps)),
+                seeds=", ".join(map(str, comparison["training"]["seeds"])),
+                tokens=tokens,
+            )
             yield Scatter(
                 marks,
-                Axis(f"{title} at {tokens}", unit),
+                Axis(translate("{cost} at {tokens}", cost=title, tokens=tokens), unit),
                 y,
-                f"{name} against {title}",
-                f"{' or '.join(units.plural(n, 'step') for n in sorted(steps))}, seeds "
-                f"{', '.join(map(str, comparison['training']['seeds']))}; quality on rows as long "
-                f"as in training, cost at {tokens}.",
+                translate("{lesson} against {cost}", lesson=name, cost=title),
+                caption,
             )
 
 
 def cost_charts(comparison: ComparisonData) -> list[Scatter]:
     """Return scatter charts of a token's time against cache and prompt, at the longest context."""
     longest_context = max(comparison["timing"]["contexts"])
-    tokens = units.plural(longest_context, "token")
-    token = Axis(f"time of a decoded token at {tokens}", "seconds")
-    cache = Axis(f"cache at {tokens}", "bytes")
-    prompt = Axis(f"time of a prompt of {tokens}", "seconds")
+    tokens = translate_count(longest_context, "token")
+    (cache_title, _), (token_title, _) = map(_title_and_unit, COSTS)
+    token = Axis(translate("{cost} at {tokens}", cost=token_title, tokens=tokens), "seconds")
+    cache = Axis(translate("{cost} at {tokens}", cost=cache_title, tokens=tokens), "bytes")
+    prompt = Axis(translate("time of a prompt of {tokens}", tokens=tokens), "seconds")
     charts = []
     wanted: tuple[tuple[str, Axis, TimeKind, TimeFigure], ...] = (
-        ("a token against the cache", cache, "decode", "kv_bytes"),
-        ("a token against a prompt", prompt, "prefill", "seconds"),
+        (translate("a token against the cache"), cache, "decode", "kv_bytes"),
+        (translate("a token against a prompt"), prompt, "prefill", "seconds"),
     )
     for title, axis, kind, name in wanted:
         points = []
@@ -390,8 +396,9 @@ def cost_charts(comparison: ComparisonData) -> list[Scatter]:
                 points.append((entry["name"], x, y, (low, high)))
         on_front = pareto([(x, y) for _, x, y, _ in points])
         marks = [ScatterPoint(n, x, y, s, i in on_front) for i, (n, x, y, s) in enumerate(points)]
-        caption = (
-            f"Medians of {_round_count(comparison)}; bars show the quartiles of the token's time."
+        caption = translate(
+            "Medians of {rounds}; bars show the quartiles of the token's time.",
+            rounds=_round_count(comparison),
         )
         charts.append(Scatter(marks, axis, token, title, caption))
     return charts
@@ -403,9 +410,9 @@ def context_plots(comparison: ComparisonData) -> list[Picture]:
     if len(contexts) < 2:
         return []
     wanted: tuple[tuple[str, str, TimeKind, TimeFigure], ...] = (
-        ("Time of a prompt", "seconds", "prefill", "seconds"),
-        ("Time of a decoded token", "seconds", "decode", "seconds"),
-        ("Cache", "bytes", "decode", "kv_bytes"),
+        (translate("Time of a prompt"), translate("seconds"), "prefill", "seconds"),
+        (translate("Time of a decoded token"), translate("seconds"), "decode", "seconds"),
+        (translate("Cache"), translate("bytes"), "decode", "kv_bytes"),
     )
     plots = []
     for title, unit, kind, name in wanted:
@@ -413,7 +420,7 @@ def context_plots(comparison: ComparisonData) -> list[Picture]:
         for entry in comparison["mechanisms"]:
             rows = [(c, entry[kind].get(str(c), {}).get(name)) for c in contexts]
             lines.append(Line(entry["name"], tuple((float(c), float(y)) for c, y in rows if y)))
-        plots.append(Picture(title, "tokens of context", unit, tuple(lines), "xy"))
+        plots.append(Picture(title, translate("tokens of context"), unit, tuple(lines), "xy"))
     return [picture for picture in plots if picture.drawable]
 
 
@@ -421,7 +428,7 @@ def notes(comparison: ComparisonData) -> list[str]:
     """Return the notes, the definition of peak memory, and the limits of small models."""
     lines = list(comparison["notes"])
     if any(entry["memory"] for entry in comparison["mechanisms"]):
-        lines.append(f"peak memory: {comparison['memory']}")
+        lines.append(translate("peak memory: {how}", how=comparison["memory"]))
     if comparison["training"]["tasks"]:
         lines.append(
             translate(

@@ -292,8 +292,14 @@ def accuracy_chart(models: Sequence[Accuracy], trained: int, title: str) -> Pict
             tuple((one.middle, one.share) for one in model.bins),
             tuple(one.interval for one in model.bins),
             tuple(
-                f"{model.name}, length {one.low} to {one.high}: {100 * one.share:.1f} % of "
-                f"{one.examples}"
+                translate(
+                    "{name}, length {low} to {high}: {share} % of {examples}",
+                    name=model.name,
+                    low=one.low,
+                    high=one.high,
+                    share=f"{100 * one.share:.1f}",
+                    examples=one.examples,
+                )
                 for one in model.bins
             ),
         )
@@ -394,7 +400,8 @@ class Scatter:
             )
             x, y = value_formatter(self.x.unit)(mark.x), value_formatter(self.y.unit)(mark.y)
             hints[f"mark {i}"] = [
-                f"{mark.name}: {x}, {y}" + (", on the Pareto front" if mark.on_pareto_front else "")
+                f"{mark.name}: {x}, {y}"
+                + (translate(", on the Pareto front") if mark.on_pareto_front else "")
             ]
         self._name(axes)
         return Drawing(figure, hints)

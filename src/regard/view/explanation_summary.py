@@ -15,6 +15,7 @@ from regard.view.terminal import (
     Data,
     Lines,
     Sentences,
+    is_of_recording,
     norm,
     number,
     style,
@@ -24,7 +25,6 @@ from regard.view.terminal import (
 
 KEYS = 5
 """Number of keys that are listed; the weights of the others are summed."""
-WALKTHROUGH = "docs/walkthrough.md"
 SECTIONS = {
     "inputs": ("5",),
     "score": ("2", "6"),
@@ -124,14 +124,19 @@ def _head(data: Data, say: Sentences, width: int) -> Lines:
         if data["row_pieces"] == data["pieces"]
         else terminal.cell(piece, 16).rstrip()
     )
-    yield say.styled(
-        "head.place",
-        layer=Text(say("head.place_layer", n=str(data["layer"])), "bold"),
-        head=Text(say("head.place_head", n=str(data["head"])), "bold"),
-        model=terminal.cell(data["model"], 20).rstrip(),
-        layers=say.count("layer", n["layers"]),
-        heads=say.count("head", n["H"]),
-    )
+    named: dict[str, str | Text] = {
+        "head": Text(say("head.place_head", n=str(data["head"])), "bold"),
+        "model": terminal.cell(data["model"], 20).rstrip(),
+        "heads": say.count("head", n["H"]),
+    }
+    if is_of_recording(data):
+        place = Text(terminal.cell(data["place"], width - 2).rstrip(), "bold")
+        places = say.count("place", n["layers"])
+        yield say.styled("head.recorded", place=place, places=places, **named)
+    else:
+        layer = Text(say("head.place_layer", n=str(data["layer"])), "bold")
+        layers = say.count("layer", n["layers"])
+        yield say.styled("head.place", layer=layer, layers=layers, **named)
     yield Text(INDENT) + say.styled(
         "head.reads",
         query=Text(f"▶ {query}", style("q", bold=True)),
@@ -310,4 +315,4 @@ def _next(data: Data, say: Sentences) -> Lines:
     checked = say("next.checked", numbers=numbers, difference=f"{data['check']:.1e}")
     yield Text(checked, "dim")
     yield Text.assemble((say("next.go_on"), "bold"), say("next.options"))
-    yield Text(INDENT + say("next.choose", page=WALKTHROUGH))
+    yield Text(INDENT + say("next.choose"))

@@ -21,6 +21,7 @@ from regard.view.terminal import (
     equation,
     heading,
     indented,
+    is_of_recording,
     large_pattern,
     legend,
     norm,
@@ -598,7 +599,12 @@ def show_heads(
 def _title(data: Data) -> Lines:
     """Generate the first lines of the page: model, head, query, key and notes."""
     n, i, j = data["sizes"], data["query"], data["key"]
+    layer = Text(f"{data['layer']}", "bold")
     layers = translate_count(n["layers"], "layer")
+    where = translate_styled("layer {layer}", layer=layer)
+    if is_of_recording(data):
+        layers = translate_count(n["layers"], "recorded place")
+        where = Text(terminal.cell(data["place"], 28).rstrip(), "bold")
     yield Text.assemble(
         ("regard explain", "bold"),
         f"  {terminal.cell(data['model'], 24).rstrip()}: {layers}, "
@@ -606,9 +612,9 @@ def _title(data: Data) -> Lines:
     )
     query = terminal.cell(data["query_piece"], 12).rstrip()
     yield translate_styled(
-        "layer {layer}, head {head} (reads key/value head {group}), query token {i} {query}, "
+        "{where}, head {head} (reads key/value head {group}), query token {i} {query}, "
         "position {position}",
-        layer=Text(f"{data['layer']}", "bold"),
+        where=where,
         head=Text(f"{data['head']}", "bold"),
         group=Text(f"{data['group']}"),
         i=Text(f"{i}", "bold"),

@@ -17,6 +17,7 @@ from rich.cells import cell_len
 
 from regard import units
 from regard.language import translate, translate_count
+from regard.text_table import wrap
 from regard.untrusted_text import escape_controls
 from regard.view import palette, plotting, terminal
 from regard.view.plotting import Drawing
@@ -34,7 +35,9 @@ class AlignmentMap:
     weights: Float[np.ndarray, "T S"]
     predicted: Sequence[str]
     source: Sequence[str]
-    title: str = "alignment: rows are the answer, columns are the source"
+    title: str = field(
+        default_factory=lambda: translate("alignment: rows are the answer, columns are the source")
+    )
 
     def draw(self) -> Drawing:
         """Return the figure, in which the darkness of a cell is linear in its weight."""
@@ -161,8 +164,8 @@ class HeadWeights:
                 fontsize=12,
                 color=palette.LIGHT["card" if scale(cells[i, j]) > 0.4 else "ink"],
             )
-        rows_named = names[0] or [f"query {i}" for i in range(rows)]
-        columns_named = names[1] or [f"key {j}" for j in range(columns)]
+        rows_named = names[0] or [f"{translate('query')} {i}" for i in range(rows)]
+        columns_named = names[1] or [f"{translate('key')} {j}" for j in range(columns)]
         hints = [
             f"{rows_named[i]}, {columns_named[j]}: {terminal.weight(float(cells[i, j]))}"
             for i, j in np.ndindex(rows, columns)
@@ -230,7 +233,7 @@ class EffectMap:
 
     def _described(self, i: int, j: int) -> str:
         value = self.values[i, j]
-        number = "nothing" if math.isnan(value) else f"{value:.4g}"
+        number = translate("nothing") if math.isnan(value) else f"{value:.4g}"
         return f"{self.cells[i][j]} {number}" if self.cells else number
 
     def _draw_cells(self, axes: Axes, largest: float) -> None:
@@ -267,28 +270,51 @@ MAX_NAMED_TOKENS = 40
 
 def recipe(data: Mapping[str, Any]) -> str:
     """Describe what the figure shows and how weights were pooled, so that it can be reproduced."""
-    n, T, S = data["pool"], data["sizes"]["T"], data["sizes"]["S"]
-    reduction = "every weight" if n == 1 else f"each cell the largest weight of {n} x {n}"
+    n, S = data["pool"], data["sizes"]["S"]
+    reduction = translate("every weight")
+    if n > 1:
+        reduction = translate("each cell the largest weight of {n} x {n}", n=n)
     return escape_controls(
-        f"{data['model']}, {data['place']}, head {data['head']}, query {data['query']} "
-        f"{data['query_piece']}, key {data['key']} {data['pieces'][data['key']]}; rows are queries "
-        f"({T}), columns are keys ({S}); {reduction}; colour logarithmic from "
-        f"{plotting.power_of_two(plotting.lowest_weight(S))} to 1, hatched where masked; "
-        f"scale {data['scale']:.6g}; kernel {data['kernel']}, {data['dtype']}; check "
-        f"{data['check']:.1e}"
+        translate(
+            "{model}, {place}, head {head}, query {query} {query_piece}, key {key} {key_piece}; "
+            "rows are queries ({T}), columns are keys ({S}); {reduction}; colour logarithmic from "
+            "{lowest} to 1, hatched where masked; scale {scale}; kernel {kernel}, {dtype}; check "
+            "{check}",
+            model=data["model"],
+            place=data["place"],
+            head=data["head"],
+            query=data["query"],
+            query_piece=data["query_piece"],
+            key=data["key"],
+            key_piece=data["pieces"][data["key"]],
+            T=data["sizes"]["T"],
+            S=S,
+            reduction=reduction,
+            lowest=plotting.power_of_two(plotting.lowest_weight(S)),
+            scale=f"{data['scale']:.6g}",
+            kernel=data["kernel"],
+            dtype=data["dtype"],
+            check=f"{data['check']:.1e}",
+        )
     )
 
 
 def draw_explanation(data: Mapping[str, object], path: Path) -> int:
     """Draw an explanation to a .svg, .png or .pdf file."""
     plotting.check_format(path)
-    title = f"{data['place']}, head {data['head']}, query {data['query']} {data['query_piece']}"
+    title = translate(
+        "{place}, head {head}, query {query} {piece}",
+        place=data["place"],
+        head=data["head"],
+        query=data["query"],
+        piece=data["query_piece"],
+    )
     return plotting.write(explanation_drawing(data), path, title)
 
 
 def explanation_drawing(data: Mapping[str, Any]) -> Drawing:
     """Return the figure of an explanation, with tooltips for its cells and bars."""
-    words = textwrap.wrap(recipe(data), 130)
+    words = wrap(recipe(data), 130).splitlines()
     names = [_label(piece) for piece in data["pieces"]]
     named = 74 if len(names) <= MAX_NAMED_TOKENS else 26
     whole = bool(data["patterns"])
@@ -311,8 +337,10 @@ def _draw_pattern(
     rows, columns = cells.shape
     high = 72 * figure.get_size_inches()[1]
     n, where = data["pool"], cell(data["place"], 60).rstrip()
-    plotting.write_at(figure, 16, 26, f"{where}, head {data['head']}", role="ink", size=15)
-    plotting.write_at(figure, 16, 50, "query" if n == 1 else f"query / {n}")
+    title = translate("{place}, head {head}", place=where, head=data["head"])
+    query, key = (x if n == 1 else f"{x} / {n}" for x in (translate("query"), translate("key")))
+    plotting.write_at(figure, 16, 26, title, role="ink", size=15)
+    plotting.write_at(figure, 16, 50, query)
     axes = plotting.new_axes(figure, 130, 80, 64, high - 64 - PATTERN_HEIGHT)
     axes.grid(visible=False)
     axes.set_facecolor(palette.LIGHT["hint"])
@@ -325,7 +353,7 @@ def _draw_pattern(
         gid="pattern",
     )
     axes.invert_yaxis()
-    axes.set_xlabel("key" if n == 1 else f"key / {n}", fontsize=13, color=palette.LIGHT["soft"])
+    axes.set_xlabel(key, fontsize=13, color=palette.LIGHT["soft"])
     queries = [_label(piece) for piece in data["row_pieces"]]
     if n == 1 and rows <= MAX_NAMED_TOKENS:
         axes.set_yticks(np.arange(rows) + 0.5, queries[:rows], fontsize=10)
@@ -335,7 +363,7 @@ def _draw_pattern(
     places = [(i, j, float(cells[i, j])) for i, j in np.ndindex(rows, columns)]
     return {
         "pattern": [
-            f"query {i * n}, key {j * n}: {'masked' if math.isnan(p) else weight(p)}"
+            translate("query {i}, key {j}: {weight}", i=i * n, j=j * n, weight=_weight_or_masked(p))
             for i, j, p in places
         ]
     }
@@ -362,7 +390,7 @@ def _draw_scale(figure: Figure, high: float, lowest: float) -> None:
             word,
             size=12,
         )
-    plotting.write_at(figure, EXPLANATION_WIDTH - 76, 56, "weight", size=12)
+    plotting.write_at(figure, EXPLANATION_WIDTH - 76, 56, translate("weight"), size=12)
 
 
 def _draw_row(
@@ -371,20 +399,27 @@ def _draw_row(
     """Draw the weights of the query; the bar of its key is highlighted."""
     weights = [math.nan if p is None else float(p) for p in data["weights"]]
     high = 72 * figure.get_size_inches()[1]
-    title = f"query {data['query']} {_label(data['query_piece'])}"
+    title = f"{translate('query')} {data['query']} {_label(data['query_piece'])}"
     plotting.write_at(figure, 16, top - 34, title, role="ink", size=14)
-    plotting.write_at(figure, 16, top - 14, "weight" if data["kind"] != "linear" else "a_ij")
+    quantity = translate("weight") if data["kind"] != "linear" else "a_ij"
+    plotting.write_at(figure, 16, top - 14, quantity)
     axes: Axes = plotting.new_axes(figure, 130, 80, top, high - top - ROW_HEIGHT)
     bars = axes.bar(np.arange(len(weights)) + 0.5, weights, width=0.7, color=palette.LIGHT["s"])
     hints = {}
     for j, (bar, p) in enumerate(zip(bars, weights, strict=True)):
         bar.set_gid(f"key {j}")
-        hints[f"key {j}"] = ["masked" if math.isnan(p) else f"key {j} {names[j]}: {weight(p)}"]
+        named = f"{translate('key')} {j} {names[j]}: {weight(p)}"
+        hints[f"key {j}"] = [translate("masked") if math.isnan(p) else named]
     bars[data["key"]].set_facecolor(palette.LIGHT["k"])
     axes.set_xlim(0, len(weights))
     if len(weights) <= MAX_NAMED_TOKENS:
         axes.set_xticks(np.arange(len(weights)) + 0.5, names, fontsize=10, rotation=90)
     return hints
+
+
+def _weight_or_masked(p: float) -> str:
+    """Return the number of a weight, or the word for a masked pair, which is NaN."""
+    return translate("masked") if math.isnan(p) else weight(p)
 
 
 def _label(piece: str) -> str:

@@ -17,7 +17,7 @@ from importlib import resources
 from pathlib import Path
 
 from regard.files.atomic_write import write_user_file
-from regard.language import language
+from regard.language import language, translate
 from regard.untrusted_text import escape_controls
 from regard.view import charts, palette, plotting
 from regard.view.charts import Chart
@@ -59,8 +59,8 @@ class CaptionedChart:
     def html(self) -> str:
         """Return the figure as HTML; its verdict precedes the caption, in words and in colour."""
         verdict = {
-            True: "<span class='good'>right</span>; ",
-            False: "<span class='bad'>wrong</span>; ",
+            True: f"<span class='good'>{safe(translate('right'))}</span>; ",
+            False: f"<span class='bad'>{safe(translate('wrong'))}</span>; ",
             None: "",
         }[self.good]
         words = f"<figcaption>{verdict}{safe(self.caption)}</figcaption>" if self.caption else ""

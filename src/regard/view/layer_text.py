@@ -18,12 +18,19 @@ MAX_TOKENS = 16
 """The largest number of tokens for which a page shows the matrices of every head."""
 MAX_NUMBERS = 2048
 """Of tensors with more numbers, only the corners are printed."""
+MAX_SCREEN_NUMBERS = 36
+"""Of matrices with more numbers, a screen shows the corners only."""
 TITLES = {
     "scores": "Scores of every head, scaled, before the mask",
     "masked": "Scores after the mask",
     "weights": "Weights after softmax, in evaluation mode: every row sums to 1",
     "out": "Output of attention: heads joined and projected, no residual added",
     "block": "Output of the block: LayerNorm(x + out)",
+}
+HEAD_TITLES = {
+    "scores": "Scores of head {head} in the first sequence, scaled, before the mask",
+    "masked": "Its scores after the mask",
+    "weights": "Its weights after softmax: every row sums to 1",
 }
 
 
@@ -49,10 +56,34 @@ def table(layers: Sequence[Mapping[str, object]]) -> str:
     return table_of([heads, *rows(layers)], left=(0, 1), width=line_width(), names=2)
 
 
+def screen(layer: Mapping[str, Any], head: int) -> str:
+    """Return what one head computes for the first sequence: shapes, mask, scores, masked scores and
+    weights.
+    """
+    stages = {stage["name"]: stage for stage in layer["stages"]}
+    lines = _start(layer, stages, MAX_SCREEN_NUMBERS)
+    for name, title in HEAD_TITLES.items():
+        values = _array(stages[name]["values"])[0, head]
+        heading = _with_shape(translate(title, head=head), values.shape)
+        lines += ["", heading, _matrix(values, MAX_SCREEN_NUMBERS)]
+    return _wrapped(lines)
+
+
 def text(layer: Mapping[str, Any]) -> str:
     """Return one layer in full: shapes, mask, scores, masked scores, weights and outputs."""
     stages = {stage["name"]: stage for stage in layer["stages"]}
-    lines = [
+    lines = _start(layer, stages, MAX_NUMBERS)
+    for name, title in TITLES.items():
+        heading = _with_shape(translate(title), _shape(stages[name]))
+        lines += ["", heading, _matrix(_array(stages[name]["values"]), MAX_NUMBERS)]
+    return _wrapped(lines)
+
+
+def _start(
+    layer: Mapping[str, Any], stages: Mapping[str, Mapping[str, Any]], most: int
+) -> list[str]:
+    """Return the shapes and the mask of a layer."""
+    return [
         translate(
             "Input x: {x}; q {q}, k {k}, v {v}",
             x=tuple(layer["input"]),
@@ -66,26 +97,32 @@ def text(layer: Mapping[str, Any]) -> str:
             "Mask ({mask}; 1 = may attend: the query of the row sees the key of the column)",
             mask=layer["mask"],
         ),
-        _matrix(np.array(layer["allowed"])),
+        _matrix(np.array(layer["allowed"]), most),
     ]
-    for name, title in TITLES.items():
-        heading = f"{translate(title)}, {_shape(stages[name])}"
-        lines += ["", heading, _matrix(_array(stages[name]["values"]))]
+
+
+def _wrapped(lines: Sequence[str]) -> str:
+    """Return lines within the terminal; a matrix keeps its own."""
     width = line_width()
     return "\n".join(line if "\n" in line else wrap(line, width, hang="  ") for line in lines)
 
 
 def sections(layers: Sequence[Mapping[str, Any]]) -> list[Section]:
     """Return the stages of all layers as one table, and the matrices of the first layer."""
-    result = [Section("Stages", heads=HEADS, rows=rows(layers))]
+    heads = [translate(head) for head in HEADS]
+    result = [Section(translate("Stages"), heads=heads, rows=rows(layers))]
     layer = layers[0]
-    keys = [f"key {j}" for j in range(layer["input"][1])]
+    query, key = translate("query"), translate("key")
+    keys = [f"{key} {j}" for j in range(layer["input"][1])]
     if len(keys) > MAX_TOKENS:
         return result
-    allowed = [[f"query {i}", *map(str, row)] for i, row in enumerate(layer["allowed"])]
+    allowed = [[f"{query} {i}", *map(str, row)] for i, row in enumerate(layer["allowed"])]
     result.append(
         Section(
-            f"Mask: {layer['mask']}", texts={"1": "may attend"}, heads=("", *keys), rows=allowed
+            translate("Mask: {mask}", mask=layer["mask"]),
+            texts={"1": translate("may attend")},
+            heads=("", *keys),
+            rows=allowed,
         )
     )
     stages = {stage["name"]: stage for stage in layer["stages"]}
@@ -98,12 +135,16 @@ def sections(layers: Sequence[Mapping[str, Any]]) -> list[Section]:
         ]
         result.append(
             Section(
-                f"{TITLES[name]}: {layer['name']}",
-                heads=("sequence", "head", "query", *keys),
+                translate("{title}: {name}", title=translate(TITLES[name]), name=layer["name"]),
+                heads=(translate("sequence"), translate("attention head"), query, *keys),
                 rows=cells,
             )
         )
     return result
+
+
+def _with_shape(title: str, shape: object) -> str:
+    return translate("{title}, {shape}", title=title, shape=shape)
 
 
 def _shape(stage: Mapping[str, Any]) -> str:
@@ -116,11 +157,12 @@ def _array(values: object) -> NDArray[np.float64]:
     return np.where(nested == None, -np.inf, nested).astype(float)  # noqa: E711
 
 
-def _matrix(x: NDArray[np.float64]) -> str:
+def _matrix(x: NDArray[np.float64], most: int) -> str:
+    """Return a tensor as numpy prints it; only its corners, if it has more than `most` numbers."""
     return np.array2string(
         x,
         precision=4,
         suppress_small=True,
-        threshold=MAX_NUMBERS,
+        threshold=most,
         max_line_width=min(120, line_width()),
     )

@@ -362,7 +362,7 @@ def _drop_ids(root: ET.Element) -> None:
 
 
 UNITS = {
-    "share": r"^share|比例",
+    "share": r"^share|比例|占比",
     "seconds": r"\bseconds\b|(?<![毫微每])秒",
     "bytes": r"\bbytes\b|字节",
     "FLOPs": r"\bFLOPs\b",

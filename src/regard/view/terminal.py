@@ -114,6 +114,14 @@ def subscripts(equation: str) -> str:
 Data: TypeAlias = Mapping[str, Any]
 Lines: TypeAlias = Iterator[Text]
 
+
+def is_of_recording(data: Data) -> bool:
+    """Return whether an explanation is of a recorded place, whose projections are not known; any
+    module can have such places, and they need not be layers.
+    """
+    return not data["out"]
+
+
 WIDTH = 80
 INDENT = "  "
 STRIP_WIDTH = 64  # width in characters of the bars of a vector

@@ -573,7 +573,7 @@ STEPS: dict[str, Any] = {"method": "integrated_gradients", "steps": 0}
         (lambda m: ablate(m, CLEAN, method="zeros"), "did you mean 'zero'"),
         (lambda m: ablate(m, CLEAN, layers=[7]), "there is no layer 7; the layers are layers.0"),
         (lambda m: ablate(m, CLEAN, heads=[9]), "head 9 does not exist; the heads are 0 to 3"),
-        (lambda m: ablate(m, CLEAN, "of the forest"), "it must be one"),
+        (lambda m: ablate(m, CLEAN, "of the forest"), "inspect attribute --whole`, takes a"),
         (lambda m: ablate(nn.Linear(2, 2), torch.zeros(1, 2), lambda y: y.sum()), "no tap 'z'"),
         (lambda m: ablate(nn.Linear(2, 2), torch.zeros(1, 2), "x"), "has no tokenizer"),
         (lambda m: patch(m, CLEAN, CORRUPT[:, 1:]), "the same number of tokens"),

@@ -11,9 +11,11 @@ import torch
 from torch import Tensor
 
 import regard
+from regard.cli import _as_note
 from regard.cli.app import run
 from regard.errors import ArgumentError, FileError
 from regard.files.gguf_files import read_gguf_header
+from regard.language import use_language
 from regard.models.checkpoint.family import bind_names
 from regard.models.checkpoint.gguf_blocks import RECORD_FORMS
 from regard.models.families import family
@@ -152,8 +154,12 @@ def test_keys_that_a_file_may_lack(tmp_path: Path) -> None:
 def test_dtype_and_weights(tmp_path: Path) -> None:
     path, network, _ = write(tmp_path, "llama", "Q6_K")
     wanted = network(IDS)
-    with pytest.warns(UserWarning, match=r"9 matrices in Q6_K \(354 KiB\).*\(864 KiB\) here"):
+    with pytest.warns(
+        UserWarning, match=r"9 matrices in Q6_K \(354 KiB\).*\(864 KiB\) here"
+    ) as warned:
         half = regard.load(path, dtype=torch.bfloat16)
+    with use_language("zh"):
+        assert "Q6_K 格式的 9 个矩阵（354 KiB）在这里成为" in _as_note(warned[0].message)
     assert half.decoder.head.weight.dtype == torch.bfloat16
     int8 = regard.load(path, weights="int8")
     assert {r.form for _, r in stored_modules(int8.decoder)} == {"int8"}

@@ -282,6 +282,8 @@ def test_compare_two_heads(tab: Tab, folder: Path, recording: Recording) -> None
     for n, value in enumerate(found["values"]):
         i, j = divmod(n, T)
         assert value == -2 if j > i else abs(value - (a[i, j] - b[i, j]).item()) < BAR
+    tab.wait("document.getElementById('compare-strip').textContent !== ''")
+    assert "the divergence of each row" in tab.text_of("compare-strip")
     tab.choose("compare-how", "ratio")
     ratio = drawn(tab, "R.plots.compare[2]")["values"]
     for i in range(1, T, 9):

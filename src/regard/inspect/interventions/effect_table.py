@@ -71,7 +71,8 @@ def token_id(run: ModelRun, answer: Answer) -> int:
         raise ArgumentError(
             f"the answer {answer!r} is {plural(len(ids), 'token')} "
             f"({', '.join(map(repr, pieces))}); it must be one: give the first of "
-            "them, mind a leading space, or write a metric function",
+            "them, mind a leading space, or write a metric function; attribute_answer, which is "
+            "`regard inspect attribute --whole`, takes a whole answer",
             argument="answer",
             value=answer,
         )
@@ -325,7 +326,7 @@ class EffectTable:
             list(self.columns),
             translate(self.title),
             across,
-            self.quantity,
+            translate(self.quantity),
             self.cells,
         )
 

@@ -39,6 +39,7 @@ from regard.files.reading import checked_path
 from regard.files.safetensors_files import DEFAULT_BUFFERING, ReadBuffering, StoredTensor
 from regard.freed_memory import give_back_freed_memory
 from regard.huge_pages import empty_like
+from regard.language import Phrase
 from regard.models.checkpoint.family import (
     Family,
     NameEntry,
@@ -236,13 +237,18 @@ class GgufModel:
         if form is None and grown:
             kinds = ", ".join(sorted({x.format.name for x in grown}))
             memory = sum(math.prod(x.shape) for x in grown) * dtype.itemsize
-            warnings.warn(
-                f"{self.header.file}: {len(grown)} matrices in {kinds} "
-                f"({size(sum(x.bytes for x in grown))}) are numbers in {dtype} "
-                f"({size(memory)}) here, because no product reads these formats; "
-                "weights='int8' takes less memory, and rounds them once more",
-                stacklevel=4,
+            warning = Phrase(
+                "{file}: {matrices} matrices in {kinds} ({stored}) are numbers in {dtype} "
+                "({memory}) here, because no product reads these formats; weights='int8' takes "
+                "less memory, and rounds them once more",
+                file=self.header.file,
+                matrices=len(grown),
+                kinds=kinds,
+                stored=size(sum(x.bytes for x in grown)),
+                dtype=dtype,
+                memory=size(memory),
             )
+            warnings.warn(warning, stacklevel=4)
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Return the shape of a stored tensor of the family."""

@@ -17,6 +17,7 @@
     rest,
     how = "difference",
     strip,
+    stripLabel,
     most,
     badge,
     notes,
@@ -159,7 +160,8 @@
         ),
       ),
     );
-    strip.setAttribute("aria-label", t("compare.strip", { mean: R.num(mean, 3) }));
+    stripLabel.textContent = t("compare.strip", { mean: R.num(mean, 3) });
+    strip.setAttribute("aria-label", stripLabel.textContent);
     R.divergences = { from, found };
   };
   let later = null;
@@ -204,6 +206,7 @@
       badge = el("span", { class: "badge", id: "compare-badge", role: "status" });
       notes = el("p", { class: "soft", id: "compare-note" });
       strip = el("canvas", { class: "strip", role: "img" });
+      stripLabel = el("p", { class: "soft", id: "compare-strip" });
       most = el("div", { class: "card aside" });
       legends = [el("div"), el("div"), el("div")];
       headings = [el("h3", {}), el("h3", {}), el("h3", {})];
@@ -292,6 +295,7 @@
                 ? el("div", { class: "withstrip" }, el("div", { class: "plotbox" }, plot.canvas), strip)
                 : el("div", { class: "plotbox" }, plot.canvas),
               legends[n],
+              n === 2 ? stripLabel : null,
             ),
           ),
           most,
