@@ -188,6 +188,12 @@ def test_empty_tensors_lie_anywhere_between_others(tmp_path: Path) -> None:
     assert [x.name for x in read_header(path).tensors] == ["a", "z", "y", "b"]
 
 
+def test_null_is_no_metadata_as_in_the_library(tmp_path: Path) -> None:
+    path = tmp_path / "a"
+    path.write_bytes(file_of({"__metadata__": None, "a": A}))
+    assert read_header(path).metadata == {}
+
+
 WHOLE = file_of({"a": A})
 LENGTH = "(the length of its header alone needs 8 bytes): it has "
 PARTIAL = "is it a partial download?"
@@ -197,6 +203,10 @@ FILES = {
     "empty": (b"", f"{LENGTH}0 bytes; {PARTIAL}"),
     "7 bytes": (bytes(7), f"{LENGTH}7 bytes; {PARTIAL}"),
     "zeros": (bytes(100), TOO_LONG.format(0)),
+    "a header with holes": (
+        file_of("{}" + "\0" * 8),
+        "(its header is not JSON: it has a zero byte): ",
+    ),
     "a header beyond the cap": (
         struct.pack("<Q", 100_000_001) + b"{}",
         TOO_LONG.format(100_000_001),

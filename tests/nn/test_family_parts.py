@@ -17,8 +17,9 @@ from regard.errors import ArgumentError
 from regard.nn import FusedQKV, SwiGLU
 from regard.nn.blocks.blocks import NormedResidual, PreNorm
 from regard.nn.blocks.embedding import CappedLogits
-from regard.nn.blocks.feed_forward import GatedFeedForward
+from regard.nn.blocks.feed_forward import ClippedSwiGLU, GatedFeedForward
 from regard.nn.projections.fused import ClippedQKV
+from regard.nn.projections.steps import Clip, L2Clip
 from regard.positions import Rotary
 from tests.nn.catalogue import random
 from tests.rules import assert_close_rule
@@ -162,6 +163,23 @@ def test_clipped(order: Any) -> None:
     )
     assert float(found[0].abs().max()) > limit
     assert "limit=0.8" in repr(project)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_a_limit_that_the_dtype_cannot_hold_clips_nothing(dtype: torch.dtype) -> None:
+    """torch's clamp raises for such a number, as a config.json may have."""
+    x = randn(3, M).to(dtype)
+    project, gated = (
+        random(part).to(dtype)
+        for part in (ClippedQKV(M, 2, 2, 4, limit=1e4), ClippedSwiGLU(M, 8, limit=1e4))
+    )
+    found = project.query(x[None], None), gated(x)
+    project.limit = gated.limit = 1e308
+    for clipped, free in zip(found, (project.query(x[None], None), gated(x)), strict=True):
+        assert torch.equal(clipped, free)
+    for part in (Clip(1e308), L2Clip(1e308)):
+        assert torch.equal(part(x), x)
 
 
 def test_a_limit_must_be_above_zero() -> None:

@@ -208,6 +208,8 @@ def parse_json(raw: bytes, kind: type[object] = dict, *, infinity: bool = False)
     """Parse a JSON object or list strictly: UTF-8, no repeated keys, no NaN, bounded numbers and
     nesting, and parts counted first, as Python needs up to 25 bytes per bracket.
     """
+    if b"\0" in raw:  # as in a file with holes, of which no copy is made
+        raise ArgumentError("is not JSON: it has a zero byte")
     marks = sum(raw.count(mark) for mark in (b"{", b"[", b","))
     if marks > _MAX_PARTS:
         raise ArgumentError(f"has {marks} brackets and commas; at most {_MAX_PARTS} are read")

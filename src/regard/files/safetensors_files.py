@@ -115,7 +115,7 @@ def read_header(path: Path, limit: int = TENSOR_LIMIT) -> Header:
     data = mark.size - 8 - length
     try:
         table = reading.parse_json(raw)
-        metadata = table.pop("__metadata__", {})
+        metadata = table.pop("__metadata__", None) or {}  # the library takes null for none
         if len(table) > limit:
             raise ArgumentError(f"names {plural(len(table), 'tensor')}; at most {limit} are read")
         _check_with_library(path, table, data, mark.size)

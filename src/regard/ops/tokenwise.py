@@ -4,6 +4,8 @@ RMS norm, and silu(gate) * up.
 
 from __future__ import annotations
 
+import math
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -320,6 +322,17 @@ def _check_sizes(x: Tensor, weight: Tensor) -> None:
             "weight must have one number for each feature of x: build the norm for this size"
         )
     raise ArgumentError(f"x is on {x.device} and weight on {weight.device}; move one with .to()")
+
+
+def clip(x: Tensor, low: float, high: float) -> Tensor:
+    """Clip numbers to [low, high]; a bound that the dtype of x cannot hold is infinite.
+
+    >>> clip(torch.tensor([-70000.0, 1.0]).half(), -2.0, 1e5)
+    tensor([-2.,  1.], dtype=torch.float16)
+    """
+    largest = torch.finfo(x.dtype).max
+    low, high = (y if abs(y) <= largest else math.copysign(math.inf, y) for y in (low, high))
+    return x.clamp(low, high)
 
 
 def silu_product(gate: Tensor, up: Tensor) -> Tensor:

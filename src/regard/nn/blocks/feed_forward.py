@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from statistics import NormalDist
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 from regard.argument_checks import check_number
 from regard.nn.module_calls import is_plain, is_proxy
 from regard.nn.weights import Linear
-from regard.ops.tokenwise import silu_product
+from regard.ops.tokenwise import clip, silu_product
 
 
 class FeedForward(nn.Module):
@@ -187,10 +188,10 @@ class ClippedSwiGLU(nn.Module):
     def forward(self, x: Float[Tensor, "*L M"]) -> Float[Tensor, "*L M"]:
         """Map hidden states [..., M] to [..., M]."""
         gate = self.gate(x)
-        gate = gate if self.after else gate.clamp(max=self.limit)
-        up = self.up(x).clamp(-self.limit, self.limit)
+        gate = gate if self.after else clip(gate, -math.inf, self.limit)
+        up = clip(self.up(x), -self.limit, self.limit)
         active = gate * torch.sigmoid(self.alpha * gate)
-        active = active.clamp(max=self.limit) if self.after else active
+        active = clip(active, -math.inf, self.limit) if self.after else active
         result: Float[Tensor, "*L M"] = self.down((up + self.offset) * active)
         return result
 

@@ -23,6 +23,7 @@ from regard.nn.explainable import (
 from regard.nn.projections.heads import HeadProjection, Projection, ProjectionShape, run_on_heads
 from regard.nn.weights import Linear, linear
 from regard.ops.stored_linear import stored_linear
+from regard.ops.tokenwise import clip
 from regard.process_state import ConstantTensor
 from regard.span import Positions
 from regard.units import plural
@@ -282,7 +283,7 @@ class ClippedQKV(FusedQKV):
         self.limit = limit
 
     def _heads(self, x: Tensor, part: int) -> Tensor:
-        return super()._heads(x, part).clamp(-self.limit, self.limit)
+        return clip(super()._heads(x, part), -self.limit, self.limit)
 
     def extra_repr(self) -> str:
         """Return the numbers of heads, the head dim, the order of the rows and the limit."""

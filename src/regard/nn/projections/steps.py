@@ -27,6 +27,7 @@ from regard.nn.projections.heads import (
     cache_unsafe_reason,
 )
 from regard.nn.weights import Linear
+from regard.ops.tokenwise import clip
 from regard.positions import Rotary, rotate
 from regard.span import Positions, as_tensor
 from regard.units import plural
@@ -187,6 +188,8 @@ class L2Clip(nn.Module):
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
         if self.weight is not None:
             wide = wide * self.weight.to(wide.dtype)[:, None]
+        if self.limit * self.limit > torch.finfo(wide.dtype).max:  # which no square of a length is
+            return wide.to(x.dtype)
         # the square of the length, at least that of the limit, has a gradient at 0
         square = wide.square().sum(-1, keepdim=True).clamp(min=self.limit**2)
         return (wide * (self.limit * square.rsqrt())).to(x.dtype)
@@ -259,7 +262,7 @@ class Clip(nn.Module):
 
     def forward(self, x: Float[Tensor, "*L D"], positions: object = None) -> Float[Tensor, "*L D"]:
         """Clip x [..., D]; positions are ignored."""
-        return x.clamp(-self.limit, self.limit)
+        return clip(x, -self.limit, self.limit)
 
     def extra_repr(self) -> str:
         """Return the limit of the absolute values."""

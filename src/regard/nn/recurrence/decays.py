@@ -51,6 +51,7 @@ from regard.ops.linear.linear_attention import (
 )
 from regard.ops.linear.log_linear import MAX_LEVELS, log_linear
 from regard.ops.linear.rwkv import rwkv4, rwkv6
+from regard.ops.tokenwise import clip
 from regard.process_state import ConstantTensor, is_compiling
 from regard.span import Positions, Span, slice_positions
 from regard.units import plural
@@ -473,8 +474,7 @@ class Mamba2Rule(RecurrenceRule):
     def step(self, x: Float[Tensor, "B T M"]) -> Float[Tensor, "B N T"]:
         """Return the step sizes s [B,N,T] of tokens x [B,T,M]."""
         step = F.softplus(wide(self.linear(x)) + wide(self.dt_bias)).transpose(1, 2)
-        smallest, largest = self.step_limits
-        return step if largest == math.inf and smallest == 0 else step.clamp(smallest, largest)
+        return step if self.step_limits == (0, math.inf) else clip(step, *self.step_limits)
 
     def run(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, call: RuleCall) -> RuleResult:
         """Return the results [B,max(H,N),T,E] and the state (S,) after the last token."""

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
+from regard import huge_pages
 from regard.ops.cpu import arguments, threads
 from regard.ops.cpu.arguments import struct_layout
 from regard.ops.cpu.library import DTYPES, entry
@@ -335,6 +336,6 @@ def _run(name: str, struct: str, args: PrefillArgs, **results: Any) -> None:
         memory=0,
     )
     threads.run_entry(function, record, 1)  # without memory it says how much it needs
-    memory = arguments.empty(record[layout.place("bytes")], dtype=torch.uint8)
+    memory = huge_pages.empty((record[layout.place("bytes")],), dtype=torch.uint8)
     record[layout.place("memory")] = arguments.address(memory, torch.uint8)
     threads.run_entry(function, record, workers)

@@ -54,16 +54,13 @@ struct Queries {
 
 // ---- the sums of all lanes of kLanes vectors, as one vector
 
-// Lane i of the fold of two vectors, whose segments of kWidth lanes belong to one sum each, is in this lane of them.
-template <int kWidth>
-constexpr int folded_lane(int i) {
-  int segment = i / (kWidth / 2);
-  return segment % 2 * kLanes + segment / 2 * kWidth + i % (kWidth / 2);
-}
+// The fold of two vectors, whose segments of kWidth lanes belong to one sum each: half a segment of p, half of q, and so on.
+// Each lane is added to its partner, kWidth / 2 lanes away, after one blend and one shuffle.
 template <int kWidth, int... I>
 inline vf fold(vf p, vf q, std::integer_sequence<int, I...>) {
-  return __builtin_shufflevector(p, q, folded_lane<kWidth>(I)...) +
-         __builtin_shufflevector(p, q, (folded_lane<kWidth>(I) + kWidth / 2)...);
+  constexpr int kHalf = kWidth / 2;
+  return __builtin_shufflevector(p, q, (I / kHalf % 2 ? kLanes + I : I)...) +
+         __builtin_shufflevector(p, q, (I / kHalf % 2 ? kLanes + I - kHalf : I + kHalf)...);
 }
 // The sums of v[kFirst], v[kFirst + kStep], v[kFirst + 2 kStep], ..., each in kStep neighbouring lanes.
 template <int kFirst = 0, int kStep = 1>
