@@ -1,5 +1,5 @@
-"""Each writer is killed six times, and meets each other fault twice; more with REGARD_FAULTS, as
-every night.
+"""Each writer is killed ten times, and meets each other fault three times; more with
+REGARD_FAULTS, as every night.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-CASES = int(os.environ.get("REGARD_FAULTS", "6"))
+CASES = int(os.environ.get("REGARD_FAULTS", "10"))
 
 
 @pytest.mark.full
