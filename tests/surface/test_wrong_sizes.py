@@ -39,7 +39,7 @@ from regard.ops.selection import (
     top_k_mask,
 )
 from regard.ops.selection.nsa import compression_positions, compression_windows
-from regard.ops.tokenwise import check_linear_map, gemv, rms_norm, silu_product
+from regard.ops.tokenwise import check_linear_map, clip, gemv, rms_norm, silu_product
 from tests.caches.kinds import KINDS
 from tests.surface.wrong_sizes import Call, Wrong, wrongs
 
@@ -355,6 +355,7 @@ EXEMPT: dict[Callable[..., Any], str] = {
     memory.elu_plus_one: "it takes any shape",
     top_k_mask: "it takes any shape",
     check_linear_map: "it is the check",
+    clip: "it takes one tensor of any shape",
     silu_product: "its operands are two results of one layer, and broadcast as in torch",
     positions.long_term_decay: "it takes one tensor, of any length",
     positions.next_text_positions: "it takes one tensor, of any sizes, and checks its rank",
