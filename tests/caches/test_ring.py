@@ -119,6 +119,14 @@ def test_crops_do_not_add_up_beyond_what_is_held() -> None:
         assert shown == {23, 24, 25, 26}
 
 
+def test_steps_of_rows_remember_what_they_overwrite() -> None:
+    cache = Ring(3)
+    for p in range(4):
+        feed(cache, torch.tensor([[p], [p]]))
+    with pytest.raises(regard.ArgumentError, match=r"crop to 2, .* crop to 3 or more, or to 0"):
+        cache.crop(2)
+
+
 def test_speculative_decoding() -> None:
     """Draft 4 tokens, keep 0 to 4 of them, for ten windows: as one pass over what was kept."""
     W, made = 5, torch.Generator().manual_seed(0)
