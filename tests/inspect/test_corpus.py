@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from regard.errors import ArgumentError
-from regard.inspect import measure, name_mover_scores, record
+from regard.inspect import CorpusMeasures, measure, name_mover_scores, record
 from tests.inspect.planted import (
     DUPLICATE_HEAD,
     END,
@@ -86,6 +86,7 @@ def test_the_planted_name_mover_is_found() -> None:
 
 def test_a_corpus_as_a_table(tmp_path: Path) -> None:
     found = measure(model(), CORPUS)
+    assert isinstance(found, CorpusMeasures)
     table = found.table("induction")
     assert table.values.shape == (3, 4)
     shown = found._repr_html_()

@@ -27,6 +27,7 @@ SHORT = ["sdpa", "tiled", "cpu", "flex", "gemm", "reference", "triton"]
 
 def test_names_every_kernel_in_the_order_asked() -> None:
     plan = regard.plan(*qkv())
+    assert isinstance(plan, regard.Plan)
     assert [choice.kernel for choice in plan.choices] == SHORT
     assert plan["sdpa"].kernel == "sdpa"
     with pytest.raises(KeyError):
