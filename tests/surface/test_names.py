@@ -9,6 +9,20 @@ import pytest
 import regard
 from regard.notation import GLOSSARY, LETTERS, WORDS
 
+PUBLIC = {
+    "EMPTY", "__version__", "accelerate", "attend", "attend_partial", "attention_weights",
+    "checks", "load", "merge", "plan", "register_kernel", "Partial", "Plan", "Span", "Trace",
+    "ArgumentError", "ArgumentTypeError", "FileError", "KernelRefusal", "ParallelError",
+    "RegardError", "biases", "caches", "inspect", "linear", "masks", "memory", "models", "nn",
+    "parallel", "positions", "scores", "tracing", "view",
+}  # fmt: skip
+"""What `regard` exports: a change here is one for every user, and goes into CHANGELOG.md."""
+
+
+def test_the_public_names() -> None:
+    assert set(regard.__all__) == PUBLIC <= {*dir(regard)}
+    assert all(getattr(regard, name) is not None for name in PUBLIC)
+
 
 def test_an_unknown_name_is_an_attribute_error() -> None:
     with pytest.raises(AttributeError, match="module 'regard' has no attribute 'atend'"):
