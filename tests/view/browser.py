@@ -276,7 +276,14 @@ class Tab:
         return int(self.js(f"document.querySelectorAll({json.dumps(selector)}).length"))
 
     def hover(self, place: str) -> None:
-        """Let the pointer rest at the [x, y] that an expression gives."""
+        """Let the pointer rest at the [x, y] that an expression gives, once it gives the same in
+        two frames: what has just been drawn may still move.
+        """
+        self.wait(f"""(async place => {{
+            const before = String(place());
+            await new Promise(requestAnimationFrame);
+            return String(place()) === before;
+        }})(() => ({place}))""")
         x, y = self.js(place)
         self.call("Input.dispatchMouseEvent", type="mouseMoved", x=x, y=y)
 
