@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import datetime as dt
+import faulthandler
 import io
 import json
 import os
@@ -91,7 +92,7 @@ class Fuzzer:
 
         self.targets = list(targets.whole(root / "whole", only))
         self.names = [name for name, _, _ in self.targets]
-        self.case = root / "case"
+        self.case, self.now = root / "case", root / "now"
         self.counts: Counter[str] = Counter()
         self.bad: dict[str, str] = {}
         self.slowest = 0.0
@@ -103,6 +104,8 @@ class Fuzzer:
 
         number, file_number, seeds = decode(data)
         name, target, source = self.targets[number % len(self.targets)]
+        recipe = "|".join([name, str(file_number), *(f"{x:x}" for x in seeds)])
+        self.now.write_text(recipe)  # if the process dies, this is why
         targets.copy(source, self.case)
         files = target.files or tuple(
             str(p.relative_to(source)) for p in sorted(source.rglob("*")) if p.is_file()
@@ -152,7 +155,6 @@ class Fuzzer:
         # one report for each place of the code
         place = f"{kind} {name.split()[0]} {said.rpartition(' at ')[2] if kind != 'slow' else ''}"
         if kind not in box.GOOD and place not in self.bad:
-            recipe = "|".join([name, str(file_number), *(f"{x:x}" for x in seeds)])
             self.bad[place] = f"{recipe}: {kind}: {said:.400}"
             print(f"FOUND {self.bad[place]!r}", file=sys.__stderr__, flush=True)
 
@@ -186,8 +188,10 @@ def child(root: Path, limit: str, only: str, seed: int) -> None:
         "-max_len=26",
         "-timeout=120",
         "-rss_limit_mb=0",
+        "-handle_segv=0",  # faulthandler says which line of Python
     ]
     options += ["-len_control=0", "-print_final_stats=1", f"-artifact_prefix={root}/"]
+    faulthandler.enable()
     atheris.Setup(["guided", *options, str(kept)], one, custom_mutator=mutate)
     atheris.Fuzz()
 
@@ -231,7 +235,8 @@ def _facts(root: Path, done: subprocess.CompletedProcess[str], *, keep: bool) ->
         sys.exit(done.stderr[-3000:])
     counts, bad, slowest, names = json.loads((root / "facts.json").read_text())
     if done.returncode:
-        bad.append(f"the process ended with {done.returncode}: {done.stderr[-1500:]}")
+        recipe = (root / "now").read_text()
+        bad.append(f"{recipe}: ended with {done.returncode}: {done.stderr[-1500:]}")
     cases = [path.read_bytes() for path in sorted((root / "corpus").iterdir())]
     covered = re.findall(r"cov: (\d+) ft: (\d+)", done.stderr)
     if keep:
