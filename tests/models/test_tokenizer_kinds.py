@@ -4,14 +4,18 @@ strings, and texts that continue others.
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import cache
+from pathlib import Path
 
 import pytest
 import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 
+from regard.errors import FileError
 from regard.models.tokenizer import Tokenizer
 
 TEXTS = [
@@ -89,6 +93,18 @@ KINDS: dict[str, Callable[[], Backend]] = {
     "WordPiece": word_piece,
 }
 every_kind = pytest.mark.parametrize("kind", KINDS)
+
+
+def test_a_piece_that_would_kill_the_process_is_refused(tmp_path: Path) -> None:
+    """The library frees the tree of a unigram model by recursion, and 70,000 levels by a crash."""
+    content = json.loads(unigram_with_bytes().to_str())
+    file = tmp_path / "tokenizer.json"
+    for length, refused in ((4096, False), (4097, True), (70_000, True)):
+        content["model"]["vocab"][-1] = ["é" * length, -1.0]
+        file.write_text(json.dumps(content))
+        expected = pytest.raises(FileError, match=f"has {length} characters; .* at most 4096")
+        with expected if refused else nullcontext():
+            Tokenizer.load(file)
 
 
 @cache

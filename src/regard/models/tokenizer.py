@@ -165,6 +165,8 @@ MAX_FILE_BYTES = 128 << 20
 """The largest size of a tokenizer.json in bytes; a file with 250,000 tokens has about 35 MB."""
 MAX_TOKEN_ID = 1 << 22
 """Token ids must be smaller; the largest vocabulary in use has a million."""
+MAX_PIECE_LENGTH = 4096
+"""The most characters of a token of a unigram model, whose tree the backend frees recursively."""
 END_OF_TEXT = "<|endoftext|>"
 """The only special token of a tokenizer trained here; it separates documents."""
 
@@ -544,6 +546,8 @@ def _check_ids(content: dict[str, object], file: Path) -> None:
     """Check that every id is small: the backend fills all gaps below the largest one."""
     model, added = content["model"], content.get("added_tokens")
     vocab = model.get("vocab") if isinstance(model, dict) else None
+    if isinstance(vocab, list):  # of a unigram model; its ids are places
+        _check_lengths(vocab, file)
     ids = list(vocab.values()) if isinstance(vocab, dict) else []
     if isinstance(added, list):
         ids += [token.get("id") for token in added if isinstance(token, dict)]
@@ -552,4 +556,15 @@ def _check_ids(content: dict[str, object], file: Path) -> None:
         raise FileError(
             f"{file}: a token has the id {short_repr(wrong)}; ids are from 0 to "
             f"{MAX_TOKEN_ID - 1}, without large gaps"
+        )
+
+
+def _check_lengths(vocab: list[object], file: Path) -> None:
+    """Check the tokens of a unigram model; the backend's recursion kills the process at 70,000."""
+    pieces = (x[0] for x in vocab if isinstance(x, list) and x and isinstance(x[0], str))
+    longest = max(pieces, key=len, default="")
+    if len(longest) > MAX_PIECE_LENGTH:
+        raise FileError(
+            f"{file}: the token {short_repr(longest)} has {len(longest)} characters; a unigram "
+            f"model's have at most {MAX_PIECE_LENGTH}"
         )

@@ -140,6 +140,8 @@ def test_unigram(tmp_path: Path) -> None:
     assert named.encode("key", template=True) == [0, 5, 2]
     with pytest.raises(FileError, match="no token of type 2"):
         read(tmp_path, {**keys, "token_type": [3, 3, 3, *[1] * 10]})
+    with pytest.raises(FileError, match="tokens has a token of 70000 characters; 4096 are the"):
+        read(tmp_path, {**keys, "tokens": [*words[:-1], "y" * 70_000]})
     with pytest.raises(FileError, match="tokens are refused"):
         read(tmp_path, {**keys, "precompiled_charsmap": [9, 9]})
 

@@ -18,7 +18,7 @@ from regard.did_you_mean import suggest
 from regard.errors import FileError
 from regard.files.gguf_files import GgufHeader, MetadataValue, invalid_gguf
 from regard.files.reading import checked_path_or_none
-from regard.models.tokenizer import MAX_TOKEN_ID, Tokenizer
+from regard.models.tokenizer import MAX_PIECE_LENGTH, MAX_TOKEN_ID, Tokenizer
 from regard.units import plural
 from regard.untrusted_text import error_text, short_repr
 
@@ -382,6 +382,10 @@ def _unigram(values: _Values, tokens: Sequence[str]) -> tokenizers.Tokenizer:
     types = values.numbers("token_type", len(tokens))
     if UNKNOWN not in types:
         raise values.invalid("token_type", f"has no token of type {UNKNOWN}, for unknown letters")
+    if (longest := max(map(len, tokens))) > MAX_PIECE_LENGTH:
+        raise values.invalid(
+            "tokens", f"has a token of {longest} characters; {MAX_PIECE_LENGTH} are the most"
+        )
     pieces = [(token, float(score)) for token, score in zip(tokens, scores, strict=True)]
     unknown, fallback = types.index(UNKNOWN), BYTE in types
     steps: list[Any] = []
