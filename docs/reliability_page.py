@@ -17,6 +17,8 @@ import os
 import re
 import signal
 import struct
+import subprocess
+import sys
 import tempfile
 import threading
 import time
@@ -136,6 +138,12 @@ def _duplicates_are_read() -> bool:
             return False
 
 
+def _long_pieces_kill() -> bool:
+    """In a process of its own, which it ends."""
+    code = "from tokenizers.models import Unigram; Unigram([('é' * 70000, 0.0)], 0)"
+    return subprocess.run([sys.executable, "-c", code], check=False).returncode < 0  # noqa: S603 (our own code)
+
+
 def _join_forgets_a_thread() -> bool:
     thread = threading.Thread(target=time.sleep, args=(1.5,))
     thread.start()
@@ -205,6 +213,12 @@ LEDGER = {
         ("a header that names a tensor twice is accepted", "接受两次命名同一张量的文件头"),
         ("refused with the name", "拒绝，并说出名字"),
     ),
+    "long-pieces-kill": Fault(
+        "tokenizers",
+        _long_pieces_kill,
+        ("a unigram model with a token of 70,000 characters kills the process when it is freed, by a recursion of that depth", "unigram 模型若有一个 70,000 个字符的词元，释放它时的递归会使进程崩溃"),
+        ("tokens of more than 4,096 characters are refused", "拒绝超过 4,096 个字符的词元"),
+    ),
     "join-forgets-a-thread": Fault(
         "Python",
         _join_forgets_a_thread,
@@ -225,7 +239,7 @@ def probe() -> None:
     import platform
 
     versions = {"Python": platform.python_version()}
-    versions |= {name: version(name) for name in ("torch", "safetensors")}
+    versions |= {name: version(name) for name in ("torch", "safetensors", "tokenizers")}
     found = {name: fault.probe() for name, fault in LEDGER.items()}
     facts = {"date": f"{dt.date.today()}", "versions": versions, "found": found}
     (FIGURES / "dependencies.json").write_text(json.dumps(facts, indent=1) + "\n", "utf-8")
