@@ -216,7 +216,7 @@ LEDGER = {
     "long-pieces-kill": Fault(
         "tokenizers",
         _long_pieces_kill,
-        ("a unigram model with a token of 70,000 characters kills the process when it is freed, by a recursion of that depth", "unigram 模型若有一个 70,000 个字符的词元，释放它时的递归会使进程崩溃"),
+        ("a unigram model with a token of 70,000 characters kills the process when it is freed, by a recursion of that depth", "unigram 模型若有一个 70,000 个字符的词元，释放它时函数层层调用自身，会使进程崩溃"),
         ("tokens of more than 4,096 characters are refused", "拒绝超过 4,096 个字符的词元"),
     ),
     "join-forgets-a-thread": Fault(
