@@ -517,6 +517,7 @@ def _read(kind: type[Tokenizer], file: Path) -> Tokenizer:
         if key not in content:
             raise FileError(f"{file}: no {key!r} at the top level; is this a tokenizer.json?")
     _check_ids(content, file)
+    _check_lengths(content, file)
     try:
         return kind(_call_backend(tokenizers.Tokenizer.from_str, raw.decode("utf-8")))
     except _BackendError as error:
@@ -546,8 +547,6 @@ def _check_ids(content: dict[str, object], file: Path) -> None:
     """Check that every id is small: the backend fills all gaps below the largest one."""
     model, added = content["model"], content.get("added_tokens")
     vocab = model.get("vocab") if isinstance(model, dict) else None
-    if isinstance(vocab, list):  # of a unigram model; its ids are places
-        _check_lengths(vocab, file)
     ids = list(vocab.values()) if isinstance(vocab, dict) else []
     if isinstance(added, list):
         ids += [token.get("id") for token in added if isinstance(token, dict)]
@@ -559,9 +558,14 @@ def _check_ids(content: dict[str, object], file: Path) -> None:
         )
 
 
-def _check_lengths(vocab: list[object], file: Path) -> None:
-    """Check the tokens of a unigram model; the backend's recursion kills the process at 70,000."""
-    pieces = (x[0] for x in vocab if isinstance(x, list) and x and isinstance(x[0], str))
+def _check_lengths(content: dict[str, object], file: Path) -> None:
+    """Check the tokens of a unigram model, a list of tokens with scores: the backend's recursion
+    kills the process at 70,000 characters.
+    """
+    model = content["model"]
+    vocab = model.get("vocab") if isinstance(model, dict) else None
+    rows = vocab if isinstance(vocab, list) else []
+    pieces = (x[0] for x in rows if isinstance(x, list) and x and isinstance(x[0], str))
     longest = max(pieces, key=len, default="")
     if len(longest) > MAX_PIECE_LENGTH:
         raise FileError(

@@ -1,5 +1,5 @@
-"""What acts on each token alone, in one pass on a CPU: a linear map of a few tokens (`gemv`), the
-RMS norm, and silu(gate) * up.
+"""What acts on each token alone: in one pass on a CPU a linear map of a few tokens (`gemv`), the
+RMS norm, and silu(gate) * up; and clipping.
 """
 
 from __future__ import annotations
@@ -325,7 +325,7 @@ def _check_sizes(x: Tensor, weight: Tensor) -> None:
 
 
 def clip(x: Tensor, low: float, high: float) -> Tensor:
-    """Clip numbers to [low, high]; a bound that the dtype of x cannot hold is infinite.
+    """Clip the numbers of x [...] to [low, high]; a bound that its dtype cannot hold is infinite.
 
     >>> clip(torch.tensor([-70000.0, 1.0]).half(), -2.0, 1e5)
     tensor([-2.,  1.], dtype=torch.float16)

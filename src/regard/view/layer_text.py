@@ -144,6 +144,7 @@ def sections(layers: Sequence[Mapping[str, Any]]) -> list[Section]:
 
 
 def _with_shape(title: str, shape: object) -> str:
+    """Return the heading of a tensor: what it is, and its shape."""
     return translate("{title}, {shape}", title=title, shape=shape)
 
 
